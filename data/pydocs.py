@@ -1,0 +1,53 @@
+"""The embedded corpus: the language reference that ships inside every CPython, as `help()` shows it. No download.
+
+    python data/pydocs.py                         writes data/pydocs/pydocs_train_000000.bin
+
+train.py does this by itself the first time it is asked for `dataset: pydocs`.
+"""
+
+import argparse
+import hashlib
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
+
+from data.token_file import TokenFileError, write_corpus
+from data.tokenizer import END_OF_TEXT, TokenizerError, get_encoding
+
+
+def prepare(folder: Path) -> int:
+    """Write the corpus to a new `folder`, each topic behind an <|endoftext|>; returns the number of tokens.
+
+    A quarter of the text stands in several topics; each paragraph is kept once, so that a validation split off the tail
+    holds text the model has not seen. For the same reason the topics' order is arbitrary, though always the same.
+    Raises TokenFileError or TokenizerError.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise TokenFileError("this Python was built without pydoc_data, the corpus pydocs; "
+                             "train on a text of your own: python data/text.py FILE") from None
+    seen: set[str] = set()
+    texts = []
+    for name in sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        paragraphs = [p for p in topics[name].split("\n\n") if p not in seen]
+        seen.update(p for p in paragraphs if len(p) > 80)  # shorter ones, such as "Examples:", may come again
+        texts.append("\n\n".join(paragraphs))
+    documents = get_encoding().encode_ordinary_batch(texts)
+    return write_corpus(folder, itertools.chain.from_iterable(([END_OF_TEXT], document) for document in documents))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
+    folder = Path(parser.parse_args().data_dir) / "pydocs"
+    try:
+        print(f"{prepare(folder):,} tokens in {folder}")
+    except (TokenFileError, TokenizerError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

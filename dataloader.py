@@ -1,0 +1,174 @@
+"""Token files to batches. A batch is a pure function of the step: there is no cursor to save or to drift.
+
+The tokens of a split are cut into windows of `seq_len` (window k reads tokens kT .. kT + T inclusive: its inputs and,
+one further on, its targets); no window crosses the end of a file. A step takes a global batch of
+G = batch_size x world_size x accumulation windows, and which ones depends on the step and the seed alone. Processes and
+micro-steps only divide them up.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.token_file import TokenFileError, count_tokens, map_tokens
+
+CHECKED_AT_ONCE = 2**24  # tokens per file whose ids are checked when it is opened; all are checked when read
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens start .. stop - 1 of a file that holds file_tokens of them."""
+
+    path: Path
+    file_tokens: int
+    start: int
+    stop: int
+
+
+class TokenStream:
+    """One split of a corpus as windows of seq_len tokens and their targets."""
+
+    def __init__(self, spans: Sequence[Span], seq_len: int, n_tokens: int):
+        """`n_tokens`: size of the model's vocabulary. Raises TokenFileError if a file holds an id beyond it."""
+        self.spans, self.seq_len, self.n_tokens = list(spans), seq_len, n_tokens
+        self.tokens = sum(span.stop - span.start for span in spans)
+        windows = [max(0, span.stop - span.start - 1) // seq_len for span in spans]
+        self._ends = list(accumulate(windows))  # windows in the spans up to and including each
+        for span in spans:
+            if span.file_tokens:
+                self._check(map_tokens(span.path, span.file_tokens)[:CHECKED_AT_ONCE], span.path)
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, each (len(windows), seq_len) int64. Raises TokenFileError for a file that went bad."""
+        rows = np.empty((len(windows), self.seq_len + 1), dtype=np.int64)
+        mapped: dict[Path, np.ndarray] = {}  # not kept: pages of a long-lived map would count as this process's memory
+        for row, window in zip(rows, windows, strict=True):
+            i = bisect_right(self._ends, window)
+            span = self.spans[i]
+            start = span.start + (window - (self._ends[i - 1] if i else 0)) * self.seq_len
+            if span.path not in mapped:
+                mapped[span.path] = map_tokens(span.path, span.file_tokens)
+            row[:] = mapped[span.path][start:start + self.seq_len + 1]
+        if rows.size and rows.max() >= self.n_tokens:
+            for path, tokens in mapped.items():
+                self._check(tokens, path)
+        return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+
+    def _check(self, tokens: np.ndarray, path: Path) -> None:
+        if tokens.max() >= self.n_tokens:
+            position = int(np.argmax(tokens >= self.n_tokens))
+            raise TokenFileError(f"{path}: token {position:,} has the id {tokens[position]}, beyond the model's vocabulary of "
+                                 f"{self.n_tokens:,}; raise vocab_size, or write the file again with GPT-2's tokenizer")
+
+
+def open_corpus(folder: Path, seq_len: int, n_tokens: int, val_fraction: float = 0.0) -> tuple[TokenStream, TokenStream]:
+    """The training and the validation split of the token files in `folder`.
+
+    Validation is the files with `_val_` in their name; where there are none, the last `val_fraction` of the tokens.
+    Raises TokenFileError for a folder without training files, or a bad file.
+    """
+    files = [(path, count_tokens(path)) for path in sorted(folder.glob("*.bin"))]
+    spans: dict[bool, list[Span]] = {True: [], False: []}  # keyed by: is it for validation?
+    for path, count in files:
+        spans["_val_" in f"{path.stem}_"].append(Span(path, count, 0, count))
+    if not spans[False]:
+        raise TokenFileError(f"{folder}: no token files (*.bin) to train on; write some with a script in data/, "
+                             f"such as: python data/text.py FILE --name {folder.name}")
+    if not spans[True]:
+        spans[False], spans[True] = _cut_tail(spans[False], val_fraction)
+    return TokenStream(spans[False], seq_len, n_tokens), TokenStream(spans[True], seq_len, n_tokens)
+
+
+def _cut_tail(spans: list[Span], fraction: float) -> tuple[list[Span], list[Span]]:
+    """Divide the spans so that the second list holds the last `fraction` of the tokens."""
+    keep = sum(span.stop for span in spans)
+    keep -= int(keep * fraction)
+    head, tail = [], []
+    for span in spans:
+        cut = min(keep, span.stop)
+        keep -= cut
+        head += [Span(span.path, span.file_tokens, 0, cut)] if cut else []
+        tail += [Span(span.path, span.file_tokens, cut, span.stop)] if cut < span.stop else []
+    return head, tail
+
+
+class DataLoader:
+    """The batches of one process. `accumulation` micro-steps of every one of `world_size` processes make up a step."""
+
+    def __init__(self, stream: TokenStream, batch_size: int, *, world_size: int = 1, rank: int = 0, accumulation: int = 1,
+                 seed: int = 1337, shuffle: bool = False, overfit_batch: bool = False):
+        """Raises TokenFileError if the stream has too few tokens for one step."""
+        self.stream, self.batch_size, self.world_size, self.rank = stream, batch_size, world_size, rank
+        self.accumulation, self.seed, self.shuffle, self.overfit_batch = accumulation, seed, shuffle, overfit_batch
+        self.global_batch = batch_size * world_size * accumulation
+        if len(stream) < self.global_batch:
+            T = stream.seq_len
+            raise TokenFileError(
+                f"{stream.spans[0].path.parent if stream.spans else 'the corpus'}: {stream.tokens:,} tokens make {len(stream)} "
+                f"sequences of {T}, but one step takes {self.global_batch}, at least {self.global_batch * T + 1:,} tokens; "
+                f"lower batch_size, seq_len or total_batch_tokens, or train on a larger corpus")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole steps in one pass over the windows."""
+        return len(self.stream) // self.global_batch
+
+    def batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, each (batch_size, seq_len) int64, of this process at a step (from 1) and micro-step (from 0)."""
+        step = 1 if self.overfit_batch else step
+        first = (micro_step * self.world_size + self.rank) * self.batch_size
+        return self.stream.read(self.windows(step)[first:first + self.batch_size])
+
+    def windows(self, step: int) -> Sequence[int]:
+        """The windows of a step's global batch, the same at any world size and accumulation that give this batch size.
+
+        In order, an epoch is the largest multiple of the global batch that fits; shuffled, it is all windows in a fresh
+        seeded order, and a step may lie across the end of one epoch and the start of the next.
+        """
+        if not self.shuffle:
+            first = (step - 1) % self.steps_per_epoch * self.global_batch
+            return range(first, first + self.global_batch)
+        first = (step - 1) * self.global_batch
+        positions = (divmod(i, len(self.stream)) for i in range(first, first + self.global_batch))
+        return [int(_permutation(len(self.stream), self.seed, epoch)[i]) for epoch, i in positions]
+
+
+@lru_cache(maxsize=2)  # a step may need two epochs
+def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    # RandomState: numpy promises that its stream never changes, so a run can be repeated with a later numpy
+    return np.random.RandomState([seed % 2**32, epoch]).permutation(n)
+
+
+def prefetch(loader: DataLoader, device: torch.device, steps: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The loader's batches, every micro-step of every step, on the device. A thread reads the next one ahead."""
+    pin = device.type == "cuda"  # pinned memory is copied to the GPU while both go on; each batch has its own
+
+    def fetch(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        x, y = loader.batch(step, micro_step)
+        return (x.pin_memory(), y.pin_memory()) if pin else (x, y)
+
+    def on_device(batch: Future[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        x, y = batch.result()
+        return x.to(device, non_blocking=pin), y.to(device, non_blocking=pin)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        ahead = None
+        for step in steps:
+            for micro_step in range(loader.accumulation):
+                current, ahead = ahead, pool.submit(fetch, step, micro_step)
+                if current is not None:
+                    yield on_device(current)
+        if ahead is not None:
+            yield on_device(ahead)

@@ -1,0 +1,75 @@
+"""What a run leaves behind in its folder: config.yaml, log.csv, eval.csv and summary.json."""
+
+import csv
+import datetime
+import itertools
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config import Config
+from device import device_name, matmul_tflops, peak_memory_mb, product_dtype
+from model import GPT
+
+LOG_COLUMNS = ("step", "loss", "lr", "norm", "dt_ms", "tokens_per_sec")
+EVAL_COLUMNS = ("step", "val_loss")
+
+
+def start_run_folder(run: Path, config: Config) -> list[str]:
+    """Create the run's folder with config.yaml and an empty log; returns notes. An earlier run of that name is moved aside."""
+    notes = []
+    if run.exists():
+        aside = next(path for n in itertools.count(1) if not (path := run.with_name(f"{run.name}.{n}")).exists())
+        run.rename(aside)
+        notes.append(f"the earlier {run} is now {aside}")
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(config.to_yaml())
+    append_row(run / "log.csv", LOG_COLUMNS)
+    return notes
+
+
+def append_row(path: Path, header: tuple[str, ...], row: tuple[Any, ...] | None = None) -> None:
+    """Add a row to a CSV file at once, so that it survives whatever follows; a new file begins with its header."""
+    rows = ([] if path.exists() else [header]) + ([] if row is None else [row])
+    with open(path, "a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def log_line(row: tuple[int, float, float, float, float, float], max_steps: int) -> str:
+    """A row of the log as a line for the console."""
+    step, loss, lr, norm, dt_ms, tokens_per_sec = row
+    return (f"step {step:{len(str(max_steps))}d}/{max_steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | "
+            f"dt {dt_ms:.2f} ms | {tokens_per_sec:,.0f} tokens/s")
+
+
+def summarize(config: Config, model: GPT, device: torch.device, world_size: int, step_seconds: list[float],
+              tokens_per_step: int) -> dict[str, Any]:
+    """Figures of summary.json that follow from the steps' times, the model and the device."""
+    left_out = min(5, (len(step_seconds) - 1) // 2)  # the first steps compile and warm up
+    median = statistics.median(step_seconds[left_out:])
+    flops = model.flops_per_token(config.seq_len)
+    peak = peak_memory_mb(device)  # before the measurement below adds to it
+    rate = matmul_tflops(device, product_dtype(config))
+    return {
+        "steps": len(step_seconds), "tokens": len(step_seconds) * tokens_per_step, "parameters": model.num_parameters(),
+        "median_dt_ms": median * 1e3, "median_tokens_per_sec": tokens_per_step / median, "median_leaves_out": left_out,
+        "first_step_s": step_seconds[0], "peak_memory_mb": peak, "flops_per_token": flops, "matmul_tflops": rate,
+        "utilization": flops * tokens_per_step / median / (rate * 1e12 * world_size),
+        "device": device_name(device), "world_size": world_size, "torch": torch.__version__, "git": git_commit(),
+    }
+
+
+def duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def git_commit() -> str | None:
+    """Commit of this code, with -dirty if it was changed since; None where there is no git."""
+    try:
+        return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], text=True, check=True,
+                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,77 @@
+"""Text from a trained model: `python sample.py quickstart --prompt "Python is"`."""
+
+from pydantic import Field
+
+from config import Options, Positive, UserError, ZeroIsOff, exit_with, parse_command_line
+
+
+class SampleOptions(Options):
+    """options"""
+
+    run: str
+    """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a Hugging Face model folder"""
+    prompt: str = ""
+    """text to continue (empty: the model begins a new document)"""
+    max_new_tokens: Positive = 100
+    """tokens to generate"""
+    temperature: float = Field(0.8, ge=0)
+    """below 1 likelier tokens, above 1 more varied ones; 0 always takes the likeliest"""
+    top_k: Positive | None = 50
+    """draw from the k likeliest tokens only (none: from all)"""
+    seed: ZeroIsOff = 1337
+    """the same seed gives the same text"""
+    num_samples: Positive = 1
+    """texts to generate"""
+    device: str = "auto"
+    """auto, cuda, mps or cpu"""
+    log_dir: str = "logs"
+    """folder that holds the runs"""
+
+
+if __name__ == "__main__":
+    # before torch is imported, which takes seconds: --help and mistakes answer at once
+    OPTIONS = parse_command_line(SampleOptions, description=__doc__, positional="run")
+
+import torch
+
+from checkpoint import CheckpointError, load_model
+from data.tokenizer import END_OF_TEXT, TokenizerError, get_encoding
+from device import choose_device
+from model import GPT
+
+
+def sample_text(model: GPT, prompt: str, max_new_tokens: int, temperature: float = 0.8, top_k: int | None = 50, seed: int = 0,
+                num_samples: int = 1) -> list[str]:
+    """Continuations of the prompt, which they begin with, each up to its <|endoftext|>.
+
+    Raises ValueError if the model's vocabulary is smaller than GPT-2's tokenizer, which made the prompt.
+    """
+    encoding = get_encoding()
+    tokens = encoding.encode_ordinary(prompt) or [END_OF_TEXT]
+    if model.config.n_tokens < encoding.n_vocab:
+        raise ValueError(f"a vocabulary of {model.config.n_tokens} is not that of GPT-2's tokenizer, {encoding.n_vocab}")
+    device = model.lm_head.weight.device
+    idx = torch.tensor([tokens] * num_samples, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    rows = model.generate(idx, max_new_tokens, temperature, top_k, generator, stop_token=END_OF_TEXT)
+    texts = []
+    for row in rows[:, len(tokens):].tolist():
+        end = row.index(END_OF_TEXT) if END_OF_TEXT in row else len(row)
+        texts.append(prompt + encoding.decode(row[:end]))
+    return texts
+
+
+def main(options: SampleOptions) -> None:
+    model = load_model(options.run, options.log_dir).to(choose_device(options.device))
+    texts = sample_text(model, options.prompt, options.max_new_tokens, options.temperature, options.top_k, options.seed,
+                        options.num_samples)
+    print("\n---\n".join(texts))
+
+
+if __name__ == "__main__":
+    try:
+        main(OPTIONS)
+    except (UserError, CheckpointError, TokenizerError, ValueError) as error:
+        exit_with(error)
+    except KeyboardInterrupt:
+        exit_with(UserError("interrupted"), status=130)

@@ -1,0 +1,356 @@
+"""Train GPT-2: `python train.py --config quickstart.yaml`, or `torchrun --nproc_per_node=N train.py --config ddp.yaml`."""
+
+from config import Config, ConfigError, UserError, exit_with, load, parse_command_line
+
+if __name__ == "__main__":
+    # before torch is imported, which takes seconds: --help and mistakes answer at once
+    CONFIG = parse_command_line(Config, description=__doc__, config_file=True)
+
+import contextlib
+import dataclasses
+import datetime
+import importlib
+import inspect
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from checkpoint import ARCHITECTURE, CheckpointError, load_weights, read_weights, save_checkpoint
+from data.token_file import TokenFileError
+from data.tokenizer import TokenizerError
+from dataloader import DataLoader, TokenStream, open_corpus, prefetch
+from device import (
+    attention_kernel,
+    autocast_for,
+    check_compiler,
+    choose_device,
+    device_name,
+    set_precision,
+    synchronize,
+)
+from evaluate import validation_loss
+from model import GPT, GPTConfig
+from optimizer import learning_rate, make_optimizers
+from runlog import EVAL_COLUMNS, LOG_COLUMNS, append_row, duration, log_line, start_run_folder, summarize
+from sample import sample_text
+
+SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
+
+
+class TrainingError(Exception):
+    """The run cannot go on; the message says why and what may help."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """This process's place among those that torchrun started; alone without torchrun."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def distributed(self) -> bool:
+        return self.world_size > 1
+
+    def say(self, text: str) -> None:
+        """Print, on one process only."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+# ---- setting up
+
+
+def start_process(config: Config) -> Process:
+    """Choose this process's device and, under torchrun, join the others. Raises UserError."""
+    rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in
+                                    (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    device = choose_device(config.device, local_rank)
+    if world_size > 1:
+        if device.type == "mps":
+            raise UserError("--device mps: several processes cannot share it; use --device cpu or start one process")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10))
+    return Process(device, rank, world_size)
+
+
+def open_data(config: Config, process: Process, n_tokens: int) -> tuple[DataLoader, TokenStream]:
+    """The training batches and the validation split; prepares a small corpus that is not there yet.
+
+    Raises TokenFileError or TokenizerError.
+    """
+    folder = Path(config.data_dir) / config.dataset
+    if process.rank == 0 and config.dataset in SMALL_CORPORA and not folder.exists():
+        process.say(f"preparing {folder}")
+        importlib.import_module(f"data.{config.dataset}").prepare(folder)
+    if process.distributed:
+        dist.barrier()
+    train, val = open_corpus(folder, config.seq_len, n_tokens, config.val_fraction)
+    loader = DataLoader(train, config.batch_size, world_size=process.world_size, rank=process.rank,
+                        accumulation=config.accumulation_steps(process.world_size), seed=config.seed,
+                        shuffle=config.shuffle, overfit_batch=config.overfit_batch)
+    if config.eval_every and not len(val):
+        raise TokenFileError(f"{folder}: eval_every {config.eval_every}, but nothing to validate on: {val.tokens:,} tokens make "
+                             f"no sequence of {config.seq_len}; set val_fraction, such as 0.1, or add a *_val_*.bin file")
+    process.say(f"loaded {train.tokens:,} tokens of {folder}" + (f", and {val.tokens:,} for validation" if len(val) else ""))
+    process.say(f"1 epoch = {loader.steps_per_epoch:,} batches")
+    process.say(f"1 step = {loader.global_batch * config.seq_len:,} tokens: batch_size {config.batch_size} x seq_len "
+                f"{config.seq_len} x {process.world_size} processes x {loader.accumulation} micro-steps")
+    return loader, val
+
+
+def build_model(config: Config) -> tuple[Config, GPT]:
+    """The model, fresh or from existing weights, whose architecture the config then takes over.
+
+    Raises CheckpointError for weights that cannot be had, ConfigError for options that contradict them.
+    """
+    if config.init_from == "scratch":
+        return config, GPT(model_config(config))
+    theirs, weights = read_weights(config.init_from, config.log_dir)
+    given = config.model_dump(include=config.model_fields_set)
+    fixed = {name: theirs[name] for name in ARCHITECTURE}
+    if wrong := [name for name in fixed if name in given and given[name] != fixed[name]]:
+        raise ConfigError("\n".join(f"{name} {given[name]} contradicts init_from {config.init_from}, which has {fixed[name]}; "
+                                    f"leave {name} out" for name in wrong))
+    config = load(Config, {"vocab_size": theirs["vocab_size"]} | given | fixed)
+    model = GPT(model_config(config))
+    load_weights(model, weights, config.init_from)
+    return config, model
+
+
+def model_config(config: Config) -> GPTConfig:
+    return GPTConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)})
+
+
+# ---- one step
+
+
+def training_step(model: torch.nn.Module, batches: Iterator[tuple[Tensor, Tensor]], accumulation: int,
+                  optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, grad_clip: float,
+                  autocast: Callable[[], contextlib.AbstractContextManager]) -> tuple[Tensor, Tensor]:
+    """Forward and backward of all micro-steps, clipping, update. Returns this process's mean loss and the global
+    gradient norm before clipping, both on the device."""
+    losses = []
+    for micro_step in range(accumulation):
+        x, y = next(batches)
+        last = micro_step == accumulation - 1
+        # DDP averages gradients over the processes in the last micro-step only; no_sync must cover the forward too
+        accumulate = model.no_sync() if isinstance(model, DistributedDataParallel) and not last else contextlib.nullcontext()
+        with accumulate:
+            with autocast():
+                loss = model(x, y) / accumulation
+            scaler.scale(loss).backward()
+        losses.append(loss.detach())
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    parameters = list(model.parameters())
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if grad_clip:
+        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    scaler.update()
+    return torch.stack(losses).sum(), norm
+
+
+def average(loss: Tensor, norm: Tensor, stop: bool, process: Process) -> tuple[float, float, bool]:
+    """Mean loss and norm over the processes, and whether any of them was asked to stop, read in one transfer."""
+    figures = torch.stack((loss.float(), norm.float(), torch.tensor(float(stop), device=loss.device)))
+    if process.distributed:
+        dist.all_reduce(figures)  # a sum: gloo has no average
+        figures /= process.world_size
+    mean_loss, mean_norm, any_stop = figures.tolist()
+    return mean_loss, mean_norm, any_stop > 0
+
+
+class StopRequest:
+    """While entered, the first SIGINT (Ctrl-C) or SIGTERM sets `received`; a second one acts at once, as without it."""
+
+    def __init__(self) -> None:
+        self.received: float | None = None  # when
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        if self.received is None:
+            self.received = time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"\nstopping after this step; once more to stop at once\n")
+        elif time.monotonic() - self.received > 1:  # sooner, it is torchrun passing the same Ctrl-C on
+            self.__exit__()
+            signal.raise_signal(number)
+
+
+# ---- the run
+
+
+def train(config: Config, process: Process, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
+    """Run the config from the first step to the last; returns what summary.json holds.
+
+    Raises UserError, TokenFileError, TokenizerError or CheckpointError before anything is written, and TrainingError
+    at a non-finite loss or norm.
+    """
+    device, say = process.device, process.say
+    started = datetime.datetime.now(datetime.UTC)
+    notes = config.notes() + set_precision(config, device)
+    if config.compile:
+        check_compiler(device)
+
+    # data and model
+    torch.manual_seed(config.seed)
+    config, raw_model = build_model(config)
+    loader, val = open_data(config, process, raw_model.config.n_tokens)
+    raw_model.to(device)
+    torch.manual_seed(config.seed + process.rank)  # what is random from here on is dropout: different in each process
+    # evaluation, sampling and checkpoints use raw_model: nothing is compiled again for their shapes, names stay plain
+    model: Any = torch.compile(raw_model, mode=config.compile_mode) if config.compile else raw_model
+    if process.distributed:
+        # the buffers are constants; the option has a new name since PyTorch 2.13
+        names = inspect.signature(DistributedDataParallel).parameters
+        constant = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None,
+                                        gradient_as_bucket_view=True, **{constant: False})
+
+    # optimizer
+    optimizers, group_lines = make_optimizers(raw_model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.fp16)
+    autocast = autocast_for(config, device)
+
+    # what the user should know
+    announce(config, process, raw_model, group_lines)
+    run = Path(config.log_dir) / str(config.run_name)
+    if process.rank == 0:
+        notes += start_run_folder(run, config)
+    if config.flash:
+        notes += flash_note(config, device)
+    for note in notes:
+        say(f"note: {note}")
+
+    def evaluate(step: int) -> float:
+        loss = validation_loss(raw_model, val, config.batch_size, config.eval_tokens, device,
+                               rank=process.rank, world_size=process.world_size, autocast=autocast)
+        say(f"step {step:{width}d}/{config.max_steps} | validation loss {loss:.4f}")
+        if process.rank == 0:
+            append_row(run / "eval.csv", EVAL_COLUMNS, (step, repr(loss)))
+        return loss
+
+    # the loop
+    tokens_per_step = loader.global_batch * config.seq_len
+    width = len(str(config.max_steps))
+    batches = prefetch(loader, device, range(1, config.max_steps + 1))
+    step_seconds: list[float] = []
+    loop_start = first_step_end = clock()
+    val_loss = evaluate(0) if config.eval_every else None
+    with StopRequest() as stop:
+        for step in range(1, config.max_steps + 1):
+            lr = learning_rate(step, config)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = lr
+
+            # the timed part: nothing but the step, between two synchronizations
+            synchronize(device)
+            start = clock()
+            figures = training_step(model, batches, loader.accumulation, optimizers, scaler, config.grad_clip, autocast)
+            loss, norm, stopping = average(*figures, stop.received is not None, process)
+            synchronize(device)
+            step_seconds.append(clock() - start)
+
+            scaler_skipped = config.fp16 and not math.isfinite(norm) and scaler.get_scale() >= 1  # and lowered the scale
+            if not math.isfinite(loss) or not (math.isfinite(norm) or scaler_skipped):
+                raise TrainingError(f"step {step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}; "
+                                    f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
+                                    + (", or bf16 in place of fp16" if config.fp16 else ""))
+            last = step == config.max_steps or stopping
+            if step % config.log_every == 0 or step == 1 or last:
+                row = (step, loss, lr, norm, step_seconds[-1] * 1e3, tokens_per_step / step_seconds[-1])
+                left = (clock() - first_step_end) / max(1, step - 1) * (config.max_steps - step)
+                say(log_line(row, config.max_steps) + (f" | {duration(left)} left" if step > 1 and not last else ""))
+                if process.rank == 0:
+                    append_row(run / "log.csv", LOG_COLUMNS, (*map(repr, row[:4]), f"{row[4]:.3f}", f"{row[5]:.1f}"))
+            if config.eval_every and (step % config.eval_every == 0 or last):
+                val_loss = evaluate(step)
+            if process.rank == 0:
+                if config.sample_every and (step % config.sample_every == 0 or last):
+                    text = sample_text(raw_model, config.sample_prompt, config.sample_tokens, seed=config.seed)[0]
+                    say(f"sample after step {step}: {text}")
+                if last or (config.checkpoint_every and step % config.checkpoint_every == 0):
+                    folder = save_checkpoint(run, raw_model, step, config.model_dump(mode="json"), val_loss=val_loss)
+                    say(f"saved {folder}")
+            if step == 1:
+                first_step_end = clock()  # compiling is over: the estimate of the time left begins here
+            if last:
+                break
+    seconds = clock() - loop_start
+
+    # the report
+    summary = summarize(config, raw_model, device, process.world_size, step_seconds, tokens_per_step)
+    summary |= {"final_loss": loss, "val_loss": val_loss, "seconds": seconds, "interrupted": stopping,
+                "started": started.isoformat(timespec="seconds")}
+    if process.rank == 0:
+        (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    say(f"{'interrupted' if stopping else 'done'}: {step} steps, {summary['tokens']:,} tokens in {duration(seconds)}; "
+        f"loss {loss:.4f}" + ("" if val_loss is None else f", validation loss {val_loss:.4f}"))
+    say(f"median {summary['median_dt_ms']:.2f} ms a step, {summary['median_tokens_per_sec']:,.0f} tokens/s (without the first "
+        f"{summary['median_leaves_out']}); peak memory {summary['peak_memory_mb']:,.0f} MB; {summary['utilization']:.0%} of the "
+        f"{summary['matmul_tflops']:.2f} TFLOP/s that a large matrix product reaches here")
+    say(f"{run}/ has log.csv, summary.json, config.yaml and checkpoints/; for text: python sample.py {run}")
+    return summary
+
+
+def announce(config: Config, process: Process, model: GPT, group_lines: list[str]) -> None:
+    """Print what is about to run."""
+    on = [name for name in ("tf32", "bf16", "fp16", "compile", "flash", "fused_adamw") if getattr(config, name)]
+    process.say("\n".join([
+        f"device: {device_name(process.device)}, processes: {process.world_size}, torch {torch.__version__}",
+        f"{model.num_parameters():,} parameters", *group_lines, f"optimizations on: {', '.join(on) or 'none'}"]))
+
+
+def flash_note(config: Config, device: torch.device) -> list[str]:
+    shape = (config.batch_size, config.n_head, config.seq_len, config.n_embd // config.n_head)
+    kernel = attention_kernel(config, device, shape, config.dropout)
+    if kernel == "math":
+        return ["flash has no effect: PyTorch has no fused attention for this device, precision and dropout"]
+    return [f"flash runs PyTorch's {kernel} kernel"] if kernel else []
+
+
+def main(config: Config) -> None:
+    try:
+        train(config, start_process(config))
+    except (UserError, TokenFileError, TokenizerError, CheckpointError) as error:
+        exit_with(error)
+    except TrainingError as error:
+        exit_with(error, status=1)
+    except KeyboardInterrupt:
+        exit_with(UserError("interrupted"), status=130)
+    except (RuntimeError, MemoryError) as error:
+        if not (isinstance(error, MemoryError) or "out of memory" in str(error) or "not enough memory" in str(error)):
+            raise
+        exit_with(TrainingError(
+            f"out of memory at batch_size {config.batch_size}, seq_len {config.seq_len}. These lower it: a smaller --batch_size "
+            f"(--total_batch_tokens keeps the step as large), --bf16, --flash, --compile, a smaller --seq_len or model"), status=1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(CONFIG)
