@@ -316,7 +316,7 @@ def find_config(name: str, folder: Path | None = None) -> Path:
             if path.is_file():
                 return path
     known = [str(path.relative_to(CONFIG_DIR).with_suffix("")) for path in CONFIG_DIR.rglob("*.yaml")]
-    hint = _did_you_mean(name.removesuffix(".yaml"), known) or f"; configs/ has {', '.join(sorted(known))}"
+    hint = did_you_mean(name.removesuffix(".yaml"), known) or f"; configs/ has {', '.join(sorted(known))}"
     raise ConfigError(f"{name}: no such config file, here or in configs/{hint}")
 
 
@@ -423,7 +423,7 @@ def _unknown_argument(options: type[Options], argument: str, config_file: bool) 
     name = argument.partition("=")[0]
     names = [f"--{name}" for name in options.model_fields] + ["--config"] * config_file
     switches = [f"--no-{name}" for name, field in options.model_fields.items() if _value_type(field) is bool]
-    return f"{name}: unknown option{_did_you_mean(name, names + switches) or '; --help lists them all'}"
+    return f"{name}: unknown option{did_you_mean(name, names + switches) or '; --help lists them all'}"
 
 
 # ---- conversions and messages
@@ -450,7 +450,8 @@ def _show(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, if one is near."""
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
@@ -466,11 +467,11 @@ def _error_lines(options: type[Options], error: ValidationError, origin: Mapping
         name = str(problem["loc"][0])
         where = origin.get(name, name)
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown option{_did_you_mean(name, list(options.model_fields))}")
+            lines.append(f"{where}: unknown option{did_you_mean(name, list(options.model_fields))}")
             continue
         message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]
         hint = ""
         if problem["type"] == "literal_error":
-            hint = _did_you_mean(str(problem["input"]), get_args(_value_type(options.model_fields[name])))
+            hint = did_you_mean(str(problem["input"]), get_args(_value_type(options.model_fields[name])))
         lines.append(f"{where}: {message}, not {problem['input']!r}{hint}")
     return lines

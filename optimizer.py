@@ -32,18 +32,18 @@ def make_optimizers(model: GPT, config: Config) -> tuple[list[torch.optim.Optimi
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Learning rate of a step, counted from 1: linear warm-up to `lr`, reached at step `warmup_steps`, then the schedule.
+    """Learning rate of a step, counted from 1: linear warm-up, the full `lr` at step `warmup_steps` (or 1), the schedule.
 
     cosine: Loshchilov & Hutter 2017 (SGDR), without restarts. wsd: Hu et al. 2024 (MiniCPM), section 4. Both end at
     min_lr at step `max_steps`.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    first = config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
+    peak = max(1, config.warmup_steps)  # the last step at the full rate
     if config.lr_schedule == "wsd":
-        first = max(first, config.max_steps - max(1, round(config.wsd_decay_fraction * config.max_steps)))
-    progress = min(1.0, max(0.0, (step - first) / max(1, config.max_steps - first)))
+        peak = max(peak, config.max_steps - round(config.wsd_decay_fraction * config.max_steps))
+    progress = min(1.0, max(0.0, (step - peak) / max(1, config.max_steps - peak)))
     share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.final_lr() + share * (config.lr - config.final_lr())

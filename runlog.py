@@ -52,7 +52,7 @@ def summarize(config: Config, model: GPT, device: torch.device, world_size: int,
     median = statistics.median(step_seconds[left_out:])
     flops = model.flops_per_token(config.seq_len)
     peak = peak_memory_mb(device)  # before the measurement below adds to it
-    rate = matmul_tflops(device, product_dtype(config))
+    rate = matmul_tflops(device, product_dtype(config), seconds=min(0.5, sum(step_seconds)))
     return {
         "steps": len(step_seconds), "tokens": len(step_seconds) * tokens_per_step, "parameters": model.num_parameters(),
         "median_dt_ms": median * 1e3, "median_tokens_per_sec": tokens_per_step / median, "median_leaves_out": left_out,

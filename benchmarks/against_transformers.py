@@ -10,6 +10,7 @@ alike. Prints each pair, then the medians and their ratio, and appends them to a
 import argparse
 import json
 import multiprocessing
+import os
 import platform
 import resource
 import statistics
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file to write the result to")
     args = parser.parse_args()
 
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages for both, as in train.py
     context = multiprocessing.get_context("spawn")
     sides, processes = {}, []
     for name, build in (("ours", build_ours), ("transformers", build_transformers)):
@@ -95,8 +97,9 @@ def main() -> None:
             if i >= 0:
                 seconds[name].append(dt)
             print(f"{'warm-up' if i < 0 else f'{i + 1:7d}'} {name:12s} {dt:8.3f} s  loss {loss:.4f}", flush=True)
-    for connection in sides.values():
+    for connection, process in zip(sides.values(), processes, strict=True):
         connection.send("stop")
+        process.join()
 
     tokens = args.batch_size * args.seq_len
     medians = {name: statistics.median(values) for name, values in seconds.items()}

@@ -52,9 +52,9 @@ def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
 def write_corpus(folder: Path, parts: Iterable[Tokens], shard_tokens: int = SHARD_TOKENS) -> int:
     """Write tokens, which come in parts, as the training files of a new corpus; returns how many.
 
-    The folder appears whole or not at all. Raises TokenFileError if it is there already.
+    The folder appears whole or not at all. Raises TokenFileError if it is there already and not empty.
     """
-    if folder.exists():
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise TokenFileError(f"{folder}: is there already; choose another name or delete it first")
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
@@ -64,7 +64,7 @@ def write_corpus(folder: Path, parts: Iterable[Tokens], shard_tokens: int = SHAR
         try:
             unfinished.rename(folder)
         except OSError:
-            if not folder.exists():  # else another process wrote it in the meantime
+            if not any(folder.glob("*.bin")):  # else another process wrote it in the meantime
                 raise
     except OSError as error:
         raise TokenFileError(f"{folder}: cannot be written: {error.strerror}") from None

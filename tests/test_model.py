@@ -1,0 +1,295 @@
+"""GPT-2's arithmetic: against transformers, against itself with each option switched, and the traps of its construction."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from checkpoint import load_weights, read_weights
+from model import GPT, GPTConfig, _draw
+
+
+def tokens(B=2, T=16, vocab=128, seed=0):
+    return torch.randint(0, vocab, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- against transformers
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """transformers' GPT-2 with random weights, and ours with the same, which went through its files."""
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=4, n_embd=64, n_positions=32, vocab_size=200)).eval()
+    for p in theirs.parameters():  # away from the tiny init, so that every term matters
+        torch.nn.init.normal_(p, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    options, weights = read_weights(str(tmp_path))
+    ours = GPT(GPTConfig(**options))
+    load_weights(ours, weights, "transformers")
+    return ours.eval(), theirs
+
+
+def test_logits_equal_transformers_so_gelu_norms_and_conv1d_transposes_are_right(pair):
+    ours, theirs = pair
+    idx = tokens(vocab=200)
+    torch.testing.assert_close(ours(idx), theirs(idx).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_loss_and_gradients_equal_transformers(pair):
+    ours, theirs = pair
+    idx = tokens(T=17, vocab=200)
+    ours(idx[:, :-1], idx[:, 1:]).backward()
+    F.cross_entropy(theirs(idx[:, :-1]).logits.flatten(0, 1), idx[:, 1:].flatten()).backward()
+    grads = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        if name == "lm_head.weight":
+            continue  # tied: it comes as transformer.wte.weight
+        theirs_grad = grads[name].grad
+        square_or_wide = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        torch.testing.assert_close(p.grad, theirs_grad.t() if square_or_wide else theirs_grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_exact_gelu_differs_so_the_default_is_the_tanh_form(pair):
+    ours, theirs = pair
+    exact = GPT(GPTConfig(**{**vars(ours.config), "activation": "gelu"})).eval()
+    exact.load_state_dict(ours.state_dict())
+    assert (exact(tokens(vocab=200)) - theirs(tokens(vocab=200)).logits).abs().max() > 2e-4
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize(("options", "parameters"), [
+    ({"tie_weights": True}, 124_439_808),
+    ({"tie_weights": True, "vocab_size": 50304}, 124_475_904),
+    ({}, 163_037_184),
+    ({"tie_weights": True, "n_layer": 24, "n_head": 16, "n_embd": 1024}, 354_823_168),
+    ({"tie_weights": True, "n_layer": 36, "n_head": 20, "n_embd": 1280}, 774_030_080),
+    ({"tie_weights": True, "n_layer": 48, "n_head": 25, "n_embd": 1600}, 1_557_611_200),
+], ids=["124M", "padded", "untied", "medium", "large", "xl"])
+def test_parameter_counts(options, parameters):
+    with torch.device("meta"):
+        assert GPT(GPTConfig(**options)).num_parameters() == parameters
+
+
+def test_flops_count_what_is_multiplied_not_what_is_looked_up():
+    with torch.device("meta"):
+        tied, untied = GPT(GPTConfig(tie_weights=True)), GPT(GPTConfig())
+    assert tied.flops_per_token(1024) == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024 == 855_166_464
+    assert untied.flops_per_token(1024) == tied.flops_per_token(1024)  # the same products, whatever they share
+
+
+def test_the_timeit_profiles_variant_is_the_same_class(tiny_model):
+    model = tiny_model(norm="rmsnorm", bias=False, activation="gelu")
+    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
+    assert model(tokens(), tokens(seed=1)).isfinite()
+
+
+def test_parameter_names_are_openais(tiny_model):
+    names = set(tiny_model().state_dict())
+    assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.ln_1.weight", "transformer.h.0.attn.c_attn.weight",
+            "transformer.h.1.attn.c_proj.bias", "transformer.h.1.mlp.c_fc.weight", "transformer.h.1.mlp.c_proj.weight",
+            "transformer.ln_f.bias", "lm_head.weight"} <= names
+    assert len(names) == 2 + 2 * 12 + 2 + 1  # no mask, no padding: those are rebuilt
+
+
+# ---- construction
+
+
+def test_tied_weights_are_one_tensor_also_after_moving_and_loading(tiny_model):
+    model = tiny_model(tie_weights=True)
+    model.to(torch.float64).to(torch.float32)
+    model.load_state_dict(tiny_model(seed=1, tie_weights=True).state_dict())
+    assert model.transformer.wte.weight is model.lm_head.weight
+    assert torch.compile(model).transformer.wte.weight is model.lm_head.weight
+    assert tiny_model().num_parameters() - model.num_parameters() == 128 * 32
+
+
+@pytest.mark.parametrize("init", ["torch", "gpt2"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_first_loss_is_near_uniform_for_every_init_and_tying(tiny_model, init, tie):
+    model = tiny_model(init=init, tie_weights=tie, n_embd=128)
+    assert model(tokens(8, 32), tokens(8, 32, seed=1)).item() == pytest.approx(math.log(128), abs=0.5)
+
+
+def test_gpt2_init_and_residual_scaling_reach_every_layer():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=3, n_head=2, n_embd=128, vocab_size=1000, init="gpt2", residual_scaling=True))
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            expected = 0.02 / math.sqrt(2 * 3) if "c_proj" in name else 0.02
+            assert p.std().item() == pytest.approx(expected, rel=0.05), name
+        elif "ln_" not in name:
+            assert not p.any(), name
+    plain = GPT(GPTConfig(n_layer=3, n_head=2, n_embd=128, vocab_size=1000, init="gpt2"))
+    assert plain.transformer.h[2].mlp.c_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_residual_scaling_divides_torchs_init_too(tiny_model):
+    scaled, plain = tiny_model(residual_scaling=True), tiny_model()
+    name = "transformer.h.1.attn.c_proj.weight"
+    torch.testing.assert_close(scaled.get_parameter(name) * 2, plain.get_parameter(name))  # sqrt(2 n_layer) = 2
+
+
+def test_dropout_acts_in_training_only(tiny_model):
+    model = tiny_model(dropout=0.5)
+    x, y = tokens(), tokens(seed=1)
+    assert model(x, y) != model(x, y)
+    model.eval()
+    assert model(x, y) == model(x, y)
+
+
+def test_too_long_an_input_is_an_error_that_names_both_lengths(tiny_model):
+    with pytest.raises(ValueError, match="33 tokens are longer than the model's context, block_size 32"):
+        tiny_model()(tokens(T=33))
+
+
+# ---- attention
+
+
+def test_flash_and_naive_attention_give_the_same_loss_and_gradients(tiny_model):
+    losses, grads = [], []
+    for flash in (False, True):
+        model = tiny_model(flash=flash, n_embd=64)
+        loss = model(tokens(4, 32), tokens(4, 32, seed=1))
+        loss.backward()
+        losses.append(loss)
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+def test_flash_runs_the_flash_kernel_and_naive_does_not(tiny_model):
+    def operators(flash):
+        model = tiny_model(flash=flash)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(tokens(), tokens(seed=1)).backward()
+        return " ".join(event.key for event in profile.key_averages())
+
+    assert "_scaled_dot_product_flash_attention_for_cpu_backward" in operators(True)
+    assert "scaled_dot_product" not in operators(False)
+
+
+def test_no_position_sees_a_later_one(tiny_model):
+    for flash in (False, True):
+        model = tiny_model(flash=flash).eval()
+        a, b = tokens(), tokens()
+        b[:, 10:] = (b[:, 10:] + 1) % 128
+        torch.testing.assert_close(model(a)[:, :10], model(b)[:, :10])
+        assert not torch.allclose(model(a)[:, 10:], model(b)[:, 10:])
+
+
+def test_flash_and_naive_checkpoints_are_compatible_as_the_mask_is_not_saved(tiny_model):
+    tiny_model(flash=True).load_state_dict(tiny_model(flash=False).state_dict(), strict=True)
+
+
+# ---- padded vocabulary
+
+
+@pytest.fixture
+def padded(tiny_model):
+    """A model of 100 tokens padded to 128 rows, whose padding rows shout, and the same model without padding."""
+    plain, model = tiny_model(vocab_size=100), tiny_model(vocab_size=128, real_vocab_size=100)
+    load_weights(model, plain.state_dict(), "unpadded")
+    with torch.no_grad():
+        model.lm_head.weight[100:] = 100.0
+        model.transformer.ln_f.weight.fill_(0.0)
+        model.transformer.ln_f.bias.fill_(1.0)  # every feature 1: a padded row's logit is 100 * 32
+        plain.load_state_dict({**plain.state_dict(), **{f"transformer.ln_f.{k}": v for k, v in
+                                                        model.transformer.ln_f.state_dict().items()}})
+    return model, plain
+
+
+def test_padding_rows_take_no_part_in_loss_or_gradient(padded):
+    model, plain = padded
+    x, y = tokens(vocab=100), tokens(vocab=100, seed=1)
+    losses = [m(x, y) for m in (model, plain)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert not model.lm_head.weight.grad[100:].any()
+    torch.testing.assert_close(model.lm_head.weight.grad[:100], plain.lm_head.weight.grad)
+
+
+def test_padding_rows_are_no_logits_and_never_sampled(padded):
+    model, plain = padded
+    assert model(tokens(vocab=100)).shape == (2, 16, 100)
+    torch.testing.assert_close(model(tokens(vocab=100)), plain(tokens(vocab=100)))
+    assert model.generate(tokens(vocab=100), 40, temperature=5.0).max() < 100
+
+
+def test_rows_above_gpt2s_vocabulary_are_padding_by_default():
+    assert GPTConfig(vocab_size=50304).n_tokens == 50257
+    assert GPTConfig(vocab_size=10_000).n_tokens == 10_000
+    assert GPTConfig(vocab_size=60_000, real_vocab_size=60_000).n_tokens == 60_000
+
+
+def test_unpadded_weights_load_into_a_padded_model_and_back(tiny_model):
+    plain, model, back = tiny_model(vocab_size=100), tiny_model(1, vocab_size=128, real_vocab_size=100), tiny_model(2, vocab_size=100)
+    load_weights(model, plain.state_dict(), "unpadded")
+    load_weights(back, model.state_dict(), "padded")
+    torch.testing.assert_close(back(tokens(vocab=100)), plain(tokens(vocab=100)), rtol=0, atol=0)
+
+
+# ---- generate
+
+
+def test_the_key_value_cache_changes_nothing_also_past_the_context(tiny_model):
+    for flash in (False, True):
+        model = tiny_model(flash=flash, init="gpt2").eval()
+        idx = tokens(T=5)
+        with torch.no_grad():
+            for _ in range(40):
+                idx = torch.cat((idx, model(idx[:, -32:])[:, -1].argmax(-1, keepdim=True)), dim=1)
+        assert torch.equal(model.generate(tokens(T=5), 40, temperature=0), idx)
+
+
+def test_the_same_generator_seed_gives_the_same_tokens_and_the_global_random_state_is_untouched(tiny_model):
+    model = tiny_model(dropout=0.5)
+    before = torch.get_rng_state()
+    draws = [model.generate(tokens(), 20, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training  # restored
+
+
+def test_a_prompt_longer_than_the_context_is_kept_and_continued(tiny_model):
+    out = tiny_model().generate(tokens(T=50), 3, temperature=0)
+    assert out.shape == (2, 53)
+    assert torch.equal(out[:, :50], tokens(T=50))
+
+
+def test_top_k_above_the_vocabulary_draws_from_all_and_top_k_1_is_greedy(tiny_model):
+    model = tiny_model(init="gpt2")
+    assert model.generate(tokens(), 5, top_k=10**6).shape == (2, 21)
+    assert torch.equal(model.generate(tokens(), 20, top_k=1), model.generate(tokens(), 20, temperature=0))
+
+
+def test_draws_follow_temperature_and_top_k():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -5.0]]).expand(20_000, 4)
+    drawn = _draw(logits, 0.5, 2, torch.Generator().manual_seed(0)).flatten()
+    share = drawn.bincount(minlength=4) / len(drawn)
+    expected = torch.tensor([0.0, math.exp(2.0), math.exp(4.0), 0.0])
+    torch.testing.assert_close(share, expected / expected.sum(), rtol=0, atol=0.02)
+
+
+def test_generation_ends_at_the_stop_token(tiny_model):
+    model = tiny_model()
+    greedy = model.generate(tokens(1), 30, temperature=0)
+    stop = greedy[0, 20].item()
+    ended = model.generate(tokens(1), 30, temperature=0, stop_token=stop)
+    first = greedy[0, 16:].tolist().index(stop)
+    assert ended.tolist() == greedy[:, :16 + first + 1].tolist()
+
+
+@pytest.mark.parametrize(("prompt", "options", "message"), [
+    (0, {}, "the prompt is empty"), (3, {"temperature": -1.0}, "temperature -1.0 must be at least 0"),
+    (3, {"top_k": 0}, "top_k 0 at least 1"),
+])
+def test_bad_generation_settings_are_errors(tiny_model, prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_model().generate(tokens(T=prompt), 5, **options)
