@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import os
-import resource
 import shutil
 import sys
 import time
@@ -98,11 +97,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Most memory used so far, in MiB: tensors on the GPU on CUDA, the driver's on MPS, the process's on the CPU."""
+    """Most memory used so far, in MiB: tensors on the GPU on CUDA, the driver's on MPS, the process's on the CPU.
+
+    0 on the CPU of Windows, which has no such account.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     if device.type == "mps":
         return torch.mps.driver_allocated_memory() / 2**20
+    if sys.platform == "win32":
+        return 0.0
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, Linux KiB
 

@@ -235,10 +235,10 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
     model: Any = torch.compile(raw_model, mode=config.compile_mode) if config.compile else raw_model
     if process.distributed:
         # the buffers are constants; the option has a new name since PyTorch 2.13
-        names = inspect.signature(DistributedDataParallel).parameters
-        constant = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        known = inspect.signature(DistributedDataParallel).parameters
+        options: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
         model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None,
-                                        gradient_as_bucket_view=True, **{constant: False})
+                                        gradient_as_bucket_view=True, **options)
 
     # optimizer
     optimizers, group_lines = make_optimizers(raw_model, config)
@@ -354,7 +354,7 @@ def main(config: Config) -> None:
     except (RuntimeError, MemoryError) as error:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             reason = next((line for line in str(error).splitlines() if "rror" in line), type(error).__name__)
-            exit_with(TrainingError(f"--compile failed: {reason.strip()}; run without --compile, or see why with TORCH_LOGS=inductor"), 1)
+            exit_with(TrainingError(f"--compile failed: {reason.strip()}; run without --compile"), status=1)
         if not (isinstance(error, MemoryError) or "out of memory" in str(error) or "not enough memory" in str(error)
                 or "can't allocate memory" in str(error)):
             raise

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from data.token_file import write_corpus
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 128}
+TINY: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 128}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,9 +48,9 @@ def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
     """Options of a run that takes a fraction of a second; keywords override them."""
 
     def build(**options) -> Config:
-        return load_config(**(TINY | {
-            "dataset": "tiny", "data_dir": str(corpus), "log_dir": str(tmp_path / "logs"), "device": "cpu",
-            "seq_len": 32, "batch_size": 4, "max_steps": 6, "init": "gpt2"} | options))
+        values: dict[str, Any] = {"dataset": "tiny", "data_dir": str(corpus), "log_dir": str(tmp_path / "logs"), "device": "cpu",
+                                  "seq_len": 32, "batch_size": 4, "max_steps": 6, "init": "gpt2"}
+        return load_config(**(TINY | values | options))
 
     return build
 

@@ -10,12 +10,18 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, flags, run
 
 from checkpoint import load_model
+from tests.conftest import ROOT, TINY, flags, run
 
 SMALL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--seq_len", "32", "--batch_size", "2",
          "--max_steps", "3", "--device", "cpu"]
+
+
+def torchrun(*options, cwd):
+    """train.py on two processes."""
+    return run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py", *options,
+               cwd=cwd, OMP_NUM_THREADS="1")
 
 
 def losses(folder, column="loss"):
@@ -27,8 +33,8 @@ def losses(folder, column="loss"):
 
 
 def test_a_newcomers_path_from_an_empty_folder_to_a_sample(tmp_path):
-    trained = run("train.py", "--config", "quickstart.yaml", *SMALL, "--eval_every", "3", "--sample_every", "3", "--sample_tokens", "4",
-                  "--log_every", "1", "--warmup_steps", "1", cwd=tmp_path)
+    trained = run("train.py", "--config", "quickstart.yaml", *SMALL, "--eval_every", "3", "--sample_every", "3",
+                  "--sample_tokens", "4", "--log_every", "1", "--warmup_steps", "1", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     for text in ("preparing data/pydocs", "step 3/3 | loss", "step 3/3 | validation loss", "sample after step 3: The",
                  "saved logs/quickstart/checkpoints/step_000003", "done: 3 steps"):
@@ -39,8 +45,7 @@ def test_a_newcomers_path_from_an_empty_folder_to_a_sample(tmp_path):
     assert [s.returncode for s in sampled] == [0, 0, 0]
     assert sampled[0].stdout.startswith("Python is")
     assert sampled[0].stdout == sampled[1].stdout != sampled[2].stdout
-    by_folder = run("sample.py", "logs/quickstart", "--prompt", "", "--max_new_tokens", "4", "--temperature", "0", "--top_k", "none",
-                    cwd=tmp_path)
+    by_folder = run("sample.py", "logs/quickstart", "--max_new_tokens", "4", "--temperature", "0", "--top_k", "none", cwd=tmp_path)
     assert by_folder.returncode == 0, by_folder.stderr
 
 
@@ -54,12 +59,11 @@ def test_a_runs_config_yaml_repeats_the_run(tiny_config, tmp_path):
 
 def test_two_processes_train_as_one_does(tiny_config, tmp_path):
     """Gradients, losses and norms of 2 gloo ranks with accumulation equal one process with the whole batch."""
-    shared = {"total_batch_tokens": 8 * 32, "eval_every": 3, "val_fraction": 0.3, "shuffle": True, "grad_clip": 0.5, "compile": False}
+    shared = {"total_batch_tokens": 8 * 32, "eval_every": 3, "val_fraction": 0.3, "shuffle": True, "grad_clip": 0.5}
     one, two = tiny_config(run_name="one", batch_size=8, **shared), tiny_config(run_name="two", batch_size=2, **shared)
     alone = run("train.py", *flags(one), cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
-    both = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py", *flags(two),
-               cwd=tmp_path, OMP_NUM_THREADS="1")
+    both = torchrun(*flags(two), cwd=tmp_path)
     assert both.returncode == 0, both.stderr
     assert both.stdout.count("step 1/6 | loss") == 1, "every rank prints"
     assert "2 processes x 2 micro-steps" in both.stdout
@@ -67,22 +71,21 @@ def test_two_processes_train_as_one_does(tiny_config, tmp_path):
         assert losses(tmp_path / "logs/two", column) == pytest.approx(losses(tmp_path / "logs/one", column), rel=1e-4)
     assert json.loads((tmp_path / "logs/two/summary.json").read_text())["val_loss"] == pytest.approx(
         json.loads((tmp_path / "logs/one/summary.json").read_text())["val_loss"], rel=1e-5)
-    for a, b in zip(load_model("one", one.log_dir).parameters(), load_model("two", two.log_dir).parameters(),
-                    strict=True):
+    weights = [load_model(config.run_name, config.log_dir).parameters() for config in (one, two)]
+    for a, b in zip(*weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_a_compiled_run_on_two_processes_saves_plain_names(tiny_config, tmp_path):
     config = tiny_config(compile=True, max_steps=2, n_layer=1, batch_size=2)
-    both = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py", *flags(config),
-               cwd=tmp_path, OMP_NUM_THREADS="1")
+    both = torchrun(*flags(config), cwd=tmp_path)
     assert both.returncode == 0, both.stderr
     assert load_model("train", config.log_dir).config.n_layer == 1
 
 
 def test_ctrl_c_ends_the_run_cleanly_with_what_was_logged(tiny_config, tmp_path):
-    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags(tiny_config(max_steps=10**6))], cwd=tmp_path, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags(tiny_config(max_steps=10**6))], cwd=tmp_path,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     log, deadline = tmp_path / "logs/train/log.csv", time.monotonic() + 100
     while not (log.exists() and len(log.read_text().splitlines()) > 3) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -164,22 +167,21 @@ def test_a_diverging_run_exits_with_1_and_keeps_its_log(tiny_config, tmp_path):
 
 
 def test_a_mistake_under_torchrun_is_printed_once_and_nobody_hangs(tmp_path):
-    done = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py", "--n_layr", "3",
-               cwd=tmp_path)
+    done = torchrun("--n_layr", "3", cwd=tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("--n_layr: unknown option; did you mean --n_layer?") == 1
 
 
 def test_an_indivisible_batch_counts_the_processes_that_torchrun_started(tmp_path):
-    done = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py",
-               "--total_batch_tokens", "12288", cwd=tmp_path)
+    done = torchrun("--total_batch_tokens", "12288", cwd=tmp_path)
     assert "12,288 is not a multiple of the 8,192 tokens" in done.stderr
     assert "nearest that work: 8,192 or 16,384" in done.stderr
 
 
 @pytest.mark.parametrize(("command", "message"), [
     (["missing"], "missing: no such run or folder"), (["x", "--temperature", "-1"], "--temperature: input should be greater"),
-    ([], "the following arguments are required: run"), (["x", "--promt", "y"], "--promt: unknown option; did you mean --prompt?"),
+    ([], "the following arguments are required: run"),
+    (["x", "--promt", "y"], "--promt: unknown option; did you mean --prompt?"),
     (["x", "--top_k", "0"], "--top_k: input should be greater than or equal to 1"),
 ])
 def test_sampling_mistakes(command, message, tmp_path):

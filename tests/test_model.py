@@ -228,7 +228,8 @@ def test_rows_above_gpt2s_vocabulary_are_padding_by_default():
 
 
 def test_unpadded_weights_load_into_a_padded_model_and_back(tiny_model):
-    plain, model, back = tiny_model(vocab_size=100), tiny_model(1, vocab_size=128, real_vocab_size=100), tiny_model(2, vocab_size=100)
+    plain, back = tiny_model(vocab_size=100), tiny_model(1, vocab_size=100)
+    model = tiny_model(2, vocab_size=128, real_vocab_size=100)
     load_weights(model, plain.state_dict(), "unpadded")
     load_weights(back, model.state_dict(), "padded")
     torch.testing.assert_close(back(tokens(vocab=100)), plain(tokens(vocab=100)), rtol=0, atol=0)
