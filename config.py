@@ -6,6 +6,7 @@ and the exit status is 2. Nothing here imports torch, so `--help` and mistakes a
 """
 
 import argparse
+import contextlib
 import difflib
 import os
 import sys
@@ -198,7 +199,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             problems.append(("fp16", "bf16 and fp16 exclude each other; choose one"))
         if self.min_lr is not None and self.min_lr > self.lr:
             problems.append(("min_lr", f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr"))
-        if self.run_name is not None and Path(self.run_name).name != self.run_name:
+        if self.run_name is not None and (Path(self.run_name).name != self.run_name or self.run_name == ".."):
             problems.append(("run_name", f"run_name {self.run_name!r} is not a plain folder name; "
                              f"use log_dir for the folder it lies in"))
         if self.sample_every and (self.real_vocab_size or self.vocab_size) < GPT2_TOKENS:
@@ -267,8 +268,14 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, *, d
                        positional: str | None = None, config_file: bool = False) -> O:
     """Options from the command line (default: sys.argv). Prints mistakes, one line each, and exits with status 2."""
     try:
-        flags = _parse_flags(options, sys.argv[1:] if argv is None else argv, description, positional, config_file)
-        return load(options, flags, flags.pop("config", None))
+        flags, mistakes = _parse_flags(options, sys.argv[1:] if argv is None else argv, description, positional, config_file)
+        try:
+            values = load(options, flags, flags.pop("config", None))
+        except ConfigError as error:
+            raise ConfigError("\n".join([*mistakes, str(error)])) from None
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+        return values
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":  # under torchrun all processes find the same mistakes
             raise SystemExit(2) from None
@@ -313,8 +320,9 @@ def find_config(name: str, folder: Path | None = None) -> Path:
     """The file that `--config name` or (with the naming file's `folder`) `base: name` means. Raises ConfigError."""
     for place in (folder or Path(), CONFIG_DIR):
         for path in (place / name, place / f"{name}.yaml"):
-            if path.is_file():
-                return path
+            with contextlib.suppress(OSError):  # a name too long to be a file's
+                if path.is_file():
+                    return path
     known = [str(path.relative_to(CONFIG_DIR).with_suffix("")) for path in CONFIG_DIR.rglob("*.yaml")]
     hint = did_you_mean(name.removesuffix(".yaml"), known) or f"; configs/ has {', '.join(sorted(known))}"
     raise ConfigError(f"{name}: no such config file, here or in configs/{hint}")
@@ -337,9 +345,10 @@ def read_yaml(path: Path, chain: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
         if not isinstance(base, str):
             raise ConfigError(f"{path}: base: must name one config file")
         try:
-            merged, origin = read_yaml(find_config(base, path.parent), (*chain, resolved))
+            base_path = find_config(base, path.parent)
         except ConfigError as error:
-            raise error if chain or "circle" in str(error) else ConfigError(f"{path}: base: {error}") from None
+            raise ConfigError(f"{path}: base: {error}") from None
+        merged, origin = read_yaml(base_path, (*chain, resolved))
     return merged | values, origin | {key: f"{path}: {key}" for key in values}
 
 
@@ -356,7 +365,7 @@ def _read_yaml_mapping(path: Path) -> dict[str, Any]:
     if values is None or values == "":
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must be a list of `option: value` lines, not {type(values).__name__}")
+        raise ConfigError(f"{path}: must hold lines of the form `option: value`, nothing else")
     return values
 
 
@@ -364,10 +373,12 @@ class _StringLoader(yaml.BaseLoader):
     """Leaves every scalar a string and refuses a key that stands twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for (key_node, _), key in zip(node.value, keys, strict=True):
-            if keys.count(key) > 1:
+        seen = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands twice", key_node.start_mark)
+            seen.append(key)
         return super().construct_mapping(node, deep)
 
 
@@ -376,12 +387,17 @@ class _StringLoader(yaml.BaseLoader):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        if "expected" in message:
+            message += "; a value that begins with - is written --option=VALUE"
+        if "ignored explicit argument" in message:
+            message = f"{message.partition(':')[0]}: takes no value"
+        raise ConfigError(message)
 
 
 def _parse_flags(options: type[Options], argv: Sequence[str], description: str, positional: str | None,
-                 config_file: bool) -> dict[str, Any]:
-    """The options given on the command line, as strings (booleans as bool)."""
+                 config_file: bool) -> tuple[dict[str, Any], list[str]]:
+    """The options given on the command line, as strings (booleans as bool), and a line for each unknown one."""
     width = min(120, int(os.environ.get("COLUMNS", "120")) if os.environ.get("COLUMNS", "120").isdigit() else 120)
     usage = f"%(prog)s {positional or ''} {'[--config FILE]' if config_file else ''} [--option VALUE ...]"
     parser = _Parser(usage=" ".join(usage.split()), description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
@@ -393,11 +409,11 @@ def _parse_flags(options: type[Options], argv: Sequence[str], description: str, 
         for name, field in section.model_fields.items():
             _add_argument(group, name, field, name == positional)
     known, unknown = parser.parse_known_args(argv)
-    if unknown:  # a value behind an unknown flag is that flag's, not a mistake of its own
-        mistakes = [arg for arg, before in zip(unknown, ["", *unknown], strict=False)
-                    if arg.startswith("--") or not before.startswith("--")]
-        raise ConfigError("\n".join(_unknown_argument(options, argument, config_file) for argument in mistakes))
-    return vars(known)
+    # a value behind an unknown flag is that flag's, not a mistake of its own
+    mistakes = [_unknown_argument(options, argument, config_file)
+                for argument, before in zip(unknown, ["", *unknown], strict=False)
+                if argument.startswith("--") or not before.startswith("--")]
+    return vars(known), mistakes
 
 
 def _add_argument(group: argparse._ArgumentGroup, name: str, field: FieldInfo, positional: bool) -> None:
@@ -418,8 +434,8 @@ def _add_argument(group: argparse._ArgumentGroup, name: str, field: FieldInfo, p
 
 
 def _unknown_argument(options: type[Options], argument: str, config_file: bool) -> str:
-    if not argument.startswith("--"):
-        return f"{argument}: not understood; options are written --name value, and yes/no options take no value (--name, --no-name)"
+    if not argument.startswith("--") or argument == "--":
+        return f"{argument}: not understood; options are written --name VALUE, yes/no options --name or --no-name"
     name = argument.partition("=")[0]
     names = [f"--{name}" for name in options.model_fields] + ["--config"] * config_file
     switches = [f"--no-{name}" for name, field in options.model_fields.items() if _value_type(field) is bool]
@@ -469,9 +485,13 @@ def _error_lines(options: type[Options], error: ValidationError, origin: Mapping
         if problem["type"] == "extra_forbidden":
             lines.append(f"{where}: unknown option{did_you_mean(name, list(options.model_fields))}")
             continue
+        kind = _value_type(options.model_fields[name])
+        if get_origin(kind) is tuple and (len(problem["loc"]) == 1 or problem["type"] in ("missing", "too_long")):
+            lines.append(f"{where}: takes {len(get_args(kind))} values, not {problem['input']!r}")
+            continue
         message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]
         hint = ""
         if problem["type"] == "literal_error":
-            hint = did_you_mean(str(problem["input"]), get_args(_value_type(options.model_fields[name])))
+            hint = did_you_mean(str(problem["input"]), get_args(kind))
         lines.append(f"{where}: {message}, not {problem['input']!r}{hint}")
     return lines

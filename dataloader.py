@@ -82,13 +82,18 @@ def open_corpus(folder: Path, seq_len: int, n_tokens: int, val_fraction: float =
     files = [(path, count_tokens(path)) for path in sorted(folder.glob("*.bin"))]
     spans: dict[bool, list[Span]] = {True: [], False: []}  # keyed by: is it for validation?
     for path, count in files:
-        spans["_val_" in f"{path.stem}_"].append(Span(path, count, 0, count))
+        spans[is_validation(path)].append(Span(path, count, 0, count))
     if not spans[False]:
         raise TokenFileError(f"{folder}: no token files (*.bin) to train on; write some with a script in data/, "
                              f"such as: python data/text.py FILE --name {folder.name}")
     if not spans[True]:
         spans[False], spans[True] = _cut_tail(spans[False], val_fraction)
     return TokenStream(spans[False], seq_len, n_tokens), TokenStream(spans[True], seq_len, n_tokens)
+
+
+def is_validation(path: Path) -> bool:
+    """Whether a token file's name says that it is for validation: `<corpus>_val_<number>.bin`."""
+    return f"{path.stem}_".rfind("_val_") > path.stem.rfind("_train_")
 
 
 def _cut_tail(spans: list[Span], fraction: float) -> tuple[list[Span], list[Span]]:
@@ -127,6 +132,8 @@ class DataLoader:
 
     def batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each (batch_size, seq_len) int64, of this process at a step (from 1) and micro-step (from 0)."""
+        if step < 1 or not 0 <= micro_step < self.accumulation:
+            raise IndexError(f"no step {step}, micro-step {micro_step}: steps count from 1, micro-steps from 0")
         step = 1 if self.overfit_batch else step
         first = (micro_step * self.world_size + self.rank) * self.batch_size
         return self.stream.read(self.windows(step)[first:first + self.batch_size])

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import ARCHITECTURE, CheckpointError, load_weights, read_weights, save_checkpoint
 from data.token_file import TokenFileError
 from data.tokenizer import TokenizerError
-from dataloader import DataLoader, TokenStream, open_corpus, prefetch
+from dataloader import DataLoader, TokenStream, is_validation, open_corpus, prefetch
 from device import (
     attention_kernel,
     autocast_for,
@@ -112,7 +112,7 @@ def open_data(config: Config, process: Process, n_tokens: int) -> tuple[DataLoad
     if config.eval_every and not len(val):
         raise TokenFileError(f"{folder}: eval_every {config.eval_every}, but nothing to validate on: {val.tokens:,} tokens make "
                              f"no sequence of {config.seq_len}; set val_fraction, such as 0.1, or add a *_val_*.bin file")
-    if config.val_fraction and val.spans[0].start == 0:
+    if config.val_fraction and val.spans and is_validation(val.spans[0].path):
         process.say(f"note: val_fraction has no effect: {folder} has validation files of its own")
     process.say(f"loaded {train.tokens:,} tokens of {folder}" + (f", and {val.tokens:,} for validation" if val.tokens else ""))
     process.say(f"1 epoch = {loader.steps_per_epoch:,} batches")

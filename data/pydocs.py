@@ -32,8 +32,12 @@ def prepare(folder: Path) -> int:
     seen: set[str] = set()
     texts = []
     for name in sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        paragraphs = [p for p in topics[name].split("\n\n") if p not in seen]
-        seen.update(p for p in paragraphs if len(p) > 80)  # shorter ones, such as "Examples:", may come again
+        paragraphs = []
+        for paragraph in topics[name].split("\n\n"):
+            if paragraph not in seen:
+                paragraphs.append(paragraph)
+            if len(paragraph) > 80:  # shorter ones, such as "Examples:", may come again
+                seen.add(paragraph)
         texts.append("\n\n".join(paragraphs))
     documents = get_encoding().encode_ordinary_batch(texts)
     return write_corpus(folder, itertools.chain.from_iterable(([END_OF_TEXT], document) for document in documents))

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import sys
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
@@ -28,8 +29,8 @@ def prepare(folder: Path, source: Path | None = None) -> int:
     """
     try:
         text = source.read_bytes() if source else urllib.request.urlopen(URL, timeout=20).read()
-    except OSError as error:
-        if source:
+    except (OSError, HTTPException) as error:
+        if source and isinstance(error, OSError):
             raise TokenFileError(f"{source}: cannot be read: {error.strerror}") from None
         raise TokenFileError(f"tiny Shakespeare could not be downloaded from {URL} ({error}); fetch that file by other "
                              f"means and run: python data/shakespeare.py --source FILE") from None

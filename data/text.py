@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
     args = parser.parse_args()
     folder = Path(args.data_dir) / (args.name or args.files[0].stem)
+    if folder.parent != Path(args.data_dir):
+        sys.exit(f"error: --name {args.name}: must be a plain name; use --data_dir for the folder it lies in")
     try:
         print(f"{prepare(folder, args.files):,} tokens in {folder}; train on them with --dataset {folder.name}")
     except (TokenFileError, TokenizerError) as error:

@@ -36,7 +36,7 @@ def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
         for part in parts:
             tokens = np.asarray(part, dtype=np.int64)
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < MAX_VOCAB:
-                raise TokenFileError(f"{path}: token ids {tokens.min()} to {tokens.max()} do not fit this format, "
+                raise TokenFileError(f"{path.name}: token ids {tokens.min()} to {tokens.max()} do not fit this format, "
                                      f"which holds 0 to {MAX_VOCAB - 1}; use a tokenizer with a smaller vocabulary")
             file.write(tokens.astype("<u2").tobytes())
             count += tokens.size
@@ -52,7 +52,7 @@ def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
 def write_corpus(folder: Path, parts: Iterable[Tokens], shard_tokens: int = SHARD_TOKENS) -> int:
     """Write tokens, which come in parts, as the training files of a new corpus; returns how many.
 
-    The folder appears whole or not at all. Raises TokenFileError if it is there already and not empty.
+    The folder appears whole or not at all. Raises TokenFileError if it is there already, or if there are no tokens.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise TokenFileError(f"{folder}: is there already; choose another name or delete it first")
@@ -61,6 +61,8 @@ def write_corpus(folder: Path, parts: Iterable[Tokens], shard_tokens: int = SHAR
         unfinished.mkdir(parents=True)
         count = sum(write_token_file(unfinished / f"{folder.name}_train_{i:06d}.bin", shard)
                     for i, shard in enumerate(_shards(parts, shard_tokens)))
+        if not count:
+            raise TokenFileError(f"{folder}: there are no tokens to write")
         try:
             unfinished.rename(folder)
         except OSError:

@@ -92,6 +92,14 @@ def _chunks(pieces: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
+def main() -> None:
+    try:
+        encoding = get_encoding()
+    except TokenizerError as error:
+        sys.exit(f"error: {error}")
+    for token in encoding.encode_ordinary(" ".join(sys.argv[1:])):
+        print(token, repr(encoding.decode([token])))
+
+
 if __name__ == "__main__":
-    for token in get_encoding().encode_ordinary(" ".join(sys.argv[1:])):
-        print(token, repr(get_encoding().decode([token])))
+    main()

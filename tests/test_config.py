@@ -45,7 +45,7 @@ CONTRACT = {
         "fused_adamw": False},
     "run": {
         "device": "auto", "seed": 1337, "run_name": None, "log_dir": "logs", "log_every": 1, "eval_every": 0,
-        "eval_tokens": None, "sample_every": 0, "sample_prompt": "The", "checkpoint_every": 0, "resume": ...},  # any default
+        "eval_tokens": None, "sample_every": 0, "sample_prompt": "The", "checkpoint_every": 0},
 }
 CHOICES = {
     "norm": "layernorm|rmsnorm", "activation": "gelu_tanh|gelu", "init": "torch|gpt2", "optimizer": "adamw|muon",
@@ -108,10 +108,10 @@ FLAG_MISTAKES = {
     "hyphen for underscore": ("--batch-size 4", ["--batch-size: unknown option", "did you mean --batch_size?"]),
     "unknown switch": ("--no-compil", ["--no-compil: unknown option", "did you mean --no-compile?"]),
     "abbreviated flag": ("--batch_s 4", ["--batch_s: unknown option", "did you mean --batch_size?"]),
-    "stray positional": ("8", ["8: not understood", "--name value"]),
+    "stray positional": ("8", ["8: not understood", "--name VALUE"]),
     "no value": ("--lr", ["--lr: expected one argument"]),
-    "boolean with a value": ("--compile yes", ["yes: not understood", "no value", "--no-name"]),
-    "boolean with =value": ("--compile=yes", ["--compile", "'yes'"]),
+    "boolean with a value": ("--compile yes", ["yes: not understood", "yes/no options --name or --no-name"]),
+    "boolean with =value": ("--compile=yes", ["--compile/--no-compile: takes no value"]),
     "fraction for int": ("--n_layer 1.5", ["--n_layer: ", "integer", "'1.5'"]),
     "word for int": ("--batch_size two", ["--batch_size: ", "integer", "'two'"]),
     "word for float": ("--lr fast", ["--lr: ", "number", "'fast'"]),
@@ -166,9 +166,9 @@ YAML_MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     "list for int": ("n_layer: [1]", ["f.yaml: n_layer: ", "integer", "['1']"]),
     "word for int": ("n_layer: many", ["f.yaml: n_layer: ", "integer", "'many'"]),
     "word for float": ("lr: fast", ["f.yaml: lr: ", "number", "'fast'"]),
-    "number for tuple": ("betas: 0.9", ["f.yaml: betas: ", "'0.9'"]),
-    "one beta": ("betas: [0.9]", ["f.yaml: betas: ", "2", "['0.9']"]),
-    "three betas": ("betas: [0.9, 0.95, 0.99]", ["f.yaml: betas: ", "2"]),
+    "number for tuple": ("betas: 0.9", ["f.yaml: betas: takes 2 values, not '0.9'"]),
+    "one beta": ("betas: [0.9]", ["f.yaml: betas: takes 2 values, not ['0.9']"]),
+    "three betas": ("betas: [0.9, 0.95, 0.99]", ["f.yaml: betas: takes 2 values, not ['0.9', '0.95', '0.99']"]),
     "word for bool": ("compile: maybe", ["f.yaml: compile: ", "boolean", "'maybe'"]),
     "nothing for bool": ("compile:", ["f.yaml: compile: ", "boolean"]),
     "none for an option that must be set": ("n_layer: none", ["f.yaml: n_layer: ", "integer", "'none'"]),
@@ -184,8 +184,8 @@ YAML_MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     "two documents": ("lr: 1\n---\nlr: 2", ["f.yaml:2: not valid YAML"]),
     "not UTF-8": (b"lr: 1 # \xe9\n", ["f.yaml: not valid YAML", "utf-8"]),
     "control character": ("lr: \0", ["f.yaml: not valid YAML", "#x0000"]),
-    "list instead of a mapping": ("- lr\n- 1", ["f.yaml: ", "`option: value`", "not list"]),
-    "word instead of a mapping": ("lr", ["f.yaml: ", "`option: value`", "not str"]),
+    "list instead of a mapping": ("- lr\n- 1", ["f.yaml: ", "must hold lines of the form `option: value`"]),
+    "word instead of a mapping": ("lr", ["f.yaml: ", "must hold lines of the form `option: value`"]),
     "duplicate key": ("lr: 1\nbias: no\nlr: 2", ["f.yaml:", "'lr' stands twice"]),
 }
 
