@@ -136,8 +136,7 @@ class Transformer(nn.Module):
         T = idx.size(1)
         if past + T > self.config.block_size:
             raise ValueError(f"{past + T} tokens are longer than the model's context, block_size {self.config.block_size}")
-        position = torch.arange(past, past + T, device=idx.device)
-        x = self.drop(self.wte(idx) + self.wpe(position))  # (B, T, C)
+        x = self.drop(self.wte(idx) + self.wpe.weight[past:past + T])  # (B, T, C)
         for block in self.h:
             x = block(x, cache)
         if cache is not None:

@@ -112,7 +112,7 @@ def main() -> None:
         import torch
         import transformers
 
-        result = {"machine": platform.processor() or platform.machine(), "python": platform.python_version(),
+        result = {"machine": platform.platform(), "python": platform.python_version(),
                   "torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads(),
                   "options": vars(args), "seconds": seconds, "peak_memory_mb": peak,
                   "tokens_per_sec": {name: tokens / medians[name] for name in sides},
