@@ -268,18 +268,28 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, *, d
                        positional: str | None = None, config_file: bool = False) -> O:
     """Options from the command line (default: sys.argv). Prints mistakes, one line each, and exits with status 2."""
     try:
-        flags, mistakes = _parse_flags(options, sys.argv[1:] if argv is None else argv, description, positional, config_file)
-        try:
-            values = load(options, flags, flags.pop("config", None))
-        except ConfigError as error:
-            raise ConfigError("\n".join([*mistakes, str(error)])) from None
-        if mistakes:
-            raise ConfigError("\n".join(mistakes))
-        return values
-    except UserError as error:
+        return parse(options, sys.argv[1:] if argv is None else argv, description=description, positional=positional,
+                     config_file=config_file)
+    except ConfigError as error:
         if os.environ.get("RANK", "0") != "0":  # under torchrun all processes find the same mistakes
             raise SystemExit(2) from None
         exit_with(error)
+
+
+def parse(options: type[O], argv: Sequence[str], *, description: str = "", positional: str | None = None,
+          config_file: bool = False) -> O:
+    """Options from command-line arguments: the field `positional` without a flag, and `--config FILE` if config_file.
+
+    Raises ConfigError with one line for each mistake.
+    """
+    flags, mistakes = _parse_flags(options, argv, description, positional, config_file)
+    try:
+        values = load(options, flags, flags.pop("config", None))
+    except ConfigError as error:
+        raise ConfigError("\n".join([*mistakes, str(error)])) from None
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    return values
 
 
 def exit_with(error: Exception, status: int = 2) -> NoReturn:
@@ -323,8 +333,8 @@ def find_config(name: str, folder: Path | None = None) -> Path:
             with contextlib.suppress(OSError):  # a name too long to be a file's
                 if path.is_file():
                     return path
-    known = [str(path.relative_to(CONFIG_DIR).with_suffix("")) for path in CONFIG_DIR.rglob("*.yaml")]
-    hint = did_you_mean(name.removesuffix(".yaml"), known) or f"; configs/ has {', '.join(sorted(known))}"
+    known = sorted(path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in CONFIG_DIR.rglob("*.yaml"))
+    hint = did_you_mean(name.removesuffix(".yaml"), known) or f"; configs/ has {', '.join(n for n in known if '/' not in n)}"
     raise ConfigError(f"{name}: no such config file, here or in configs/{hint}")
 
 
@@ -418,10 +428,10 @@ def _parse_flags(options: type[Options], argv: Sequence[str], description: str, 
 
 def _add_argument(group: argparse._ArgumentGroup, name: str, field: FieldInfo, positional: bool) -> None:
     help_text = (field.description or "").replace("%", "%%")
-    if positional:
-        group.add_argument(name, help=help_text)
-        return
     kind = _value_type(field)
+    if positional:
+        group.add_argument(name, help=help_text, nargs="*" if get_origin(kind) is tuple else None)
+        return
     help_text += f" [{_show(field.default)}]"
     if kind is bool:
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=help_text)

@@ -85,7 +85,9 @@ def start_process(config: Config) -> Process:
             raise UserError("--device mps: several processes cannot share it; use --device cpu or start one process")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10))
+        on_gpu = device.type == "cuda"
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=10),
+                                device_id=device if on_gpu else None)
     return Process(device, rank, world_size)
 
 

@@ -1,0 +1,168 @@
+"""A ladder climbed for real on tiny models: what runs, what is kept, what the report says, what a failing stage does."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import ladder
+from config import UserError
+from tests.conftest import ROOT, flags, run
+
+
+@pytest.fixture
+def rungs(tiny_config, tmp_path):
+    """Two configs, `plain.yaml` and `flash.yaml`, and the options that make them tiny."""
+    (tmp_path / "plain.yaml").write_text("lr: 1e-3\n")
+    (tmp_path / "flash.yaml").write_text("base: plain.yaml\nflash: true\n")
+    given = flags(tiny_config(max_steps=12))
+    for name in ("--log_dir", "--run_name"):
+        at = given.index(name)
+        del given[at:at + 2]
+    return ["plain.yaml", "flash.yaml", "--", *given]
+
+
+def results(tmp_path):
+    with open(tmp_path / "logs/ladder/results.csv", newline="") as file:
+        return {row["stage"]: row for row in csv.DictReader(file)}
+
+
+def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, tmp_path):
+    first = run("ladder.py", *rungs, cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    folder = tmp_path / "logs/ladder"
+    for name in ("report.md", "results.csv", "speed.png", "plain/log.csv", "flash/log.csv"):
+        assert (folder / name).is_file(), name
+    rows = results(tmp_path)
+    assert list(rows) == ["plain", "flash"]
+    summaries = {name: json.loads((folder / name / "summary.json").read_text()) for name in rows}
+    assert float(rows["flash"]["over_previous"]) == pytest.approx(
+        summaries["flash"]["median_tokens_per_sec"] / summaries["plain"]["median_tokens_per_sec"])
+    assert "| flash |" in (folder / "report.md").read_text()
+    assert "plain" in first.stdout
+
+    # a finished rung is not run again, unless asked for or changed
+    before = {name: (folder / name / "log.csv").stat().st_mtime_ns for name in rows}
+    assert run("ladder.py", *rungs, cwd=tmp_path).returncode == 0
+    assert {name: (folder / name / "log.csv").stat().st_mtime_ns for name in rows} == before
+    assert run("ladder.py", *rungs, "--seed", "7", cwd=tmp_path).returncode == 0
+    assert {name: (folder / name / "log.csv").stat().st_mtime_ns for name in rows} != before
+    again = run("ladder.py", "--report_only", *rungs, "--seed", "7", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_failing_stage_is_reported_and_the_others_go_on(rungs, tmp_path):
+    (tmp_path / "bad.yaml").write_text("base: plain.yaml\nlr: 1e30\n")
+    done = run("ladder.py", "bad.yaml", *rungs, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "failed: bad: step " in done.stdout
+    assert list(results(tmp_path)) == ["plain", "flash"]
+    assert "Failed: bad: step " in (tmp_path / "logs/ladder/report.md").read_text()
+
+
+def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(rungs, tmp_path):
+    (tmp_path / "long.yaml").write_text("base: plain.yaml\n")
+    at = rungs.index("--max_steps")
+    short, options = rungs[:at], rungs[at + 2:]
+    # the second rung is too long to finish
+    (tmp_path / "plain.yaml").write_text("lr: 1e-3\nmax_steps: 12\n")
+    (tmp_path / "long.yaml").write_text("base: plain.yaml\nmax_steps: 1000000\n")
+    command = ["plain.yaml", "long.yaml", *short[2:], *options]
+    process = subprocess.Popen([sys.executable, str(ROOT / "ladder.py"), *command], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    log, deadline = tmp_path / "logs/ladder/long/log.csv", time.monotonic() + 100
+    while not (log.exists() and len(log.read_text().splitlines()) > 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert "interrupted; 1 of 2 stages are finished and kept, the same command goes on" in err
+    before = (tmp_path / "logs/ladder/plain/log.csv").stat().st_mtime_ns
+    (tmp_path / "long.yaml").write_text("base: plain.yaml\nmax_steps: 3\n")
+    assert run("ladder.py", *command, cwd=tmp_path).returncode == 0
+    assert list(results(tmp_path)) == ["plain", "long"]
+    assert (tmp_path / "logs/ladder/plain/log.csv").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["speedpu"], "speedpu: no such config file"), ([], "name a series (speedup, a100, mps, gpu_ms)"),
+    (["speedup", "--", "--max_step", "3"], "--max_step: unknown option; did you mean --max_steps?"),
+    (["speedup", "--", "--n_embd", "100"], "n_embd 100 does not divide into 12 heads"),
+    (["--plot", "nowhere"], "nowhere/log.csv: cannot be read"), (["speedup", "--report_only"], "no finished stage to report"),
+    (["speedup", "--reruns"], "--reruns: unknown option; did you mean --rerun?"),
+])
+def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path):
+    done = run("ladder.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_plot_compares_any_runs_and_names_a_missing_column(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.csv").write_text("step,loss,lr,norm,dt_ms,tokens_per_sec\n1,5.0,0.1,1.0,10,9\n2,4.0,0.1,,10,9\n")
+    done = run("ladder.py", "--plot", "a", "b", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "b" / "log.csv").write_text("step,loss,lr\n1,5.0,0.1\n")
+    with pytest.raises(UserError, match=r"log.csv: has no column norm"):
+        ladder.read_log(tmp_path / "b" / "log.csv")
+
+
+def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
+    published = {}
+    for name in ladder.SERIES:
+        _, stages = ladder.plan([name], str(tmp_path), [])
+        published[name] = {stage.name: stage.published for stage in stages if stage.published}
+    assert len(published["speedup"]) == 11
+    assert published["speedup"]["as_logged_speedup2"] == "rtx3080_speedup2"
+    assert "speedup2" not in published["speedup"], "its note and what really ran differ"
+    assert len(published["a100"]) == 10
+    assert published["mps"]["cuda_bf16"] == "cuda_bf16"
+    assert len(published["mps"]) == 7
+    assert not published["gpu_ms"]
+
+
+def test_options_that_change_the_run_are_not_compared_with_the_published_one(tmp_path):
+    _, stages = ladder.plan(["speedup"], str(tmp_path), ["--n_layer", "2"])
+    assert not any(stage.published or stage.twin_of for stage in stages)
+    _, stages = ladder.plan(["speedup"], str(tmp_path), ["--max_steps", "20", "--bf16"])
+    assert {stage.published for stage in stages} >= {"rtx3080_baseline", "rtx3080_speedup8"}
+    assert "rtx3080_speedup9" not in {stage.published for stage in stages}, "a shorter cosine is another schedule"
+
+
+def test_the_difference_of_two_curves_is_over_steps_11_to_50():
+    ours = {step: {"loss": 1.0} for step in range(1, 31)}
+    published = {step: {"loss": 9.0 if step < 11 else 1.5 if step % 2 else 0.75} for step in range(1, 51)}
+    assert ladder.loss_difference(ours, published) == (0.375, 30)
+    assert ladder.loss_difference({1: {"loss": 1.0}}, published) is None
+
+
+def test_a_twin_lends_its_curve_and_unsynchronized_times_are_not_compared(tmp_path):
+    _, stages = ladder.plan(["speedup"], str(tmp_path), [])
+    stages = [stage for stage in stages if stage.name in ("baseline", "speedup1", "as_logged_speedup1", "speedup2")]
+    for i, stage in enumerate(stages):
+        stage.folder.mkdir(parents=True)
+        (stage.folder / "config.yaml").write_text(stage.config.to_yaml())
+        (stage.folder / "log.csv").write_text("step,loss,lr,norm,dt_ms,tokens_per_sec\n" + "".join(
+            f"{step},{6.0 + i},0.1,1.0,10,100\n" for step in range(1, 51)))
+        (stage.folder / "summary.json").write_text(json.dumps({
+            "steps": 50, "median_dt_ms": 10, "median_tokens_per_sec": 100.0 * 2**i, "first_step_s": 1, "peak_memory_mb": 5,
+            "utilization": 0.5, "final_loss": 6.0, "device": "cpu", "torch": "2", "git": None, "started": "2026-01-01T00:00:00"}))
+    rows = {row.stage: row for row in ladder.compare(stages)}
+    assert list(rows) == ["baseline", "speedup1", "speedup2"]
+    assert rows["speedup1"].compared == "as_logged_speedup1, steps 11 to 50"
+    assert rows["speedup2"].compared == ""  # its twin did not run
+    assert (rows["speedup2"].over_previous, rows["speedup2"].over_first) == (4.0, 8.0)
+    assert rows["baseline"].published_tokens_per_sec == pytest.approx(11_570, rel=0.01)
+    assert rows["speedup1"].published_tokens_per_sec is None
+    ladder.report("speedup", stages, tmp_path / "speedup")
+    text = (tmp_path / "speedup/report.md").read_text()
+    assert "they were read without waiting for the GPU" in text
+    assert "do as logged" in text
+    assert (tmp_path / "speedup/loss.png").is_file()
