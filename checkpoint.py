@@ -1,8 +1,8 @@
 """Saving a model and loading it again: from a run of this project, or from Hugging Face.
 
 A checkpoint is a folder `<run>/checkpoints/step_<step>/` with `model.safetensors`, the weights under GPT-2's own names
-(a tied output head is stored once, as `transformer.wte.weight`), and `checkpoint.json`: the step, the options of the
-run, and what was measured. It is written under another name and renamed, so it is there whole or not at all.
+(a tied output head is stored once, as `transformer.wte.weight`), and `checkpoint.json`: the step and the options of the
+run. It is written under another name and renamed, so it is there whole or not at all.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class CheckpointError(Exception):
     """A checkpoint that cannot be written, found, read or used; the message says which and what to do."""
 
 
-def save_checkpoint(run: Path, model: GPT, step: int, config: dict[str, Any], **measured: Any) -> Path:
+def save_checkpoint(run: Path, model: GPT, step: int, config: dict[str, Any]) -> Path:
     """Write the model (not wrapped by DDP or torch.compile) as a checkpoint of the run's folder; returns its folder.
 
     Raises CheckpointError if it cannot be written.
@@ -42,7 +42,7 @@ def save_checkpoint(run: Path, model: GPT, step: int, config: dict[str, Any], **
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
-        (unfinished / "checkpoint.json").write_text(json.dumps({"step": step, "config": config} | measured, indent=1) + "\n")
+        (unfinished / "checkpoint.json").write_text(json.dumps({"step": step, "config": config}, indent=1) + "\n")
         for path in (*unfinished.iterdir(), unfinished):
             _flush_to_disk(path)
         shutil.rmtree(folder, ignore_errors=True)
@@ -55,41 +55,46 @@ def save_checkpoint(run: Path, model: GPT, step: int, config: dict[str, Any], **
 def _flush_to_disk(path: Path) -> None:
     if path.is_dir() and os.name == "nt":  # Windows cannot open a folder
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows flushes only what is open for writing
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def read_weights(source: str, log_dir: str = "logs") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Options of the model (fields of GPTConfig) and weights, on the CPU, of
-
-    a run's name or folder, one of its checkpoints, a Hugging Face folder, or gpt2 .. gpt2-xl (downloaded once).
-    Raises CheckpointError.
-    """
-    folder = next((path for path in (Path(source), Path(log_dir) / source) if path.is_dir()), None)
-    if folder is None and source in HUGGING_FACE:
-        folder = _download(source)
+def find_weights(source: str, log_dir: str = "logs") -> Path:
+    """The folder that `source` means: OpenAI's weights for gpt2 .. gpt2-xl (downloaded once), else the newest checkpoint of
+    the run of that name or folder, else a checkpoint's or a Hugging Face model's folder itself. Raises CheckpointError."""
+    if source in HUGGING_FACE:
+        return _download(source)
+    folder = next((path for path in (Path(log_dir) / source, Path(source)) if path.is_dir()), None)
     if folder is None:
         runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
         raise CheckpointError(f"{source}: no such run or folder; {log_dir}/ has {', '.join(runs) or 'no runs with checkpoints'}"
                               f", and {', '.join(HUGGING_FACE)} name OpenAI's weights")
-    if (folder / "config.json").is_file():
-        return _read_hugging_face(folder)
-    return _read_checkpoint(folder if (folder / "checkpoint.json").is_file() else newest_checkpoint(folder))
+    whole = any((folder / name).is_file() for name in ("checkpoint.json", "config.json"))
+    return folder if whole else newest_checkpoint(folder)
+
+
+def read_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Options of the model (fields of GPTConfig) and weights, on the CPU, of a folder that `find_weights` gives.
+
+    Raises CheckpointError.
+    """
+    return _read_hugging_face(folder) if (folder / "config.json").is_file() else _read_checkpoint(folder)
 
 
 def newest_checkpoint(run: Path) -> Path:
     """The run's checkpoint of the latest step. Raises CheckpointError if it has none."""
-    checkpoints = [path for path in (run / "checkpoints").glob("step_*") if path.suffix != ".tmp"]
+    checkpoints = [path for path in (run / "checkpoints").glob("step_*") if path.name.removeprefix("step_").isdigit()]
     if not checkpoints:
         raise CheckpointError(f"{run}: has no checkpoint (one is saved at the end of a run, or by --checkpoint_every N)")
     return max(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def _read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    options = _read_json(folder / "checkpoint.json").get("config", {})
+    options = _read_json(folder / "checkpoint.json").get("config")
+    options = options if isinstance(options, dict) else {}
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     if missing := [name for name in fields if name not in options]:
         raise CheckpointError(f"{folder / 'checkpoint.json'}: not a checkpoint of this project: it lacks {', '.join(missing)}")
@@ -102,7 +107,7 @@ def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
     unsupported = {
         "model_type": theirs.get("model_type") != "gpt2",
-        "activation_function": theirs.get("activation_function", "gelu_new") not in activations,
+        "activation_function": str(theirs.get("activation_function", "gelu_new")) not in activations,
         "layer_norm_epsilon": theirs.get("layer_norm_epsilon", 1e-5) != 1e-5,
         "n_inner": theirs.get("n_inner") not in (None, 4 * theirs.get("n_embd", 768)),
         "scale_attn_weights": not theirs.get("scale_attn_weights", True),
@@ -148,8 +153,8 @@ def load_weights(model: GPT, weights: dict[str, Tensor], source: str) -> None:
 
 
 def load_model(source: str, log_dir: str = "logs") -> GPT:
-    """The model of a checkpoint, in evaluation mode on the CPU; `source` as for `read_weights`. Raises CheckpointError."""
-    options, weights = read_weights(source, log_dir)
+    """The model of a checkpoint, in evaluation mode on the CPU; `source` as for `find_weights`. Raises CheckpointError."""
+    options, weights = read_weights(find_weights(source, log_dir))
     try:
         model = GPT(GPTConfig(**options))
     except (TypeError, ValueError, RuntimeError) as error:

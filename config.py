@@ -8,8 +8,10 @@ and the exit status is 2. Nothing here imports torch, so `--help` and mistakes a
 import argparse
 import contextlib
 import difflib
+import io
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -158,7 +160,7 @@ class RunConfig(Options):
 
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """auto: cuda, else mps, else cpu"""
-    seed: ZeroIsOff = 1337
+    seed: int = Field(1337, ge=0, lt=2**63)
     """seed of the weights, the order of the data, and dropout"""
     run_name: str | None = None
     """the run's folder below log_dir (none: the config file's stem, else train)"""
@@ -202,11 +204,15 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         if self.run_name is not None and (Path(self.run_name).name != self.run_name or self.run_name == ".."):
             problems.append(("run_name", f"run_name {self.run_name!r} is not a plain folder name; "
                              f"use log_dir for the folder it lies in"))
-        if self.sample_every and (self.real_vocab_size or self.vocab_size) < GPT2_TOKENS:
+        if self.sample_every and (self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)) != GPT2_TOKENS:
             problems.append(("sample_every", f"sample_every {self.sample_every} needs GPT-2's vocabulary: set vocab_size to at "
                              f"least {GPT2_TOKENS}, or sample_every to 0"))
+        if self.fp16 and self.optimizer == "muon":
+            problems.append(("fp16", "fp16 and optimizer muon exclude each other: at an overflow only one of its two optimizers "
+                             "would skip the step; use bf16"))
+        world_size = os.environ.get("WORLD_SIZE", "1")
         try:
-            self.accumulation_steps(int(os.environ.get("WORLD_SIZE", "1")))
+            self.accumulation_steps(int(world_size) if world_size.isdigit() else 1)
         except ValueError as error:
             problems.append(("total_batch_tokens", str(error)))
         if problems:
@@ -242,6 +248,16 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             notes.append("min_lr has no effect: lr_schedule is constant")
         if self.compile_mode != "default" and not self.compile:
             notes.append(f"compile_mode {self.compile_mode} has no effect: compile is off")
+        given = self.model_fields_set
+        notes += [f"{name} has no effect: {switch} is 0" for name, switch in (
+            ("eval_tokens", "eval_every"), ("sample_tokens", "sample_every"), ("sample_prompt", "sample_every"))
+            if name in given and getattr(self, name) != Config.model_fields[name].default and not getattr(self, switch)]
+        if "wsd_decay_fraction" in given and self.lr_schedule != "wsd" and self.wsd_decay_fraction != 0.2:
+            notes.append(f"wsd_decay_fraction has no effect: lr_schedule is {self.lr_schedule}")
+        if self.decay_matrices_only and not self.weight_decay:
+            notes.append("decay_matrices_only has no effect: weight_decay is 0")
+        if self.init_from != "scratch" and (self.init != "torch" or self.residual_scaling):
+            notes.append(f"init and residual_scaling have no effect: the weights come from {self.init_from}")
         return notes
 
     def to_yaml(self) -> str:
@@ -271,8 +287,6 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, *, d
         return parse(options, sys.argv[1:] if argv is None else argv, description=description, positional=positional,
                      config_file=config_file)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") != "0":  # under torchrun all processes find the same mistakes
-            raise SystemExit(2) from None
         exit_with(error)
 
 
@@ -293,10 +307,23 @@ def parse(options: type[O], argv: Sequence[str], *, description: str = "", posit
 
 
 def exit_with(error: Exception, status: int = 2) -> NoReturn:
-    """Print each line of the error on stderr, under torchrun with the process's rank, and exit."""
-    prefix = f"rank {os.environ['RANK']}: error: " if "RANK" in os.environ else "error: "
+    """Print each line of the error on stderr and exit.
+
+    Under torchrun, what one process finds the others mostly find too: rank 0 speaks and ends first, whereupon torchrun ends
+    the others. Another rank speaks only if it alone failed.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(5)
+    prefix = "error: " if rank == "0" else f"error: rank {rank}: "
     print("\n".join(prefix + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
     raise SystemExit(status)
+
+
+def reconfigure_output() -> None:
+    """Let stdout replace what its encoding lacks: a model writes any character, a redirected stdout may be ASCII."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def load_config(config: str | None = None, **values: Any) -> Config:

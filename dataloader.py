@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data.token_file import TokenFileError, count_tokens, map_tokens
 
-CHECKED_AT_ONCE = 2**24  # tokens per file whose ids are checked when it is opened; all are checked when read
+CHECKED_AT_ONCE = 2**20  # tokens per file whose ids are checked when it is opened; all are checked when read
 
 
 @dataclass(frozen=True)
@@ -136,23 +136,25 @@ class DataLoader:
             raise IndexError(f"no step {step}, micro-step {micro_step}: steps count from 1, micro-steps from 0")
         step = 1 if self.overfit_batch else step
         first = (micro_step * self.world_size + self.rank) * self.batch_size
-        return self.stream.read(self.windows(step)[first:first + self.batch_size])
+        return self.stream.read(self._windows(step, first))
 
-    def windows(self, step: int) -> Sequence[int]:
-        """The windows of a step's global batch, the same at any world size and accumulation that give this batch size.
+    def _windows(self, step: int, first: int) -> Sequence[int]:
+        """Windows first .. first + batch_size - 1 of a step's global batch, which is the same however it is divided up.
 
         In order, an epoch is the largest multiple of the global batch that fits; shuffled, it is all windows in a fresh
         seeded order, and a step may lie across the end of one epoch and the start of the next.
         """
         if not self.shuffle:
-            first = (step - 1) % self.steps_per_epoch * self.global_batch
-            return range(first, first + self.global_batch)
-        first = (step - 1) * self.global_batch
-        positions = (divmod(i, len(self.stream)) for i in range(first, first + self.global_batch))
-        return [int(_permutation(len(self.stream), self.seed, epoch)[i]) for epoch, i in positions]
+            first += (step - 1) % self.steps_per_epoch * self.global_batch
+            return range(first, first + self.batch_size)
+        n = len(self.stream)
+        first += (step - 1) * self.global_batch
+        positions = np.arange(first, first + self.batch_size)
+        return [int(w) for epoch in range(first // n, positions[-1] // n + 1)
+                for w in _permutation(n, self.seed, epoch)[positions[positions // n == epoch] % n]]
 
 
-@lru_cache(maxsize=2)  # a step may need two epochs
+@lru_cache(maxsize=2)  # a batch may need two epochs
 def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     # RandomState: numpy promises that its stream never changes, so a run can be repeated with a later numpy
     return np.random.RandomState([seed % 2**32, epoch]).permutation(n)

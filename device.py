@@ -73,9 +73,9 @@ def check_compiler(device: torch.device) -> None:
             raise UserError("--compile: no C++ compiler found; install g++ or clang++ (or set CXX to one), "
                             "or run without --compile") from error
     c_compiler = any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
-    if device.type == "cuda" and not (importlib.util.find_spec("triton") and c_compiler):
-        raise UserError("--compile: needs Triton (pip install triton) and a C compiler (gcc or clang) on CUDA; "
-                        "install what is missing, or run without --compile")
+    if device.type == "cuda" and not (importlib.util.find_spec("triton") and (c_compiler or sys.platform == "win32")):
+        raise UserError("--compile: needs Triton (pip install triton, on Windows triton-windows) and a C compiler (gcc or clang) "
+                        "on CUDA; install what is missing, or run without --compile")
 
 
 def attention_kernel(speed: SpeedConfig, device: torch.device, shape: tuple[int, int, int, int], dropout: float) -> str | None:

@@ -31,6 +31,16 @@ class GPTConfig:
     residual_scaling: bool = False
     flash: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} {value!r} is not a positive whole number")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} does not divide into {self.n_head} heads")
+        if self.real_vocab_size is not None and not 1 <= self.real_vocab_size <= self.vocab_size:
+            raise ValueError(f"real_vocab_size {self.real_vocab_size} is not within 1 to vocab_size {self.vocab_size}")
+
     @property
     def n_tokens(self) -> int:
         """Tokens that exist. Rows of the vocabulary above GPT-2's 50,257 are padding unless real_vocab_size says otherwise."""
@@ -55,6 +65,7 @@ class KVCache:
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
+    """LayerNorm or RMSNorm over the last dimension, with GPT-2's epsilon."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.n_embd, eps=1e-5)
     return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
@@ -74,6 +85,7 @@ class CausalSelfAttention(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        """(B, T, C) to (B, T, C); with a cache, x are the tokens behind those it holds."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (t.view(B, T, self.config.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
@@ -83,8 +95,9 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self.layer, k, v)
         dropout = self.config.dropout if self.training else 0.0
         if self.config.flash:
-            # a lone query behind a cache sees everything before it; queries with no past see a triangle
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=past == 0)
+            # queries with no past see a triangle, a lone one behind a cache sees everything, several need a mask
+            mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past) if past and T > 1 else None
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=past == 0)
         else:
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, past + T)
             scores = scores.masked_fill(~self.mask[past:past + T, :past + T], float("-inf"))
@@ -102,6 +115,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
         return self.dropout(self.c_proj(self.act(self.c_fc(x))))
 
 
@@ -114,6 +128,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        """(B, T, C) to (B, T, C): attention and MLP each add to the residual stream."""
         x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 

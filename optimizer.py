@@ -43,7 +43,7 @@ def learning_rate(step: int, config: Config) -> float:
         return config.lr
     peak = max(1, config.warmup_steps)  # the last step at the full rate
     if config.lr_schedule == "wsd":
-        peak = max(peak, config.max_steps - round(config.wsd_decay_fraction * config.max_steps))
+        peak = max(peak, config.max_steps - max(1, round(config.wsd_decay_fraction * config.max_steps)))
     progress = min(1.0, max(0.0, (step - peak) / max(1, config.max_steps - peak)))
     share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.final_lr() + share * (config.lr - config.final_lr())

@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 
-from config import Config
+from config import Config, UserError
 from device import device_name, matmul_tflops, peak_memory_mb, product_dtype
 from model import GPT
 
@@ -18,17 +19,29 @@ LOG_COLUMNS = ("step", "loss", "lr", "norm", "dt_ms", "tokens_per_sec")
 EVAL_COLUMNS = ("step", "val_loss")
 
 
-def start_run_folder(run: Path, config: Config) -> list[str]:
-    """Create the run's folder with config.yaml and an empty log; returns notes. An earlier run of that name is moved aside."""
-    notes = []
+def start_run_folder(run: Path, config: Config) -> tuple[list[str], filelock.BaseFileLock]:
+    """Create the run's folder with config.yaml and an empty log, moving an earlier run of that name aside.
+
+    Returns notes, and a lock on the folder to hold while writing to it. Raises UserError if another process holds that lock.
+    """
+    notes, lock = [], run / ".lock"
     if run.exists():
+        try:
+            with filelock.FileLock(lock, timeout=0):
+                pass
+        except filelock.Timeout:
+            raise UserError(f"{run}: another process is writing this run; wait for it or choose another --run_name") from None
         aside = next(path for n in itertools.count(1) if not (path := run.with_name(f"{run.name}.{n}")).exists())
         run.rename(aside)
         notes.append(f"the earlier {run} is now {aside}")
+        if Path(config.init_from).is_relative_to(run):
+            config = config.model_copy(update={"init_from": str(aside / Path(config.init_from).relative_to(run))})
     run.mkdir(parents=True)
+    held = filelock.FileLock(lock)
+    held.acquire()
     (run / "config.yaml").write_text(config.to_yaml())
     append_row(run / "log.csv", LOG_COLUMNS)
-    return notes
+    return notes, held
 
 
 def append_row(path: Path, header: tuple[str, ...], row: tuple[Any, ...] | None = None) -> None:
@@ -63,6 +76,7 @@ def summarize(config: Config, model: GPT, device: torch.device, world_size: int,
 
 
 def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 

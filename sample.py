@@ -1,8 +1,10 @@
 """Text from a trained model: `python sample.py quickstart --prompt "Python is"`."""
 
+from typing import Literal
+
 from pydantic import Field
 
-from config import Options, Positive, UserError, ZeroIsOff, exit_with, parse_command_line
+from config import Options, Positive, UserError, ZeroIsOff, exit_with, parse_command_line, reconfigure_output
 
 
 class SampleOptions(Options):
@@ -22,7 +24,7 @@ class SampleOptions(Options):
     """the same seed gives the same text"""
     num_samples: Positive = 1
     """texts to generate"""
-    device: str = "auto"
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """auto, cuda, mps or cpu"""
     log_dir: str = "logs"
     """folder that holds the runs"""
@@ -44,11 +46,11 @@ def sample_text(model: GPT, prompt: str, max_new_tokens: int, temperature: float
                 num_samples: int = 1) -> list[str]:
     """Continuations of the prompt, which they begin with, each up to its <|endoftext|>.
 
-    Raises ValueError if the model's vocabulary is smaller than GPT-2's tokenizer, which made the prompt.
+    Raises ValueError if the model's vocabulary is not that of GPT-2's tokenizer, which makes the prompt.
     """
     encoding = get_encoding()
     tokens = encoding.encode_ordinary(prompt) or [END_OF_TEXT]
-    if model.config.n_tokens < encoding.n_vocab:
+    if model.config.n_tokens != encoding.n_vocab:
         raise ValueError(f"a vocabulary of {model.config.n_tokens} is not that of GPT-2's tokenizer, {encoding.n_vocab}")
     device = model.lm_head.weight.device
     idx = torch.tensor([tokens] * num_samples, device=device)
@@ -62,6 +64,8 @@ def sample_text(model: GPT, prompt: str, max_new_tokens: int, temperature: float
 
 
 def main(options: SampleOptions) -> None:
+    """Print the texts. Raises UserError, CheckpointError, TokenizerError or ValueError."""
+    reconfigure_output()
     model = load_model(options.run, options.log_dir).to(choose_device(options.device))
     texts = sample_text(model, options.prompt, options.max_new_tokens, options.temperature, options.top_k, options.seed,
                         options.num_samples)

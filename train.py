@@ -2,7 +2,7 @@
 
 import os
 
-from config import Config, ConfigError, UserError, did_you_mean, exit_with, load, parse_command_line
+from config import Config, ConfigError, UserError, did_you_mean, exit_with, load, parse_command_line, reconfigure_output
 
 if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help and mistakes answer at once
@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import ARCHITECTURE, CheckpointError, load_weights, read_weights, save_checkpoint
+from checkpoint import ARCHITECTURE, CheckpointError, find_weights, load_weights, read_weights, save_checkpoint
 from data.token_file import TokenFileError
-from data.tokenizer import TokenizerError
+from data.tokenizer import TokenizerError, get_encoding
 from dataloader import DataLoader, TokenStream, is_validation, open_corpus, prefetch
 from device import (
     attention_kernel,
@@ -47,6 +47,7 @@ from optimizer import learning_rate, make_optimizers
 from runlog import EVAL_COLUMNS, LOG_COLUMNS, append_row, duration, log_line, start_run_folder, summarize
 from sample import sample_text
 
+REMEDY = "Try a lower lr, more warmup_steps or grad_clip 1.0"
 SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
 
 
@@ -100,9 +101,10 @@ def open_data(config: Config, process: Process, n_tokens: int) -> tuple[DataLoad
     if process.rank == 0 and not any(folder.glob("*.bin")):
         if config.dataset not in SMALL_CORPORA:
             there = {path.parent.name for path in folder.parent.glob("*/*.bin")}
-            raise TokenFileError(f"{folder}: no such corpus (a folder of *.bin token files)"
-                                 f"{did_you_mean(config.dataset, sorted(there.union(SMALL_CORPORA)))}; write it with a script in "
-                                 f"data/, such as: python data/text.py FILE --name {folder.name}")
+            own_text = f"python data/text.py FILE --name {folder.name}"
+            script = "python data/fineweb.py" if config.dataset == "fineweb" else own_text
+            nearest = did_you_mean(config.dataset, sorted(there.union(SMALL_CORPORA)))
+            raise TokenFileError(f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: {script}")
         process.say(f"preparing {folder}")
         importlib.import_module(f"data.{config.dataset}").prepare(folder)
     if process.distributed:
@@ -113,7 +115,11 @@ def open_data(config: Config, process: Process, n_tokens: int) -> tuple[DataLoad
                         shuffle=config.shuffle, overfit_batch=config.overfit_batch)
     if config.eval_every and not len(val):
         raise TokenFileError(f"{folder}: eval_every {config.eval_every}, but nothing to validate on: {val.tokens:,} tokens make "
-                             f"no sequence of {config.seq_len}; set val_fraction, such as 0.1, or add a *_val_*.bin file")
+                             f"no sequence of {config.seq_len}; raise val_fraction (now {config.val_fraction:g}), such as to 0.1, "
+                             f"or add a *_val_*.bin file")
+    if config.compile and config.compile_mode != "default" and process.device.type == "cuda" and loader.accumulation > 1:
+        raise UserError(f"compile_mode {config.compile_mode} with {loader.accumulation} micro-steps: its CUDA graphs would "
+                        f"overwrite the accumulated gradients; use compile_mode default, or a batch_size that makes one micro-step")
     if config.val_fraction and val.spans and is_validation(val.spans[0].path):
         process.say(f"note: val_fraction has no effect: {folder} has validation files of its own")
     process.say(f"loaded {train.tokens:,} tokens of {folder}" + (f", and {val.tokens:,} for validation" if val.tokens else ""))
@@ -130,19 +136,30 @@ def build_model(config: Config) -> tuple[Config, GPT]:
     """
     if config.init_from == "scratch":
         return config, GPT(model_config(config))
-    theirs, weights = read_weights(config.init_from, config.log_dir)
+    folder = find_weights(config.init_from, config.log_dir)
+    theirs, weights = read_weights(folder)
     given = config.model_dump(include=config.model_fields_set)
     fixed = {name: theirs[name] for name in ARCHITECTURE}
     if wrong := [name for name in fixed if name in given and given[name] != fixed[name]]:
         raise ConfigError("\n".join(f"{name} {given[name]} contradicts init_from {config.init_from}, which has {fixed[name]}; "
                                     f"leave {name} out" for name in wrong))
-    config = load(Config, {"vocab_size": theirs["vocab_size"]} | given | fixed)
+    try:
+        n_tokens = GPTConfig(**theirs).n_tokens
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: its options do not make a model: {error}") from None
+    # the checkpoint's own path, as the name may mean another run tomorrow
+    vocabulary = {"vocab_size": theirs["vocab_size"], "real_vocab_size": theirs.get("real_vocab_size")}
+    config = load(Config, vocabulary | given | fixed | {"init_from": str(folder)})
     model = GPT(model_config(config))
-    load_weights(model, weights, config.init_from)
+    if model.config.n_tokens != n_tokens:
+        raise ConfigError(f"vocab_size {config.vocab_size} makes {model.config.n_tokens} tokens, but init_from {folder} has "
+                          f"{n_tokens}; leave vocab_size and real_vocab_size out")
+    load_weights(model, weights, str(folder))
     return config, model
 
 
 def model_config(config: Config) -> GPTConfig:
+    """The config's options that concern the model."""
     return GPTConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)})
 
 
@@ -218,14 +235,18 @@ class StopRequest:
 def train(config: Config, process: Process, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
     """Run the config from the first step to the last; returns what summary.json holds.
 
-    Raises UserError, TokenFileError, TokenizerError or CheckpointError before anything is written, and TrainingError
-    at a non-finite loss or norm.
+    Raises UserError, TokenFileError, TokenizerError or CheckpointError, before anything is written unless a corpus goes bad
+    or a checkpoint cannot be saved later on, and TrainingError at a non-finite loss, norm or weight.
     """
     device, say = process.device, process.say
     started = datetime.datetime.now(datetime.UTC)
     notes = config.notes() + set_precision(config, device)
     if config.compile:
         check_compiler(device)
+        if config.compile_mode == "reduce-overhead" and device.type != "cuda":
+            notes.append("compile_mode reduce-overhead has no effect without CUDA: it records CUDA graphs")
+    if config.sample_every:
+        get_encoding()  # fails now rather than at the first sample
 
     # data and model
     torch.manual_seed(config.seed)
@@ -251,7 +272,8 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
     announce(config, process, raw_model, group_lines)
     run = Path(config.log_dir) / str(config.run_name)
     if process.rank == 0:
-        notes += start_run_folder(run, config)
+        more_notes, lock = start_run_folder(run, config)  # the lock is held until the process or this function ends
+        notes += more_notes
     if config.flash:
         notes += flash_note(config, device)
     for note in notes:
@@ -263,6 +285,8 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
         say(f"step {step:{width}d}/{config.max_steps} | validation loss {loss:.4f}")
         if process.rank == 0:
             append_row(run / "eval.csv", EVAL_COLUMNS, (step, repr(loss)))
+        if not math.isfinite(loss):
+            raise TrainingError(f"step {step}: the validation loss is {loss}; the log is kept in {run}. {REMEDY}")
         return loss
 
     # the loop
@@ -289,8 +313,7 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
             scaler_skipped = config.fp16 and not math.isfinite(norm) and scaler.get_scale() >= 1  # and lowered the scale
             if not math.isfinite(loss) or not (math.isfinite(norm) or scaler_skipped):
                 raise TrainingError(f"step {step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}; "
-                                    f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
-                                    + (", or bf16 in place of fp16" if config.fp16 else ""))
+                                    f"the log is kept in {run}. {REMEDY}" + (", or bf16 instead of fp16" if config.fp16 else ""))
             last = step == config.max_steps or stopping
             if step % config.log_every == 0 or step == 1 or last:
                 row = (step, loss, lr, norm, step_seconds[-1] * 1e3, tokens_per_step / step_seconds[-1])
@@ -298,19 +321,19 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
                 say(log_line(row, config.max_steps) + (f" | {duration(left)} left" if step > 1 and not last else ""))
                 if process.rank == 0:
                     append_row(run / "log.csv", LOG_COLUMNS, (*map(repr, row[:4]), f"{row[4]:.3f}", f"{row[5]:.1f}"))
+            if process.rank == 0 and (last or (config.checkpoint_every and step % config.checkpoint_every == 0)):
+                if not all(p.isfinite().all() for p in raw_model.parameters()):
+                    raise TrainingError(f"step {step}: the weights are no longer finite and are not saved. {REMEDY}")
+                say(f"saved {save_checkpoint(run, raw_model, step, config.model_dump(mode='json'))}")
+            if stopping:  # whoever stopped it may not wait
+                break
             if config.eval_every and (step % config.eval_every == 0 or last):
                 val_loss = evaluate(step)
-            if process.rank == 0:
-                if config.sample_every and (step % config.sample_every == 0 or last):
-                    text = sample_text(raw_model, config.sample_prompt, config.sample_tokens, seed=config.seed)[0]
-                    say(f"sample after step {step}: {text}")
-                if last or (config.checkpoint_every and step % config.checkpoint_every == 0):
-                    folder = save_checkpoint(run, raw_model, step, config.model_dump(mode="json"), val_loss=val_loss)
-                    say(f"saved {folder}")
+            if config.sample_every and process.rank == 0 and (step % config.sample_every == 0 or last):
+                text = sample_text(raw_model, config.sample_prompt, config.sample_tokens, seed=config.seed)[0]
+                say(f"sample after step {step}: {text}")
             if step == 1:
                 first_step_end = clock()  # compiling is over: the estimate of the time left begins here
-            if last:
-                break
     seconds = clock() - loop_start
 
     # the report
@@ -318,7 +341,8 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
     summary |= {"final_loss": loss, "val_loss": val_loss, "seconds": seconds, "interrupted": stopping,
                 "started": started.isoformat(timespec="seconds")}
     if process.rank == 0:
-        (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (run / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+        lock.release()
     say(f"{'interrupted' if stopping else 'done'}: {step} steps, {summary['tokens']:,} tokens in {duration(seconds)}; "
         f"loss {loss:.4f}" + ("" if val_loss is None else f", validation loss {val_loss:.4f}"))
     say(f"median {summary['median_dt_ms']:.2f} ms a step, {summary['median_tokens_per_sec']:,.0f} tokens/s (without the first "
@@ -337,6 +361,7 @@ def announce(config: Config, process: Process, model: GPT, group_lines: list[str
 
 
 def flash_note(config: Config, device: torch.device) -> list[str]:
+    """Which attention kernel `flash` gets here, for the user."""
     shape = (config.batch_size, config.n_head, config.seq_len, config.n_embd // config.n_head)
     kernel = attention_kernel(config, device, shape, config.dropout)
     if kernel == "math":
@@ -345,6 +370,8 @@ def flash_note(config: Config, device: torch.device) -> list[str]:
 
 
 def main(config: Config) -> None:
+    """Train; ends the process with a message and a status other than 0 if that fails."""
+    reconfigure_output()
     try:
         train(config, start_process(config))
     except (UserError, TokenFileError, TokenizerError, CheckpointError) as error:
@@ -353,6 +380,8 @@ def main(config: Config) -> None:
         exit_with(error, status=1)
     except KeyboardInterrupt:
         exit_with(UserError("interrupted"), status=130)
+    except OSError as error:
+        exit_with(UserError(f"{error.filename or config.log_dir}: {error.strerror or error}"), status=1)
     except (RuntimeError, MemoryError) as error:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             reason = next((line for line in str(error).splitlines() if "rror" in line), type(error).__name__)

@@ -255,15 +255,18 @@ def test_indivisible_total_batch_counts_the_processes_that_torchrun_started(mist
     assert line.endswith("nearest that work: 32 or 48")
 
 
-def test_under_torchrun_only_one_process_prints_the_mistake(monkeypatch, capsys):
+def test_under_torchrun_rank_0_speaks_at_once_and_another_rank_only_if_it_is_not_ended_meanwhile(monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr("config.time.sleep", slept.append)
     printed = {}
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit, match="2"):
             parse_command_line(Config, ["--n_layer", "0"])
         printed[rank] = capsys.readouterr().err
-    assert printed["0"].startswith("rank 0: error: --n_layer: ")
-    assert printed["1"] == ""
+    assert printed["0"].startswith("error: --n_layer: ")
+    assert printed["1"].startswith("error: rank 1: --n_layer: ")
+    assert slept == [5]
 
 
 def test_load_config_raises_rather_than_exits():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from checkpoint import load_weights, read_weights
-from model import GPT, GPTConfig, _draw
+from model import GPT, GPTConfig, KVCache, _draw
 
 
 def tokens(B=2, T=16, vocab=128, seed=0):
@@ -26,7 +26,7 @@ def pair(tmp_path):
     for p in theirs.parameters():  # away from the tiny init, so that every term matters
         torch.nn.init.normal_(p, std=0.2)
     theirs.save_pretrained(tmp_path)
-    options, weights = read_weights(str(tmp_path))
+    options, weights = read_weights(tmp_path)
     ours = GPT(GPTConfig(**options))
     load_weights(ours, weights, "transformers")
     return ours.eval(), theirs
@@ -246,6 +246,23 @@ def test_the_key_value_cache_changes_nothing_also_past_the_context(tiny_model):
             for _ in range(40):
                 idx = torch.cat((idx, model(idx[:, -32:])[:, -1].argmax(-1, keepdim=True)), dim=1)
         assert torch.equal(model.generate(tokens(T=5), 40, temperature=0), idx)
+
+
+def test_several_tokens_behind_a_cache_do_not_see_later_ones(tiny_model):
+    for flash in (False, True):
+        model = tiny_model(flash=flash).eval()
+        cache, idx = KVCache(model, 2), tokens(T=9)
+        parts = torch.cat([model.transformer(part, cache) for part in idx.split((4, 4, 1), dim=1)], dim=1)
+        torch.testing.assert_close(parts, model.transformer(idx), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"n_head": 3}, "n_embd 32 does not divide into 3 heads"), ({"n_layer": 0}, "n_layer 0 is not a positive whole number"),
+    ({"n_head": "2"}, "n_head '2' is not a positive whole number"), ({"real_vocab_size": 129}, "not within 1 to vocab_size 128"),
+])
+def test_options_that_make_no_model_are_errors(tiny_model, options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_model(**options)
 
 
 def test_the_same_generator_seed_gives_the_same_tokens_and_the_global_random_state_is_untouched(tiny_model):

@@ -14,6 +14,7 @@ from config import CONFIG_DIR, ConfigError, UserError, load_config
 from dataloader import open_corpus
 from device import attention_kernel, autocast_for, check_compiler, matmul_tflops, set_precision
 from evaluate import validation_loss
+from runlog import start_run_folder
 from train import Process, TrainingError, build_model, train, training_step
 
 CPU = torch.device("cpu")
@@ -175,6 +176,53 @@ def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(t
     assert set(load_model(f"{config.log_dir}/{config.run_name}").state_dict()) == set(build_model(config)[1].state_dict())
 
 
+def test_train_passes_every_flag_on_to_what_it_switches(tiny_config, monkeypatch):
+    seen = {}
+
+    def spy(name, target=train_module):
+        real = getattr(target, name)
+
+        def record(*args, **kwargs):
+            seen[name] = (args, kwargs)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(target, name, record)
+
+    spy("training_step")
+    spy("validation_loss")
+    monkeypatch.setattr(torch, "compile", lambda model, **options: seen.update(compile=options) or model)
+    run(tiny_config(fp16=True, flash=True, fused_adamw=True, compile=True, compile_mode="max-autotune", grad_clip=0.5, eval_every=1,
+                    eval_tokens=64, val_fraction=0.1, max_steps=1, batch_size=2, total_batch_tokens=128))
+    model, _, accumulation, (adamw,), scaler, grad_clip, autocast = seen["training_step"][0]
+    assert model.config.flash is True
+    assert all(block.attn.config.flash for block in model.transformer.h)
+    assert accumulation == 2
+    assert adamw.defaults["fused"] is True
+    assert scaler.is_enabled()
+    assert grad_clip == 0.5
+    assert seen["compile"] == {"mode": "max-autotune"}
+    with autocast():
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert torch.is_autocast_enabled("cpu")
+    assert seen["validation_loss"][0][3] == 64
+    assert seen["validation_loss"][1]["autocast"] is autocast
+
+
+def test_an_fp16_overflow_skips_the_step_and_the_run_goes_on(tiny_config, monkeypatch):
+    real, calls = train_module.training_step, iter(range(1, 100))
+
+    def overflowing(model, batches, accumulation, optimizers, scaler, *rest):
+        if next(calls) == 2:
+            scaler.update(2.0**120)  # far more than fp16 holds: the gradients overflow
+        return real(model, batches, accumulation, optimizers, scaler, *rest)
+
+    monkeypatch.setattr(train_module, "training_step", overflowing)
+    config = tiny_config(fp16=True)
+    assert run(config)["steps"] == 6
+    assert not math.isfinite(column(config, "norm")[1])
+    assert all(math.isfinite(loss) for loss in column(config))
+
+
 # ---- a run
 
 
@@ -333,7 +381,7 @@ def test_evaluation_runs_under_the_same_autocast(tiny_config, tiny_model):
 
 
 def test_evaluating_without_a_validation_split_is_an_error_that_says_what_to_set(tiny_config):
-    with pytest.raises(ValueError, match=r"nothing to validate on.*set val_fraction"):
+    with pytest.raises(ValueError, match=r"nothing to validate on.*raise val_fraction"):
         run(tiny_config(eval_every=1))
 
 
@@ -368,6 +416,46 @@ def test_init_from_a_run_goes_on_with_its_weights_and_takes_over_its_shape(tiny_
     assert column(second)[0] < column(first)[0] - 1.0
     written = load_config(f"{first.log_dir}/second/config.yaml")
     assert (written.n_layer, written.n_embd, written.vocab_size, written.tie_weights) == (2, 32, 128, True)
+
+
+def test_init_from_keeps_padding_rows_padding_and_refuses_another_vocabulary(tiny_config):
+    run(tiny_config(run_name="first", real_vocab_size=100, max_steps=1))
+    options = {name: value for name, value in tiny_config().model_dump(exclude_unset=True).items() if name != "vocab_size"}
+    config, model = build_model(load_config(**(options | {"init_from": "first"})))
+    assert (config.vocab_size, config.real_vocab_size, model.config.n_tokens) == (128, 100, 100)
+    assert config.init_from.endswith("first/checkpoints/step_000001"), "the name may mean another run tomorrow"
+    with pytest.raises(ConfigError, match=r"makes 64 tokens, but init_from .* has 100"):
+        build_model(load_config(**(options | {"init_from": "first", "vocab_size": 64, "real_vocab_size": None})))
+
+
+def test_a_run_that_starts_from_the_run_it_moves_aside_can_be_repeated(tiny_config):
+    run(tiny_config(max_steps=1))
+    run(tiny_config(max_steps=2, init_from="train"))
+    first = column(tiny_config())
+    run(load_config(f"{tiny_config().log_dir}/train/config.yaml"))
+    assert column(tiny_config()) == first
+
+
+def test_gpt2_means_openais_weights_even_if_a_run_has_that_name(tiny_config, monkeypatch):
+    run(tiny_config(run_name="gpt2", max_steps=1))
+
+    def offline(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(CheckpointError, match="gpt2 could not be downloaded from Hugging Face"):
+        build_model(tiny_config(init_from="gpt2"))
+
+
+def test_two_runs_of_one_name_at_once_do_not_touch_each_other(tiny_config):
+    config = tiny_config(run_name="busy")
+    folder = train_module.Path(config.log_dir) / "busy"
+    _, lock = start_run_folder(folder, config)
+    with pytest.raises(UserError, match=r"busy: another process is writing this run; wait for it or choose another --run_name"):
+        run(config)
+    lock.release()
+    run(config)
+    assert len(rows(config)) == 6
 
 
 def test_options_that_contradict_init_from_are_errors_that_name_both_values(tiny_config):
