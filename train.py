@@ -17,7 +17,6 @@ import importlib
 import inspect
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +45,7 @@ from model import GPT, GPTConfig
 from optimizer import learning_rate, make_optimizers
 from runlog import EVAL_COLUMNS, LOG_COLUMNS, append_row, duration, log_line, start_run_folder, summarize
 from sample import sample_text
+from signals import StopRequest
 
 REMEDY = "Try a lower lr, more warmup_steps or grad_clip 1.0"
 SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
@@ -203,30 +203,6 @@ def average(loss: Tensor, norm: Tensor, stop: bool, process: Process) -> tuple[f
         figures /= process.world_size
     mean_loss, mean_norm, any_stop = figures.tolist()
     return mean_loss, mean_norm, any_stop > 0
-
-
-class StopRequest:
-    """While entered, the first SIGINT (Ctrl-C) or SIGTERM sets `received`; a second one acts at once, as without it."""
-
-    def __init__(self) -> None:
-        self.received: float | None = None  # when
-
-    def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _: Any) -> None:
-        if self.received is None:
-            self.received = time.monotonic()
-            if os.environ.get("RANK", "0") == "0":
-                os.write(2, b"\nstopping after this step; once more to stop at once\n")
-        elif time.monotonic() - self.received > 1:  # sooner, it is torchrun passing the same Ctrl-C on
-            self.__exit__()
-            signal.raise_signal(number)
 
 
 # ---- the run

@@ -1,0 +1,30 @@
+"""Ending a run cleanly on Ctrl-C or SIGTERM."""
+
+import os
+import signal
+import time
+from typing import Any
+
+
+class StopRequest:
+    """While entered, the first SIGINT (Ctrl-C) or SIGTERM sets `received`; a second one acts at once, as without it."""
+
+    def __init__(self) -> None:
+        self.received: float | None = None  # when
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        if self.received is None:
+            self.received = time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"\nstopping after this step; once more to stop at once\n")
+        elif time.monotonic() - self.received > 1:  # sooner, it is torchrun passing the same Ctrl-C on
+            self.__exit__()
+            signal.raise_signal(number)
