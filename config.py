@@ -244,20 +244,20 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         if self.warmup_steps > self.max_steps:
             notes.append(f"warmup_steps {self.warmup_steps} > max_steps {self.max_steps}: the learning rate only warms up, "
                          f"to {self.lr * self.max_steps / self.warmup_steps:g}")
-        if self.lr_schedule == "constant" and self.min_lr is not None:
-            notes.append("min_lr has no effect: lr_schedule is constant")
+        for name, in_use, why in (
+            ("min_lr", self.lr_schedule != "constant", "lr_schedule is constant"),
+            ("wsd_decay_fraction", self.lr_schedule == "wsd", f"lr_schedule is {self.lr_schedule}"),
+            ("decay_matrices_only", self.weight_decay, "weight_decay is 0"),
+            ("eval_tokens", self.eval_every, "eval_every is 0"),
+            ("sample_tokens", self.sample_every, "sample_every is 0"),
+            ("sample_prompt", self.sample_every, "sample_every is 0"),
+            ("init", self.init_from == "scratch", f"the weights come from {self.init_from}"),
+            ("residual_scaling", self.init_from == "scratch", f"the weights come from {self.init_from}"),
+        ):
+            if not in_use and getattr(self, name) != Config.model_fields[name].default:
+                notes.append(f"{name} has no effect: {why}")
         if self.compile_mode != "default" and not self.compile:
             notes.append(f"compile_mode {self.compile_mode} has no effect: compile is off")
-        given = self.model_fields_set
-        notes += [f"{name} has no effect: {switch} is 0" for name, switch in (
-            ("eval_tokens", "eval_every"), ("sample_tokens", "sample_every"), ("sample_prompt", "sample_every"))
-            if name in given and getattr(self, name) != Config.model_fields[name].default and not getattr(self, switch)]
-        if "wsd_decay_fraction" in given and self.lr_schedule != "wsd" and self.wsd_decay_fraction != 0.2:
-            notes.append(f"wsd_decay_fraction has no effect: lr_schedule is {self.lr_schedule}")
-        if self.decay_matrices_only and not self.weight_decay:
-            notes.append("decay_matrices_only has no effect: weight_decay is 0")
-        if self.init_from != "scratch" and (self.init != "torch" or self.residual_scaling):
-            notes.append(f"init and residual_scaling have no effect: the weights come from {self.init_from}")
         return notes
 
     def to_yaml(self) -> str:

@@ -342,13 +342,19 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[Sta
 BLUE, ORANGE = "#0072B2", "#E69F00"
 
 
-def plot_speed(rows: list[Row], path: Path) -> None:
-    """Bars of tokens/s, each labelled with its rate and its factor over the first."""
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing to files; imported only where a picture is drawn, as that takes a second."""
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot
 
+    return matplotlib.pyplot
+
+
+def plot_speed(rows: list[Row], path: Path) -> None:
+    """Bars of tokens/s, each labelled with its rate and its factor over the first."""
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.36 * len(rows)), layout="constrained")
     rates = [row.tokens_per_sec for row in rows]
     bars = axes.barh([row.stage for row in rows], rates, color=BLUE)
@@ -368,11 +374,7 @@ def curve(log: dict[int, dict[str, float | None]]) -> tuple[list[int], list[Any]
 
 def plot_losses(stages: list[Stage], path: Path) -> bool:
     """A small picture for each stage with a published log, measured over published. Returns whether there was one."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     shown = [stage for stage in stages if stage.published and stage.summary()]
     if not shown:
         return False
@@ -399,11 +401,7 @@ def plot_losses(stages: list[Stage], path: Path) -> bool:
 
 def plot_runs(folders: Sequence[str], path: Path) -> None:
     """The loss curves of any runs in one picture. Raises UserError for a folder without a log."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     logs = {folder: read_log(Path(folder) / "log.csv") for folder in folders}
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for folder, log in logs.items():

@@ -117,9 +117,6 @@ def open_data(config: Config, process: Process, n_tokens: int) -> tuple[DataLoad
         raise TokenFileError(f"{folder}: eval_every {config.eval_every}, but nothing to validate on: {val.tokens:,} tokens make "
                              f"no sequence of {config.seq_len}; raise val_fraction (now {config.val_fraction:g}), such as to 0.1, "
                              f"or add a *_val_*.bin file")
-    if config.compile and config.compile_mode != "default" and process.device.type == "cuda" and loader.accumulation > 1:
-        raise UserError(f"compile_mode {config.compile_mode} with {loader.accumulation} micro-steps: its CUDA graphs would "
-                        f"overwrite the accumulated gradients; use compile_mode default, or a batch_size that makes one micro-step")
     if config.val_fraction and val.spans and is_validation(val.spans[0].path):
         process.say(f"note: val_fraction has no effect: {folder} has validation files of its own")
     process.say(f"loaded {train.tokens:,} tokens of {folder}" + (f", and {val.tokens:,} for validation" if val.tokens else ""))
@@ -219,6 +216,10 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
     notes = config.notes() + set_precision(config, device)
     if config.compile:
         check_compiler(device)
+        micro_steps = config.accumulation_steps(process.world_size)
+        if config.compile_mode != "default" and device.type == "cuda" and micro_steps > 1:
+            raise UserError(f"compile_mode {config.compile_mode} with {micro_steps} micro-steps: its CUDA graphs would overwrite "
+                            f"the accumulated gradients; use compile_mode default, or a batch_size that makes one micro-step")
         if config.compile_mode == "reduce-overhead" and device.type != "cuda":
             notes.append("compile_mode reduce-overhead has no effect without CUDA: it records CUDA graphs")
     if config.sample_every:
