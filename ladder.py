@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,9 @@ def plan(names: Sequence[str], log_dir: str, extra: list[str]) -> tuple[str, lis
             published, stages[-1].published = stages[-1].published, None  # this one's settings are the note's, not the log's
             if published:
                 twin = _stage(f"as_logged_{name}", str(as_logged), ladder, log_dir, extra)
-                twin.published, twin.twin_of = published, name
-                stages.append(twin)
+                # a stage before it may be the same run: nothing is run twice
+                twin = next((stage for stage in stages if _same_run(stage.config, twin.config)), twin)
+                stages.append(replace(twin, published=published, twin_of=name))
     return ladder, stages
 
 
@@ -127,6 +128,11 @@ def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) 
     if reference and (REFERENCE / f"{reference}.csv").is_file() and _same_training(resolved, load_config(config)):
         stage.published = reference
     return stage
+
+
+def _same_run(a: Config, b: Config) -> bool:
+    """Whether two configs differ in the run's name only."""
+    return a.model_dump(exclude={"run_name"}) == b.model_dump(exclude={"run_name"})
 
 
 def _same_training(a: Config, b: Config) -> bool:
@@ -387,7 +393,8 @@ def plot_losses(stages: list[Stage], path: Path) -> bool:
         axes.plot(*curve(published), color=ORANGE, linewidth=2.4, label="published")
         axes.plot(*curve(ours), color=BLUE, linewidth=1.2, label="measured")
         found = loss_difference(ours, published)
-        axes.set_title(stage.name + (f"\ndifference {found[0]:.3f}" if found else ""), fontsize=9)
+        name = f"{stage.twin_of}, as logged" if stage.twin_of else stage.name
+        axes.set_title(name + (f"\ndifference {found[0]:.3f}" if found else ""), fontsize=9)
         axes.grid(alpha=0.3)
     for axes in list(grid.flat)[len(shown):]:
         axes.set_visible(False)
@@ -424,12 +431,13 @@ def main(argv: Sequence[str]) -> None:
         return
     ladder, stages = plan(options.stages, options.log_dir, list(argv[at + 1:]))
     folder = Path(options.log_dir) / ladder
+    runs = [stage for i, stage in enumerate(stages) if stage.name not in [earlier.name for earlier in stages[:i]]]
     if not options.report_only:
         try:
-            climb(stages, options.rerun)
+            climb(runs, options.rerun)
         except KeyboardInterrupt:
-            finished = sum(stage.summary() is not None for stage in stages)
-            exit_with(UserError(f"interrupted; {finished} of {len(stages)} stages are finished and kept, "
+            finished = sum(stage.summary() is not None for stage in runs)
+            exit_with(UserError(f"interrupted; {finished} of {len(runs)} stages are finished and kept, "
                                 f"the same command goes on"), status=130)
     report(ladder, stages, folder)
     if any(stage.error for stage in stages):

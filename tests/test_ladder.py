@@ -118,10 +118,13 @@ def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
     published = {}
     for name in ladder.SERIES:
         _, stages = ladder.plan([name], str(tmp_path), [])
-        published[name] = {stage.name: stage.published for stage in stages if stage.published}
+        published[name] = {stage.twin_of or stage.name: stage.published for stage in stages if stage.published}
     assert len(published["speedup"]) == 11
-    assert published["speedup"]["as_logged_speedup2"] == "rtx3080_speedup2"
-    assert "speedup2" not in published["speedup"], "its note and what really ran differ"
+    _, stages = ladder.plan(["speedup"], str(tmp_path), [])
+    names = {stage.published: stage.name for stage in stages}
+    assert names["rtx3080_speedup2"] == "as_logged_speedup2", "its note and what really ran differ"
+    assert names["rtx3080_speedup1"] == "baseline", "untied, speedup1 is the baseline: nothing is run twice"
+    assert [stage.name for stage in stages].count("baseline") == 2
     assert len(published["a100"]) == 10
     assert published["mps"]["cuda_bf16"] == "cuda_bf16"
     assert len(published["mps"]) == 7
@@ -145,7 +148,8 @@ def test_the_difference_of_two_curves_is_over_steps_11_to_50():
 
 def test_a_twin_lends_its_curve_and_unsynchronized_times_are_not_compared(tmp_path):
     _, stages = ladder.plan(["speedup"], str(tmp_path), [])
-    stages = [stage for stage in stages if stage.name in ("baseline", "speedup1", "as_logged_speedup1", "speedup2")]
+    stages = [stage for stage in stages if stage.name in ("baseline", "speedup2", "as_logged_speedup2", "speedup3")
+              and stage.twin_of != "speedup1"]
     for i, stage in enumerate(stages):
         stage.folder.mkdir(parents=True)
         (stage.folder / "config.yaml").write_text(stage.config.to_yaml())
@@ -155,12 +159,12 @@ def test_a_twin_lends_its_curve_and_unsynchronized_times_are_not_compared(tmp_pa
             "steps": 50, "median_dt_ms": 10, "median_tokens_per_sec": 100.0 * 2**i, "first_step_s": 1, "peak_memory_mb": 5,
             "utilization": 0.5, "final_loss": 6.0, "device": "cpu", "torch": "2", "git": None, "started": "2026-01-01T00:00:00"}))
     rows = {row.stage: row for row in ladder.compare(stages)}
-    assert list(rows) == ["baseline", "speedup1", "speedup2"]
-    assert rows["speedup1"].compared == "as_logged_speedup1, steps 11 to 50"
-    assert rows["speedup2"].compared == ""  # its twin did not run
-    assert (rows["speedup2"].over_previous, rows["speedup2"].over_first) == (4.0, 8.0)
+    assert list(rows) == ["baseline", "speedup2", "speedup3"]
+    assert rows["speedup2"].compared == "as_logged_speedup2, steps 11 to 50"
+    assert rows["speedup3"].compared == ""  # its twin did not run
+    assert (rows["speedup3"].over_previous, rows["speedup3"].over_first) == (4.0, 8.0)
     assert rows["baseline"].published_tokens_per_sec == pytest.approx(11_570, rel=0.01)
-    assert rows["speedup1"].published_tokens_per_sec is None
+    assert rows["speedup2"].published_tokens_per_sec is None
     ladder.report("speedup", stages, tmp_path / "speedup")
     text = (tmp_path / "speedup/report.md").read_text()
     assert "they were read without waiting for the GPU" in text
