@@ -298,7 +298,7 @@ def parse(options: type[O], argv: Sequence[str], *, description: str = "", posit
     """
     flags, mistakes = _parse_flags(options, argv, description, positional, config_file)
     try:
-        values = load(options, flags, flags.pop("config", None))
+        values = load(options, flags, flags.pop("config", None) if config_file else None)
     except ConfigError as error:
         raise ConfigError("\n".join([*mistakes, str(error)])) from None
     if mistakes:
@@ -438,7 +438,7 @@ def _parse_flags(options: type[Options], argv: Sequence[str], description: str, 
     width = min(120, int(os.environ.get("COLUMNS", "120")) if os.environ.get("COLUMNS", "120").isdigit() else 120)
     usage = f"%(prog)s {positional or ''} {'[--config FILE]' if config_file else ''} [--option VALUE ...]"
     parser = _Parser(usage=" ".join(usage.split()), description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=width))
+                     formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=width))
     if config_file:
         parser.add_argument("--config", metavar="FILE", help="YAML file with options: a path, or a name in configs/")
     for section in sections(options):
@@ -463,7 +463,10 @@ def _add_argument(group: argparse._ArgumentGroup, name: str, field: FieldInfo, p
     if kind is bool:
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=help_text)
     elif get_origin(kind) is tuple:
-        group.add_argument(f"--{name}", nargs=len(get_args(kind)), metavar="X", help=help_text)
+        if get_args(kind)[-1] is Ellipsis:  # any number, separated by commas
+            group.add_argument(f"--{name}", metavar="X,Y", help=help_text)
+        else:
+            group.add_argument(f"--{name}", nargs=len(get_args(kind)), metavar="X", help=help_text)
     else:
         choices = get_args(kind)
         metavar = "|".join(choices) if choices else {int: "N", float: "X", str: "TEXT"}[kind]
@@ -523,7 +526,9 @@ def _error_lines(options: type[Options], error: ValidationError, origin: Mapping
             lines.append(f"{where}: unknown option{did_you_mean(name, list(options.model_fields))}")
             continue
         kind = _value_type(options.model_fields[name])
-        if get_origin(kind) is tuple and (len(problem["loc"]) == 1 or problem["type"] in ("missing", "too_long")):
+        if get_origin(kind) is tuple and kind.__args__[-1] is Ellipsis:
+            kind = kind.__args__[0]
+        elif get_origin(kind) is tuple and (len(problem["loc"]) == 1 or problem["type"] in ("missing", "too_long")):
             lines.append(f"{where}: takes {len(get_args(kind))} values, not {problem['input']!r}")
             continue
         message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]

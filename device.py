@@ -113,6 +113,12 @@ def peak_memory_mb(device: torch.device) -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, Linux KiB
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the device's or the system's memory ran out; each device says so in words of its own."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in (
+        "out of memory", "not enough memory", "can't allocate memory"))
+
+
 def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
     """TFLOP/s of a large square matrix product in `dtype`, the best of the products done in about `seconds`.
 

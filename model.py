@@ -5,7 +5,8 @@ C = n_embd, nh heads of size hs = C / nh, V = vocab_size.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,11 @@ class GPTConfig:
             raise ValueError(f"n_embd {self.n_embd} does not divide into {self.n_head} heads")
         if self.real_vocab_size is not None and not 1 <= self.real_vocab_size <= self.vocab_size:
             raise ValueError(f"real_vocab_size {self.real_vocab_size} is not within 1 to vocab_size {self.vocab_size}")
+
+    @classmethod
+    def of(cls, options: Any) -> "GPTConfig":
+        """Those of a run's options (config.py's Config) that concern the model."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
     @property
     def n_tokens(self) -> int:

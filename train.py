@@ -37,6 +37,7 @@ from device import (
     check_compiler,
     choose_device,
     device_name,
+    is_out_of_memory,
     set_precision,
     synchronize,
 )
@@ -132,7 +133,7 @@ def build_model(config: Config) -> tuple[Config, GPT]:
     Raises CheckpointError for weights that cannot be had, ConfigError for options that contradict them.
     """
     if config.init_from == "scratch":
-        return config, GPT(model_config(config))
+        return config, GPT(GPTConfig.of(config))
     folder = find_weights(config.init_from, config.log_dir)
     theirs, weights = read_weights(folder)
     given = config.model_dump(include=config.model_fields_set)
@@ -147,17 +148,12 @@ def build_model(config: Config) -> tuple[Config, GPT]:
     # the checkpoint's own path, as the name may mean another run tomorrow
     vocabulary = {"vocab_size": theirs["vocab_size"], "real_vocab_size": theirs.get("real_vocab_size")}
     config = load(Config, vocabulary | given | fixed | {"init_from": str(folder)})
-    model = GPT(model_config(config))
+    model = GPT(GPTConfig.of(config))
     if model.config.n_tokens != n_tokens:
         raise ConfigError(f"vocab_size {config.vocab_size} makes {model.config.n_tokens} tokens, but init_from {folder} has "
                           f"{n_tokens}; leave vocab_size and real_vocab_size out")
     load_weights(model, weights, str(folder))
     return config, model
-
-
-def model_config(config: Config) -> GPTConfig:
-    """The config's options that concern the model."""
-    return GPTConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)})
 
 
 # ---- one step
@@ -363,8 +359,7 @@ def main(config: Config) -> None:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             reason = next((line for line in str(error).splitlines() if "rror" in line), type(error).__name__)
             exit_with(TrainingError(f"--compile failed: {reason.strip()}; run without --compile"), status=1)
-        if not (isinstance(error, MemoryError) or "out of memory" in str(error) or "not enough memory" in str(error)
-                or "can't allocate memory" in str(error)):
+        if not is_out_of_memory(error):
             raise
         exit_with(TrainingError(
             f"out of memory at batch_size {config.batch_size}, seq_len {config.seq_len}. These lower it: a smaller --batch_size "
