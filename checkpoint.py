@@ -1,55 +1,173 @@
-"""Saving a model and loading it again: from a run of this project, or from Hugging Face.
+"""Saving a run and restoring it, and loading the weights of a model: a run's of this project, or Hugging Face's.
 
-A checkpoint is a folder `<run>/checkpoints/step_<step>/` with `model.safetensors`, the weights under GPT-2's own names
-(a tied output head is stored once, as `transformer.wte.weight`), and `checkpoint.json`: the step and the options of the
-run. It is written under another name and renamed, so it is there whole or not at all.
+A checkpoint is a folder `<run>/checkpoints/step_<step>/` of plain data, nothing in it is ever unpickled:
+
+- `model.safetensors`: the weights under GPT-2's own names; a tied output head is stored once, as `transformer.wte.weight`
+- `optimizer.safetensors`: the optimizers' state, `<parameter>/<name>`
+- `checkpoint.json`: step, options, random states and whatever else a run needs to go on as if it had never stopped
+- `SHA256SUMS`: the checksums of these files, which loading verifies (and `sha256sum -c`)
+
+It is written under another name, flushed to disk and renamed, so it is there whole or not at all.
 """
 
+import base64
 import dataclasses
+import hashlib
 import json
 import os
+import random
 import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model import GPT, GPTConfig
+from pretrained import HUGGING_FACE, download, our_options, our_weights
 
-HUGGING_FACE = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 # what has to be the same for weights to fit a model
 ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "norm", "activation", "tie_weights")
+MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"
 
 
 class CheckpointError(Exception):
     """A checkpoint that cannot be written, found, read or used; the message says which and what to do."""
 
 
-def save_checkpoint(run: Path, model: GPT, step: int, config: dict[str, Any]) -> Path:
-    """Write the model (not wrapped by DDP or torch.compile) as a checkpoint of the run's folder; returns its folder.
+class RandomState(BaseModel):
+    """The random generators of one process."""
 
-    Raises CheckpointError if it cannot be written.
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, tuple[int, ...], int, int, float]
+    torch_cpu: str  # base64
+    torch_device: str | None  # base64; of the CUDA device or of MPS
+
+    @classmethod
+    def take(cls, device: torch.device) -> "RandomState":
+        """Those of this process."""
+        name, keys, *rest = np.random.get_state(legacy=True)
+        gpu = _generator_of(device)
+        return cls.model_validate({
+            "python": random.getstate(), "numpy": (name, np.asarray(keys).tolist(), *rest),
+            "torch_cpu": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+            "torch_device": gpu and base64.b64encode(gpu.get_rng_state().numpy().tobytes()).decode()})
+
+    def put(self, device: torch.device) -> None:
+        """Set those of this process. Raises ValueError, TypeError or RuntimeError if they are no such states."""
+        random.setstate(self.python)
+        name, keys, position, has_gauss, gauss = self.numpy
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(self.torch_cpu)), dtype=torch.uint8))
+        gpu = _generator_of(device)
+        if gpu and self.torch_device:  # else it was saved on another kind of device
+            gpu.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(self.torch_device)), dtype=torch.uint8))
+
+
+def _generator_of(device: torch.device) -> Any:
+    return {"cuda": torch.cuda, "mps": torch.mps}.get(device.type)
+
+
+class RunState(BaseModel):
+    """checkpoint.json: all that a run needs beside the tensors to go on as if it had never stopped."""
+
+    step: int
+    tokens: int  # trained on so far
+    tokens_per_step: int
+    best_val_loss: float | None
+    skipped_steps: int  # those left out for a loss or norm that was not finite
+    corpus: str  # the training tokens' fingerprint
+    config: dict[str, Any]
+    scaler: dict[str, Any]  # the loss scaler's state; empty without fp16
+    random: list[RandomState]  # of each process
+
+
+# ---- writing
+
+
+def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimizer], state: RunState, *,
+                    keep_last: int | None = None) -> Path:
+    """Write the checkpoint `step_<step>` of the run's folder; returns its folder.
+
+    `model` is the one without DDP and torch.compile. Afterwards the `keep_last` newest are kept (none: all). Raises
+    CheckpointError if it cannot be written; the others are then as they were.
     """
-    folder = run / "checkpoints" / f"step_{step:06d}"
+    folder = run / "checkpoints" / f"step_{state.step:06d}"
     unfinished = folder.with_name(f"{folder.name}.tmp")
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    weights = model.state_dict()
     if model.config.tie_weights:
         del weights["lm_head.weight"]
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
-        (unfinished / "checkpoint.json").write_text(json.dumps({"step": step, "config": config}, indent=1) + "\n")
-        for path in (*unfinished.iterdir(), unfinished):
+        if (run / "log.csv").exists():
+            _flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
+        with ThreadPoolExecutor(max_workers=1) as hasher:
+            sums = {}
+            for file, tensors in ((MODEL, weights), (OPTIMIZER, optimizer_tensors(model, optimizers))):
+                save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, unfinished / file,
+                          metadata={"format": "pt"})
+                sums[file] = hasher.submit(_sha256, unfinished / file)  # while the disk is busy
+                _flush_to_disk(unfinished / file)
+            (unfinished / STATE).write_text(state.model_dump_json() + "\n")
+            sums[STATE] = hasher.submit(_sha256, unfinished / STATE)
+            (unfinished / SUMS).write_text("".join(f"{future.result()}  {file}\n" for file, future in sums.items()))
+        for path in (unfinished / STATE, unfinished / SUMS, unfinished):
             _flush_to_disk(path)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-    except (OSError, SafetensorError) as error:
+        _put_in_place(unfinished, folder)
+    except (OSError, SafetensorError, ValueError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)  # what it took of a full disk
         raise CheckpointError(f"{folder}: cannot be written: {error}") from None
+    if keep_last is not None:
+        _delete(_checkpoints(run)[:-keep_last])
     return folder
+
+
+def keep_best(run: Path, folder: Path) -> Path:
+    """Keep a checkpoint as the run's best so far, beside the ones that come and go; returns its folder `best_<step>`.
+
+    Its files are linked, not copied, where the file system can. Raises CheckpointError.
+    """
+    best = folder.with_name(f"best_{folder.name.rpartition('_')[2]}")
+    unfinished = best.with_name(f"{best.name}.tmp")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        for path in folder.iterdir():
+            try:
+                os.link(path, unfinished / path.name)
+            except OSError:
+                shutil.copy2(path, unfinished / path.name)
+                _flush_to_disk(unfinished / path.name)
+        _flush_to_disk(unfinished)
+        _put_in_place(unfinished, best)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(f"{best}: cannot be written: {error}") from None
+    _delete(_checkpoints(run, "best")[:-1])
+    return best
+
+
+def _put_in_place(unfinished: Path, folder: Path) -> None:
+    """Give a finished checkpoint its name; a damaged one that has the name already goes."""
+    if folder.exists():
+        _delete([folder])
+    unfinished.rename(folder)
+    _flush_to_disk(folder.parent)
+
+
+def _delete(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        doomed = folder.with_name(f"{folder.name}.deleted.tmp")  # half deleted, it is not taken for a checkpoint
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _flush_to_disk(path: Path) -> None:
@@ -62,17 +180,117 @@ def _flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- the optimizers' state
+
+
+def optimizer_tensors(model: GPT, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The optimizers' state as named tensors, `<parameter>/<name of the state>`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {f"{names[id(parameter)]}/{key}": torch.as_tensor(value) for optimizer in optimizers
+            for parameter, state in optimizer.state.items() for key, value in state.items()}
+
+
+def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Restore the optimizers' state from a checkpoint. Raises CheckpointError if it does not fit."""
+    tensors = _read_safetensors(folder / OPTIMIZER)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        ours = optimizer.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, parameter in enumerate(parameters):
+            prefix = f"{names[id(parameter)]}/"
+            state = {key.removeprefix(prefix): tensors.pop(key).clone() for key in list(tensors) if key.startswith(prefix)}
+            expected = {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, torch.optim.AdamW) else {"momentum_buffer"}
+            if set(state) != expected or any(t.dim() and t.shape != parameter.shape for t in state.values()):
+                raise CheckpointError(f"{folder}: the optimizer's state does not fit {names[id(parameter)]}; it was saved with "
+                                      f"another optimizer or model")
+            ours["state"][index] = state
+        optimizer.load_state_dict(ours)
+    if tensors:
+        raise CheckpointError(f"{folder}: has optimizer state for an unknown {next(iter(tensors))}")
+
+
+# ---- finding and reading
+
+
+def read_state(folder: Path) -> RunState:
+    """The state of a whole checkpoint. Raises CheckpointError if any of its files is missing or damaged."""
+    sums = _verify(folder)
+    if missing := {MODEL, OPTIMIZER, STATE} - set(sums):
+        raise CheckpointError(f"{folder / SUMS}: damaged: it lacks {', '.join(sorted(missing))}")
+    try:
+        return RunState(**_read_json(folder / STATE))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise CheckpointError(f"{folder / STATE}: not a checkpoint of this project: {where}: {problem['msg'].lower()}") from None
+
+
+def _verify(folder: Path, files: Iterable[str] | None = None) -> dict[str, str]:
+    """The checksums of a checkpoint, after comparing those of `files` (none: all). Raises CheckpointError."""
+    path = folder / SUMS
+    try:
+        pairs = [line.split("  ") for line in path.read_text(encoding="ascii").splitlines()]
+        sums = {file: digest for digest, file in pairs}
+        for file in sums if files is None else files:
+            if file not in (MODEL, OPTIMIZER, STATE):
+                raise CheckpointError(f"{path}: damaged: it names {file[:80]!r}")
+            if file not in sums or _sha256(folder / file) != sums[file]:
+                raise CheckpointError(f"{folder / file}: damaged: it does not match its checksum in {SUMS}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename}: is missing; not a whole checkpoint of this project") from None
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise CheckpointError(f"{path}: damaged: not a list of checksums") from None
+    return sums
+
+
+def _checkpoints(run: Path, name: str = "step") -> list[Path]:
+    """The run's checkpoints, by step."""
+    paths = [path for path in (run / "checkpoints").glob(f"{name}_*") if path.name.removeprefix(f"{name}_").isdigit()]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix(f"{name}_")))
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The run's checkpoint of the latest step. Raises CheckpointError if it has none."""
+    if not (paths := _checkpoints(run)):
+        raise CheckpointError(f"{run}: has no checkpoint (one is saved at the end of a run, or by --checkpoint_every N)")
+    return paths[-1]
+
+
+def newest_whole_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
+    """The run's latest checkpoint that is whole, if there is one, and a line for each damaged one that was skipped."""
+    skipped = []
+    for folder in reversed(_checkpoints(run)):
+        try:
+            read_state(folder)
+        except CheckpointError as error:
+            skipped.append(f"skipping a checkpoint: {error}")
+        else:
+            return folder, skipped
+    return None, skipped
+
+
 def find_weights(source: str, log_dir: str = "logs") -> Path:
     """The folder that `source` means: OpenAI's weights for gpt2 .. gpt2-xl (downloaded once), else the newest checkpoint of
     the run of that name or folder, else a checkpoint's or a Hugging Face model's folder itself. Raises CheckpointError."""
     if source in HUGGING_FACE:
-        return _download(source)
+        try:
+            return download(source)
+        except OSError as error:
+            raise CheckpointError(str(error)) from None
     folder = next((path for path in (Path(log_dir) / source, Path(source)) if path.is_dir()), None)
     if folder is None:
         runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
         raise CheckpointError(f"{source}: no such run or folder; {log_dir}/ has {', '.join(runs) or 'no runs with checkpoints'}"
                               f", and {', '.join(HUGGING_FACE)} name OpenAI's weights")
-    whole = any((folder / name).is_file() for name in ("checkpoint.json", "config.json"))
+    whole = any((folder / name).is_file() for name in (STATE, "config.json"))
     return folder if whole else newest_checkpoint(folder)
 
 
@@ -84,55 +302,26 @@ def read_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return _read_hugging_face(folder) if (folder / "config.json").is_file() else _read_checkpoint(folder)
 
 
-def newest_checkpoint(run: Path) -> Path:
-    """The run's checkpoint of the latest step. Raises CheckpointError if it has none."""
-    checkpoints = [path for path in (run / "checkpoints").glob("step_*") if path.name.removeprefix("step_").isdigit()]
-    if not checkpoints:
-        raise CheckpointError(f"{run}: has no checkpoint (one is saved at the end of a run, or by --checkpoint_every N)")
-    return max(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
-
-
 def _read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    options = _read_json(folder / "checkpoint.json").get("config")
+    _verify(folder, (MODEL, STATE))
+    options = _read_json(folder / STATE).get("config")
     options = options if isinstance(options, dict) else {}
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     if missing := [name for name in fields if name not in options]:
-        raise CheckpointError(f"{folder / 'checkpoint.json'}: not a checkpoint of this project: it lacks {', '.join(missing)}")
-    return {name: options[name] for name in fields}, _read_safetensors(folder / "model.safetensors")
+        raise CheckpointError(f"{folder / STATE}: not a checkpoint of this project: it lacks {', '.join(missing)}")
+    return {name: options[name] for name in fields}, _read_safetensors(folder / MODEL)
 
 
 def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Options and weights as transformers' `save_pretrained` writes a GPT-2."""
-    theirs = _read_json(folder / "config.json")
-    activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-    unsupported = {
-        "model_type": theirs.get("model_type") != "gpt2",
-        "activation_function": str(theirs.get("activation_function", "gelu_new")) not in activations,
-        "layer_norm_epsilon": theirs.get("layer_norm_epsilon", 1e-5) != 1e-5,
-        "n_inner": theirs.get("n_inner") not in (None, 4 * theirs.get("n_embd", 768)),
-        "scale_attn_weights": not theirs.get("scale_attn_weights", True),
-        "scale_attn_by_inverse_layer_idx": bool(theirs.get("scale_attn_by_inverse_layer_idx")),
-    }
-    if wrong := [f"{name} {theirs.get(name)}" for name, is_wrong in unsupported.items() if is_wrong]:
-        raise CheckpointError(f"{folder}: not a GPT-2 that this project can load: {', '.join(wrong)}")
-    options = {
-        "n_layer": theirs.get("n_layer", 12), "n_head": theirs.get("n_head", 12), "n_embd": theirs.get("n_embd", 768),
-        "block_size": theirs.get("n_positions", 1024), "vocab_size": theirs.get("vocab_size", 50257), "bias": True,
-        "norm": "layernorm", "activation": activations[theirs.get("activation_function", "gelu_new")],
-        "tie_weights": theirs.get("tie_word_embeddings", True),
-    }
-    weights = {}
-    for name, tensor in _read_safetensors(folder / "model.safetensors").items():
-        if name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # the causal mask of older files
-        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-            tensor = tensor.t().contiguous()  # transformers' Conv1D keeps (in, out), nn.Linear (out, in)
-        weights[name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"] = tensor
-    return options, weights
+    try:
+        options = our_options(_read_json(folder / "config.json"))
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    return options, our_weights(_read_safetensors(folder / MODEL))
 
 
 def load_weights(model: GPT, weights: dict[str, Tensor], source: str) -> None:
-    """Copy weights into the model. Tied and padded or not, on either side: padding rows stay as they are in the model.
+    """Copy weights into the model, tied and padded or not on either side: padding rows that only one side has are left alone.
 
     Raises CheckpointError for weights that are missing, unknown or of another shape.
     """
@@ -143,6 +332,7 @@ def load_weights(model: GPT, weights: dict[str, Tensor], source: str) -> None:
     problems += [f"has an unknown {name}" for name in weights if name not in ours]
     for name in ours.keys() & weights.keys():
         rows = model.config.n_tokens if name in ("transformer.wte.weight", "lm_head.weight") else None
+        rows = None if ours[name].shape == weights[name].shape else rows
         if ours[name][:rows].shape != weights[name][:rows].shape:
             problems.append(f"has {name} of shape {tuple(weights[name].shape)}, the model {tuple(ours[name].shape)}")
         elif not problems:
@@ -161,16 +351,6 @@ def load_model(source: str, log_dir: str = "logs") -> GPT:
         raise CheckpointError(f"{source}: its options do not make a model: {error}") from None
     load_weights(model, weights, source)
     return model.eval()
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(HUGGING_FACE[name], allow_patterns=["config.json", "model.safetensors"]))
-    except Exception as error:  # its HTTP library's, or its own
-        raise CheckpointError(f"{name} could not be downloaded from Hugging Face ({type(error).__name__}); "
-                              f"give the folder of a copy instead") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -134,6 +134,8 @@ class OptimizationConfig(Options):
     """clip the global gradient norm to this (0: off; the norm is logged all the same)"""
     max_steps: Positive = 50
     """optimizer steps"""
+    skip_nonfinite: ZeroIsOff = 0
+    """leave out up to this many steps whose loss or gradient norm is not finite (0: stop at the first)"""
 
 
 class SpeedConfig(Options):
@@ -180,6 +182,12 @@ class RunConfig(Options):
     """tokens generated per sample"""
     checkpoint_every: ZeroIsOff = 0
     """steps per checkpoint; one is always saved at the end (0: only there)"""
+    keep_last: ZeroIsOff = 3
+    """checkpoints to keep, the newest ones; the best by validation loss stays besides (0: save none at all)"""
+    resume: str | None = None
+    """auto: go on from the run's newest whole checkpoint, or begin where there is none; or a run's folder, or a checkpoint"""
+    timeout: Positive = 600
+    """seconds after which a process that waits for another one in vain gives up"""
 
 
 class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig):
@@ -248,6 +256,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             ("min_lr", self.lr_schedule != "constant", "lr_schedule is constant"),
             ("wsd_decay_fraction", self.lr_schedule == "wsd", f"lr_schedule is {self.lr_schedule}"),
             ("decay_matrices_only", self.weight_decay, "weight_decay is 0"),
+            ("checkpoint_every", self.keep_last, "keep_last is 0"),
             ("eval_tokens", self.eval_every, "eval_every is 0"),
             ("sample_tokens", self.sample_every, "sample_every is 0"),
             ("sample_prompt", self.sample_every, "sample_every is 0"),
@@ -262,7 +271,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     def to_yaml(self) -> str:
         """All options as a YAML file that `--config` takes, section by section."""
-        values = self.model_dump(mode="json")
+        values = self.model_dump(mode="json") | {"resume": None}  # repeating a run is not going on with it
         if self.lr_schedule != "constant":
             values["min_lr"] = self.final_lr()
         parts = ["# All options of one run. Repeat it with: python train.py --config <this file>\n"]

@@ -6,10 +6,11 @@ G = batch_size x world_size x accumulation windows, and which ones depends on th
 micro-steps only divide them up.
 """
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -18,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.token_file import TokenFileError, count_tokens, map_tokens
+from data.token_file import Stamp, TokenFileError, count_tokens, map_tokens, stamp
 
+SAMPLE = 2**16  # tokens per sample of a fingerprint
 CHECKED_AT_ONCE = 2**20  # tokens per file whose ids are checked when it is opened; all are checked when read
 
 
@@ -31,6 +33,7 @@ class Span:
     file_tokens: int
     start: int
     stop: int
+    stamp: Stamp  # of the file when it was opened
 
 
 class TokenStream:
@@ -44,7 +47,7 @@ class TokenStream:
         self._ends = list(accumulate(windows))  # windows in the spans up to and including each
         for span in spans:
             if span.file_tokens:
-                self._check(map_tokens(span.path, span.file_tokens)[:CHECKED_AT_ONCE], span.path)
+                self._check(map_tokens(span.path, span.file_tokens, span.stamp)[:CHECKED_AT_ONCE], span.path)
 
     def __len__(self) -> int:
         """Number of windows."""
@@ -59,12 +62,26 @@ class TokenStream:
             span = self.spans[i]
             start = span.start + (window - (self._ends[i - 1] if i else 0)) * self.seq_len
             if span.path not in mapped:
-                mapped[span.path] = map_tokens(span.path, span.file_tokens)
+                mapped[span.path] = map_tokens(span.path, span.file_tokens, span.stamp)
             row[:] = mapped[span.path][start:start + self.seq_len + 1]
         if rows.size and rows.max() >= self.n_tokens:
             for path, tokens in mapped.items():
                 self._check(tokens, path)
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+
+    def fingerprint(self) -> str:
+        """A hash of the tokens that tells corpora apart: of how many each file holds, and of 16 samples of them.
+
+        Whole, a large corpus would take minutes to hash. Raises TokenFileError for a file that went bad.
+        """
+        digest = hashlib.sha256()
+        for span in self.spans:
+            digest.update(f"{span.start} {span.stop};".encode())
+            if span.file_tokens:
+                tokens = map_tokens(span.path, span.file_tokens, span.stamp)[span.start:span.stop]
+                for first in np.linspace(0, max(0, len(tokens) - SAMPLE), 16, dtype=np.int64):
+                    digest.update(tokens[first:first + SAMPLE].tobytes())
+        return digest.hexdigest()
 
     def _check(self, tokens: np.ndarray, path: Path) -> None:
         if tokens.max() >= self.n_tokens:
@@ -79,10 +96,10 @@ def open_corpus(folder: Path, seq_len: int, n_tokens: int, val_fraction: float =
     Validation is the files with `_val_` in their name; where there are none, the last `val_fraction` of the tokens.
     Raises TokenFileError for a folder without training files, or a bad file.
     """
-    files = [(path, count_tokens(path)) for path in sorted(folder.glob("*.bin"))]
+    files = [(path, count_tokens(path), stamp(path)) for path in sorted(folder.glob("*.bin"))]
     spans: dict[bool, list[Span]] = {True: [], False: []}  # keyed by: is it for validation?
-    for path, count in files:
-        spans[is_validation(path)].append(Span(path, count, 0, count))
+    for path, count, when_opened in files:
+        spans[is_validation(path)].append(Span(path, count, 0, count, when_opened))
     if not spans[False]:
         raise TokenFileError(f"{folder}: no token files (*.bin) to train on; write some with a script in data/, "
                              f"such as: python data/text.py FILE --name {folder.name}")
@@ -104,8 +121,8 @@ def _cut_tail(spans: list[Span], fraction: float) -> tuple[list[Span], list[Span
     for span in spans:
         cut = min(keep, span.stop)
         keep -= cut
-        head += [Span(span.path, span.file_tokens, 0, cut)] if cut else []
-        tail += [Span(span.path, span.file_tokens, cut, span.stop)] if cut < span.stop else []
+        head += [replace(span, start=0, stop=cut)] if cut else []
+        tail += [replace(span, start=cut)] if cut < span.stop else []
     return head, tail
 
 

@@ -3,6 +3,7 @@
 import csv
 import datetime
 import itertools
+import os
 import statistics
 import subprocess
 from pathlib import Path
@@ -39,16 +40,67 @@ def start_run_folder(run: Path, config: Config) -> tuple[list[str], filelock.Bas
     run.mkdir(parents=True)
     held = filelock.FileLock(lock)
     held.acquire()
-    (run / "config.yaml").write_text(config.to_yaml())
+    write_whole(run / "config.yaml", config.to_yaml())
     append_row(run / "log.csv", LOG_COLUMNS)
     return notes, held
 
 
+def continue_run_folder(run: Path, config: Config, step: int) -> filelock.BaseFileLock:
+    """Prepare the folder of a run that goes on after `step`: the rows of later steps leave its log, as they are taken again.
+
+    Returns a lock on the folder to hold while writing to it. Raises UserError if another process holds that lock, or if the
+    log cannot be read.
+    """
+    held = filelock.FileLock(run / ".lock", timeout=0)
+    try:
+        held.acquire()
+    except filelock.Timeout:
+        raise UserError(f"{run}: another process is writing this run; wait for it") from None
+    for name, columns in (("log.csv", LOG_COLUMNS), ("eval.csv", EVAL_COLUMNS)):
+        path = run / name
+        kept = [row for row in read_rows(path) if int(row[0]) <= step]
+        if name == "log.csv":  # an interruption logs its last step in any case
+            kept = [row for row in kept if int(row[0]) % config.log_every == 0 or row[0] == "1"]
+        if name == "log.csv" or path.exists():
+            write_whole(path, "".join(",".join(row) + "\n" for row in [columns, *kept]))
+    write_whole(run / "config.yaml", config.to_yaml())
+    (run / "summary.json").unlink(missing_ok=True)
+    return held
+
+
+def read_rows(path: Path) -> list[list[str]]:
+    """The rows of a log that are whole, without its header; none where it does not exist."""
+    if not path.exists():
+        return []
+    with open(path, newline="", errors="replace") as file:
+        header, *rows = [*csv.reader(file.read().replace("\0", "").splitlines())] or [[]]
+    return [row for row in rows if len(row) == len(header) and row[0].isdigit()]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or as it was. Raises OSError that names it."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(unfinished, "w", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from None
+
+
 def append_row(path: Path, header: tuple[str, ...], row: tuple[Any, ...] | None = None) -> None:
-    """Add a row to a CSV file at once, so that it survives whatever follows; a new file begins with its header."""
+    """Add a row to a CSV file at once, so that it survives whatever follows; a new file begins with its header.
+
+    Raises OSError that names the file.
+    """
     rows = ([] if path.exists() else [header]) + ([] if row is None else [row])
-    with open(path, "a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
+    try:
+        with open(path, "a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from None
 
 
 def log_line(row: tuple[int, float, float, float, float, float], max_steps: int) -> str:

@@ -1,19 +1,22 @@
-"""Ending a run cleanly on Ctrl-C or SIGTERM."""
+"""Ending a run cleanly on Ctrl-C, SIGTERM or SIGUSR1."""
 
 import os
 import signal
 import time
 from typing import Any
 
+# SIGUSR1 is what Slurm can be asked to send before the time is up; Windows has none
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
 
 class StopRequest:
-    """While entered, the first SIGINT (Ctrl-C) or SIGTERM sets `received`; a second one acts at once, as without it."""
+    """While entered, the first SIGINT (Ctrl-C), SIGTERM or SIGUSR1 sets `received`; a second one acts at once, as without it."""
 
     def __init__(self) -> None:
         self.received: float | None = None  # when
 
     def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

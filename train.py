@@ -2,7 +2,7 @@
 
 import os
 
-from config import Config, ConfigError, UserError, did_you_mean, exit_with, load, parse_command_line, reconfigure_output
+from config import Config, UserError, did_you_mean, exit_with, parse_command_line, reconfigure_output
 
 if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help and mistakes answer at once
@@ -11,7 +11,6 @@ if __name__ == "__main__":
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import contextlib
-import dataclasses
 import datetime
 import importlib
 import inspect
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import ARCHITECTURE, CheckpointError, find_weights, load_weights, read_weights, save_checkpoint
+from checkpoint import CheckpointError, RandomState, RunState, keep_best, save_checkpoint
 from data.token_file import TokenFileError
 from data.tokenizer import TokenizerError, get_encoding
 from dataloader import DataLoader, TokenStream, is_validation, open_corpus, prefetch
@@ -35,20 +34,31 @@ from device import (
     attention_kernel,
     autocast_for,
     check_compiler,
-    choose_device,
     device_name,
     is_out_of_memory,
     set_precision,
     synchronize,
 )
 from evaluate import validation_loss
-from model import GPT, GPTConfig
+from model import GPT
 from optimizer import learning_rate, make_optimizers
-from runlog import EVAL_COLUMNS, LOG_COLUMNS, append_row, duration, log_line, start_run_folder, summarize
+from parallel import Process, average, gather, start_process
+from resume import build_model, find_checkpoint, restore, resumed_config
+from runlog import (
+    EVAL_COLUMNS,
+    LOG_COLUMNS,
+    append_row,
+    continue_run_folder,
+    duration,
+    log_line,
+    read_rows,
+    start_run_folder,
+    summarize,
+    write_whole,
+)
 from sample import sample_text
 from signals import StopRequest
 
-REMEDY = "Try a lower lr, more warmup_steps or grad_clip 1.0"
 SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
 
 
@@ -56,41 +66,7 @@ class TrainingError(Exception):
     """The run cannot go on; the message says why and what may help."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """This process's place among those that torchrun started; alone without torchrun."""
-
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-
-    @property
-    def distributed(self) -> bool:
-        return self.world_size > 1
-
-    def say(self, text: str) -> None:
-        """Print, on one process only."""
-        if self.rank == 0:
-            print(text, flush=True)
-
-
 # ---- setting up
-
-
-def start_process(config: Config) -> Process:
-    """Choose this process's device and, under torchrun, join the others. Raises UserError."""
-    rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in
-                                    (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-    device = choose_device(config.device, local_rank)
-    if world_size > 1:
-        if device.type == "mps":
-            raise UserError("--device mps: several processes cannot share it; use --device cpu or start one process")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        on_gpu = device.type == "cuda"
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=10),
-                                device_id=device if on_gpu else None)
-    return Process(device, rank, world_size)
 
 
 def open_data(config: Config, process: Process, n_tokens: int) -> tuple[DataLoader, TokenStream]:
@@ -127,43 +103,14 @@ def open_data(config: Config, process: Process, n_tokens: int) -> tuple[DataLoad
     return loader, val
 
 
-def build_model(config: Config) -> tuple[Config, GPT]:
-    """The model, fresh or from existing weights, whose architecture the config then takes over.
-
-    Raises CheckpointError for weights that cannot be had, ConfigError for options that contradict them.
-    """
-    if config.init_from == "scratch":
-        return config, GPT(GPTConfig.of(config))
-    folder = find_weights(config.init_from, config.log_dir)
-    theirs, weights = read_weights(folder)
-    given = config.model_dump(include=config.model_fields_set)
-    fixed = {name: theirs[name] for name in ARCHITECTURE}
-    if wrong := [name for name in fixed if name in given and given[name] != fixed[name]]:
-        raise ConfigError("\n".join(f"{name} {given[name]} contradicts init_from {config.init_from}, which has {fixed[name]}; "
-                                    f"leave {name} out" for name in wrong))
-    try:
-        n_tokens = GPTConfig(**theirs).n_tokens
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: its options do not make a model: {error}") from None
-    # the checkpoint's own path, as the name may mean another run tomorrow
-    vocabulary = {"vocab_size": theirs["vocab_size"], "real_vocab_size": theirs.get("real_vocab_size")}
-    config = load(Config, vocabulary | given | fixed | {"init_from": str(folder)})
-    model = GPT(GPTConfig.of(config))
-    if model.config.n_tokens != n_tokens:
-        raise ConfigError(f"vocab_size {config.vocab_size} makes {model.config.n_tokens} tokens, but init_from {folder} has "
-                          f"{n_tokens}; leave vocab_size and real_vocab_size out")
-    load_weights(model, weights, str(folder))
-    return config, model
-
-
 # ---- one step
 
 
-def training_step(model: torch.nn.Module, batches: Iterator[tuple[Tensor, Tensor]], accumulation: int,
-                  optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, grad_clip: float,
-                  autocast: Callable[[], contextlib.AbstractContextManager]) -> tuple[Tensor, Tensor]:
-    """Forward and backward of all micro-steps, clipping, update. Returns this process's mean loss and the global
-    gradient norm before clipping, both on the device."""
+def compute_gradients(model: torch.nn.Module, batches: Iterator[tuple[Tensor, Tensor]], accumulation: int,
+                      optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, grad_clip: float,
+                      autocast: Callable[[], contextlib.AbstractContextManager]) -> tuple[Tensor, Tensor]:
+    """Forward and backward of all micro-steps, clipping. Returns this process's mean loss and the global gradient norm before
+    clipping, both on the device."""
     losses = []
     for micro_step in range(accumulation):
         x, y = next(batches)
@@ -181,21 +128,14 @@ def training_step(model: torch.nn.Module, batches: Iterator[tuple[Tensor, Tensor
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if grad_clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-    scaler.update()
     return torch.stack(losses).sum(), norm
 
 
-def average(loss: Tensor, norm: Tensor, stop: bool, process: Process) -> tuple[float, float, bool]:
-    """Mean loss and norm over the processes, and whether any of them was asked to stop, read in one transfer."""
-    figures = torch.stack((loss.float(), norm.float(), torch.tensor(float(stop), device=loss.device)))
-    if process.distributed:
-        dist.all_reduce(figures)  # a sum: gloo has no average
-        figures /= process.world_size
-    mean_loss, mean_norm, any_stop = figures.tolist()
-    return mean_loss, mean_norm, any_stop > 0
+def update_weights(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler) -> None:
+    """One step of the optimizers, with the gradients that are there."""
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
 
 
 # ---- the run
@@ -209,7 +149,16 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
     """
     device, say = process.device, process.say
     started = datetime.datetime.now(datetime.UTC)
-    notes = config.notes() + set_precision(config, device)
+    resume_notes: list[str] = []
+    if resumed := find_checkpoint(config, say):
+        config, resume_notes = resumed_config(config, *resumed, process.world_size)
+    checkpoint, state = resumed or (None, None)
+    done = state.step if state else 0  # steps taken before this call
+    run = Path(config.log_dir) / str(config.run_name)
+    if done >= config.max_steps:
+        say(f"nothing to do: {checkpoint} is step {done} of {config.max_steps}; raise max_steps to go on")
+        return {"steps": done}
+    notes = resume_notes + config.notes() + set_precision(config, device)
     if config.compile:
         check_compiler(device)
         micro_steps = config.accumulation_steps(process.world_size)
@@ -223,8 +172,12 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
 
     # data and model
     torch.manual_seed(config.seed)
-    config, raw_model = build_model(config)
+    config, raw_model = build_model(config, checkpoint)
     loader, val = open_data(config, process, raw_model.config.n_tokens)
+    corpus = loader.stream.fingerprint()
+    if state and state.corpus != corpus:
+        raise CheckpointError(f"{checkpoint} was trained on another corpus than {config.data_dir}/{config.dataset}: its "
+                              f"fingerprint is {state.corpus[:12]}, this one's {corpus[:12]}; restore it, or begin a new run")
     raw_model.to(device)
     torch.manual_seed(config.seed + process.rank)  # what is random from here on is dropout: different in each process
     # evaluation, sampling and checkpoints use raw_model: nothing is compiled again for their shapes, names stay plain
@@ -240,37 +193,63 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
     optimizers, group_lines = make_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.fp16)
     autocast = autocast_for(config, device)
+    if checkpoint and state:
+        restore(checkpoint, state, raw_model, optimizers, scaler, process)
 
     # what the user should know
     announce(config, process, raw_model, group_lines)
-    run = Path(config.log_dir) / str(config.run_name)
-    if process.rank == 0:
-        more_notes, lock = start_run_folder(run, config)  # the lock is held until the process or this function ends
+    if process.rank == 0:  # the lock is held until the process or this function ends
+        more_notes, lock = start_run_folder(run, config) if not checkpoint else ([], continue_run_folder(run, config, done))
         notes += more_notes
     if config.flash:
         notes += flash_note(config, device)
     for note in notes:
         say(f"note: {note}")
+    if checkpoint:
+        say(f"going on from {checkpoint}, after step {done}")
 
     def evaluate(step: int) -> float:
         loss = validation_loss(raw_model, val, config.batch_size, config.eval_tokens, device,
                                rank=process.rank, world_size=process.world_size, autocast=autocast)
         say(f"step {step:{width}d}/{config.max_steps} | validation loss {loss:.4f}")
+        if not math.isfinite(loss):
+            raise TrainingError(f"step {step}: the validation loss is {loss}; {remedy(run, config)}")
         if process.rank == 0:
             append_row(run / "eval.csv", EVAL_COLUMNS, (step, repr(loss)))
-        if not math.isfinite(loss):
-            raise TrainingError(f"step {step}: the validation loss is {loss}; the log is kept in {run}. {REMEDY}")
         return loss
+
+    def save(step: int) -> Path | None:
+        """Save a checkpoint; every process has to call this. Returns its folder on the one that wrote it."""
+        states = gather(RandomState.take(device), process)
+        if process.rank or not config.keep_last:
+            return None
+        if not all(p.isfinite().all() for p in raw_model.parameters()):
+            raise TrainingError(f"step {step}: the weights are no longer finite and are not saved; {remedy(run, config)}")
+        folder = save_checkpoint(run, raw_model, optimizers, RunState(
+            step=step, tokens=step * tokens_per_step, tokens_per_step=tokens_per_step, best_val_loss=best_val_loss,
+            skipped_steps=skipped, corpus=corpus, config=config.model_dump(mode="json"), scaler=scaler.state_dict(),
+            random=states), keep_last=config.keep_last)
+        say(f"saved {folder}")
+        return folder
 
     # the loop
     tokens_per_step = loader.global_batch * config.seq_len
     width = len(str(config.max_steps))
-    batches = prefetch(loader, device, range(1, config.max_steps + 1))
+    batches = prefetch(loader, device, range(done + 1, config.max_steps + 1))
     step_seconds: list[float] = []
+    skipped = state.skipped_steps if state else 0
+    evaluated = {int(row[0]): float(row[1]) for row in read_rows(run / "eval.csv")} if checkpoint else {}
+    best_val_loss = min((loss for at, loss in evaluated.items() if at), default=state.best_val_loss if state else None)
     loop_start = first_step_end = clock()
-    val_loss = evaluate(0) if config.eval_every else None
+    val_loss = evaluated.get(done)
+    if config.eval_every and done % config.eval_every == 0 and val_loss is None:  # saved before it was evaluated
+        val_loss = evaluate(done)
+        if checkpoint and (best_val_loss is None or val_loss < best_val_loss):
+            best_val_loss = val_loss
+            if process.rank == 0:
+                keep_best(run, checkpoint)
     with StopRequest() as stop:
-        for step in range(1, config.max_steps + 1):
+        for step in range(done + 1, config.max_steps + 1):
             lr = learning_rate(step, config)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = lr
@@ -278,51 +257,75 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
             # the timed part: nothing but the step, between two synchronizations
             synchronize(device)
             start = clock()
-            figures = training_step(model, batches, loader.accumulation, optimizers, scaler, config.grad_clip, autocast)
+            figures = compute_gradients(model, batches, loader.accumulation, optimizers, scaler, config.grad_clip, autocast)
+            if not config.skip_nonfinite:  # else the figures have to be read first
+                update_weights(optimizers, scaler)
             loss, norm, stopping = average(*figures, stop.received is not None, process)
+            scaler_skips = config.fp16 and not math.isfinite(norm) and scaler.get_scale() >= 1  # and lowers the scale
+            finite = math.isfinite(loss) and (math.isfinite(norm) or scaler_skips)
+            if config.skip_nonfinite and finite:
+                update_weights(optimizers, scaler)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
             synchronize(device)
             step_seconds.append(clock() - start)
 
-            scaler_skipped = config.fp16 and not math.isfinite(norm) and scaler.get_scale() >= 1  # and lowered the scale
-            if not math.isfinite(loss) or not (math.isfinite(norm) or scaler_skipped):
-                raise TrainingError(f"step {step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}; "
-                                    f"the log is kept in {run}. {REMEDY}" + (", or bf16 instead of fp16" if config.fp16 else ""))
+            if not finite:
+                what = f"step {step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"
+                if skipped == config.skip_nonfinite:
+                    raise TrainingError(f"{what}; {remedy(run, config)}" + (", or bf16 instead of fp16" if config.fp16 else ""))
+                skipped += 1
+                scaler.update()  # lowers the scale
+                say(f"{what}: left out, {skipped} of {config.skip_nonfinite}")
             last = step == config.max_steps or stopping
-            if step % config.log_every == 0 or step == 1 or last:
+            if step % config.log_every == 0 or step == 1 or last or not finite:
                 row = (step, loss, lr, norm, step_seconds[-1] * 1e3, tokens_per_step / step_seconds[-1])
-                left = (clock() - first_step_end) / max(1, step - 1) * (config.max_steps - step)
-                say(log_line(row, config.max_steps) + (f" | {duration(left)} left" if step > 1 and not last else ""))
+                left = (clock() - first_step_end) / max(1, step - done - 1) * (config.max_steps - step)
+                say(log_line(row, config.max_steps) + (f" | {duration(left)} left" if step > done + 1 and not last else ""))
                 if process.rank == 0:
                     append_row(run / "log.csv", LOG_COLUMNS, (*map(repr, row[:4]), f"{row[4]:.3f}", f"{row[5]:.1f}"))
-            if process.rank == 0 and (last or (config.checkpoint_every and step % config.checkpoint_every == 0)):
-                if not all(p.isfinite().all() for p in raw_model.parameters()):
-                    raise TrainingError(f"step {step}: the weights are no longer finite and are not saved. {REMEDY}")
-                say(f"saved {save_checkpoint(run, raw_model, step, config.model_dump(mode='json'))}")
+            saving = last or (config.checkpoint_every and step % config.checkpoint_every == 0)
+            saved = save(step) if saving else None
             if stopping:  # whoever stopped it may not wait
                 break
             if config.eval_every and (step % config.eval_every == 0 or last):
                 val_loss = evaluate(step)
+                if best_val_loss is None or val_loss < best_val_loss:
+                    best_val_loss = val_loss
+                    saved = saved if saving else save(step)
+                    if saved:
+                        keep_best(run, saved)
             if config.sample_every and process.rank == 0 and (step % config.sample_every == 0 or last):
                 text = sample_text(raw_model, config.sample_prompt, config.sample_tokens, seed=config.seed)[0]
                 say(f"sample after step {step}: {text}")
-            if step == 1:
+            if step == done + 1:
                 first_step_end = clock()  # compiling is over: the estimate of the time left begins here
     seconds = clock() - loop_start
 
     # the report
     summary = summarize(config, raw_model, device, process.world_size, step_seconds, tokens_per_step)
-    summary |= {"final_loss": loss, "val_loss": val_loss, "seconds": seconds, "interrupted": stopping,
-                "started": started.isoformat(timespec="seconds")}
+    summary |= {"steps": step, "tokens": step * tokens_per_step, "resumed_after_step": done or None, "skipped_steps": skipped,
+                "final_loss": loss if math.isfinite(loss) else None, "val_loss": val_loss, "seconds": seconds,
+                "interrupted": stopping, "started": started.isoformat(timespec="seconds")}
     if process.rank == 0:
-        (run / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+        write_whole(run / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
         lock.release()
     say(f"{'interrupted' if stopping else 'done'}: {step} steps, {summary['tokens']:,} tokens in {duration(seconds)}; "
         f"loss {loss:.4f}" + ("" if val_loss is None else f", validation loss {val_loss:.4f}"))
     say(f"median {summary['median_dt_ms']:.2f} ms a step, {summary['median_tokens_per_sec']:,.0f} tokens/s (without the first "
         f"{summary['median_leaves_out']}); peak memory {summary['peak_memory_mb']:,.0f} MB; {summary['utilization']:.0%} of the "
         f"{summary['matmul_tflops']:.2f} TFLOP/s that a large matrix product reaches here")
+    if stopping and config.keep_last:
+        say(f"to go on: the same command with --resume auto, or --resume {run}")
     say(f"{run}/ has log.csv, summary.json, config.yaml and checkpoints/; for text: python sample.py {run}")
     return summary
+
+
+def remedy(run: Path, config: Config) -> str:
+    """What to do when training has failed."""
+    lower = f"--resume {run} --lr {config.lr / 2:g} goes on from its last checkpoint"
+    there = any((run / "checkpoints").glob("step_*"))
+    return f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0" + (f"; {lower}" if there else "")
 
 
 def announce(config: Config, process: Process, model: GPT, group_lines: list[str]) -> None:
@@ -359,6 +362,10 @@ def main(config: Config) -> None:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             reason = next((line for line in str(error).splitlines() if "rror" in line), type(error).__name__)
             exit_with(TrainingError(f"--compile failed: {reason.strip()}; run without --compile"), status=1)
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            exit_with(TrainingError(
+                f"another process died or did not answer within {config.timeout} s ({str(error).splitlines()[0][-100:]}); "
+                f"--resume auto goes on from the last checkpoint"), status=1)
         if not is_out_of_memory(error):
             raise
         exit_with(TrainingError(

@@ -112,9 +112,26 @@ def count_tokens(path: Path) -> int:
     return count
 
 
-def map_tokens(path: Path, count: int) -> np.ndarray:
-    """Memory-map the `count` tokens of a token file, read-only. Raises TokenFileError if it has become shorter."""
+Stamp = tuple[int, int, int]
+
+
+def stamp(path: Path) -> Stamp:
+    """What is different once a file has been changed or replaced. Raises TokenFileError if it is gone."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise TokenFileError(f"{path}: has vanished while in use ({error.strerror}); restore it and start again") from None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def map_tokens(path: Path, count: int, expected: Stamp) -> np.ndarray:
+    """Memory-map the `count` tokens of a token file, read-only.
+
+    Raises TokenFileError if it is no longer the file of that stamp.
+    """
+    if stamp(path) != expected:
+        raise TokenFileError(f"{path}: was changed or replaced while in use; restore it and start again")
     try:
         return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
     except (OSError, ValueError):
-        raise TokenFileError(f"{path}: has vanished or shrunk while in use; restore it and start again") from None
+        raise TokenFileError(f"{path}: cannot be read any more; restore it and start again") from None

@@ -18,7 +18,7 @@ import torch
 import data.tokenizer as tokenizer
 import dataloader
 from data import fineweb, pydocs, shakespeare, text
-from data.token_file import TokenFileError, count_tokens, map_tokens, write_corpus, write_token_file
+from data.token_file import TokenFileError, count_tokens, map_tokens, stamp, write_corpus, write_token_file
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +31,7 @@ def python(*argv: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def tokens_of(path: Path) -> np.ndarray:
-    return np.array(map_tokens(path, count_tokens(path)))
+    return np.array(map_tokens(path, count_tokens(path), stamp(path)))
 
 
 def write_shards(folder: Path, sizes: tuple[int, ...], kind: str = "train") -> Path:
@@ -189,13 +189,21 @@ def test_a_bad_id_deep_in_a_file_is_refused_when_its_batch_is_read(tmp_path, mon
     loader.batch(17)
 
 
-@pytest.mark.parametrize("harm", [lambda path: os.truncate(path, 1100), Path.unlink], ids=["shrinks", "vanishes"])
+def replaced(path):
+    """Another file of the same size and name."""
+    other = path.with_suffix(".new")
+    write_token_file(other, [range(100, 0, -1)])
+    other.replace(path)
+
+
+@pytest.mark.parametrize("harm", [lambda path: os.truncate(path, 1100), Path.unlink, replaced],
+                         ids=["shrinks", "vanishes", "replaced"])
 def test_a_file_that_goes_bad_while_in_use_is_an_error_not_a_crash(harm, tmp_path):
     write_corpus(tmp_path / "c", [range(100)])
     loader = DataLoader(open_corpus(tmp_path / "c", 4, 128)[0], batch_size=1)
     loader.batch(1)
     harm(tmp_path / "c" / "c_train_000000.bin")
-    with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: has vanished or shrunk"):
+    with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: (has vanished|was changed or replaced) while in use"):
         loader.batch(1)
 
 

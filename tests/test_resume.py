@@ -1,0 +1,547 @@
+"""Going on with a run: the same numbers as without the interruption, whatever was switched on; checkpoints that went bad."""
+
+import csv
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+import train as train_module
+from checkpoint import CheckpointError, load_model, newest_whole_checkpoint, read_state
+from config import ConfigError, UserError, load_config
+from data.token_file import TokenFileError, write_corpus
+from tests.conftest import ROOT, TINY, flags, run
+from train import Process, TrainingError, train
+
+CPU = torch.device("cpu")
+
+
+def folder_of(config):
+    return Path(config.log_dir) / config.run_name
+
+
+def newest(config):
+    return newest_whole_checkpoint(folder_of(config))[0]
+
+
+def log(config):
+    """Every column of the log but the times."""
+    with open(folder_of(config) / "log.csv", newline="") as file:
+        return [(row["step"], row["loss"], row["lr"], row["norm"]) for row in csv.DictReader(file)]
+
+
+def evals(config):
+    return (folder_of(config) / "eval.csv").read_text()
+
+
+def same_end(ours, theirs):
+    """Whether two runs ended with the same log and, bit for bit, the same weights and optimizer state."""
+    assert log(ours) == log(theirs)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        a, b = (load_file(newest(config) / name) for config in (ours, theirs))
+        assert a.keys() == b.keys()
+        for key in a:
+            assert torch.equal(a[key], b[key]), (name, key)
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Makes the next run get SIGTERM during a step of its own count."""
+    def arm(call, number=signal.SIGTERM):
+        real, calls = train_module.compute_gradients, iter(range(1, 10**6))
+
+        def interrupted(*args):
+            if next(calls) == call:
+                signal.raise_signal(number)
+            return real(*args)
+
+        monkeypatch.setattr(train_module, "compute_gradients", interrupted)
+        return lambda: monkeypatch.setattr(train_module, "compute_gradients", real)
+
+    return arm
+
+
+def reseal(folder):
+    """Write the checksums anew, as one who means harm would."""
+    (folder / "SHA256SUMS").write_text("".join(
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in ("model.safetensors", "optimizer.safetensors", "checkpoint.json")))
+
+
+# ---- exact
+
+
+RUNGS = ["baseline", *(f"speedup{i}" for i in range(1, 14))]
+WAYS = {rung: {"config": rung} for rung in RUNGS} | {
+    "dropout": {"dropout": 0.2}, "muon": {"optimizer": "muon"}, "shuffled over epochs": {"shuffle": True, "batch_size": 40},
+    "accumulation": {"batch_size": 2, "total_batch_tokens": 256}, "wsd": {"lr_schedule": "wsd", "warmup_steps": 2},
+    "fp16": {"fp16": True}, "one batch": {"overfit_batch": True}, "evaluating": {"eval_every": 2, "val_fraction": 0.1},
+    "compile": {"compile": True, "dropout": 0.1, "vocab_size": 128}, "sparse log": {"log_every": 4}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(way, tiny_config, stop_at, corpus):
+    options = dict(WAYS[way])
+    if "config" in options:  # the rung itself, on a tiny model; compiling is tested once, below
+        options = {"config": options["config"], "compile": way == "compile", **TINY, "seq_len": 32, "dataset": "tiny",
+                   "data_dir": str(corpus), "device": "cpu"}
+        if options["config"] == "speedup13":
+            options |= {"total_batch_tokens": 32 * load_config("speedup13").batch_size}
+
+    def configure(name, **more):
+        values = options | {"max_steps": 7, "run_name": name} | more
+        if "config" in values:
+            return load_config(values.pop("config"), **values, log_dir=tiny_config().log_dir)
+        return tiny_config(**values)
+
+    straight, twice = configure("straight"), configure("twice")
+    train(straight, Process(CPU))
+    for at in (3, 2):
+        disarm = stop_at(at)
+        summary = train(configure("twice", resume="auto"), Process(CPU))
+        disarm()
+        assert summary["interrupted"]
+    summary = train(configure("twice", resume="auto"), Process(CPU))
+    assert (summary["steps"], summary["resumed_after_step"], summary["interrupted"]) == (7, 5, False)
+    same_end(twice, straight)
+    if way == "evaluating":
+        assert evals(twice) == evals(straight)
+        assert json.loads((folder_of(twice) / "summary.json").read_text())["val_loss"] is not None
+
+
+def test_a_resume_after_the_last_step_has_nothing_to_do(tiny_config, capsys):
+    config = tiny_config()
+    train(config, Process(CPU))
+    before = {path: path.stat().st_mtime_ns for path in folder_of(config).rglob("*")}
+    assert train(tiny_config(resume="auto"), Process(CPU)) == {"steps": 6}
+    assert "nothing to do: " in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder_of(config).rglob("*")} == before
+    longer = train(tiny_config(resume="auto", max_steps=8), Process(CPU))
+    assert (longer["steps"], len(log(config))) == (8, 8)
+
+
+def test_steps_behind_the_checkpoint_are_logged_once(tiny_config):
+    config = tiny_config(checkpoint_every=2, eval_every=2, val_fraction=0.1)
+    train(config, Process(CPU))
+    shutil.rmtree(folder_of(config) / "checkpoints/step_000006")
+    with open(folder_of(config) / "log.csv", "a") as file:
+        file.write("7,3.1")  # torn by a kill
+    before, evaluated = log(config)[:6], evals(config)
+    train(tiny_config(checkpoint_every=2, eval_every=2, val_fraction=0.1, resume="auto"), Process(CPU))
+    assert log(config) == before
+    assert evals(config) == evaluated
+
+
+def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tiny_config):
+    options = {"checkpoint_every": 2, "eval_every": 2, "val_fraction": 0.1}
+    config = tiny_config(**options)
+    train(config, Process(CPU))
+    evaluated = evals(config)
+    shutil.rmtree(folder_of(config) / "checkpoints/step_000006")
+    (folder_of(config) / "eval.csv").write_text("\n".join(evaluated.splitlines()[:3]) + "\n")  # steps 0 and 2
+    shutil.rmtree(folder_of(config) / "checkpoints/best_000006")
+    train(tiny_config(**options, resume="auto"), Process(CPU))
+    assert evals(config) == evaluated
+    assert (folder_of(config) / "checkpoints/best_000006").is_dir()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_processes_under_torchrun_go_on_exactly(ranks, tiny_config, tmp_path):
+    """kill -9 of one worker: torchrun starts all again, and they go on from the newest checkpoint without being told to."""
+    options = flags(tiny_config(dropout=0.1, max_steps=12, checkpoint_every=1, batch_size=2, shuffle=True))
+    command = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max_restarts=2", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=localhost:0"]
+    for name in ("straight", "killed"):
+        process = subprocess.Popen([sys.executable, *command, str(ROOT / "train.py"), *options, "--run_name", name], cwd=tmp_path,
+                                   text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if name == "killed":
+            wait_for(lambda: (tmp_path / "logs/killed/checkpoints/step_000002").exists(), process)
+            workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+            assert len(workers) == ranks
+            os.kill(int(workers[-1]), signal.SIGKILL)
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, output
+    assert "going on from logs/killed/checkpoints/step_0000" in output.replace(str(tmp_path) + "/", "")
+    same_end(tiny_config(run_name="killed"), tiny_config(run_name="straight"))
+
+
+def wait_for(condition, process, seconds=100):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def test_another_number_of_processes_keeps_the_global_batches(tiny_config, tmp_path, stop_at):
+    options = {"batch_size": 2, "total_batch_tokens": 256, "shuffle": True, "max_steps": 6}
+    config = tiny_config(**options, run_name="straight")
+    train(config, Process(CPU))
+    disarm = stop_at(3)
+    train(tiny_config(**options, run_name="wider"), Process(CPU))
+    disarm()
+    given = flags(tiny_config(batch_size=2, shuffle=True, max_steps=6, run_name="wider", resume="auto"))  # its total is kept
+    done = run(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", ROOT / "train.py", *given, cwd=tmp_path,
+               OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    wider = tiny_config(run_name="wider")
+    assert [row[0] for row in log(wider)] == [row[0] for row in log(config)]
+    for ours, theirs in zip(log(wider), log(config), strict=True):
+        assert float(ours[1]) == pytest.approx(float(theirs[1]), abs=1e-5)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(("options", "messages"), [
+    ({"n_layer": 3}, ["n_layer 3 contradicts", "which has 2"]),
+    ({"vocab_size": 256, "seq_len": 16}, ["vocab_size 256 contradicts", "seq_len 16 contradicts", "which has 32"]),
+    ({"shuffle": True, "seed": 5}, ["shuffle True contradicts", "seed 5 contradicts", "which has 1337"]),
+    ({"optimizer": "muon"}, ["optimizer muon contradicts", "which has adamw"]),
+    ({"total_batch_tokens": 256}, ["total_batch_tokens 256 contradicts", "whose steps take 128"]),
+])
+def test_options_that_contradict_the_checkpoint_name_both_values(options, messages, tiny_config):
+    train(tiny_config(), Process(CPU))
+    with pytest.raises(ConfigError) as caught:
+        train(tiny_config(resume="auto", max_steps=9, **options), Process(CPU))
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_another_corpus_is_refused_naming_both(tiny_config, corpus):
+    train(tiny_config(), Process(CPU))
+    shutil.rmtree(corpus / "tiny")
+    write_corpus(corpus / "tiny", [[token % 99 for token in range(4000)]])
+    with pytest.raises(CheckpointError, match=r"another corpus than .*tiny: its fingerprint is \w{12}, this one's \w{12}"):
+        train(tiny_config(resume="auto", max_steps=9), Process(CPU))
+
+
+def test_options_that_may_change_are_said(tiny_config, capsys):
+    train(tiny_config(), Process(CPU))
+    train(tiny_config(resume="auto", max_steps=8, lr=1e-4, batch_size=2), Process(CPU))
+    output = capsys.readouterr().out
+    assert "note: changed since the checkpoint: " in output
+    for change in ("lr 0.0003 -> 0.0001", "max_steps 6 -> 8", "batch_size 4 -> 2", "total_batch_tokens None -> 128"):
+        assert change in output
+    assert log(tiny_config())[-1][2] == "0.0001"
+
+
+def test_a_path_alone_is_enough(tiny_config, capsys):
+    config = tiny_config(dropout=0.1, max_steps=4)
+    train(config, Process(CPU))
+    where = load_config(resume=str(folder_of(config)), max_steps=6)  # everything else is the checkpoint's
+    assert train(where, Process(CPU))["steps"] == 6
+    assert len(log(config)) == 6
+    with pytest.raises(UserError, match="has later checkpoints, step_000006"):
+        train(load_config(resume=str(folder_of(config) / "checkpoints/step_000004"), max_steps=9), Process(CPU))
+    for resume, message in (("nowhere", "no such run or checkpoint"), (str(folder_of(config) / "log.csv"), "is a file")):
+        with pytest.raises(UserError, match=message):
+            train(load_config(resume=resume), Process(CPU))
+
+
+def test_auto_begins_where_there_is_nothing_to_go_on_from(tiny_config):
+    assert train(tiny_config(resume="auto"), Process(CPU))["resumed_after_step"] is None
+
+
+def test_a_run_that_is_repeated_from_its_config_yaml_does_not_resume(tiny_config):
+    config = tiny_config(resume="auto")
+    train(config, Process(CPU))
+    assert load_config(str(folder_of(config) / "config.yaml")).resume is None
+
+
+# ---- which checkpoints are kept
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(tiny_config, monkeypatch):
+    losses = iter([9.0, 3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
+    monkeypatch.setattr(train_module, "validation_loss", lambda *_, **__: next(losses))
+    config = tiny_config(checkpoint_every=1, keep_last=2, eval_every=1, val_fraction=0.1)
+    train(config, Process(CPU))
+    names = {path.name for path in (folder_of(config) / "checkpoints").iterdir()}
+    assert names == {"step_000005", "step_000006", "best_000002"}
+    assert read_state(folder_of(config) / "checkpoints/best_000002").step == 2
+    assert read_state(newest(config)).best_val_loss == 1.0
+
+
+def test_no_checkpoint_is_saved_where_none_are_kept(tiny_config):
+    config = tiny_config(keep_last=0, eval_every=2, val_fraction=0.1)
+    train(config, Process(CPU))
+    assert not (folder_of(config) / "checkpoints").exists()
+
+
+def test_a_checkpoint_holds_plain_names_and_all_state(tiny_config):
+    config = tiny_config(fp16=True, tie_weights=True, compile=True)
+    train(config, Process(CPU))
+    weights, state = load_file(newest(config) / "model.safetensors"), read_state(newest(config))
+    assert not any(name.startswith(("module.", "_orig_mod.")) for name in weights)
+    assert "lm_head.weight" not in weights  # it is transformer.wte.weight
+    assert state.scaler["scale"] == 65536.0
+    assert (state.step, state.tokens, state.config["n_embd"], len(state.random)) == (6, 6 * 128, 32, 1)
+    assert "transformer.wte.weight/exp_avg" in load_file(newest(config) / "optimizer.safetensors")
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=newest(config), capture_output=True)
+    assert done.returncode == 0
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_ends_the_run_with_status_0_and_how_to_go_on(name, tiny_config, tmp_path):
+    options = flags(tiny_config(max_steps=100_000))
+    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *options], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for(lambda: (tmp_path / "logs/train/log.csv").exists() and log(tiny_config()), process)
+    process.send_signal(getattr(signal, name))
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert "to go on: the same command with --resume auto, or --resume " in output
+    assert read_state(newest(tiny_config())).step == len(log(tiny_config()))
+
+
+# ---- faults
+
+
+def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tiny_config, monkeypatch):
+    config = tiny_config(checkpoint_every=2)
+    real, calls = checkpoint.save_file, iter(range(1, 100))
+
+    def full(tensors, path, **options):
+        if next(calls) == 4:  # the optimizer's file of the second checkpoint
+            real(tensors, path, **options)
+            os.truncate(path, 1000)
+            raise OSError(28, "No space left on device")
+        real(tensors, path, **options)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"step_000004: cannot be written: .*No space left on device"):
+        train(config, Process(CPU))
+    assert [path.name for path in (folder_of(config) / "checkpoints").iterdir()] == ["step_000002"]
+    monkeypatch.setattr(checkpoint, "save_file", real)
+    straight = tiny_config(run_name="straight")
+    train(straight, Process(CPU))
+    train(tiny_config(resume="auto"), Process(CPU))
+    same_end(config, straight)
+
+
+@pytest.mark.parametrize("what", ["log", "checkpoint"])
+def test_a_file_size_limit_ends_the_run_with_a_message(what, tiny_config, tmp_path):
+    options = flags(tiny_config(max_steps=400, checkpoint_every=1 if what == "checkpoint" else 0))
+    limit = 16_000 if what == "log" else 30_000
+    script = (f"import resource, runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+              f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); sys.argv = sys.argv[1:]; "
+              f"sys.path.insert(0, {str(ROOT)!r}); runpy.run_path(sys.argv[0], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", script, str(ROOT / "train.py"), *options], cwd=tmp_path, text=True,
+                          capture_output=True, timeout=120)
+    assert done.returncode == (1 if what == "log" else 2), done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert ("log.csv: cannot be written: File too large" if what == "log" else "cannot be written: ") in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_corpus_that_goes_bad_stops_the_run_and_it_goes_on_once_restored(tiny_config, corpus, monkeypatch):
+    config = tiny_config(checkpoint_every=2, max_steps=40)
+    path, = (corpus / "tiny").glob("*.bin")
+    good, real, calls = path.read_bytes(), train_module.compute_gradients, iter(range(1, 100))
+
+    def harm(*args):
+        if next(calls) == 5:
+            path.write_bytes(good[:3000])
+        return real(*args)
+
+    monkeypatch.setattr(train_module, "compute_gradients", harm)
+    with pytest.raises(TokenFileError, match="was changed or replaced while in use"):
+        train(config, Process(CPU))
+    assert read_state(newest(config)).step >= 4
+    with pytest.raises(TokenFileError, match="damaged"):
+        train(tiny_config(resume="auto", max_steps=40), Process(CPU))
+    path.write_bytes(good)
+    straight = tiny_config(run_name="straight", max_steps=40)
+    monkeypatch.setattr(train_module, "compute_gradients", real)
+    train(straight, Process(CPU))
+    train(tiny_config(resume="auto", max_steps=40), Process(CPU))
+    same_end(config, straight)
+
+
+def poison(monkeypatch, *bad_calls):
+    real, calls = train_module.compute_gradients, iter(range(1, 100))
+
+    def poisoned(model, *args):
+        loss, norm = real(model, *args)
+        if next(calls) in bad_calls:
+            for p in model.parameters():
+                p.grad.fill_(float("nan"))
+            return loss, norm * float("nan")
+        return loss, norm
+
+    monkeypatch.setattr(train_module, "compute_gradients", poisoned)
+
+
+def test_a_non_finite_step_keeps_the_last_good_checkpoint_and_says_how_to_go_on(tiny_config, monkeypatch):
+    config = tiny_config(checkpoint_every=2)
+    poison(monkeypatch, 5)
+    with pytest.raises(TrainingError, match=r"step 5: .* norm nan.*--resume .*train --lr 0.00015 goes on from its last checkpoint"):
+        train(config, Process(CPU))
+    assert read_state(newest(config)).step == 4
+
+
+def test_non_finite_steps_are_skipped_as_often_as_asked_and_logged(tiny_config, monkeypatch, capsys):
+    config = tiny_config(skip_nonfinite=2, checkpoint_every=1)
+    poison(monkeypatch, 2, 4)
+    summary = train(config, Process(CPU))
+    assert (summary["steps"], summary["skipped_steps"]) == (6, 2)
+    assert [row[3] for row in log(config)].count("nan") == 2
+    assert "left out, 2 of 2" in capsys.readouterr().out
+    before, after = (load_file(folder_of(config) / f"checkpoints/step_{step:06d}/model.safetensors") for step in (4, 5))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    poison(monkeypatch, 1, 2, 3)
+    with pytest.raises(TrainingError, match="step 3: "):
+        train(tiny_config(skip_nonfinite=2, run_name="more"), Process(CPU))
+
+
+def test_skipping_costs_nothing_in_exactness(tiny_config):
+    train(tiny_config(run_name="a"), Process(CPU))
+    train(tiny_config(run_name="b", skip_nonfinite=3), Process(CPU))
+    same_end(tiny_config(run_name="a"), tiny_config(run_name="b"))
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_rank_that_dies_or_hangs_ends_the_others_with_a_message(how, tiny_config, tmp_path):
+    options = flags(tiny_config(max_steps=100_000, timeout=5))
+    port = 20_000 + os.getpid() % 20_000 + (how == "dies")
+    workers = [subprocess.Popen([sys.executable, str(ROOT / "train.py"), *options], cwd=tmp_path, text=True,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {
+                                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+                                    "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}) for rank in range(2)]
+    try:
+        wait_for(lambda: (tmp_path / "logs/train/log.csv").exists() and log(tiny_config()), workers[0])
+        workers[1].send_signal(signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+        errors = workers[0].communicate(timeout=60)[1]
+        assert workers[0].returncode == 1
+        assert "error: another process died or did not answer within 5 s" in errors
+        assert "Traceback" not in errors
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+# ---- bad checkpoints
+
+
+@pytest.fixture
+def saved(tiny_config):
+    """A config and its run's only checkpoint."""
+    config = tiny_config(max_steps=2)
+    train(config, Process(CPU))
+    return config, newest(config)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"])
+@pytest.mark.parametrize("harm", ["truncated", "flipped", "empty", "missing"])
+def test_a_damaged_checkpoint_is_skipped_or_refused_in_one_line(name, harm, saved, tiny_config, capsys):
+    config, folder = saved
+    whole = (folder / name).read_bytes()
+    if harm == "missing":
+        (folder / name).unlink()
+    else:
+        middle = len(whole) // 2
+        (folder / name).write_bytes({"truncated": whole[:-10], "empty": b"",
+                                     "flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1:]}[harm])
+    with pytest.raises(CheckpointError, match=r"damaged|missing") as caught:
+        train(load_config(resume=str(folder), max_steps=9), Process(CPU))
+    assert "\n" not in str(caught.value)
+    if name != "optimizer.safetensors" and (name, harm) != ("SHA256SUMS", "flipped"):  # the flipped line is the optimizer's
+        with pytest.raises(CheckpointError, match=r"damaged|missing"):
+            load_model("train", config.log_dir)
+    assert train(tiny_config(max_steps=3, resume="auto"), Process(CPU))["resumed_after_step"] is None  # a fresh start
+    output = capsys.readouterr().out
+    assert "note: skipping a checkpoint: " in output
+    assert "is now " in output  # the old folder is kept
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tiny_config, capsys):
+    config = tiny_config(checkpoint_every=2)
+    train(config, Process(CPU))
+    straight = log(config)
+    (newest(config) / "model.safetensors").write_bytes(b"")
+    assert train(tiny_config(checkpoint_every=2, resume="auto"), Process(CPU))["resumed_after_step"] == 4
+    assert "step_000006/model.safetensors: damaged" in capsys.readouterr().out
+    assert log(config) == straight
+    assert read_state(newest(config)).step == 6
+
+
+class Bomb:
+    def __reduce__(self):
+        return (Path.touch, (Path("exploded"),))
+
+
+def test_nothing_in_a_checkpoint_is_executed(saved, tmp_path, monkeypatch):
+    _, folder = saved
+    monkeypatch.chdir(tmp_path)
+    for name in ("model.safetensors", "optimizer.safetensors", "checkpoint.json"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(pickle.dumps(Bomb()))
+        reseal(folder)
+        with pytest.raises(CheckpointError, match="damaged"):
+            train(load_config(resume=str(folder), max_steps=9), Process(CPU))
+        (folder / name).write_bytes(whole)
+    torch.save(Bomb(), tmp_path / "evil.pt")
+    with pytest.raises(UserError, match="is a file, and a checkpoint is a folder"):
+        train(load_config(resume=str(tmp_path / "evil.pt")), Process(CPU))
+    assert not (tmp_path / "exploded").exists()
+
+
+def edit(folder, change):
+    state = json.loads((folder / "checkpoint.json").read_text())
+    change(state)
+    (folder / "checkpoint.json").write_text(json.dumps(state))
+    reseal(folder)
+
+
+@pytest.mark.parametrize("change", [
+    lambda s: s.clear(), lambda s: s.update(step="many"), lambda s: s.update(config=[]), lambda s: s.update(config={}),
+    lambda s: s["config"].update(n_embd=64), lambda s: s["config"].update(n_head=5), lambda s: s["config"].update(batch_size="x"),
+    lambda s: s["config"].update(norm="batchnorm"), lambda s: s["config"].update(optimizer="muon"),
+    lambda s: s["random"][0].update(torch_cpu="AAAA"), lambda s: s["random"][0].update(numpy=["MT19937", [1], 0, 0, 0.0]),
+    lambda s: s["random"][0].update(python=[3, [1, 2], None]), lambda s: s.update(tokens_per_step=100),
+])
+def test_a_foreign_or_inconsistent_state_is_one_clear_error(change, saved):
+    _, folder = saved
+    edit(folder, change)
+    with pytest.raises((CheckpointError, UserError)) as caught:
+        train(load_config(resume=str(folder), max_steps=9), Process(CPU))
+    assert str(folder) in str(caught.value)
+
+
+def test_another_architectures_weights_are_refused(saved, tiny_config):
+    _, folder = saved
+    other = tiny_config(n_embd=64, run_name="other", max_steps=1)
+    train(other, Process(CPU))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        whole = (folder / name).read_bytes()
+        shutil.copy(newest(other) / name, folder / name)
+        reseal(folder)
+        with pytest.raises(CheckpointError, match="fit"):
+            train(load_config(resume=str(folder), max_steps=9), Process(CPU))
+        (folder / name).write_bytes(whole)
+
+
+def test_a_hugging_face_folder_is_no_run_to_go_on_with(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no whole checkpoint"):
+        train(load_config(resume=str(tmp_path / "hf")), Process(CPU))
