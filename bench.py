@@ -137,6 +137,7 @@ from device import (
     choose_device,
     device_name,
     is_out_of_memory,
+    make_repeatable,
     matmul_tflops,
     peak_memory_mb,
     product_dtype,
@@ -239,6 +240,7 @@ class Workload:
         """Raises UserError for what this device cannot do."""
         self.config, self.device = config, choose_device(config.device)
         self.notes = set_precision(config, self.device)
+        make_repeatable(self.device)
         if config.compile:
             check_compiler(self.device)
         torch.manual_seed(config.seed)

@@ -49,6 +49,16 @@ def set_precision(speed: SpeedConfig, device: torch.device) -> list[str]:
     return []
 
 
+def make_repeatable(device: torch.device) -> None:
+    """Let the same run give the same numbers, bit for bit, on a CPU, where that costs nothing measurable.
+
+    Compiled, the embedding's gradient would be summed by several threads in an order that changes from run to run. On a GPU
+    this would cost speed and refuse operations, so there it is off.
+    """
+    torch.use_deterministic_algorithms(device.type == "cpu")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # only of use in a search for bugs
+
+
 def product_dtype(speed: SpeedConfig) -> torch.dtype:
     """What matrix products run in."""
     return torch.bfloat16 if speed.bf16 else torch.float16 if speed.fp16 else torch.float32

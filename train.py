@@ -36,6 +36,7 @@ from device import (
     check_compiler,
     device_name,
     is_out_of_memory,
+    make_repeatable,
     set_precision,
     synchronize,
 )
@@ -159,6 +160,7 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
         say(f"nothing to do: {checkpoint} is step {done} of {config.max_steps}; raise max_steps to go on")
         return {"steps": done}
     notes = resume_notes + config.notes() + set_precision(config, device)
+    make_repeatable(device)
     if config.compile:
         check_compiler(device)
         micro_steps = config.accumulation_steps(process.world_size)

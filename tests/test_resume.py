@@ -87,7 +87,8 @@ WAYS = {rung: {"config": rung} for rung in RUNGS} | {
     "dropout": {"dropout": 0.2}, "muon": {"optimizer": "muon"}, "shuffled over epochs": {"shuffle": True, "batch_size": 40},
     "accumulation": {"batch_size": 2, "total_batch_tokens": 256}, "wsd": {"lr_schedule": "wsd", "warmup_steps": 2},
     "fp16": {"fp16": True}, "one batch": {"overfit_batch": True}, "evaluating": {"eval_every": 2, "val_fraction": 0.1},
-    "compile": {"compile": True, "dropout": 0.1, "vocab_size": 128}, "sparse log": {"log_every": 4}}
+    # large enough for several threads to share the work
+    "compile": {"compile": True, "dropout": 0.1, "n_embd": 128, "block_size": 256, "seq_len": 256}, "sparse log": {"log_every": 4}}
 
 
 @pytest.mark.parametrize("way", WAYS)
