@@ -309,7 +309,21 @@ def _read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     if missing := [name for name in fields if name not in options]:
         raise CheckpointError(f"{folder / STATE}: not a checkpoint of this project: it lacks {', '.join(missing)}")
-    return {name: options[name] for name in fields}, _read_safetensors(folder / MODEL)
+    weights = _read_safetensors(folder / MODEL)
+    _check_size(options, weights, folder)
+    return {name: options[name] for name in fields}, weights
+
+
+def _check_size(options: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> None:
+    """Compare the options with the weights before a model is made of them: a wrong number could ask for any size."""
+    none = torch.empty(0, 0)
+    wte, wpe = (weights.get(f"transformer.{name}.weight", none) for name in ("wte", "wpe"))
+    layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
+    theirs = {"n_layer": len(layers), "vocab_size": wte.shape[0], "n_embd": wte.shape[-1], "block_size": wpe.shape[0]}
+    for name, value in theirs.items():
+        if options[name] != value:
+            raise CheckpointError(f"{folder}: weights that do not fit the model: {name} is {str(options[name])[:40]} in its "
+                                  f"options, {value} in its weights")
 
 
 def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -317,7 +331,9 @@ def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
         options = our_options(_read_json(folder / "config.json"))
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    return options, our_weights(_read_safetensors(folder / MODEL))
+    weights = our_weights(_read_safetensors(folder / MODEL))
+    _check_size(options, weights, folder)
+    return options, weights
 
 
 def load_weights(model: GPT, weights: dict[str, Tensor], source: str) -> None:

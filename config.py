@@ -416,7 +416,13 @@ def _read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 class _StringLoader(yaml.BaseLoader):
-    """Leaves every scalar a string and refuses a key that stands twice."""
+    """Leaves every scalar a string, and refuses what is no text and a key that stands twice."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+        text = str(super().construct_scalar(node))
+        if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise yaml.constructor.ConstructorError(None, None, "an escape that is half a character", node.start_mark)
+        return text
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = []

@@ -56,7 +56,7 @@ def make_repeatable(device: torch.device) -> None:
     this would cost speed and refuse operations, so there it is off.
     """
     torch.use_deterministic_algorithms(device.type == "cpu")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # only of use in a search for bugs
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would cost time
 
 
 def product_dtype(speed: SpeedConfig) -> torch.dtype:

@@ -102,8 +102,12 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
     Raises CheckpointError for weights that cannot be had, ConfigError for options that contradict them.
     """
     if checkpoint is not None:
-        model = GPT(GPTConfig.of(config))
-        load_weights(model, read_weights(checkpoint)[1], str(checkpoint))
+        _, weights = read_weights(checkpoint)  # before the model: this checks its size
+        try:
+            model = GPT(GPTConfig.of(config))
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint}: its options do not make a model: {error}") from None
+        load_weights(model, weights, str(checkpoint))
         return config, model
     if config.init_from == "scratch":
         return config, GPT(GPTConfig.of(config))

@@ -178,6 +178,12 @@ def test_killed_processes_under_torchrun_go_on_exactly(ranks, tiny_config, tmp_p
     same_end(tiny_config(run_name="killed"), tiny_config(run_name="straight"))
 
 
+def test_a_run_killed_at_random_moments_ends_like_an_undisturbed_one(tmp_path):
+    done = run("tests/soak.py", "--kills", "3", cwd=tmp_path)  # at length: python tests/soak.py
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 run(s) ended with other weights" in done.stdout
+
+
 def wait_for(condition, process, seconds=100):
     deadline = time.monotonic() + seconds
     while not condition():

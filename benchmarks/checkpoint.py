@@ -1,0 +1,69 @@
+"""What a checkpoint of GPT-2 (124M) costs: seconds that training waits, beside those that the disk alone takes for its bytes.
+
+    python benchmarks/checkpoint.py
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from checkpoint import RandomState, RunState, read_state, save_checkpoint
+from config import load_config
+from model import GPT, GPTConfig
+from optimizer import make_optimizers
+
+PAIRS = 5
+
+
+def write_alone(folder: Path, size: int) -> float:
+    """Seconds to write and flush as many bytes to one file, from memory."""
+    block = os.urandom(2**24)
+    start = time.perf_counter()
+    with open(folder / "alone", "wb") as file:
+        for first in range(0, size, len(block)):
+            file.write(block[:size - first])
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - start
+    (folder / "alone").unlink()
+    return seconds
+
+
+def main() -> None:
+    config = load_config("speedup10")
+    model = GPT(GPTConfig.of(config))
+    optimizers, _ = make_optimizers(model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()  # makes its state
+    cpu = torch.device("cpu")
+    saves, alone, reads = [], [], []
+    with tempfile.TemporaryDirectory(dir=".") as place:
+        run = Path(place)
+        for step in range(1, PAIRS + 2):
+            state = RunState(step=step, tokens=0, tokens_per_step=6144, best_val_loss=None, skipped_steps=0, corpus="",
+                             config=config.model_dump(mode="json"), scaler={}, random=[RandomState.take(cpu)])
+            start = time.perf_counter()
+            folder = save_checkpoint(run, model, optimizers, state, keep_last=1)
+            saves.append(time.perf_counter() - start)
+            size = sum(path.stat().st_size for path in folder.iterdir())
+            alone.append(write_alone(run, size))
+            start = time.perf_counter()
+            read_state(folder)
+            reads.append(time.perf_counter() - start)
+    extra = [save - disk for save, disk in zip(saves[1:], alone[1:], strict=True)]  # the first pair warms up
+    print(f"{size / 1e6:,.0f} MB; medians of {PAIRS} pairs, in one process: saving {statistics.median(saves[1:]):.2f} s, the disk "
+          f"alone {statistics.median(alone[1:]):.2f} s, beyond the disk {statistics.median(extra):.2f} s "
+          f"({min(extra):.2f} to {max(extra):.2f}); verifying {statistics.median(reads[1:]):.2f} s")
+
+
+if __name__ == "__main__":
+    main()
