@@ -108,16 +108,12 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
         unfinished.mkdir(parents=True)
         if (run / "log.csv").exists():
             _flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
-        with ThreadPoolExecutor(max_workers=1) as hasher:
-            sums = {}
-            for file, tensors in ((MODEL, weights), (OPTIMIZER, optimizer_tensors(model, optimizers))):
-                save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, unfinished / file,
-                          metadata={"format": "pt"})
-                sums[file] = hasher.submit(_sha256, unfinished / file)  # while the disk is busy
-                _flush_to_disk(unfinished / file)
-            (unfinished / STATE).write_text(state.model_dump_json() + "\n")
-            sums[STATE] = hasher.submit(_sha256, unfinished / STATE)
-            (unfinished / SUMS).write_text("".join(f"{future.result()}  {file}\n" for file, future in sums.items()))
+        with ThreadPoolExecutor() as pool:  # one file's copying overlaps with the other's hashing and the disk
+            files = {MODEL: weights, OPTIMIZER: optimizer_tensors(model, optimizers)}
+            sums = dict(zip(files, pool.map(lambda file: _write_tensors(unfinished / file, files[file]), files), strict=True))
+        (unfinished / STATE).write_text(state.model_dump_json() + "\n")
+        sums[STATE] = _sha256(unfinished / STATE)
+        (unfinished / SUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in sums.items()))
         for path in (unfinished / STATE, unfinished / SUMS, unfinished):
             _flush_to_disk(path)
         _put_in_place(unfinished, folder)
@@ -127,6 +123,13 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
     if keep_last is not None:
         _delete(_checkpoints(run)[:-keep_last])
     return folder
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write tensors to disk; returns the file's checksum."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    _flush_to_disk(path)
+    return _sha256(path)
 
 
 def keep_best(run: Path, folder: Path) -> Path:

@@ -23,7 +23,7 @@ PAIRS = 5
 
 
 def write_alone(folder: Path, size: int) -> float:
-    """Seconds to write and flush as many bytes to one file, from memory."""
+    """Seconds to write as many bytes to one file, from memory, flush them, and delete them again, as saving deletes the oldest."""
     block = os.urandom(2**24)
     start = time.perf_counter()
     with open(folder / "alone", "wb") as file:
@@ -31,9 +31,8 @@ def write_alone(folder: Path, size: int) -> float:
             file.write(block[:size - first])
         file.flush()
         os.fsync(file.fileno())
-    seconds = time.perf_counter() - start
     (folder / "alone").unlink()
-    return seconds
+    return time.perf_counter() - start
 
 
 def main() -> None:
