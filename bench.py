@@ -16,6 +16,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ from config import (
 SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024), "large": (36, 20, 1280), "xl": (48, 25, 1600)}
 # the rest of the published profile
 PROFILE = {"vocab_size": 10_000, "norm": "rmsnorm", "bias": False, "activation": "gelu", "tie_weights": False,
-           "batch_size": 16, "seq_len": 128}
+           "batch_size": 16, "seq_len": 128, "seed": 20230310, "compile": False, "flash": False}
 # share of a training step's floating-point operations: the backward pass takes two matrix products for each of the forward's
 FLOPS_SHARE = {"forward": 1 / 3, "backward": 2 / 3, "forward_backward": 1.0, "training_step": 1.0}
 
@@ -73,10 +74,10 @@ class WhatOptions(Options):
     """torch.compile the model (none: no; with --config: as it says)"""
     flash: bool | None = None
     """fused attention (none: no; with --config: as it says)"""
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
-    """auto: cuda, else mps, else cpu"""
-    seed: ZeroIsOff = 20230310
-    """seed of weights and tokens"""
+    device: Literal["auto", "cuda", "mps", "cpu"] | None = None
+    """auto: cuda, else mps, else cpu (none: auto; with --config: as it says)"""
+    seed: ZeroIsOff | None = None
+    """seed of weights and tokens (none: 20230310; with --config: as it says)"""
 
 
 class HowOptions(Options):
@@ -109,13 +110,18 @@ class BenchOptions(HowOptions, WhatOptions):
             problems.append(("size", f"size and config exclude each other: the model is that of {self.config}"))
         if self.scan is not None:
             name, _, values = self.scan.partition("=")
-            if name not in ("batch_size", "seq_len") or not all(v.isdigit() and int(v) for v in values.split(",")):
+            if name not in ("batch_size", "seq_len") or not all(v.isdecimal() and int(v) for v in values.split(",")):
                 problems.append(("scan", f"scan {self.scan!r} is not understood; write batch_size=1,2,4 or seq_len=128,256"))
             elif getattr(self, name) is not None:
                 problems.append((name, f"{name} and scan {self.scan} exclude each other"))
+            if "warmup_steps" in self.model_fields_set and len(self.warmup_steps) > 1:
+                problems.append(("warmup_steps", "scan takes one number of warm-up steps"))
         other = [name for name in ("breakdown", "trace", "memory", "scan") if getattr(self, name)]
-        if self.compare and other:
-            problems.append(("compare", f"compare is for the table of times; leave {' and '.join(other)} out"))
+        inspected = [name for name in other if name != "scan"]
+        for name, without in (("compare", other), ("computation", inspected), ("warmup_steps", inspected),
+                              ("steps", [] if self.breakdown or self.scan else inspected)):
+            if name in self.model_fields_set and without:
+                problems.append((name, f"{name} has no effect with {' and '.join(without)}; leave it out"))
         if problems:
             raise ContradictionError(problems)
         return self
@@ -129,6 +135,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
+from checkpoint import CheckpointError
 from data.token_file import TokenFileError
 from dataloader import DataLoader, open_corpus
 from device import (
@@ -136,6 +143,7 @@ from device import (
     check_compiler,
     choose_device,
     device_name,
+    flash_note,
     is_out_of_memory,
     make_repeatable,
     matmul_tflops,
@@ -144,9 +152,11 @@ from device import (
     set_precision,
     synchronize,
 )
-from ladder import BLUE, ORANGE, machine, pyplot
+from ladder import BLUE, COLOURS, MARKERS, ORANGE, markdown_table, pyplot, show
+from machine import machine
 from model import GPT, Block, GPTConfig
 from optimizer import make_optimizers
+from resume import build_model
 from runlog import git_commit
 
 Clock = Callable[[], float]
@@ -209,10 +219,10 @@ def precision(mixed: bool) -> str:
 
 def job_configs(options: BenchOptions, **changed: Any) -> list[tuple[str, Config]]:
     """The models to time, with and without mixed precision: names and training configs. Raises UserError."""
-    given = {name: value for name in ("batch_size", "seq_len", "compile", "flash")
+    given = {name: value for name in ("batch_size", "seq_len", "compile", "flash", "device", "seed")
              if (value := getattr(options, name)) is not None} | changed
-    given |= {"device": options.device, "seed": options.seed}
     if options.config:
+        given |= {"total_batch_tokens": None}  # a pass is one micro-step
         config = load_config(options.config, **given)
         wanted = is_mixed(config) if options.mixed_precision is None else options.mixed_precision
         if wanted != is_mixed(config):
@@ -238,13 +248,15 @@ class Workload:
 
     def __init__(self, config: Config):
         """Raises UserError for what this device cannot do."""
-        self.config, self.device = config, choose_device(config.device)
-        self.notes = set_precision(config, self.device)
+        self.device = choose_device(config.device)
+        self.notes = [note for note in config.notes() if note.startswith("compile_mode")] + set_precision(config, self.device)
         make_repeatable(self.device)
         if config.compile:
             check_compiler(self.device)
         torch.manual_seed(config.seed)
-        self.raw_model = GPT(GPTConfig.of(config)).to(self.device)
+        self.config, self.raw_model = build_model(config)
+        self.raw_model.to(self.device)
+        self.notes += flash_note(config, self.device)
         self.model: Any = torch.compile(self.raw_model, mode=config.compile_mode) if config.compile else self.raw_model
         self.autocast = autocast_for(config, self.device)
         self.optimizers, _ = make_optimizers(self.raw_model, config)
@@ -270,8 +282,11 @@ class Workload:
             return self.model(self.x, self.y)
 
     def update(self) -> None:
-        """Gradient norm, clipping and optimizer step, as in training."""
-        torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), self.config.grad_clip or math.inf)
+        """Gradient norm, clipping and optimizer step, as in training (but for fp16's loss scaling)."""
+        parameters = list(self.raw_model.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.config.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, norm)
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -323,7 +338,8 @@ def measure(job: Job, clock: Clock = time.perf_counter) -> list[Row]:
     peak = peak_memory_mb(work.device)  # before the measurement below adds to it
     rate = matmul_tflops(work.device, product_dtype(job.config))
     flops = work.raw_model.flops_per_token(job.config.seq_len) * work.tokens * FLOPS_SHARE[job.computation]
-    about = settings(job) | {"device": device_name(work.device), "parameters": work.raw_model.num_parameters()}
+    about = settings(job) | {"device": device_name(work.device), "parameters": work.raw_model.num_parameters(),
+                             "notes": "; ".join(work.notes)}
     return [row_of(job, warmup, seconds[warmup:warmup + job.steps], work.tokens, flops, rate, peak, about)
             for warmup in job.warmup_steps]
 
@@ -341,7 +357,8 @@ def row_of(job: Job, warmup: int, seconds: list[float], tokens: int, flops: floa
 def settings(job: Job) -> dict[str, Any]:
     """The model and the profile in full."""
     names = [f.name for f in dataclasses.fields(GPTConfig)]
-    names += ["batch_size", "seq_len", "bf16", "fp16", "tf32", "compile", "compile_mode", "fused_adamw", "seed"]
+    names += ["batch_size", "seq_len", "bf16", "fp16", "tf32", "compile", "compile_mode", "fused_adamw", "optimizer", "grad_clip",
+              "weight_decay", "seed"]
     return {name: getattr(job.config, name) for name in names} | {
         "threads": torch.get_num_threads(), "torch": torch.__version__}
 
@@ -352,33 +369,42 @@ def failed_rows(job: Job, error: str) -> list[Row]:
     return [Row(job.size, job.computation, warmup, mixed, error=error, settings=settings(job)) for warmup in job.warmup_steps]
 
 
-def run(job: Job) -> list[Row]:
-    """The rows of a job, timed in a fresh process: nothing is warm, and the peak of memory is its own."""
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
+    """The function's result in a fresh process, where nothing is warm and the peak of memory is its own; or why there is none."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_send_rows, args=(send, job), daemon=True)
+    process = context.Process(target=_call, args=(send, function, arguments), daemon=True)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which ends the child
     process.start()
+    signal.signal(signal.SIGINT, before)
     send.close()
     try:
-        rows = receive.recv()
+        result, error = receive.recv()
     except EOFError:  # it ended without an answer
         process.join()
         killed = process.exitcode == -9
-        rows = failed_rows(job, "out of memory: the system killed the process" if killed else f"exit status {process.exitcode}")
+        result, error = None, "out of memory: the system killed the process" if killed else f"exit status {process.exitcode}"
     process.join()
-    return rows
+    return result, error
 
 
-def _send_rows(connection: Connection, job: Job) -> None:
+def _call(connection: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    result, reason = None, ""
     try:
-        rows = measure(job)
-    except UserError as error:
-        rows = failed_rows(job, str(error))
+        result = function(*arguments)
+    except (UserError, CheckpointError) as error:
+        reason = str(error)
     except (RuntimeError, MemoryError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        rows = failed_rows(job, "out of memory" if is_out_of_memory(error) else lines[0])
-    connection.send(rows)
+        lines = [*str(error).splitlines(), type(error).__name__]
+        reason = "out of memory" if is_out_of_memory(error) else next((line for line in lines if "rror" in line), lines[0])
+    connection.send((result, reason))
     connection.close()
+
+
+def run(job: Job) -> list[Row]:
+    """The rows of a job, timed in a fresh process."""
+    rows, error = in_fresh_process(measure, job)
+    return rows or failed_rows(job, error)
 
 
 def run_all(jobs: Sequence[Job]) -> Iterator[list[Row]]:
@@ -386,12 +412,14 @@ def run_all(jobs: Sequence[Job]) -> Iterator[list[Row]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
+    with Progress(*columns, refresh_per_second=1) as progress:  # drawn more often, it would disturb what is timed
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             progress.update(task, description=f"{job.size} {job.computation}, {precision(is_mixed(job.config))} precision")
             yield run(job)
             progress.advance(task)
+            if not progress.console.is_terminal:
+                progress.console.print(f"{progress.tasks[0].description}: done")
 
 
 # ---- where the time goes
@@ -443,7 +471,7 @@ def marked(model: GPT, marks: Marks) -> Iterator[None]:
     for block in model.transformer.h:
         assert isinstance(block, Block)
         handles += [block.register_forward_pre_hook(gradient_in_front("attention")),
-                    block.attn.register_forward_hook(behind("attention")),
+                    block.ln_2.register_forward_pre_hook(behind("attention")),
                     block.ln_2.register_forward_pre_hook(gradient_in_front("MLP")),
                     block.register_forward_hook(behind("MLP"))]
     handles += [model.transformer.ln_f.register_forward_pre_hook(gradient_in_front("head and loss")),
@@ -530,8 +558,9 @@ def trace(work: Workload, path: Path, rows: int = 12) -> list[tuple[str, int, fl
         synchronize(work.device)
     profiler.export_chrome_trace(str(path))
     on_gpu = work.device.type == "cuda"
+    # an operator has the time of the kernels that it started; the kernels are listed again as events of the device
     operators = [(event.key, event.count, (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3)
-                 for event in profiler.key_averages()]
+                 for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CPU]
     total = sum(ms for *_, ms in operators) or 1.0
     return [(name, calls, ms, ms / total) for name, calls, ms in sorted(operators, key=lambda row: -row[2])[:rows]]
 
@@ -564,24 +593,25 @@ def write_results(rows: Sequence[Row], folder: Path) -> None:
                          for row in plain)
 
 
-def read_results(path: Path) -> Means:
-    """The mean of each row of a results file. Raises UserError."""
+def read_results(path: Path) -> tuple[Means, dict[str, Any]]:
+    """The mean of each row of a results file, and the settings of the first; the published profile's where it has none.
+
+    Raises UserError.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         rows = json.loads(text) if path.suffix == ".json" else list(csv.DictReader(text.splitlines()))
-        return {(row["size"], row["computation"], int(row["warmup_steps"]), str(row["mixed_precision"]).lower() == "true"):
-                float(row["mean_s"]) for row in rows if row["mean_s"] not in (None, "")}
+        means = {(row["size"], row["computation"], int(row["warmup_steps"]), str(row["mixed_precision"]).lower() == "true"):
+                 float(row["mean_s"]) for row in rows if row["mean_s"] not in (None, "")}
+        if not all(0 < mean < math.inf for mean in means.values()):
+            raise ValueError("a mean_s that is no duration")
+        return means, PROFILE | rows[0] if rows else {}
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except KeyError as error:
         raise UserError(f"{path}: has no column {error.args[0]}; it should be results.json or results.csv of bench.py") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a results file: {error}") from None
-
-
-def rows_in_words(means: Means) -> str:
-    """The models and computations of a results file."""
-    return ", ".join(sorted({f"{size} {computation}" for size, computation, *_ in means})) or "no finished run"
 
 
 def ratios(means: Means) -> dict[str, float]:
@@ -610,28 +640,8 @@ def cells(row: Row) -> list[str]:
     if row.error:
         return [*start, row.error, *[""] * (len(HEADER) - 5)]
     seconds = (row.mean_s, row.median_s, row.std_s, row.min_s, row.max_s, row.total_s)
-    return [*start, *(f"{s:.4f}" for s in seconds), f"{row.tokens_per_sec:,.0f}", f"{row.tflops:.2f}", f"{row.utilization:.0%}",
+    return [*start, *(f"{s:.4g}" for s in seconds), f"{row.tokens_per_sec:,.0f}", f"{row.tflops:.2f}", f"{row.utilization:.0%}",
             f"{row.peak_memory_mb:,.0f}"]
-
-
-def show(title: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> None:
-    """Print a table."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name, values in zip(header, zip(*body, strict=True), strict=True):
-        is_figure = all(value[:1].isdigit() or not value for value in values)
-        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure)
-    for line in body:
-        table.add_row(*line)
-    Console().print(table)
-
-
-def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """A table as lines of markdown."""
-    return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(line) + " |" for line in body)]
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
@@ -655,10 +665,12 @@ def plot_scan(name: str, series: dict[str, list[tuple[int, Row]]], path: Path) -
     """Tokens/s and peak memory over the scanned values, a line for each model and precision."""
     plt = pyplot()
     figure, both = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axes in both:
+        axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
     for label, points in series.items():
         values = [value for value, _ in points]
-        both[0].plot(values, [row.tokens_per_sec for _, row in points], marker="o", label=label)
-        both[1].plot(values, [row.peak_memory_mb for _, row in points], marker="o", label=label)
+        both[0].plot(values, [row.tokens_per_sec for _, row in points], label=label)
+        both[1].plot(values, [row.peak_memory_mb for _, row in points], label=label)
     for axes, what in zip(both, ("tokens/s", "peak memory, MB"), strict=True):
         axes.set(xlabel=name, ylabel=what)
         axes.set_xscale("log", base=2)
@@ -675,64 +687,72 @@ def plot_scan(name: str, series: dict[str, list[tuple[int, Row]]], path: Path) -
 # ---- what a call does
 
 
-def time_grid(options: BenchOptions, folder: Path) -> None:
-    """The table of times, its files and its picture."""
-    theirs = read_results(Path(options.compare)) if options.compare else {}
+def time_grid(jobs: Sequence[Job], folder: Path, compared: str | None, theirs: Means, their_settings: dict[str, Any]) -> None:
+    """The table of times, its files and its picture; beside those of the file `compared`."""
     rows: list[Row] = []
-    for found in run_all(jobs_of(options, options.computation)):
-        rows += found
+    for found in run_all(jobs):
+        rows = sorted([*rows, *found], key=lambda row: (bool(row.error), row.mean_s))
         write_results(rows, folder)  # at once: what is measured stays, whatever follows
-    rows.sort(key=lambda row: (bool(row.error), row.mean_s))
-    write_results(rows, folder)
     show("seconds per pass", [HEADER[i] for i in SHOWN], [[cells(row)[i] for i in SHOWN] for row in rows])
+    notes = sorted({row.settings["notes"] for row in rows if row.settings.get("notes")})
+    print("".join(f"note: {note}\n" for note in notes), end="")
+    lines = ["# Forward, backward and both", "", about_machine(rows), "", *markdown_table(HEADER, [cells(row) for row in rows]), "",
+             "Rows that differ in warm-up only are of the same passes: one leaves out the first of them. std: the population's. "
+             "MB: peak memory, of the GPU's tensors on CUDA, else of the process.", *(f"Note: {note}." for note in notes)]
     measured = [row for row in rows if not row.error]
-    lines = ["# Forward, backward and both", "", about_machine(measured or rows), "",
-             *markdown_table(HEADER, [cells(row) for row in rows])]
     if measured:
         plot_rows(measured, folder / "times.png")
         lines += ["", "![seconds per pass](times.png)"]
-    if options.compare:
-        ours = {row.key: row.mean_s for row in measured}
-        shared = [key for key in ours if key in theirs]
+    ours = {row.key: row.mean_s for row in measured}
+    if shared := [key for key in ours if key in theirs]:
         header = ["size", "computation", "warm", "mixed", "mean here, s", "there, s", "here / there"]
-        body = [[size, computation, str(warmup), "yes" if mixed else "no", f"{ours[key]:.4f}", f"{theirs[key]:.4f}",
+        body = [[size, computation, str(warmup), "yes" if mixed else "no", f"{ours[key]:.4g}", f"{theirs[key]:.4g}",
                  f"{ours[key] / theirs[key]:.3f}"] for key in shared for size, computation, warmup, mixed in [key]]
-        show(f"beside {options.compare}", header, body)
+        show(f"beside {compared}", header, body)
+        lines += ["", f"## Beside {compared}", "", *markdown_table(header, body)]
+        about = measured[0].settings
+        for name in ("batch_size", "seq_len", "vocab_size", "compile", "flash", "fp16", "device"):
+            if str(their_settings.get(name, about[name])).lower() != str(about[name]).lower():
+                lines += ["", f"{name} differs: {about[name]} here, {their_settings[name]} there."]
+                print(f"note: {lines[-1]}")
         ours_within, theirs_within = ratios(ours), ratios(theirs)
         within = [[name, f"{ours_within[name]:.3f}", f"{theirs_within[name]:.3f}"] for name in ours_within if name in theirs_within]
-        lines += ["", f"## Beside {options.compare}", "", *markdown_table(header, body)]
         if within:
             show("ratios within each", ["ratio", "here", "there"], within)
             lines += ["", *markdown_table(["ratio", "here", "there"], within)]
+    elif compared:
+        print(f"note: no row of {compared} could be measured")
     (folder / "report.md").write_text("\n".join(lines) + "\n")
 
 
 def about_machine(rows: Sequence[Row]) -> str:
     """Where and when the rows were measured."""
-    about = rows[0].settings
+    about = next((row.settings for row in rows if not row.error), rows[0].settings)
     return (f"{machine()}; device {about.get('device', 'not reached')}, {about['threads']} threads, torch {about['torch']}, "
             f"commit {git_commit()}, {datetime.date.today()}.")
 
 
 def scan(options: BenchOptions, folder: Path) -> None:
-    """Tokens/s and memory over the values of one option."""
+    """Tokens/s and memory over the values of one option, up to out of memory."""
     assert options.scan is not None
     name, _, values = options.scan.partition("=")
-    computations = options.computation if "computation" in options.model_fields_set else ("training_step",)
+    given = options.model_fields_set
+    computations = options.computation if "computation" in given else ("training_step",)
+    warmup = options.warmup_steps[0] if "warmup_steps" in given else 1
+    planned = [(value, jobs_of(options, computations, **{name: value})) for value in sorted({int(v) for v in values.split(",")})]
     series: dict[str, list[tuple[int, Row]]] = {}
     rows: list[Row] = []
-    full: dict[str, Row] = {}  # what ran out of memory, which no larger value is tried on
-    planned = [(value, jobs_of(options, computations, **{name: value})) for value in sorted({int(v) for v in values.split(",")})]
+    ended: dict[str, Row] = {}  # no larger value is tried on these
     for value, jobs in planned:  # every value was checked before the first run
         for job in jobs:
             label = f"{job.size} {job.computation}, {precision(is_mixed(job.config))} precision"
-            if label in full:
+            if label in ended:
                 continue
-            row = run(dataclasses.replace(job, warmup_steps=(max(options.warmup_steps),)))[0]
+            row = run(dataclasses.replace(job, warmup_steps=(warmup,)))[0]
             rows.append(row)
             write_results(rows, folder)
             if row.error:
-                full[label] = row
+                ended[label] = row
                 print(f"{label}: stopped at {name} {value}: {row.error}", flush=True)
             else:
                 series.setdefault(label, []).append((value, row))
@@ -744,59 +764,69 @@ def scan(options: BenchOptions, folder: Path) -> None:
              f"{row.utilization:.0%}"] for label, points in series.items() for value, row in points]
     show(f"over {name}", header, body)
     plot_scan(name, series, folder / "scan.png")
-    ends = [f"{label}: {row.error} at {row.settings[name]}." for label, row in full.items()]
-    (folder / "scan.md").write_text("\n".join([f"# Over {name}", "", about_machine([row for row in rows if not row.error]), "",
-                                               *markdown_table(header, body), "", *ends, "![over the values](scan.png)"]) + "\n")
+    ends = [f"{label}: {row.error} at {row.settings[name]}." for label, row in ended.items()]
+    (folder / "scan.md").write_text("\n".join([f"# Over {name}", "", about_machine(rows), "", *markdown_table(header, body), "",
+                                               *ends, "![over the values](scan.png)"]) + "\n")
 
 
 def inspect(options: BenchOptions, folder: Path) -> None:
-    """Breakdown, trace and memory snapshot of each model."""
+    """Breakdown, trace and memory snapshot of each model, each in a fresh process."""
     lines = ["# Where a training step's time goes", ""]
     for size, config in job_configs(options):
-        label = f"{size}_{precision(is_mixed(config))}"
         title = f"{size}, {precision(is_mixed(config))} precision, {config.batch_size} x {config.seq_len} tokens"
-        work = Workload(config)
-        for note in work.notes:
-            print(f"note: {note}")
-        about = settings(Job(size, config, "training_step", (0,), 1)) | {"device": device_name(work.device)}
-        if options.memory:
-            snapshot(work, folder / f"memory_{label}.pickle")
-        if options.breakdown:
-            if config.compile:
-                print("note: the breakdown is of the uncompiled model: compiled, its parts are fused")
-            next_batch, source = batches_of(config, work) if options.config else (work.random_batch, "random tokens")
-            parts = break_down(work, next_batch, options.steps)
-            header = ["part", "ms", "share", "TFLOP/s"]
-            body = [[f"  of which {p.part.removesuffix(', backward')}" if p.part.endswith(", backward") else p.part, f"{p.ms:.1f}",
-                     f"{p.share:.1%}", "" if math.isnan(p.tflops) else f"{p.tflops:.2f}"] for p in parts]
-            show(f"{title}; data: {source}", header, body)
-            lines += [f"## {title}", "", f"Data: {source}. Medians of {options.steps} steps.", "",
-                      *markdown_table(header, body), ""]
-            (folder / f"breakdown_{label}.json").write_text(json.dumps(
-                [dataclasses.asdict(p) | {"tflops": None if math.isnan(p.tflops) else p.tflops} for p in parts], indent=1) + "\n")
-        if options.trace:
-            operators = trace(work, folder / f"trace_{label}.json.gz")
-            header = ["operator", "calls", "ms", "share"]
-            body = [[name[:60], f"{calls:,}", f"{ms:.1f}", f"{share:.1%}"] for name, calls, ms, share in operators]
-            show(f"{title}: top operators", header, body)
-            lines += [f"## {title}: top operators", "", *markdown_table(header, body), ""]
-    lines.insert(2, about_machine([Row(size, "training_step", 0, False, settings=about)]) + "\n")
-    if options.breakdown or options.trace:
+        found, error = in_fresh_process(inspect_model, options, size, config, title, folder)
+        if error:
+            print(f"{title}: {error}")
+        lines += found or [f"## {title}", "", error, ""]
         (folder / "parts.md").write_text("\n".join(lines))
 
 
+def inspect_model(options: BenchOptions, size: str, config: Config, title: str, folder: Path) -> list[str]:
+    """What `inspect` prints and writes of one model; returns its part of the report."""
+    label = f"{size}_{precision(is_mixed(config))}"
+    work = Workload(config)
+    for note in work.notes:
+        print(f"note: {note}")
+    about = settings(Job(size, config, "training_step", (0,), 1)) | {"device": device_name(work.device)}
+    lines = [f"## {title}", "", about_machine([Row(size, "training_step", 0, is_mixed(config), settings=about)]), ""]
+    if options.memory:
+        snapshot(work, folder / f"memory_{label}.pickle")
+    if options.breakdown:
+        if config.compile:
+            print("note: the breakdown is of the uncompiled model: compiled, its parts are fused")
+        next_batch, source = batches_of(config, work) if options.config else (work.random_batch, "random tokens")
+        parts = break_down(work, next_batch, options.steps)
+        header = ["part", "ms", "share", "TFLOP/s"]
+        body = [[f"  of which {p.part.removesuffix(', backward')}" if p.part.endswith(", backward") else p.part, f"{p.ms:.1f}",
+                 f"{p.share:.1%}", "" if math.isnan(p.tflops) else f"{p.tflops:.2f}"] for p in parts]
+        show(f"{title}; data: {source}", header, body)
+        lines += [f"Medians of {options.steps} steps of the uncompiled model. Data: {source}, read while the step waits; training "
+                  "reads it ahead.", "", *markdown_table(header, body), ""]
+    if options.trace:
+        if work.device.type == "mps":
+            print("note: the trace has the CPU's side only: PyTorch's profiler does not see the Apple GPU")
+        operators = trace(work, folder / f"trace_{label}.json.gz")
+        header = ["operator", "calls", "ms", "share"]
+        body = [[name[:60], f"{calls:,}", f"{ms:.1f}", f"{share:.1%}"] for name, calls, ms, share in operators]
+        show(f"{title}: top operators", header, body)
+        lines += [*markdown_table(header, body), ""]
+    return lines
+
+
 def main(options: BenchOptions) -> None:
-    """Do what the options ask for. Raises UserError, for a mistake before anything is run."""
+    """Do what the options ask for. Raises UserError, for a mistake before anything is run, and OSError."""
     jobs = jobs_of(options, options.computation)
-    device = choose_device(options.device)
+    device = choose_device(jobs[0].config.device)
     if options.memory and device.type != "cuda":
         raise UserError(f"--memory: needs CUDA, the device is {device.type}; leave it out")
-    if options.compare:
-        theirs = read_results(Path(options.compare))
-        if not any((job.size, job.computation, warmup, is_mixed(job.config)) in theirs
-                   for job in jobs for warmup in job.warmup_steps):
-            raise UserError(f"{options.compare}: has none of the rows to be measured; it has those of {rows_in_words(theirs)}")
-    folder = Path(options.log_dir) / "bench" / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    theirs, their_settings = read_results(Path(options.compare)) if options.compare else ({}, {})
+    wanted = {(job.size, job.computation, warmup, is_mixed(job.config)) for job in jobs for warmup in job.warmup_steps}
+    if options.compare and not wanted & theirs.keys():
+        have = ", ".join(sorted({f"{size} {computation}" for size, computation, *_ in theirs})) or "no finished run"
+        raise UserError(f"{options.compare}: has none of the rows to be measured; it has {have}")
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    place = Path(options.log_dir) / "bench"
+    folder = next(path for n in itertools.count() if not (path := place / (f"{now}.{n}" if n else now)).exists())
     folder.mkdir(parents=True)
     inspected = options.breakdown or options.trace or options.memory
     if inspected:
@@ -804,7 +834,7 @@ def main(options: BenchOptions) -> None:
     if options.scan:
         scan(options, folder)
     if not (inspected or options.scan):
-        time_grid(options, folder)
+        time_grid(jobs, folder, options.compare, theirs, their_settings)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
@@ -813,5 +843,7 @@ if __name__ == "__main__":
         main(OPTIONS)
     except UserError as error:
         exit_with(error)
+    except OSError as error:
+        exit_with(UserError(f"{error.filename or OPTIONS.log_dir}: {error.strerror or error}"), status=1)
     except KeyboardInterrupt:
         exit_with(UserError("interrupted; what was measured is kept"), status=130)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -47,6 +47,7 @@ class RandomState(BaseModel):
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[str, tuple[int, ...], int, int, float]
     torch_cpu: str  # base64
+    device: str  # cpu, cuda or mps
     torch_device: str | None  # base64; of the CUDA device or of MPS
 
     @classmethod
@@ -57,7 +58,7 @@ class RandomState(BaseModel):
         return cls.model_validate({
             "python": random.getstate(), "numpy": (name, np.asarray(keys).tolist(), *rest),
             "torch_cpu": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-            "torch_device": gpu and base64.b64encode(gpu.get_rng_state().numpy().tobytes()).decode()})
+            "device": device.type, "torch_device": gpu and base64.b64encode(gpu.get_rng_state().numpy().tobytes()).decode()})
 
     def put(self, device: torch.device) -> None:
         """Set those of this process. Raises ValueError, TypeError or RuntimeError if they are no such states."""
@@ -66,7 +67,7 @@ class RandomState(BaseModel):
         np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
         torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(self.torch_cpu)), dtype=torch.uint8))
         gpu = _generator_of(device)
-        if gpu and self.torch_device:  # else it was saved on another kind of device
+        if gpu and self.torch_device and self.device == device.type:  # else it was saved on another kind of device
             gpu.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(self.torch_device)), dtype=torch.uint8))
 
 
@@ -77,14 +78,14 @@ def _generator_of(device: torch.device) -> Any:
 class RunState(BaseModel):
     """checkpoint.json: all that a run needs beside the tensors to go on as if it had never stopped."""
 
-    step: int
+    step: int = Field(ge=0)
     tokens: int  # trained on so far
-    tokens_per_step: int
+    tokens_per_step: int = Field(ge=1)
     best_val_loss: float | None
     skipped_steps: int  # those left out for a loss or norm that was not finite
     corpus: str  # the training tokens' fingerprint
     config: dict[str, Any]
-    scaler: dict[str, Any]  # the loss scaler's state; empty without fp16
+    scaler: dict[str, int | float]  # the loss scaler's state; empty without fp16
     random: list[RandomState]  # of each process
 
 
@@ -111,9 +112,9 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
         with ThreadPoolExecutor() as pool:  # one file's copying overlaps with the other's hashing and the disk
             files = {MODEL: weights, OPTIMIZER: optimizer_tensors(model, optimizers)}
             sums = dict(zip(files, pool.map(lambda file: _write_tensors(unfinished / file, files[file]), files), strict=True))
-        (unfinished / STATE).write_text(state.model_dump_json() + "\n")
+        (unfinished / STATE).write_text(state.model_dump_json() + "\n", encoding="utf-8", newline="\n")
         sums[STATE] = _sha256(unfinished / STATE)
-        (unfinished / SUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in sums.items()))
+        (unfinished / SUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in sums.items()), newline="\n")
         for path in (unfinished / STATE, unfinished / SUMS, unfinished):
             _flush_to_disk(path)
         _put_in_place(unfinished, folder)
@@ -121,7 +122,8 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
         shutil.rmtree(unfinished, ignore_errors=True)  # what it took of a full disk
         raise CheckpointError(f"{folder}: cannot be written: {error}") from None
     if keep_last is not None:
-        _delete(_checkpoints(run)[:-keep_last])
+        # later ones are damaged, or this save would not be: they do not push it out
+        _delete([path for path in all_checkpoints(run) if step_of(path) <= state.step][:-keep_last])
     return folder
 
 
@@ -153,7 +155,7 @@ def keep_best(run: Path, folder: Path) -> Path:
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(f"{best}: cannot be written: {error}") from None
-    _delete(_checkpoints(run, "best")[:-1])
+    _delete(path for path in all_checkpoints(run, "best") if path != best)
     return best
 
 
@@ -201,6 +203,8 @@ def optimizer_tensors(model: GPT, optimizers: list[torch.optim.Optimizer]) -> di
 def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
     """Restore the optimizers' state from a checkpoint. Raises CheckpointError if it does not fit."""
     tensors = _read_safetensors(folder / OPTIMIZER)
+    if not tensors:  # saved before the first update, as every step so far was left out
+        return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
         ours = optimizer.state_dict()
@@ -209,7 +213,8 @@ def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optim
             prefix = f"{names[id(parameter)]}/"
             state = {key.removeprefix(prefix): tensors.pop(key).clone() for key in list(tensors) if key.startswith(prefix)}
             expected = {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, torch.optim.AdamW) else {"momentum_buffer"}
-            if set(state) != expected or any(t.dim() and t.shape != parameter.shape for t in state.values()):
+            if set(state) != expected or any(
+                    t.shape != (torch.Size() if key == "step" else parameter.shape) for key, t in state.items()):
                 raise CheckpointError(f"{folder}: the optimizer's state does not fit {names[id(parameter)]}; it was saved with "
                                       f"another optimizer or model")
             ours["state"][index] = state
@@ -254,29 +259,32 @@ def _verify(folder: Path, files: Iterable[str] | None = None) -> dict[str, str]:
     return sums
 
 
-def _checkpoints(run: Path, name: str = "step") -> list[Path]:
-    """The run's checkpoints, by step."""
-    paths = [path for path in (run / "checkpoints").glob(f"{name}_*") if path.name.removeprefix(f"{name}_").isdigit()]
-    return sorted(paths, key=lambda path: int(path.name.removeprefix(f"{name}_")))
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint, by its folder's name."""
+    return int(folder.name.rpartition("_")[2])
+
+
+def all_checkpoints(run: Path, name: str = "step") -> list[Path]:
+    """The run's checkpoints `<name>_<step>`, by step."""
+    return sorted((path for path in (run / "checkpoints").glob(f"{name}_*") if path.name.removeprefix(f"{name}_").isdecimal()),
+                  key=step_of)
 
 
 def newest_checkpoint(run: Path) -> Path:
     """The run's checkpoint of the latest step. Raises CheckpointError if it has none."""
-    if not (paths := _checkpoints(run)):
+    if not (paths := all_checkpoints(run)):
         raise CheckpointError(f"{run}: has no checkpoint (one is saved at the end of a run, or by --checkpoint_every N)")
     return paths[-1]
 
 
-def newest_whole_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
-    """The run's latest checkpoint that is whole, if there is one, and a line for each damaged one that was skipped."""
-    skipped = []
-    for folder in reversed(_checkpoints(run)):
+def newest_whole_checkpoint(run: Path) -> tuple[tuple[Path, RunState] | None, list[str]]:
+    """The run's latest checkpoint that is whole, and its state, if there is one; and a line for each damaged one skipped."""
+    skipped: list[str] = []
+    for folder in sorted([*all_checkpoints(run, "best"), *all_checkpoints(run)], key=step_of, reverse=True):
         try:
-            read_state(folder)
+            return (folder, read_state(folder)), skipped
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
-        else:
-            return folder, skipped
     return None, skipped
 
 
@@ -322,6 +330,7 @@ def _check_size(options: dict[str, Any], weights: dict[str, Tensor], folder: Pat
     none = torch.empty(0, 0)
     wte, wpe = (weights.get(f"transformer.{name}.weight", none) for name in ("wte", "wpe"))
     layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
+    wte, wpe = (tensor if tensor.dim() == 2 else none for tensor in (wte, wpe))
     theirs = {"n_layer": len(layers), "vocab_size": wte.shape[0], "n_embd": wte.shape[-1], "block_size": wpe.shape[0]}
     for name, value in theirs.items():
         if options[name] != value:

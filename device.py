@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention import SDPBackend
 
-from config import SpeedConfig, UserError
+from config import Config, SpeedConfig, UserError
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -96,6 +96,17 @@ def attention_kernel(speed: SpeedConfig, device: torch.device, shape: tuple[int,
         return SDPBackend(torch._fused_sdp_choice(q, q, q, dropout_p=dropout, is_causal=True)).name.lower()
     except (AttributeError, NotImplementedError, RuntimeError):  # not a public function; not on every device
         return None
+
+
+def flash_note(config: Config, device: torch.device) -> list[str]:
+    """Which attention kernel `flash` gets here, for the user; nothing without it."""
+    if not config.flash:
+        return []
+    shape = (config.batch_size, config.n_head, config.seq_len, config.n_embd // config.n_head)
+    kernel = attention_kernel(config, device, shape, config.dropout)
+    if kernel == "math":
+        return ["flash has no effect: PyTorch has no fused attention for this device, precision and dropout"]
+    return [f"flash runs PyTorch's {kernel} kernel"] if kernel else []
 
 
 def synchronize(device: torch.device) -> None:

@@ -7,10 +7,7 @@
 """
 
 import csv
-import datetime
 import json
-import os
-import platform
 import re
 import signal
 import statistics
@@ -36,6 +33,7 @@ from config import (
     parse,
     parse_command_line,
 )
+from machine import machine
 
 ROOT = Path(__file__).resolve().parent
 REFERENCE = ROOT / "logs" / "reference"
@@ -85,7 +83,8 @@ class Stage:
         """summary.json of the finished run with these very settings; None where there is none."""
         try:
             summary = json.loads((self.folder / "summary.json").read_text())
-            same = load_config(str(self.folder / "config.yaml")).to_yaml() == self.config.to_yaml()
+            same = _options(load_config(str(self.folder / "config.yaml"))) == _options(self.config)
+            read_log(self.folder / "log.csv")
         except (OSError, ValueError, UserError):
             return None
         return summary if same and not summary.get("interrupted") else None
@@ -110,7 +109,7 @@ def plan(names: Sequence[str], log_dir: str, extra: list[str]) -> tuple[str, lis
             if published:
                 twin = _stage(f"as_logged_{name}", str(as_logged), ladder, log_dir, extra)
                 # a stage before it may be the same run: nothing is run twice
-                twin = next((stage for stage in stages if _same_run(stage.config, twin.config)), twin)
+                twin = next((stage for stage in stages if _options(stage.config) == _options(twin.config)), twin)
                 stages.append(replace(twin, published=published, twin_of=name))
     return ladder, stages
 
@@ -120,7 +119,8 @@ def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) 
         find_config(config)
     except ConfigError as error:
         raise UserError(f"{error}; the published series are {', '.join(SERIES)}") from None
-    given = ["--config", config, *extra, "--log_dir", str(Path(log_dir) / ladder), "--run_name", name]
+    # a ladder is climbed for its figures: no stage leaves its weights
+    given = ["--config", config, "--keep_last", "0", *extra, "--log_dir", str(Path(log_dir) / ladder), "--run_name", name]
     resolved = parse(Config, given, config_file=True)
     stage = Stage(name, resolved, given)
     prefix = {"speedup": "rtx3080_", "a100": "a100_", "mps": "" if name == "cuda_bf16" else "mps_"}.get(ladder)
@@ -130,9 +130,9 @@ def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) 
     return stage
 
 
-def _same_run(a: Config, b: Config) -> bool:
-    """Whether two configs differ in the run's name only."""
-    return a.model_dump(exclude={"run_name"}) == b.model_dump(exclude={"run_name"})
+def _options(config: Config) -> dict[str, Any]:
+    """What makes a run another run: not what it is called or what it saves."""
+    return config.model_dump(exclude={"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every", "keep_last"})
 
 
 def _same_training(a: Config, b: Config) -> bool:
@@ -200,12 +200,12 @@ class Row:
     stage: str
     ms_per_step: float
     tokens_per_sec: float
-    over_previous: float
-    over_first: float
+    over_previous: float | None  # None where the stage before did not finish
+    over_first: float | None
     first_step_s: float
     peak_memory_mb: float
     utilization: float
-    final_loss: float
+    final_loss: float | None  # None where the last step was left out
     steps: int
     published_tokens_per_sec: float | None
     loss_difference: float | None  # from the published curve
@@ -223,7 +223,7 @@ def read_log(path: Path) -> dict[int, dict[str, float | None]]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except KeyError as error:
         raise UserError(f"{path}: has no column {error.args[0]}; a log has step,loss,lr,norm,dt_ms,tokens_per_sec") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a log: {error}") from None
 
 
@@ -238,9 +238,11 @@ def loss_difference(ours: dict[int, dict], published: dict[int, dict]) -> tuple[
 def compare(stages: list[Stage]) -> list[Row]:
     """A row for each finished stage that is not another's twin."""
     rows: list[Row] = []
-    for stage in stages:
+    rates: dict[str, float] = {}
+    own = [stage for stage in stages if not stage.twin_of]
+    for i, stage in enumerate(own):
         summary = stage.summary()
-        if summary is None or stage.twin_of:
+        if summary is None:
             continue
         run = next((s for s in stages if s.twin_of == stage.name and s.summary()), stage)  # what ran as logged
         difference, compared, published_rate = None, "", None
@@ -249,28 +251,19 @@ def compare(stages: list[Stage]) -> list[Row]:
             if found := loss_difference(read_log(run.folder / "log.csv"), published):
                 difference, last = found
                 compared = f"{run.name}, steps {FIRST_COMPARED} to {last}"
-            rates = [row["tokens_per_sec"] for step, row in published.items() if step > 5 and row["tokens_per_sec"] is not None]
-            if rates and not UNSYNCHRONIZED.match(run.published):
-                published_rate = statistics.median(rates)
-        rate = summary["median_tokens_per_sec"]
+            theirs = [t for step, row in published.items() if step > 5 and (t := row["tokens_per_sec"]) is not None]
+            if theirs and not UNSYNCHRONIZED.match(run.published):
+                published_rate = statistics.median(theirs)
+        rates[stage.name] = rate = summary["median_tokens_per_sec"]
+        before, first = (rates.get(other.name) for other in (own[max(0, i - 1)], own[0]))
         rows.append(Row(
-            stage.name, summary["median_dt_ms"], rate, rate / rows[-1].tokens_per_sec if rows else 1.0,
-            rate / rows[0].tokens_per_sec if rows else 1.0, summary["first_step_s"], summary["peak_memory_mb"],
-            summary["utilization"], summary["final_loss"], summary["steps"], published_rate, difference, compared))
+            stage.name, summary["median_dt_ms"], rate, before and rate / before, first and rate / first,
+            summary["first_step_s"], summary["peak_memory_mb"], summary["utilization"], summary["final_loss"], summary["steps"],
+            published_rate, difference, compared))
     return rows
 
 
 # ---- reporting
-
-
-def machine() -> str:
-    """The machine in words: processor, cores, memory, system."""
-    processor = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        processor = names[0] if names else processor
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 if hasattr(os, "sysconf") else 0
-    return f"{processor}, {os.cpu_count()} cores" + (f", {memory:.0f} GiB" if memory else "") + f", {platform.system()}"
 
 
 HEADER = ["stage", "ms/step", "tokens/s", "x before", "x first", "MB", "loss", "loss diff.", "first step, s", "of matmul",
@@ -280,30 +273,24 @@ SHOWN = 8  # columns in the terminal; the report has all
 
 def cells(row: Row) -> list[str]:
     """A row as text, in the order of HEADER."""
+    factors = ["" if factor is None else f"{factor:.2f}" for factor in (row.over_previous, row.over_first)]
+    loss = "" if row.final_loss is None else f"{row.final_loss:.3f}"
     difference = "" if row.loss_difference is None else f"{row.loss_difference:.3f}"
     published = "" if row.published_tokens_per_sec is None else f"{row.published_tokens_per_sec:,.0f}"
-    return [row.stage, f"{row.ms_per_step:,.0f}", f"{row.tokens_per_sec:,.0f}", f"{row.over_previous:.2f}", f"{row.over_first:.2f}",
-            f"{row.peak_memory_mb:,.0f}", f"{row.final_loss:.3f}", difference, f"{row.first_step_s:.1f}", f"{row.utilization:.0%}",
+    return [row.stage, f"{row.ms_per_step:,.0f}", f"{row.tokens_per_sec:,.0f}", *factors,
+            f"{row.peak_memory_mb:,.0f}", loss, difference, f"{row.first_step_s:.1f}", f"{row.utilization:.0%}",
             published]
 
 
 def report(ladder: str, stages: list[Stage], folder: Path) -> None:
     """Write report.md, results.csv, speed.png and loss.png of what is finished, and print the table."""
-    from rich.console import Console
-    from rich.table import Table
-
     rows = compare(stages)
+    failed = [f"{stage.name}: {stage.error}" for stage in stages if stage.error]
     if not rows:
-        raise UserError(f"{folder}: no finished stage to report")
-    table = Table(title=f"{ladder}: what each stage is worth here")
-    for i, name in enumerate(HEADER[:SHOWN]):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row)[:SHOWN])
-    Console().print(table)
-    failed = [stage for stage in stages if stage.error]
-    for stage in failed:
-        print(f"failed: {stage.name}: {stage.error}")
+        raise UserError("\n".join([f"{folder}: no finished stage to report", *(f"failed: {line}" for line in failed)]))
+    show(f"{ladder}: what each stage is worth here", HEADER[:SHOWN], [cells(row)[:SHOWN] for row in rows])
+    for line in failed:
+        print(f"failed: {line}")
 
     with open(folder / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(Row.__dataclass_fields__), lineterminator="\n")
@@ -315,16 +302,17 @@ def report(ladder: str, stages: list[Stage], folder: Path) -> None:
     print(f"{folder}/ has report.md, results.csv, speed.png" + (" and loss.png" if plotted else ""))
 
 
-def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[Stage], plotted: bool) -> str:
+def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str], plotted: bool) -> str:
     """The report as text."""
-    summary = next(s for stage in stages if (s := stage.summary()))
+    summaries = {stage.name: summary for stage in stages if (summary := stage.summary())}
+    measured = list(dict.fromkeys(
+        f"{s.get('machine', machine())}; device {s['device']}, torch {s['torch']}, commit {s['git']}, {s['started'][:10]}."
+        for s in summaries.values()))
+    missing = [stage.name for stage in stages if stage.name not in summaries and not stage.error]
     twins = [stage for stage in stages if stage.twin_of]
     lines = [
-        f"# The {ladder} ladder" if ladder in SERIES else "# A ladder", "",
-        f"{machine()}; device {summary['device']}, torch {summary['torch']}, commit {summary['git']}, "
-        f"{datetime.date.fromisoformat(summary['started'][:10])}.", "",
-        "| " + " | ".join(HEADER) + " |", "|---" + "|---:" * (len(HEADER) - 1) + "|",
-        *("| " + " | ".join(cells(row)) + " |" for row in rows), "",
+        f"# The {ladder} ladder" if ladder in SERIES else "# A ladder", "", *measured, "",
+        *markdown_table(HEADER, [cells(row) for row in rows]), "",
         "tokens/s and ms/step: medians without the first steps, which compile and warm up (`first step` is apart). x before, "
         "x first: tokens/s over that of the stage before, and of the first. MB: peak memory, of the GPU's tensors on CUDA, else of "
         "the process. loss: of the last step, nats per token. loss diff.: mean absolute difference from the published curve over "
@@ -335,17 +323,42 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[Sta
     if twins:
         lines += [f"The published runs of {', '.join(str(t.twin_of) for t in twins)} did not do what their notes say (their "
                   "weights were not tied). Their curves are compared with runs that do as logged (`configs/as_logged/`).", ""]
-    lines += [f"Failed: {stage.name}: {stage.error}" for stage in failed]
+    lines += [f"Failed: {line}\n" for line in failed]
+    lines += [f"Not run: {', '.join(missing)}.", ""] if missing else []
     lines += ["![tokens/s of each stage](speed.png)", ""]
     lines += ["![loss curves, measured over published](loss.png)", ""] if plotted else []
-    lines += ["Settings: " + "; ".join(f"`{stage.name}`: {stage.config.max_steps} steps of {stage.config.batch_size} x "
-                                       f"{stage.config.seq_len} tokens" for stage in stages if stage.summary()) + "."]
-    return "\n".join(lines) + "\n"
+    ran = {stage.name: f"`{stage.name}`: {summaries[stage.name]['steps']} steps of {stage.config.batch_size} x "
+           f"{stage.config.seq_len} tokens" for stage in stages if stage.name in summaries}
+    return "\n".join([*lines, "Settings: " + "; ".join(ran.values()) + "."]) + "\n"
+
+
+def show(title: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> None:
+    """Print a table; columns of figures are set to the right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name, values in zip(header, zip(*body, strict=True), strict=True):
+        is_figure = all(value[:1].isdigit() or not value for value in values)
+        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure)
+    for line in body:
+        table.add_row(*line)
+    Console().print(table)
+
+
+def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines of markdown; columns of figures are set to the right."""
+    is_figure = [all(value[:1].isdigit() or not value for value in values) for values in zip(*body, strict=True)]
+    return ["| " + " | ".join(header) + " |", "|" + "".join("---:|" if figure else "---|" for figure in is_figure),
+            *("| " + " | ".join(line) + " |" for line in body)]
 
 
 # ---- pictures: the colours are of Okabe and Ito (2008), told apart by the colour-blind too
 
-BLUE, ORANGE = "#0072B2", "#E69F00"
+COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
+MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # told apart in print too
+BLUE, ORANGE = COLOURS[:2]
 
 
 def pyplot() -> Any:
@@ -364,7 +377,8 @@ def plot_speed(rows: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.36 * len(rows)), layout="constrained")
     rates = [row.tokens_per_sec for row in rows]
     bars = axes.barh([row.stage for row in rows], rates, color=BLUE)
-    axes.bar_label(bars, [f"{row.tokens_per_sec:,.0f}  ({row.over_first:.2f}x)" for row in rows], padding=4, fontsize=9)
+    factors = [f"  ({row.over_first:.2f}x)" if row.over_first else "" for row in rows]
+    axes.bar_label(bars, [f"{rate:,.0f}{factor}" for rate, factor in zip(rates, factors, strict=True)], padding=4, fontsize=9)
     axes.set_xlim(0, max(rates) * 1.25)
     axes.invert_yaxis()
     axes.set_xlabel(f"tokens/s, and the factor over {rows[0].stage}")
@@ -411,6 +425,7 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
     plt = pyplot()
     logs = {folder: read_log(Path(folder) / "log.csv") for folder in folders}
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    axes.set_prop_cycle(color=COLOURS)
     for folder, log in logs.items():
         axes.plot(*curve(log), linewidth=1.4, label=folder)
     axes.set(xlabel="step", ylabel="loss, nats per token")
@@ -427,6 +442,8 @@ def main(argv: Sequence[str]) -> None:
     if not options.stages:
         raise UserError(f"name a series ({', '.join(SERIES)}) or config files; python ladder.py --help says more")
     if options.plot:
+        if options.rerun or options.report_only or "log_dir" in options.model_fields_set or at < len(argv):
+            raise UserError("--plot takes folders of runs and nothing else; it writes comparison.png here")
         plot_runs(options.stages, Path("comparison.png"))
         return
     ladder, stages = plan(options.stages, options.log_dir, list(argv[at + 1:]))
@@ -449,3 +466,5 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except UserError as error:
         exit_with(error)
+    except OSError as error:
+        exit_with(UserError(f"{error.filename or 'the report'}: {error.strerror or error}"), status=1)

@@ -41,9 +41,14 @@ def start_process(config: Config) -> Process:
             raise UserError("--device mps: several processes cannot share it; use --device cpu or start one process")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        on_gpu = device.type == "cuda"
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=config.timeout),
-                                device_id=device if on_gpu else None)
+        on_gpu, timeout = device.type == "cuda", datetime.timedelta(seconds=config.timeout)
+        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        # torchrun may keep one store through its restarts: without a name of their own, processes would find the addresses of
+        # dead ones in it. With several machines each counts by itself, so there the name cannot depend on it.
+        one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank,
+                                world_size=world_size, timeout=timeout, device_id=device if on_gpu else None)
     return Process(device, rank, world_size)
 
 

@@ -3,7 +3,9 @@
 import csv
 import datetime
 import itertools
+import math
 import os
+import shutil
 import statistics
 import subprocess
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 
 from config import Config, UserError
 from device import device_name, matmul_tflops, peak_memory_mb, product_dtype
+from machine import machine
 from model import GPT
 
 LOG_COLUMNS = ("step", "loss", "lr", "norm", "dt_ms", "tokens_per_sec")
@@ -38,11 +41,25 @@ def start_run_folder(run: Path, config: Config) -> tuple[list[str], filelock.Bas
         if Path(config.init_from).is_relative_to(run):
             config = config.model_copy(update={"init_from": str(aside / Path(config.init_from).relative_to(run))})
     run.mkdir(parents=True)
+    if call := torchrun_call():
+        (run / ".torchrun").write_text(call)
     held = filelock.FileLock(lock)
     held.acquire()
     write_whole(run / "config.yaml", config.to_yaml())
     append_row(run / "log.csv", LOG_COLUMNS)
     return notes, held
+
+
+def torchrun_call() -> str | None:
+    """What tells one call of torchrun from another; the same after it has started its processes again. None without it."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{name} {os.getppid()}" if name else None
+
+
+def read_torchrun_call(run: Path) -> str | None:
+    """The call of torchrun that began the run; None without one."""
+    path = run / ".torchrun"
+    return path.read_text() if path.exists() else None
 
 
 def continue_run_folder(run: Path, config: Config, step: int) -> filelock.BaseFileLock:
@@ -59,12 +76,17 @@ def continue_run_folder(run: Path, config: Config, step: int) -> filelock.BaseFi
     for name, columns in (("log.csv", LOG_COLUMNS), ("eval.csv", EVAL_COLUMNS)):
         path = run / name
         kept = [row for row in read_rows(path) if int(row[0]) <= step]
-        if name == "log.csv":  # an interruption logs its last step in any case
-            kept = [row for row in kept if int(row[0]) % config.log_every == 0 or row[0] == "1"]
+        only_as_last = step > 1 and step % config.log_every and kept and int(kept[-1][0]) == step
+        if name == "log.csv" and only_as_last and all(math.isfinite(float(value)) for value in kept[-1][1:4]):
+            kept.pop()  # logged because the run ended there; a step that was left out is logged in any case
         if name == "log.csv" or path.exists():
             write_whole(path, "".join(",".join(row) + "\n" for row in [columns, *kept]))
     write_whole(run / "config.yaml", config.to_yaml())
     (run / "summary.json").unlink(missing_ok=True)
+    if call := torchrun_call():
+        (run / ".torchrun").write_text(call)
+    for leftover in (run / "checkpoints").glob("*.tmp"):  # of a save that a kill interrupted
+        shutil.rmtree(leftover, ignore_errors=True)
     return held
 
 
@@ -72,9 +94,17 @@ def read_rows(path: Path) -> list[list[str]]:
     """The rows of a log that are whole, without its header; none where it does not exist."""
     if not path.exists():
         return []
-    with open(path, newline="", errors="replace") as file:
-        header, *rows = [*csv.reader(file.read().replace("\0", "").splitlines())] or [[]]
-    return [row for row in rows if len(row) == len(header) and row[0].isdigit()]
+    text = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]  # a kill may have torn the last line
+    header, *rows = [line.split(",") for line in text.split("\n")]
+    return [row for row in rows if len(row) == len(header) and row[0].isdecimal() and all(map(_is_number, row))]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -123,7 +153,8 @@ def summarize(config: Config, model: GPT, device: torch.device, world_size: int,
         "median_dt_ms": median * 1e3, "median_tokens_per_sec": tokens_per_step / median, "median_leaves_out": left_out,
         "first_step_s": step_seconds[0], "peak_memory_mb": peak, "flops_per_token": flops, "matmul_tflops": rate,
         "utilization": flops * tokens_per_step / median / (rate * 1e12 * world_size),
-        "device": device_name(device), "world_size": world_size, "torch": torch.__version__, "git": git_commit(),
+        "machine": machine(), "device": device_name(device), "world_size": world_size, "torch": torch.__version__,
+        "git": git_commit(),
     }
 
 

@@ -31,10 +31,10 @@ from data.token_file import TokenFileError
 from data.tokenizer import TokenizerError, get_encoding
 from dataloader import DataLoader, TokenStream, is_validation, open_corpus, prefetch
 from device import (
-    attention_kernel,
     autocast_for,
     check_compiler,
     device_name,
+    flash_note,
     is_out_of_memory,
     make_repeatable,
     set_precision,
@@ -151,12 +151,12 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
     device, say = process.device, process.say
     started = datetime.datetime.now(datetime.UTC)
     resume_notes: list[str] = []
-    if resumed := find_checkpoint(config, say):
+    if resumed := find_checkpoint(config, process):
         config, resume_notes = resumed_config(config, *resumed, process.world_size)
     checkpoint, state = resumed or (None, None)
     done = state.step if state else 0  # steps taken before this call
     run = Path(config.log_dir) / str(config.run_name)
-    if done >= config.max_steps:
+    if done >= config.max_steps and gather((run / "summary.json").exists(), process)[0]:
         say(f"nothing to do: {checkpoint} is step {done} of {config.max_steps}; raise max_steps to go on")
         return {"steps": done}
     notes = resume_notes + config.notes() + set_precision(config, device)
@@ -203,8 +203,7 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
     if process.rank == 0:  # the lock is held until the process or this function ends
         more_notes, lock = start_run_folder(run, config) if not checkpoint else ([], continue_run_folder(run, config, done))
         notes += more_notes
-    if config.flash:
-        notes += flash_note(config, device)
+    notes += flash_note(config, device)
     for note in notes:
         say(f"note: {note}")
     if checkpoint:
@@ -229,8 +228,8 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
             raise TrainingError(f"step {step}: the weights are no longer finite and are not saved; {remedy(run, config)}")
         folder = save_checkpoint(run, raw_model, optimizers, RunState(
             step=step, tokens=step * tokens_per_step, tokens_per_step=tokens_per_step, best_val_loss=best_val_loss,
-            skipped_steps=skipped, corpus=corpus, config=config.model_dump(mode="json"), scaler=scaler.state_dict(),
-            random=states), keep_last=config.keep_last)
+            skipped_steps=skipped, corpus=corpus, scaler=scaler.state_dict(), random=states,
+            config=config.model_dump(mode="json") | {"data_dir": str(Path(config.data_dir).resolve())}), keep_last=config.keep_last)
         say(f"saved {folder}")
         return folder
 
@@ -240,16 +239,18 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
     batches = prefetch(loader, device, range(done + 1, config.max_steps + 1))
     step_seconds: list[float] = []
     skipped = state.skipped_steps if state else 0
-    evaluated = {int(row[0]): float(row[1]) for row in read_rows(run / "eval.csv")} if checkpoint else {}
-    best_val_loss = min((loss for at, loss in evaluated.items() if at), default=state.best_val_loss if state else None)
+    # by rank 0's file: the others may have read it before it was cut
+    rows = gather(read_rows(run / "eval.csv") if checkpoint else [], process)[0]
+    evaluated = {int(step): float(loss) for step, loss, *_ in rows}
+    best_val_loss = min((loss for step, loss in evaluated.items() if step), default=state.best_val_loss if state else None)
     loop_start = first_step_end = clock()
     val_loss = evaluated.get(done)
-    if config.eval_every and done % config.eval_every == 0 and val_loss is None:  # saved before it was evaluated
-        val_loss = evaluate(done)
-        if checkpoint and (best_val_loss is None or val_loss < best_val_loss):
-            best_val_loss = val_loss
-            if process.rank == 0:
-                keep_best(run, checkpoint)
+    if config.eval_every and (done % config.eval_every == 0 or done == config.max_steps) and val_loss is None:
+        val_loss = evaluate(done)  # before the first step; or the run ended between saving this step and evaluating it
+        best_val_loss = min(val_loss, best_val_loss or math.inf) if done else None
+    if checkpoint and val_loss is not None and val_loss == best_val_loss and process.rank == 0:
+        keep_best(run, checkpoint)
+    step, loss, stopping = done, math.nan, False
     with StopRequest() as stop:
         for step in range(done + 1, config.max_steps + 1):
             lr = learning_rate(step, config)
@@ -263,6 +264,7 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
             if not config.skip_nonfinite:  # else the figures have to be read first
                 update_weights(optimizers, scaler)
             loss, norm, stopping = average(*figures, stop.received is not None, process)
+            stopping = stopping and step < config.max_steps  # the last step ends the run anyway
             scaler_skips = config.fp16 and not math.isfinite(norm) and scaler.get_scale() >= 1  # and lowers the scale
             finite = math.isfinite(loss) and (math.isfinite(norm) or scaler_skips)
             if config.skip_nonfinite and finite:
@@ -303,6 +305,9 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
             if step == done + 1:
                 first_step_end = clock()  # compiling is over: the estimate of the time left begins here
     seconds = clock() - loop_start
+    if not step_seconds:  # the run had been ended after its last step: the log has the times
+        rows = gather(read_rows(run / "log.csv"), process)[0]
+        step_seconds, loss = [float(row[4]) / 1e3 for row in rows], float(rows[-1][1])
 
     # the report
     summary = summarize(config, raw_model, device, process.world_size, step_seconds, tokens_per_step)
@@ -338,15 +343,6 @@ def announce(config: Config, process: Process, model: GPT, group_lines: list[str
         f"{model.num_parameters():,} parameters", *group_lines, f"optimizations on: {', '.join(on) or 'none'}"]))
 
 
-def flash_note(config: Config, device: torch.device) -> list[str]:
-    """Which attention kernel `flash` gets here, for the user."""
-    shape = (config.batch_size, config.n_head, config.seq_len, config.n_embd // config.n_head)
-    kernel = attention_kernel(config, device, shape, config.dropout)
-    if kernel == "math":
-        return ["flash has no effect: PyTorch has no fused attention for this device, precision and dropout"]
-    return [f"flash runs PyTorch's {kernel} kernel"] if kernel else []
-
-
 def main(config: Config) -> None:
     """Train; ends the process with a message and a status other than 0 if that fails."""
     reconfigure_output()
@@ -366,7 +362,7 @@ def main(config: Config) -> None:
             exit_with(TrainingError(f"--compile failed: {reason.strip()}; run without --compile"), status=1)
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             exit_with(TrainingError(
-                f"another process died or did not answer within {config.timeout} s ({str(error).splitlines()[0][-100:]}); "
+                f"another process died or did not answer within {config.timeout} s ({str(error).rpartition('] ')[2][:60]}); "
                 f"--resume auto goes on from the last checkpoint"), status=1)
         if not is_out_of_memory(error):
             raise

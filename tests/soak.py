@@ -48,12 +48,13 @@ def life(config: Config) -> None:
     train(config, Process(torch.device("cpu")))
 
 
-def end_of(run: Path) -> tuple[str, list[list[str]]]:
-    """The hash of a run's last weights and optimizer state, and its log without the times."""
+def end_of(run: Path) -> tuple[Any, ...]:
+    """The hash of a run's last weights and optimizer state, its log without the times, its evaluations, and its best."""
     last = max((run / "checkpoints").glob("step_*"))
     digest = hashlib.sha256(b"".join((last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")))
     with open(run / "log.csv", newline="") as file:
-        return digest.hexdigest(), [row[:4] for row in csv.reader(file)]
+        log = [row[:4] for row in csv.reader(file)]
+    return digest.hexdigest(), log, (run / "eval.csv").read_text(), [path.name for path in (run / "checkpoints").glob("best_*")]
 
 
 def main(options: SoakOptions) -> int:
@@ -78,6 +79,7 @@ def main(options: SoakOptions) -> int:
             config = killed.model_copy(update={"run_name": f"killed_{rounds}"})
             run = Path(config.log_dir) / str(config.run_name)
             while True:
+                before = {*run.glob("checkpoints/*.tmp")}
                 process = context.Process(target=life, args=(config,))
                 process.start()
                 lives += 1
@@ -86,7 +88,7 @@ def main(options: SoakOptions) -> int:
                     process.kill()
                     process.join()
                     kills += 1
-                    in_a_write += any(run.glob("checkpoints/*.tmp"))
+                    in_a_write += bool({*run.glob("checkpoints/*.tmp")} - before)
                 elif process.exitcode:
                     print(f"a life ended with status {process.exitcode}")
                     return 1
@@ -95,7 +97,7 @@ def main(options: SoakOptions) -> int:
             if end_of(run) != end_of(Path(straight.log_dir) / "straight"):
                 differ += 1
         print(f"{kills} kills of {lives} processes in {rounds} run(s) of {straight.max_steps} steps, {in_a_write} of them while "
-              f"a checkpoint was being written; {differ} run(s) ended with other weights, optimizer state, losses, rates or norms")
+              f"a checkpoint was being written; {differ} run(s) ended with other weights, optimizer state, losses or evaluations")
         return 1 if differ else 0
 
 

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+import signal
 import statistics
 import time
 
@@ -119,7 +120,10 @@ def test_a_training_config_gives_model_batch_and_precision(tiny_yaml):
     ({"scan": "batch_size=1,0"}, "write batch_size=1,2,4"),
     ({"scan": "batch_size=1", "batch_size": "3"}, "exclude each other"),
     ({"config": "speedup7", "size": "small"}, "exclude each other"),
-    ({"compare": "x.csv", "breakdown": True}, "leave breakdown out"),
+    ({"compare": "x.csv", "breakdown": True}, "compare has no effect with breakdown; leave it out"),
+    ({"steps": "3", "trace": True}, "steps has no effect with trace"),
+    ({"scan": "batch_size=1", "warmup_steps": "0,1"}, "scan takes one number of warm-up steps"),
+    ({"scan": "batch_size=\u00b2"}, "write batch_size=1,2,4"),
     ({"stepz": "1"}, "did you mean --steps?"),
 ])
 def test_mistakes_are_one_line(options, message, capsys):
@@ -171,7 +175,7 @@ def test_the_parts_operations_add_up_to_the_models():
     assert 3 * sum(bench.part_flops(config, tokens=1).values()) == pytest.approx(per_token, rel=2e-3)
 
 
-def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(monkeypatch, tmp_path):
+def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(tmp_path):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
@@ -182,9 +186,11 @@ def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(monkey
             pass
 
     sent = Connection()
-    monkeypatch.setattr(bench, "measure", out_of_memory)
-    bench._send_rows(sent, tiny_job())
-    assert [(row.error, row.warmup_steps) for row in sent[0]] == [("out of memory", 0), ("out of memory", 2)]
+    bench._call(sent, out_of_memory, ())
+    assert sent == [(None, "out of memory")]
+    assert bench.in_fresh_process(signal.raise_signal, signal.SIGKILL)[1] == "out of memory: the system killed the process"
+    assert [(row.error, row.warmup_steps) for row in bench.failed_rows(tiny_job(), "out of memory")] == [
+        ("out of memory", 0), ("out of memory", 2)]
 
     rows = bench.run(tiny_job(batch_size=2**40))  # more than there is: a real process, a real failure
     assert rows[0].error
@@ -195,8 +201,22 @@ def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(monkey
     assert [bool(row["error"]) for row in written] == [True, True, False, False]
     assert written[0]["mean_s"] is None
     assert written[2]["n_embd"] == 32
-    assert bench.read_results(tmp_path / "results.json") == bench.read_results(tmp_path / "results.csv")
-    assert set(bench.read_results(tmp_path / "results.csv")) == {row.key for row in rows[2:]}
+    means, settings = bench.read_results(tmp_path / "results.json")
+    assert means == bench.read_results(tmp_path / "results.csv")[0]
+    assert set(means) == {row.key for row in rows[2:]}
+    assert settings["n_embd"] == 32
+
+
+def test_a_scan_stops_at_out_of_memory_and_keeps_what_fitted(tiny_yaml, tmp_path, monkeypatch, capsys):
+    real = bench.run
+    monkeypatch.setattr(
+        bench, "run", lambda job: bench.failed_rows(job, "out of memory") if job.config.batch_size > 2 else real(job))
+    bench.scan(BenchOptions(config=tiny_yaml, scan="batch_size=8,1,4,2", steps=1), tmp_path)
+    text = (tmp_path / "scan.md").read_text()
+    assert "out of memory at 4." in text
+    assert "batch_size 8" not in capsys.readouterr().out
+    assert [row["batch_size"] for row in json.loads((tmp_path / "results.json").read_text())] == [1, 2, 4]
+    assert (tmp_path / "scan.png").is_file()
 
 
 def test_ratios_are_of_the_rows_that_differ_in_one_thing():
@@ -207,7 +227,9 @@ def test_ratios_are_of_the_rows_that_differ_in_one_thing():
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    ("a,b\n1,2\n", "has no column"), ("[1, 2]", "not a results file"), ("{", "not a results file"), (None, "cannot be read")])
+    ("a,b\n1,2\n", "has no column"),
+    ('[{"size": "s", "computation": "c", "warmup_steps": 0, "mixed_precision": false, "mean_s": 0}]', "that is no duration"),
+    ("[1, 2]", "not a results file"), ("{", "not a results file"), (None, "cannot be read")])
 def test_a_bad_results_file_is_one_clear_error(tmp_path, content, message):
     path = tmp_path / ("r.csv" if content and content[0] == "a" else "r.json")
     if content is not None:
@@ -244,7 +266,7 @@ def test_the_command_line_measures_compares_scans_and_traces(tiny_yaml, tmp_path
     assert "of which attention" in inspected.stdout
     assert "aten::" in inspected.stdout
     folder, = (tmp_path / "parts/bench").iterdir()
-    assert {path.name for path in folder.iterdir()} == {"breakdown_tiny_full.json", "parts.md", "trace_tiny_full.json.gz"}
+    assert {path.name for path in folder.iterdir()} == {"parts.md", "trace_tiny_full.json.gz"}
 
 
 def test_memory_snapshots_need_cuda(tmp_path):

@@ -166,7 +166,8 @@ def read_checkpoint(folder: Path) -> None:
         optimizers, _ = make_optimizers(model, config)
         load_optimizers(folder, model, optimizers)
         for process_state in state.random:
-            with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, RuntimeError):  # restore() makes them an error
+            # what restore() makes an error of
+            with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, OverflowError, RuntimeError):
                 process_state.put(CPU)
     except (CheckpointError, UserError) as error:
         assert "Traceback" not in str(error)
@@ -218,18 +219,18 @@ def test_any_bytes_in_a_checkpoint(name, content, saved, tmp_path):
 
 
 @settings(max_examples=500)
-@given(where=st.lists(st.integers(0, 30), min_size=1, max_size=3), value=yaml_values)
+@given(where=st.lists(st.integers(0, 30), min_size=1, max_size=5), value=yaml_values)
 def test_any_values_in_a_checkpoints_state(where, value, saved, tmp_path):
     folder = tmp_path / "checkpoints" / "step_000001"
     shutil.copytree(saved, folder, dirs_exist_ok=True)
     state = json.loads((folder / "checkpoint.json").read_text())
     target = state
-    for i in where:  # wander down and plant the value
+    for depth, i in enumerate(where):  # wander down and plant the value
         keys = list(target) if isinstance(target, dict) else list(range(len(target))) if isinstance(target, list) else []
         if not keys:
             break
         key = keys[i % len(keys)]
-        if i is where[-1] or not isinstance(target[key], dict | list):
+        if depth == len(where) - 1 or not isinstance(target[key], dict | list):
             target[key] = value
             break
         target = target[key]

@@ -21,6 +21,7 @@ import train as train_module
 from checkpoint import CheckpointError, load_model, newest_whole_checkpoint, read_state
 from config import ConfigError, UserError, load_config
 from data.token_file import TokenFileError, write_corpus
+from signals import StopRequest
 from tests.conftest import ROOT, TINY, flags, run
 from train import Process, TrainingError, train
 
@@ -32,7 +33,7 @@ def folder_of(config):
 
 
 def newest(config):
-    return newest_whole_checkpoint(folder_of(config))[0]
+    return newest_whole_checkpoint(folder_of(config))[0][0]
 
 
 def log(config):
@@ -135,7 +136,8 @@ def test_a_resume_after_the_last_step_has_nothing_to_do(tiny_config, capsys):
 def test_steps_behind_the_checkpoint_are_logged_once(tiny_config):
     config = tiny_config(checkpoint_every=2, eval_every=2, val_fraction=0.1)
     train(config, Process(CPU))
-    shutil.rmtree(folder_of(config) / "checkpoints/step_000006")
+    for name in ("step_000006", "best_000006"):
+        shutil.rmtree(folder_of(config) / "checkpoints" / name)
     with open(folder_of(config) / "log.csv", "a") as file:
         file.write("7,3.1")  # torn by a kill
     before, evaluated = log(config)[:6], evals(config)
@@ -182,6 +184,100 @@ def test_a_run_killed_at_random_moments_ends_like_an_undisturbed_one(tmp_path):
     done = run("tests/soak.py", "--kills", "3", cwd=tmp_path)  # at length: python tests/soak.py
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 run(s) ended with other weights" in done.stdout
+
+
+def test_two_processes_resume_with_evaluation_where_it_was_interrupted(tiny_config, tmp_path):
+    """The evaluations of steps that are taken again are in the file when the processes start: all must forget them."""
+    given = {"eval_every": 3, "val_fraction": 0.1, "checkpoint_every": 2, "max_steps": 8, "batch_size": 2, "keep_last": 9}
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", ROOT / "train.py"]
+    for name in ("straight", "cut"):
+        done = run(*start, *flags(tiny_config(**given, run_name=name)), cwd=tmp_path, OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stderr
+    for step in (6, 8):
+        shutil.rmtree(tmp_path / f"logs/cut/checkpoints/step_{step:06d}")
+    for best in (tmp_path / "logs/cut/checkpoints").glob("best_*"):
+        shutil.rmtree(best)
+    done = run(*start, *flags(tiny_config(**given, run_name="cut", resume="auto")), cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    straight, cut = tiny_config(run_name="straight"), tiny_config(run_name="cut")
+    same_end(cut, straight)
+    assert evals(cut) == evals(straight)
+    assert [path.name for path in (tmp_path / "logs/cut/checkpoints").glob("best_*")] == ["best_000008"]
+
+
+def test_a_run_killed_after_its_last_step_is_finished_by_the_next_call(tiny_config):
+    options = {"eval_every": 4, "val_fraction": 0.1}
+    config = tiny_config(**options)
+    summary = train(config, Process(CPU))
+    evaluated = evals(config)
+    (folder_of(config) / "summary.json").unlink()
+    (folder_of(config) / "eval.csv").write_text("\n".join(evaluated.splitlines()[:3]) + "\n6,")  # torn
+    shutil.rmtree(folder_of(config) / "checkpoints/best_000006")
+    again = train(tiny_config(**options, resume="auto"), Process(CPU))
+    assert evals(config) == evaluated
+    assert (folder_of(config) / "checkpoints/best_000006").is_dir()
+    for name in ("steps", "tokens", "final_loss", "val_loss", "interrupted"):
+        assert again[name] == summary[name], name
+    assert json.loads((folder_of(config) / "summary.json").read_text())["steps"] == 6
+
+
+def test_a_signal_in_the_last_step_does_not_leave_out_the_last_evaluation(tiny_config, stop_at):
+    config = tiny_config(eval_every=4, val_fraction=0.1)
+    stop_at(6)
+    summary = train(config, Process(CPU))
+    assert not summary["interrupted"]
+    assert summary["val_loss"] is not None
+
+
+def test_a_changed_log_every_keeps_the_rows_that_are_there(tiny_config, stop_at):
+    config = tiny_config(max_steps=9)
+    disarm = stop_at(5)
+    train(config, Process(CPU))
+    disarm()
+    train(tiny_config(max_steps=9, log_every=3, resume="auto"), Process(CPU))
+    assert [row[0] for row in log(config)] == ["1", "2", "3", "4", "6", "9"]
+
+
+def test_a_checkpoint_from_before_the_first_update_can_be_resumed(tiny_config, monkeypatch):
+    config = tiny_config(skip_nonfinite=2, checkpoint_every=1)
+    real = train_module.compute_gradients
+    poison(monkeypatch, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "update_weights", lambda *_: 1 / 0)  # ends the run in step 2
+        with pytest.raises(ZeroDivisionError):
+            train(config, Process(CPU))
+    monkeypatch.setattr(train_module, "compute_gradients", real)
+    summary = train(tiny_config(skip_nonfinite=2, resume="auto"), Process(CPU))
+    assert (summary["resumed_after_step"], summary["skipped_steps"], summary["steps"]) == (1, 1, 6)
+
+
+def test_a_number_of_processes_that_does_not_fit_says_what_to_change(tiny_config):
+    train(tiny_config(), Process(CPU))
+    config = tiny_config(max_steps=9, batch_size=3)
+    with pytest.raises(ConfigError, match=r"batch_size 3 on 1 processes takes 96 tokens at once, and a step of .* takes 128"):
+        train(config.model_copy(update={"resume": "auto"}), Process(CPU))
+
+
+def test_a_second_signal_acts_at_once():
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received is not None
+        stop.received -= 2  # later than torchrun's copy of the same Ctrl-C
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_to_one_of_several_processes_stops_and_saves_on_all(tiny_config, tmp_path):
+    options = flags(tiny_config(max_steps=100_000, batch_size=2))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(ROOT / "train.py"), *options]
+    process = subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               env=os.environ | {"OMP_NUM_THREADS": "1"})
+    wait_for(lambda: (tmp_path / "logs/train/log.csv").exists() and log(tiny_config()), process)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(workers[-1]), signal.SIGUSR1)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert read_state(newest(tiny_config())).step == len(log(tiny_config()))
 
 
 def wait_for(condition, process, seconds=100):
