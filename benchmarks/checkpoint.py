@@ -1,4 +1,5 @@
-"""What a checkpoint of GPT-2 (124M) costs: seconds that training waits, beside those that the disk alone takes for its bytes.
+"""What a checkpoint of GPT-2 (124M) costs: seconds that training waits, beside those that the disk alone takes for its bytes,
+and as a share of 100 steps of speedup10.
 
     python benchmarks/checkpoint.py
 """
@@ -14,10 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from bench import Workload, time_passes
 from checkpoint import RandomState, RunState, read_state, save_checkpoint
 from config import load_config
-from model import GPT, GPTConfig
-from optimizer import make_optimizers
 
 PAIRS = 5
 
@@ -37,12 +37,9 @@ def write_alone(folder: Path, size: int) -> float:
 
 def main() -> None:
     config = load_config("speedup10")
-    model = GPT(GPTConfig.of(config))
-    optimizers, _ = make_optimizers(model, config)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    for optimizer in optimizers:
-        optimizer.step()  # makes its state
+    work = Workload(config)
+    prepare, timed = work.computation("training_step")
+    step_seconds = statistics.median(time_passes(prepare, timed, 6, work.device)[2:])  # the first two compile and warm up
     cpu = torch.device("cpu")
     saves, alone, reads = [], [], []
     with tempfile.TemporaryDirectory(dir=".") as place:
@@ -51,7 +48,7 @@ def main() -> None:
             state = RunState(step=step, tokens=0, tokens_per_step=6144, best_val_loss=None, skipped_steps=0, corpus="",
                              config=config.model_dump(mode="json"), scaler={}, random=[RandomState.take(cpu)])
             start = time.perf_counter()
-            folder = save_checkpoint(run, model, optimizers, state, keep_last=1)
+            folder = save_checkpoint(run, work.raw_model, work.optimizers, state, keep_last=1)
             saves.append(time.perf_counter() - start)
             size = sum(path.stat().st_size for path in folder.iterdir())
             alone.append(write_alone(run, size))
@@ -62,6 +59,7 @@ def main() -> None:
     print(f"{size / 1e6:,.0f} MB; medians of {PAIRS} pairs, in one process: saving {statistics.median(saves[1:]):.2f} s, the disk "
           f"alone {statistics.median(alone[1:]):.2f} s, beyond the disk {statistics.median(extra):.2f} s "
           f"({min(extra):.2f} to {max(extra):.2f}); verifying {statistics.median(reads[1:]):.2f} s")
+    print(f"every 100 steps of {step_seconds:.2f} s: {statistics.median(saves[1:]) / (100 * step_seconds):.2%} of the time")
 
 
 if __name__ == "__main__":
