@@ -383,7 +383,7 @@ def read_yaml(path: Path, chain: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
     if resolved in chain:
         names = " -> ".join(p.name for p in (*chain[chain.index(resolved):], resolved))
         raise ConfigError(f"{path}: base: goes round in a circle: {names}")
-    values = _read_yaml_mapping(path)
+    values = read_yaml_mapping(path)
     base = values.pop("base", None)
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -398,7 +398,8 @@ def read_yaml(path: Path, chain: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
     return merged | values, origin | {key: f"{path}: {key}" for key in values}
 
 
-def _read_yaml_mapping(path: Path) -> dict[str, Any]:
+def read_yaml_mapping(path: Path) -> dict[str, Any]:
+    """What one config file says, without its `base:` merged in. Raises ConfigError."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StringLoader)
     except yaml.MarkedYAMLError as error:

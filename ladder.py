@@ -32,6 +32,7 @@ from config import (
     load_config,
     parse,
     parse_command_line,
+    read_yaml_mapping,
 )
 from machine import machine
 
@@ -71,6 +72,7 @@ class Stage:
     name: str
     config: Config
     given: list[str]  # train.py's arguments
+    base: str | None = None  # the stage that its file changes, as its `base:` says
     published: str | None = None  # its log in logs/reference/, if its settings are those of the published run
     twin_of: str | None = None  # the stage whose published run this one's settings are, where they differ from its note
     error: str | None = None
@@ -116,13 +118,13 @@ def plan(names: Sequence[str], log_dir: str, extra: list[str]) -> tuple[str, lis
 
 def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) -> Stage:
     try:
-        find_config(config)
+        path = find_config(config)
     except ConfigError as error:
         raise UserError(f"{error}; the published series are {', '.join(SERIES)}") from None
     # a ladder is climbed for its figures: no stage leaves its weights
     given = ["--config", config, "--keep_last", "0", *extra, "--log_dir", str(Path(log_dir) / ladder), "--run_name", name]
     resolved = parse(Config, given, config_file=True)
-    stage = Stage(name, resolved, given)
+    stage = Stage(name, resolved, given, base=Path(str(read_yaml_mapping(path).get("base"))).stem)
     prefix = {"speedup": "rtx3080_", "a100": "a100_", "mps": "" if name == "cuda_bf16" else "mps_"}.get(ladder)
     reference = None if prefix is None else prefix + name
     if reference and (REFERENCE / f"{reference}.csv").is_file() and _same_training(resolved, load_config(config)):
@@ -200,7 +202,7 @@ class Row:
     stage: str
     ms_per_step: float
     tokens_per_sec: float
-    over_previous: float | None  # None where the stage before did not finish
+    over_previous: float | None  # over its base, or where that is not in the ladder the stage before; None if that has not run
     over_first: float | None
     first_step_s: float
     peak_memory_mb: float
@@ -255,7 +257,8 @@ def compare(stages: list[Stage]) -> list[Row]:
             if theirs and not UNSYNCHRONIZED.match(run.published):
                 published_rate = statistics.median(theirs)
         rates[stage.name] = rate = summary["median_tokens_per_sec"]
-        before, first = (rates.get(other.name) for other in (own[max(0, i - 1)], own[0]))
+        base = stage.base if stage.base in [other.name for other in own] else own[max(0, i - 1)].name
+        before, first = rates.get(str(base)), rates.get(own[0].name)
         rows.append(Row(
             stage.name, summary["median_dt_ms"], rate, before and rate / before, first and rate / first,
             summary["first_step_s"], summary["peak_memory_mb"], summary["utilization"], summary["final_loss"], summary["steps"],
@@ -314,8 +317,8 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
         f"# The {ladder} ladder" if ladder in SERIES else "# A ladder", "", *measured, "",
         *markdown_table(HEADER, [cells(row) for row in rows]), "",
         "tokens/s and ms/step: medians without the first steps, which compile and warm up (`first step` is apart). x before, "
-        "x first: tokens/s over that of the stage before, and of the first. MB: peak memory, of the GPU's tensors on CUDA, else of "
-        "the process. loss: of the last step, nats per token. loss diff.: mean absolute difference from the published curve over "
+        "x first: tokens/s over that of the stage it changes (its `base:`), and of the first. MB: peak memory, of the GPU's tensors "
+        "on CUDA, else of the process. loss: of the last step, nats per token. loss diff.: mean absolute difference from the published curve over "
         f"steps {FIRST_COMPARED} to {LAST_COMPARED}, or as many of them as ran. of matmul: share of what a large matrix product "
         "reaches on this device.", ""]
     if any(stage.published and UNSYNCHRONIZED.match(stage.published) for stage in stages):
