@@ -269,7 +269,7 @@ def compare(stages: list[Stage]) -> list[Row]:
 # ---- reporting
 
 
-HEADER = ["stage", "ms/step", "tokens/s", "x before", "x first", "MB", "loss", "loss diff.", "first step, s", "of matmul",
+HEADER = ["stage", "ms/step", "tokens/s", "x base", "x first", "MB", "loss", "diff.", "first step, s", "of matmul",
           "published tokens/s"]
 SHOWN = 8  # columns in the terminal; the report has all
 
@@ -316,9 +316,10 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
     lines = [
         f"# The {ladder} ladder" if ladder in SERIES else "# A ladder", "", *measured, "",
         *markdown_table(HEADER, [cells(row) for row in rows]), "",
-        "tokens/s and ms/step: medians without the first steps, which compile and warm up (`first step` is apart). x before, "
-        "x first: tokens/s over that of the stage it changes (its `base:`), and of the first. MB: peak memory, of the GPU's tensors "
-        "on CUDA, else of the process. loss: of the last step, nats per token. loss diff.: mean absolute difference from the published curve over "
+        "tokens/s and ms/step: medians without the first steps, which compile and warm up (`first step` is apart). x base, "
+        "x first: tokens/s over that of the stage it changes (its `base:`), and of the first. MB: peak memory, of the GPU's "
+        "tensors on CUDA, else of the process. loss: of the last step, nats per token. diff.: mean absolute difference from the "
+        "published curve over "
         f"steps {FIRST_COMPARED} to {LAST_COMPARED}, or as many of them as ran. of matmul: share of what a large matrix product "
         "reaches on this device.", ""]
     if any(stage.published and UNSYNCHRONIZED.match(stage.published) for stage in stages):

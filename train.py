@@ -324,7 +324,8 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
         f"{summary['matmul_tflops']:.2f} TFLOP/s that a large matrix product reaches here")
     if stopping and config.keep_last:
         say(f"to go on: the same command with --resume auto, or --resume {run}")
-    say(f"{run}/ has log.csv, summary.json, config.yaml and checkpoints/; for text: python sample.py {run}")
+    say(f"{run}/ has log.csv, summary.json and config.yaml" + (
+        f", and checkpoints/; for text: python sample.py {run}" if config.keep_last else ""))
     return summary
 
 
