@@ -26,7 +26,7 @@ from tests.conftest import ROOT, TINY, flags, run
 from train import Process, TrainingError, train
 
 CPU = torch.device("cpu")
-needs_proc = pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="finds workers in Linux's /proc")
+needs_proc = pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="finds workers in /proc")
 
 
 def folder_of(config):
