@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import Config, Options, Positive, ZeroIsOff, load_config, parse_command_line
 from data.token_file import write_corpus
 
-STEPS_PER_KILL = 40
+STEPS_PER_KILL = 12
 
 
 class SoakOptions(Options):
