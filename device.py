@@ -143,18 +143,22 @@ def is_out_of_memory(error: Exception) -> bool:
 def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
     """TFLOP/s of a large square matrix product in `dtype`, the best of the products done in about `seconds`.
 
-    This is what the device really reaches; a share of it says more than one of a data sheet's peak.
+    This is what the device really reaches; a share of it says more than one of a data sheet's peak. The product is made
+    smaller where a large one takes long: a CPU without instructions for float16 needs minutes for the largest.
     """
-    n = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    best, begun = float("inf"), time.perf_counter()
-    for i in range(1000):
+    def product(n: int) -> float:
+        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
         synchronize(device)
         start = time.perf_counter()
         torch.mm(a, b)
         synchronize(device)
-        if i:  # the first product loads the library
-            best = min(best, time.perf_counter() - start)
-            if time.perf_counter() - begun > seconds:
-                break
+        return time.perf_counter() - start
+
+    n, largest = 128, 8192 if device.type == "cuda" else 2048
+    product(n)  # the first product loads the library
+    while n < largest and 8 * product(n) < 0.25:
+        n *= 2
+    begun, best = time.perf_counter(), product(n)
+    while time.perf_counter() - begun < seconds:
+        best = min(best, product(n))
     return 2 * n**3 / best / 1e12

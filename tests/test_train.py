@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import signal
+import time
 
 import pytest
 import torch
@@ -353,6 +354,19 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
 
 def test_the_matmul_rate_is_a_rate():
     assert 1e-4 < matmul_tflops(CPU, torch.float32, seconds=0.01) < 100
+
+
+def test_the_matmul_rate_of_a_slow_precision_takes_small_products(monkeypatch):
+    sizes = []
+
+    def slow(a, b):
+        sizes.append(len(a))
+        time.sleep(0.02 * (len(a) / 128) ** 3)
+
+    monkeypatch.setattr(torch, "mm", slow)
+    rate = matmul_tflops(CPU, torch.float16, seconds=0.01)
+    assert set(sizes) == {128, 256}
+    assert rate == pytest.approx(2 * 256**3 / 0.16 / 1e12, rel=0.2)
 
 
 # ---- evaluation
