@@ -155,7 +155,7 @@ from device import (
 from ladder import BLUE, COLOURS, MARKERS, ORANGE, markdown_table, pyplot, show
 from machine import machine
 from model import GPT, Block, GPTConfig
-from optimizer import make_optimizers
+from optimizer import clip_gradients, make_optimizers
 from resume import build_model
 from runlog import git_commit
 
@@ -283,10 +283,7 @@ class Workload:
 
     def update(self) -> None:
         """Gradient norm, clipping and optimizer step, as in training (but for fp16's loss scaling)."""
-        parameters = list(self.raw_model.parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.config.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, norm)
+        clip_gradients(self.raw_model, self.config.grad_clip)
         for optimizer in self.optimizers:
             optimizer.step()
 

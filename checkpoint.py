@@ -11,13 +11,14 @@ It is written under another name, flushed to disk and renamed, so it is there wh
 """
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -100,13 +101,10 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
     CheckpointError if it cannot be written; the others are then as they were.
     """
     folder = run / "checkpoints" / f"step_{state.step:06d}"
-    unfinished = folder.with_name(f"{folder.name}.tmp")
     weights = model.state_dict()
     if model.config.tie_weights:
         del weights["lm_head.weight"]
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+    with _appearing(folder) as unfinished:
         if (run / "log.csv").exists():
             _flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
         with ThreadPoolExecutor() as pool:  # one file's copying overlaps with the other's hashing and the disk
@@ -115,12 +113,8 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
         (unfinished / STATE).write_text(state.model_dump_json() + "\n", encoding="utf-8", newline="\n")
         sums[STATE] = _sha256(unfinished / STATE)
         (unfinished / SUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in sums.items()), newline="\n")
-        for path in (unfinished / STATE, unfinished / SUMS, unfinished):
+        for path in (unfinished / STATE, unfinished / SUMS):
             _flush_to_disk(path)
-        _put_in_place(unfinished, folder)
-    except (OSError, SafetensorError, ValueError) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)  # what it took of a full disk
-        raise CheckpointError(f"{folder}: cannot be written: {error}") from None
     if keep_last is not None:
         # later ones are damaged, or this save would not be: they do not push it out
         _delete([path for path in all_checkpoints(run) if step_of(path) <= state.step][:-keep_last])
@@ -140,31 +134,33 @@ def keep_best(run: Path, folder: Path) -> Path:
     Its files are linked, not copied, where the file system can. Raises CheckpointError.
     """
     best = folder.with_name(f"best_{folder.name.rpartition('_')[2]}")
-    unfinished = best.with_name(f"{best.name}.tmp")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
+    with _appearing(best) as unfinished:
         for path in folder.iterdir():
             try:
                 os.link(path, unfinished / path.name)
             except OSError:
                 shutil.copy2(path, unfinished / path.name)
                 _flush_to_disk(unfinished / path.name)
-        _flush_to_disk(unfinished)
-        _put_in_place(unfinished, best)
-    except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(f"{best}: cannot be written: {error}") from None
     _delete(path for path in all_checkpoints(run, "best") if path != best)
     return best
 
 
-def _put_in_place(unfinished: Path, folder: Path) -> None:
-    """Give a finished checkpoint its name; a damaged one that has the name already goes."""
-    if folder.exists():
-        _delete([folder])
-    unfinished.rename(folder)
-    _flush_to_disk(folder.parent)
+@contextlib.contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name once it is whole; one that has the name already goes. Raises CheckpointError."""
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        _flush_to_disk(unfinished)
+        if folder.exists():
+            _delete([folder])
+        unfinished.rename(folder)
+        _flush_to_disk(folder.parent)
+    except (OSError, SafetensorError, ValueError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)  # what it took of a full disk
+        raise CheckpointError(f"{folder}: cannot be written: {error}") from None
 
 
 def _delete(folders: Iterable[Path]) -> None:

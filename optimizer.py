@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch import Tensor
 
 from config import Config
 from model import GPT
@@ -29,6 +30,15 @@ def make_optimizers(model: GPT, config: Config) -> tuple[list[torch.optim.Optimi
     lines = [f"num {name} parameter tensors: {len(ps)}, with {sum(p.numel() for p in ps):,} parameters"
              for name, ps in (("decayed", decayed + hidden), ("non-decayed", plain))]
     return optimizers, lines
+
+
+def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:
+    """Clip the global gradient norm to `grad_clip` (0: leave it); returns the norm before, on the device."""
+    parameters = list(model.parameters())
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if grad_clip:
+        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+    return norm
 
 
 def learning_rate(step: int, config: Config) -> float:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import CheckpointError, RandomState, RunState, keep_best, save_checkpoint
+from checkpoint import CheckpointError, RandomState, RunState, all_checkpoints, keep_best, save_checkpoint
 from data.token_file import TokenFileError
 from data.tokenizer import TokenizerError, get_encoding
 from dataloader import DataLoader, TokenStream, is_validation, open_corpus, prefetch
@@ -42,7 +42,7 @@ from device import (
 )
 from evaluate import validation_loss
 from model import GPT
-from optimizer import learning_rate, make_optimizers
+from optimizer import clip_gradients, learning_rate, make_optimizers
 from parallel import Process, average, gather, start_process
 from resume import build_model, find_checkpoint, restore, resumed_config
 from runlog import (
@@ -125,11 +125,7 @@ def compute_gradients(model: torch.nn.Module, batches: Iterator[tuple[Tensor, Te
         losses.append(loss.detach())
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    parameters = list(model.parameters())
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if grad_clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
-    return torch.stack(losses).sum(), norm
+    return torch.stack(losses).sum(), clip_gradients(model, grad_clip)
 
 
 def update_weights(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler) -> None:
@@ -332,8 +328,8 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
 def remedy(run: Path, config: Config) -> str:
     """What to do when training has failed."""
     lower = f"--resume {run} --lr {config.lr / 2:g} goes on from its last checkpoint"
-    there = any((run / "checkpoints").glob("step_*"))
-    return f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0" + (f"; {lower}" if there else "")
+    return (f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
+            + (f"; {lower}" if all_checkpoints(run) else ""))
 
 
 def announce(config: Config, process: Process, model: GPT, group_lines: list[str]) -> None:

@@ -1,7 +1,6 @@
 """Random and mutated inputs to the three readers: a clean error or a valid result, nothing else."""
 
 import contextlib
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -20,7 +19,7 @@ from model import GPT, GPTConfig
 from optimizer import make_optimizers
 from parallel import Process
 from resume import build_model, resumed_config
-from tests.conftest import TINY
+from tests.conftest import TINY, reseal
 from train import train
 
 CPU = torch.device("cpu")
@@ -177,11 +176,6 @@ def read_checkpoint(folder: Path) -> None:
 
 
 FILES = ["model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"]
-
-
-def reseal(folder: Path) -> None:
-    (folder / "SHA256SUMS").write_text("".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
-                                               for name in FILES[:3]))
 
 
 @settings(max_examples=300)

@@ -22,7 +22,7 @@ from checkpoint import CheckpointError, load_model, newest_whole_checkpoint, rea
 from config import ConfigError, UserError, load_config
 from data.token_file import TokenFileError, write_corpus
 from signals import StopRequest
-from tests.conftest import ROOT, TINY, flags, run
+from tests.conftest import ROOT, TINY, flags, reseal, run
 from train import Process, TrainingError, train
 
 CPU = torch.device("cpu")
@@ -72,13 +72,6 @@ def stop_at(monkeypatch):
         return lambda: monkeypatch.setattr(train_module, "compute_gradients", real)
 
     return arm
-
-
-def reseal(folder):
-    """Write the checksums anew, as one who means harm would."""
-    (folder / "SHA256SUMS").write_text("".join(
-        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in ("model.safetensors", "optimizer.safetensors", "checkpoint.json")))
 
 
 # ---- exact
