@@ -149,7 +149,7 @@ def _same_training(a: Config, b: Config) -> bool:
 
 
 def climb(stages: list[Stage], rerun: bool) -> None:
-    """Run the stages that have no finished log with the same settings. A failed one is marked and the others go on.
+    """Run the stages that have no finished log with the same settings from this machine. A failed one is marked, the others go on.
 
     Raises KeyboardInterrupt when the user stops; what is finished stays.
     """
@@ -157,10 +157,12 @@ def climb(stages: list[Stage], rerun: bool) -> None:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
                TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    here = machine()
     with Progress(*columns) as progress:
         for i, stage in enumerate(stages, start=1):
             task = progress.add_task(f"{i}/{len(stages)} {stage.name}", total=stage.config.max_steps, note="")
-            if not rerun and (summary := stage.summary()):
+            summary = stage.summary()
+            if summary and not rerun and summary.get("machine", here) == here:  # another machine's speed says nothing here
                 progress.update(task, completed=summary["steps"], note="finished before")
                 continue
             stage.error = _run(stage, lambda done, note, task=task: progress.update(task, completed=done, note=note))
@@ -203,7 +205,7 @@ class Row:
     ms_per_step: float
     tokens_per_sec: float
     over_previous: float | None  # over its base, or where that is not in the ladder the stage before; None if that has not run
-    over_first: float | None
+    over_first: float  # of the finished ones
     first_step_s: float
     peak_memory_mb: float
     utilization: float
@@ -258,9 +260,9 @@ def compare(stages: list[Stage]) -> list[Row]:
                 published_rate = statistics.median(theirs)
         rates[stage.name] = rate = summary["median_tokens_per_sec"]
         base = stage.base if stage.base in [other.name for other in own] else own[max(0, i - 1)].name
-        before, first = rates.get(str(base)), rates.get(own[0].name)
+        before, first = rates.get(str(base)), next(iter(rates.values()))
         rows.append(Row(
-            stage.name, summary["median_dt_ms"], rate, before and rate / before, first and rate / first,
+            stage.name, summary["median_dt_ms"], rate, before and rate / before, rate / first,
             summary["first_step_s"], summary["peak_memory_mb"], summary["utilization"], summary["final_loss"], summary["steps"],
             published_rate, difference, compared))
     return rows
@@ -317,11 +319,10 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
         f"# The {ladder} ladder" if ladder in SERIES else "# A ladder", "", *measured, "",
         *markdown_table(HEADER, [cells(row) for row in rows]), "",
         "tokens/s and ms/step: medians without the first steps, which compile and warm up (`first step` is apart). x base, "
-        "x first: tokens/s over that of the stage it changes (its `base:`), and of the first. MB: peak memory, of the GPU's "
-        "tensors on CUDA, else of the process. loss: of the last step, nats per token. diff.: mean absolute difference from the "
-        "published curve over "
-        f"steps {FIRST_COMPARED} to {LAST_COMPARED}, or as many of them as ran. of matmul: share of what a large matrix product "
-        "reaches on this device.", ""]
+        "x first: tokens/s over that of the stage it changes (its `base:`), and of the first in the table. MB: peak memory, of "
+        "the GPU's tensors on CUDA, else of the process. loss: of the last step, nats per token. diff.: mean absolute difference "
+        f"from the published curve over steps {FIRST_COMPARED} to {LAST_COMPARED}, or as many of them as ran. of matmul: share of "
+        "what a large matrix product reaches on this device.", ""]
     if any(stage.published and UNSYNCHRONIZED.match(stage.published) for stage in stages):
         lines += ["Published times of speedup1 and later are not compared: they were read without waiting for the GPU.", ""]
     if twins:
@@ -381,8 +382,7 @@ def plot_speed(rows: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.36 * len(rows)), layout="constrained")
     rates = [row.tokens_per_sec for row in rows]
     bars = axes.barh([row.stage for row in rows], rates, color=BLUE)
-    factors = [f"  ({row.over_first:.2f}x)" if row.over_first else "" for row in rows]
-    axes.bar_label(bars, [f"{rate:,.0f}{factor}" for rate, factor in zip(rates, factors, strict=True)], padding=4, fontsize=9)
+    axes.bar_label(bars, [f"{row.tokens_per_sec:,.0f}  ({row.over_first:.2f}x)" for row in rows], padding=4, fontsize=9)
     axes.set_xlim(0, max(rates) * 1.25)
     axes.invert_yaxis()
     axes.set_xlabel(f"tokens/s, and the factor over {rows[0].stage}")
@@ -416,6 +416,8 @@ def plot_losses(stages: list[Stage], path: Path) -> bool:
         axes.grid(alpha=0.3)
     for axes in list(grid.flat)[len(shown):]:
         axes.set_visible(False)
+    for axes in list(grid.flat)[max(0, len(shown) - columns):len(shown)]:  # the lowest of each column
+        axes.tick_params(labelbottom=True)
     figure.supxlabel("step")
     figure.supylabel("loss, nats per token")
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)

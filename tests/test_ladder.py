@@ -54,6 +54,14 @@ def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, tmp_path):
     again = run("ladder.py", "--report_only", *rungs, "--seed", "7", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
 
+    # nor taken from another machine, whose speed says nothing here
+    before = {name: (folder / name / "log.csv").stat().st_mtime_ns for name in rows}
+    summary = json.loads((folder / "plain" / "summary.json").read_text())
+    (folder / "plain" / "summary.json").write_text(json.dumps(summary | {"machine": "another"}))
+    assert run("ladder.py", *rungs, "--seed", "7", cwd=tmp_path).returncode == 0
+    after = {name: (folder / name / "log.csv").stat().st_mtime_ns for name in rows}
+    assert [name for name in rows if after[name] != before[name]] == ["plain"]
+
 
 def test_a_failing_stage_is_reported_and_the_others_go_on(rungs, tmp_path):
     (tmp_path / "bad.yaml").write_text("base: plain.yaml\nlr: 1e30\n")
