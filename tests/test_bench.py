@@ -39,6 +39,14 @@ def test_only_the_pass_is_timed_between_two_synchronizations(monkeypatch):
     assert seconds == [3.0, 3.0]
 
 
+def test_the_table_is_whole_in_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    row = bench.Row("medium", "forward_backward", 0, False, mean_s=0.01234, tokens_per_sec=123456, tflops=654.32,
+                    utilization=0.5, peak_memory_mb=123456)
+    bench.show("", [bench.HEADER[i] for i in bench.SHOWN], [[bench.cells(row)[i] for i in bench.SHOWN]])
+    assert "…" not in capsys.readouterr().out
+
+
 def test_figures_follow_from_the_clock(monkeypatch):
     monkeypatch.setattr(bench, "matmul_tflops", lambda *_: 2e-6)
     durations = [8.0, 4.0, 2.0, 1.0, 3.0]
