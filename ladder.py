@@ -313,7 +313,7 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
     measured = list(dict.fromkeys(
         f"{s.get('machine', machine())}; device {s['device']}, torch {s['torch']}, commit {s['git']}, {s['started'][:10]}."
         for s in summaries.values()))
-    missing = [stage.name for stage in stages if stage.name not in summaries and not stage.error]
+    missing = dict.fromkeys(stage.name for stage in stages if stage.name not in summaries and not stage.error)
     twins = [stage for stage in stages if stage.twin_of]
     lines = [
         f"# The {ladder} ladder" if ladder in SERIES else "# A ladder", "", *measured, "",
