@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from data.token_file import write_corpus
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+# a shell starts its background jobs with Ctrl-C ignored, and Python leaves it so: the tests of Ctrl-C need it heard
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 TINY: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 128}
 
 
