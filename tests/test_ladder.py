@@ -83,10 +83,13 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(rungs, tmp_path
     process = subprocess.Popen([sys.executable, str(ROOT / "ladder.py"), *command], cwd=tmp_path, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     log, deadline = tmp_path / "logs/ladder/long/log.csv", time.monotonic() + 100
-    while not (log.exists() and len(log.read_text().splitlines()) > 3) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=100)
+    try:
+        while not (log.exists() and len(log.read_text().splitlines()) > 3) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "interrupted; 1 of 2 stages are finished and kept, the same command goes on" in err
     before = (tmp_path / "logs/ladder/plain/log.csv").stat().st_mtime_ns
