@@ -94,7 +94,7 @@ def attention_kernel(speed: SpeedConfig, device: torch.device, shape: tuple[int,
     q = torch.empty(shape, device=device, dtype=product_dtype(speed), requires_grad=True)
     try:
         return SDPBackend(torch._fused_sdp_choice(q, q, q, dropout_p=dropout, is_causal=True)).name.lower()
-    except (AttributeError, NotImplementedError, RuntimeError):  # not a public function; not on every device
+    except (AttributeError, NotImplementedError):  # not a public function; not on every device
         return None
 
 
@@ -146,8 +146,10 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
     This is what the device really reaches; a share of it says more than one of a data sheet's peak. The product is made
     smaller where a large one takes long: a CPU without instructions for float16 needs minutes for the largest.
     """
-    def product(n: int) -> float:
-        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    def matrices(n: int) -> list[torch.Tensor]:
+        return [torch.randn(n, n, device=device, dtype=dtype) for _ in range(2)]
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> float:
         synchronize(device)
         start = time.perf_counter()
         torch.mm(a, b)
@@ -155,10 +157,12 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
         return time.perf_counter() - start
 
     n, largest = 128, 8192 if device.type == "cuda" else 2048
-    product(n)  # the first product loads the library
-    while n < largest and 8 * product(n) < 0.25:
+    pair = matrices(n)
+    product(*pair)  # the first product loads the library
+    while n < largest and 8 * product(*pair) < 0.25:
         n *= 2
-    begun, best = time.perf_counter(), product(n)
+        pair = matrices(n)
+    begun, best = time.perf_counter(), product(*pair)
     while time.perf_counter() - begun < seconds:
-        best = min(best, product(n))
+        best = min(best, product(*pair))
     return 2 * n**3 / best / 1e12

@@ -106,9 +106,9 @@ def plan(names: Sequence[str], log_dir: str, extra: list[str]) -> tuple[str, lis
             name = f"{name}_{len(stages) + 1}"
         stages.append(_stage(name, config, ladder, log_dir, extra))
         as_logged = CONFIG_DIR / "as_logged" / f"{name}.yaml"
-        if ladder == "speedup" and as_logged.is_file():
+        if stages[-1].published and as_logged.is_file():
             published, stages[-1].published = stages[-1].published, None  # this one's settings are the note's, not the log's
-            if published:
+            if ladder == "speedup":
                 twin = _stage(f"as_logged_{name}", str(as_logged), ladder, log_dir, extra)
                 # a stage before it may be the same run: nothing is run twice
                 twin = next((stage for stage in stages if _options(stage.config) == _options(twin.config)), twin)
@@ -118,17 +118,18 @@ def plan(names: Sequence[str], log_dir: str, extra: list[str]) -> tuple[str, lis
 
 def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) -> Stage:
     try:
-        path = find_config(config)
+        path = find_config(config).resolve()
     except ConfigError as error:
         raise UserError(f"{error}; the published series are {', '.join(SERIES)}") from None
     # a ladder is climbed for its figures: no stage leaves its weights
     given = ["--config", config, "--keep_last", "0", *extra, "--log_dir", str(Path(log_dir) / ladder), "--run_name", name]
     resolved = parse(Config, given, config_file=True)
     stage = Stage(name, resolved, given, base=Path(str(read_yaml_mapping(path).get("base"))).stem)
-    prefix = {"speedup": "rtx3080_", "a100": "a100_", "mps": "" if name == "cuda_bf16" else "mps_"}.get(ladder)
-    reference = None if prefix is None else prefix + name
-    if reference and (REFERENCE / f"{reference}.csv").is_file() and _same_training(resolved, load_config(config)):
-        stage.published = reference
+    if path.is_relative_to(CONFIG_DIR):
+        stem = path.relative_to(CONFIG_DIR).with_suffix("").as_posix()
+        reference = "cuda_bf16" if stem == "mps/cuda_bf16" else stem.replace("/", "_") if "/" in stem else f"rtx3080_{stem}"
+        if (REFERENCE / f"{reference}.csv").is_file() and _same_training(resolved, load_config(config)):
+            stage.published = reference
     return stage
 
 

@@ -18,10 +18,10 @@ from data.token_file import write_corpus
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+TINY: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 128}
+
 # a shell starts its background jobs with Ctrl-C ignored, and Python leaves it so: the tests of Ctrl-C need it heard
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-TINY: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 128}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
