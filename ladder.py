@@ -105,7 +105,7 @@ def plan(names: Sequence[str], log_dir: str, extra: list[str]) -> tuple[str, lis
         if name in [stage.name for stage in stages]:
             name = f"{name}_{len(stages) + 1}"
         stages.append(_stage(name, config, ladder, log_dir, extra))
-        as_logged = CONFIG_DIR / "as_logged" / f"{name}.yaml"
+        as_logged = CONFIG_DIR / "as_logged" / f"{Path(config).stem}.yaml"
         if stages[-1].published and as_logged.is_file():
             published, stages[-1].published = stages[-1].published, None  # this one's settings are the note's, not the log's
             if ladder == "speedup":
@@ -125,12 +125,20 @@ def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) 
     given = ["--config", config, "--keep_last", "0", *extra, "--log_dir", str(Path(log_dir) / ladder), "--run_name", name]
     resolved = parse(Config, given, config_file=True)
     stage = Stage(name, resolved, given, base=Path(str(read_yaml_mapping(path).get("base"))).stem)
-    if path.is_relative_to(CONFIG_DIR):
-        stem = path.relative_to(CONFIG_DIR).with_suffix("").as_posix()
-        reference = "cuda_bf16" if stem == "mps/cuda_bf16" else stem.replace("/", "_") if "/" in stem else f"rtx3080_{stem}"
-        if (REFERENCE / f"{reference}.csv").is_file() and _same_training(resolved, load_config(config)):
-            stage.published = reference
+    published = _published_log(path)
+    if published and _same_training(resolved, load_config(config)):
+        stage.published = published
     return stage
+
+
+def _published_log(path: Path) -> str | None:
+    """Name in logs/reference/ of the log that a config file's stage was published with; None if there is none."""
+    if not path.is_relative_to(CONFIG_DIR):
+        return None
+    series, name = path.parent.relative_to(CONFIG_DIR).as_posix(), path.stem
+    prefix = "rtx3080_" if series == "." else f"{series}_"
+    log = name if name == "cuda_bf16" else prefix + name
+    return log if (REFERENCE / f"{log}.csv").is_file() else None
 
 
 def _options(config: Config) -> dict[str, Any]:

@@ -144,9 +144,9 @@ def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
 
 def test_a_published_stage_is_compared_in_any_list_but_not_one_that_ran_otherwise(tmp_path):
     (tmp_path / "speedup7.yaml").write_text("lr: 1e-3\n")
-    configs = [str(ROOT / "configs/mps/cuda_bf16.yaml"), "speedup6.yaml", "speedup1", str(tmp_path / "speedup7.yaml")]
+    configs = [str(ROOT / "configs/mps/cuda_bf16.yaml"), "speedup6.yaml", "speedup1", "speedup1", str(tmp_path / "speedup7.yaml")]
     _, stages = ladder.plan(configs, str(tmp_path), [])
-    assert [stage.published for stage in stages] == ["cuda_bf16", "rtx3080_speedup6", None, None]
+    assert [stage.published for stage in stages] == ["cuda_bf16", "rtx3080_speedup6", None, None, None]
 
 
 def test_options_that_change_the_run_are_not_compared_with_the_published_one(tmp_path):
