@@ -115,7 +115,7 @@ class OptimizationConfig(Options):
     lr: float = Field(3e-4, gt=0)
     """learning rate (its peak, with a schedule)"""
     min_lr: float | None = Field(None, ge=0)
-    """learning rate of the last step of a decaying schedule (none: lr / 10)"""
+    """learning rate that a decaying schedule goes down to (none: lr / 10)"""
     warmup_steps: ZeroIsOff = 0
     """steps of linear warm-up; the last of them has the peak rate"""
     lr_schedule: Literal["constant", "cosine", "wsd"] = "constant"
@@ -149,7 +149,7 @@ class SpeedConfig(Options):
     """float16 autocast with loss scaling, for GPUs without bfloat16"""
     compile: bool = False
     """torch.compile the model"""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """mode of torch.compile"""
     flash: bool = False
     """fused scaled_dot_product_attention in place of the T x T matrix"""

@@ -42,18 +42,21 @@ def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Learning rate of a step, counted from 1: linear warm-up, the full `lr` at step `warmup_steps` (or 1), the schedule.
+    """Learning rate of a step, counted from 1: linear warm-up to `lr`, which step `warmup_steps` has, then the schedule.
 
-    cosine: Loshchilov & Hutter 2017 (SGDR), without restarts. wsd: Hu et al. 2024 (MiniCPM), section 4. Both end at
-    min_lr at step `max_steps`.
+    cosine: Loshchilov & Hutter 2017 (SGDR), without restarts, with the published logs' count: the step after the warm-up
+    still has the full rate, and step `max_steps` is one short of min_lr. wsd (warmup-stable-decay): Hu et al. 2024
+    (MiniCPM), section 4; step `max_steps` has min_lr.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
-    peak = max(1, config.warmup_steps)  # the last step at the full rate
-    if config.lr_schedule == "wsd":
-        peak = max(peak, config.max_steps - max(1, round(config.wsd_decay_fraction * config.max_steps)))
-    progress = min(1.0, max(0.0, (step - peak) / max(1, config.max_steps - peak)))
-    share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
+    if config.lr_schedule == "cosine":
+        progress = (step - 1 - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+    else:
+        decay_steps = max(1, round(config.wsd_decay_fraction * config.max_steps))
+        last_stable = max(1, config.warmup_steps, config.max_steps - decay_steps)
+        share = min(1.0, 1 - (step - last_stable) / max(1, config.max_steps - last_stable))
     return config.final_lr() + share * (config.lr - config.final_lr())

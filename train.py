@@ -160,9 +160,10 @@ def train(config: Config, process: Process, clock: Callable[[], float] = time.pe
     if config.compile:
         check_compiler(device)
         micro_steps = config.accumulation_steps(process.world_size)
-        if config.compile_mode != "default" and device.type == "cuda" and micro_steps > 1:
+        if config.compile_mode in ("reduce-overhead", "max-autotune") and device.type == "cuda" and micro_steps > 1:
             raise UserError(f"compile_mode {config.compile_mode} with {micro_steps} micro-steps: its CUDA graphs would overwrite "
-                            f"the accumulated gradients; use compile_mode default, or a batch_size that makes one micro-step")
+                            f"the accumulated gradients; use compile_mode default or max-autotune-no-cudagraphs, or a batch_size that "
+                            f"makes one micro-step")
         if config.compile_mode == "reduce-overhead" and device.type != "cuda":
             notes.append("compile_mode reduce-overhead has no effect without CUDA: it records CUDA graphs")
     if config.sample_every:

@@ -49,7 +49,7 @@ CONTRACT = {
 }
 CHOICES = {
     "norm": "layernorm|rmsnorm", "activation": "gelu_tanh|gelu", "init": "torch|gpt2", "optimizer": "adamw|muon",
-    "lr_schedule": "constant|cosine|wsd", "compile_mode": "default|reduce-overhead|max-autotune", "device": "auto|cuda|mps|cpu",
+    "lr_schedule": "constant|cosine|wsd", "compile_mode": "default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs", "device": "auto|cuda|mps|cpu",
 }
 # what each stage of the speedup ladder changes, and relative to which
 LADDER = {
@@ -59,7 +59,7 @@ LADDER = {
     "speedup4": ("speedup3", {"init": "gpt2", "residual_scaling": True}),
     "speedup5": ("speedup4", {"compile": True}),
     "speedup5_max_autotune": ("speedup5", {"compile_mode": "max-autotune"}),
-    "speedup6": ("speedup5", {"flash": True, "batch_size": 6}),
+    "speedup6": ("speedup5_max_autotune", {"flash": True, "batch_size": 6}),
     "speedup7": ("speedup6", {"vocab_size": 50304}),
     "speedup8": ("speedup7", {"betas": (0.9, 0.95), "grad_clip": 1.0}),
     "speedup9": ("speedup8", {"lr": 6e-4, "min_lr": 6e-5, "warmup_steps": 10, "lr_schedule": "cosine"}),
