@@ -1,25 +1,21 @@
-"""Saving a run and restoring it, and loading the weights of a model: a run's of this project, or Hugging Face's.
+"""A run on disk: saving its state, finding it, and going on from it as if the run had never stopped.
 
 A checkpoint is a folder `<run>/checkpoints/step_<step>/` of plain data, nothing in it is ever unpickled:
 
 - `model.safetensors`: the weights under GPT-2's own names; a tied output head is stored once, as `transformer.wte.weight`
 - `optimizer.safetensors`: the optimizers' state, `<parameter>/<name>`
-- `checkpoint.json`: step, options, random states and whatever else a run needs to go on as if it had never stopped
+- `checkpoint.json`: step, options, random states and whatever else a run needs beside the tensors
 - `SHA256SUMS`: the checksums of these files, which loading verifies (and `sha256sum -c`)
 
 It is written under another name, flushed to disk and renamed, so it is there whole or not at all.
 """
 
 import base64
-import contextlib
-import dataclasses
-import hashlib
-import json
 import os
 import random
 import shutil
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +23,34 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from model import GPT, GPTConfig
-from pretrained import HUGGING_FACE, download, our_options, our_weights
+from config import Config
+from model import GPT
+from runtime.cli import ConfigError, ContradictionError, load
+from runtime.errors import TrainingError, UserError
+from runtime.files import delete, flush_to_disk, sha256, whole_folder
+from runtime.runlog import RunFolder, all_checkpoints, step_of
+from runtime.world import World, launch
+from weights import ARCHITECTURE, MODEL, OPTIMIZER, STATE, SUMS, CheckpointError, read_json, read_tensors, verify
 
-# what has to be the same for weights to fit a model
-ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "norm", "activation", "tie_weights")
-MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"
+# What a run cannot change without being another run: the model, and which tokens a step trains on. All else may change.
+FIXED = (*ARCHITECTURE, "vocab_size", "real_vocab_size", "seq_len", "shuffle", "overfit_batch", "val_fraction", "seed", "optimizer")
+OF_THIS_CALL = ("resume", "device", "timeout", "log_dir", "run_name")  # never taken from the checkpoint
+WITHOUT_EFFECT = ("init_from", "init", "residual_scaling")  # they made the first weights
 
 
-class CheckpointError(Exception):
-    """A checkpoint that cannot be written, found, read or used; the message says which and what to do."""
+@dataclass
+class State:
+    """All of a run that changes from step to step, but for the random generators, which are the process's own."""
+
+    model: GPT  # without torch.compile and DDP
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler  # of the loss; does nothing without fp16
+    step: int = 0  # steps taken
+    skipped_steps: int = 0  # of these, left out for a loss or norm that was not finite
+    best_val_loss: float | None = None
 
 
 class RandomState(BaseModel):
@@ -53,7 +64,7 @@ class RandomState(BaseModel):
 
     @classmethod
     def take(cls, device: torch.device) -> "RandomState":
-        """Those of this process."""
+        """The random state of this process."""
         name, keys, *rest = np.random.get_state(legacy=True)
         gpu = _generator_of(device)
         return cls.model_validate({
@@ -62,7 +73,7 @@ class RandomState(BaseModel):
             "device": device.type, "torch_device": gpu and base64.b64encode(gpu.get_rng_state().numpy().tobytes()).decode()})
 
     def put(self, device: torch.device) -> None:
-        """Set those of this process. Raises ValueError, TypeError or RuntimeError if they are no such states."""
+        """Make it the random state of this process. Raises ValueError, TypeError or RuntimeError if it is none."""
         random.setstate(self.python)
         name, keys, position, has_gauss, gauss = self.numpy
         np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
@@ -76,114 +87,111 @@ def _generator_of(device: torch.device) -> Any:
     return {"cuda": torch.cuda, "mps": torch.mps}.get(device.type)
 
 
-class RunState(BaseModel):
-    """checkpoint.json: all that a run needs beside the tensors to go on as if it had never stopped."""
+class SavedState(BaseModel):
+    """checkpoint.json: what a State holds beside the tensors, and what tells whether a run can go on from it."""
 
     step: int = Field(ge=0)
     tokens: int  # trained on so far
     tokens_per_step: int = Field(ge=1)
     best_val_loss: float | None
-    skipped_steps: int  # those left out for a loss or norm that was not finite
+    skipped_steps: int
     corpus: str  # the training tokens' fingerprint
     config: dict[str, Any]
     scaler: dict[str, int | float]  # the loss scaler's state; empty without fp16
     random: list[RandomState]  # of each process
 
 
-# ---- writing
+# ---- saving
 
 
-def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimizer], state: RunState, *,
+def save(run: RunFolder, state: State, config: Config, corpus: str, world: World) -> Path | None:
+    """Save the run's state; every process has to call this. Returns the checkpoint's folder, None where none are kept.
+
+    `corpus`: the training tokens' fingerprint. Raises TrainingError for weights that are no longer finite, CheckpointError if
+    the checkpoint cannot be written.
+    """
+    if not config.keep_last:
+        return None
+    if not all(parameter.isfinite().all() for parameter in state.model.parameters()):
+        raise TrainingError(f"step {state.step}: the weights are no longer finite and are not saved; {remedy(run.path, config.lr)}")
+    tokens_per_step = config.tokens_per_step(world.world_size)
+    saved = SavedState(
+        step=state.step, tokens=state.step * tokens_per_step, tokens_per_step=tokens_per_step, best_val_loss=state.best_val_loss,
+        skipped_steps=state.skipped_steps, corpus=corpus, scaler=state.scaler.state_dict(),
+        random=world.gather(RandomState.take(world.device)),
+        config=config.model_dump(mode="json") | {"data_dir": str(Path(config.data_dir).resolve())})
+    folder = world.on_first(lambda: save_checkpoint(run.path, state.model, state.optimizers, saved, keep_last=config.keep_last))
+    run.say(f"saved {folder}")
+    return folder
+
+
+def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimizer], saved: SavedState, *,
                     keep_last: int | None = None) -> Path:
     """Write the checkpoint `step_<step>` of the run's folder; returns its folder.
 
-    `model` is the one without DDP and torch.compile. Afterwards the `keep_last` newest are kept (none: all). Raises
-    CheckpointError if it cannot be written; the others are then as they were.
+    Afterwards the `keep_last` newest are kept (none: all). Raises CheckpointError if it cannot be written; the others are then
+    as they were.
     """
-    folder = run / "checkpoints" / f"step_{state.step:06d}"
+    folder = run / "checkpoints" / f"step_{saved.step:06d}"
     weights = model.state_dict()
     if model.config.tie_weights:
         del weights["lm_head.weight"]
-    with _appearing(folder) as unfinished:
-        if (run / "log.csv").exists():
-            _flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
-        with ThreadPoolExecutor() as pool:  # one file's copying overlaps with the other's hashing and the disk
-            files = {MODEL: weights, OPTIMIZER: optimizer_tensors(model, optimizers)}
-            sums = dict(zip(files, pool.map(lambda file: _write_tensors(unfinished / file, files[file]), files), strict=True))
-        (unfinished / STATE).write_text(state.model_dump_json() + "\n", encoding="utf-8", newline="\n")
-        sums[STATE] = _sha256(unfinished / STATE)
-        (unfinished / SUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in sums.items()), newline="\n")
-        for path in (unfinished / STATE, unfinished / SUMS):
-            _flush_to_disk(path)
+    try:
+        with whole_folder(folder, replace=True) as unfinished:
+            if (run / "log.csv").exists():
+                flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
+            with ThreadPoolExecutor() as pool:  # one file's copying overlaps with the other's hashing and the disk
+                files = {MODEL: weights, OPTIMIZER: optimizer_tensors(model, optimizers)}
+                sums = dict(zip(files, pool.map(lambda file: _write_tensors(unfinished / file, files[file]), files), strict=True))
+            (unfinished / STATE).write_text(saved.model_dump_json() + "\n", encoding="utf-8", newline="\n")
+            sums[STATE] = sha256(unfinished / STATE)
+            (unfinished / SUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in sums.items()), newline="\n")
+            for path in (unfinished / STATE, unfinished / SUMS):
+                flush_to_disk(path)
+    except (OSError, SafetensorError, ValueError) as error:  # ValueError: a state that is no JSON
+        raise CheckpointError(f"{folder}: cannot be written: {error}") from None
     if keep_last is not None:
-        # later ones are damaged, or this save would not be: they do not push it out
-        _delete([path for path in all_checkpoints(run) if step_of(path) <= state.step][:-keep_last])
+        # checkpoints of later steps are damaged, else the run would have gone on from them: they do not count
+        delete([path for path in all_checkpoints(run) if step_of(path) <= saved.step][:-keep_last])
     return folder
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """Write tensors to disk; returns the file's checksum."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    _flush_to_disk(path)
-    return _sha256(path)
+    flush_to_disk(path)
+    return sha256(path)
 
 
-def keep_best(run: Path, folder: Path) -> Path:
-    """Keep a checkpoint as the run's best so far, beside the ones that come and go; returns its folder `best_<step>`.
+def keep_best(run: RunFolder, folder: Path | None, world: World) -> None:
+    """Keep a checkpoint as `best_<step>`, the run's best so far, which `keep_last` does not delete; nothing without a checkpoint.
 
-    Its files are linked, not copied, where the file system can. Raises CheckpointError.
+    Every process has to call this. The files are linked, not copied, where the file system can. Raises CheckpointError.
     """
-    best = folder.with_name(f"best_{folder.name.rpartition('_')[2]}")
-    with _appearing(best) as unfinished:
-        for path in folder.iterdir():
-            try:
-                os.link(path, unfinished / path.name)
-            except OSError:
-                shutil.copy2(path, unfinished / path.name)
-                _flush_to_disk(unfinished / path.name)
-    _delete(path for path in all_checkpoints(run, "best") if path != best)
-    return best
+    if folder is not None:
+        world.on_first(lambda: _keep_best(run.path, folder))
 
 
-@contextlib.contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name once it is whole; one that has the name already goes. Raises CheckpointError."""
-    unfinished = folder.with_name(f"{folder.name}.tmp")
+def _keep_best(run: Path, folder: Path) -> None:
+    best = folder.with_name(f"best_{step_of(folder):06d}")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        _flush_to_disk(unfinished)
-        if folder.exists():
-            _delete([folder])
-        unfinished.rename(folder)
-        _flush_to_disk(folder.parent)
-    except (OSError, SafetensorError, ValueError) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)  # what it took of a full disk
-        raise CheckpointError(f"{folder}: cannot be written: {error}") from None
+        with whole_folder(best, replace=True) as unfinished:
+            for path in folder.iterdir():
+                try:
+                    os.link(path, unfinished / path.name)
+                except OSError:
+                    shutil.copy2(path, unfinished / path.name)
+                    flush_to_disk(unfinished / path.name)
+    except OSError as error:
+        raise CheckpointError(f"{best}: cannot be written: {error}") from None
+    delete(path for path in all_checkpoints(run, "best") if path != best)
 
 
-def _delete(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        doomed = folder.with_name(f"{folder.name}.deleted.tmp")  # half deleted, it is not taken for a checkpoint
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _flush_to_disk(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":  # Windows cannot open a folder
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows flushes only what is open for writing
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def remedy(run: Path, lr: float) -> str:
+    """What to do when training has failed at the learning rate `lr`."""
+    lower = f"--resume {run} --lr {lr / 2:g} goes on from its last checkpoint"
+    return (f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
+            + (f"; {lower}" if all_checkpoints(run) else ""))
 
 
 # ---- the optimizers' state
@@ -198,7 +206,7 @@ def optimizer_tensors(model: GPT, optimizers: list[torch.optim.Optimizer]) -> di
 
 def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
     """Restore the optimizers' state from a checkpoint. Raises CheckpointError if it does not fit."""
-    tensors = _read_safetensors(folder / OPTIMIZER)
+    tensors = read_tensors(folder / OPTIMIZER)
     if not tensors:  # saved before the first update, as every step so far was left out
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -219,61 +227,23 @@ def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optim
         raise CheckpointError(f"{folder}: has optimizer state for an unknown {next(iter(tensors))}")
 
 
-# ---- finding and reading
+# ---- finding
 
 
-def read_state(folder: Path) -> RunState:
+def read_state(folder: Path) -> SavedState:
     """The state of a whole checkpoint. Raises CheckpointError if any of its files is missing or damaged."""
-    sums = _verify(folder)
+    sums = verify(folder)
     if missing := {MODEL, OPTIMIZER, STATE} - set(sums):
         raise CheckpointError(f"{folder / SUMS}: damaged: it lacks {', '.join(sorted(missing))}")
     try:
-        return RunState(**_read_json(folder / STATE))
+        return SavedState(**read_json(folder / STATE))
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         raise CheckpointError(f"{folder / STATE}: not a checkpoint of this project: {where}: {problem['msg'].lower()}") from None
 
 
-def _verify(folder: Path, files: Iterable[str] | None = None) -> dict[str, str]:
-    """The checksums of a checkpoint, after comparing those of `files` (none: all). Raises CheckpointError."""
-    path = folder / SUMS
-    try:
-        pairs = [line.split("  ") for line in path.read_text(encoding="ascii").splitlines()]
-        sums = {file: digest for digest, file in pairs}
-        for file in sums if files is None else files:
-            if file not in (MODEL, OPTIMIZER, STATE):
-                raise CheckpointError(f"{path}: damaged: it names {file[:80]!r}")
-            if file not in sums or _sha256(folder / file) != sums[file]:
-                raise CheckpointError(f"{folder / file}: damaged: it does not match its checksum in {SUMS}")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename}: is missing; not a whole checkpoint of this project") from None
-    except OSError as error:
-        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise CheckpointError(f"{path}: damaged: not a list of checksums") from None
-    return sums
-
-
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint, by its folder's name."""
-    return int(folder.name.rpartition("_")[2])
-
-
-def all_checkpoints(run: Path, name: str = "step") -> list[Path]:
-    """The run's checkpoints `<name>_<step>`, by step."""
-    return sorted((path for path in (run / "checkpoints").glob(f"{name}_*") if path.name.removeprefix(f"{name}_").isdecimal()),
-                  key=step_of)
-
-
-def newest_checkpoint(run: Path) -> Path:
-    """The run's checkpoint of the latest step. Raises CheckpointError if it has none."""
-    if not (paths := all_checkpoints(run)):
-        raise CheckpointError(f"{run}: has no checkpoint (one is saved at the end of a run, or by --checkpoint_every N)")
-    return paths[-1]
-
-
-def newest_whole_checkpoint(run: Path) -> tuple[tuple[Path, RunState] | None, list[str]]:
+def newest_whole_checkpoint(run: Path) -> tuple[tuple[Path, SavedState] | None, list[str]]:
     """The run's latest checkpoint that is whole, and its state, if there is one; and a line for each damaged one skipped."""
     skipped: list[str] = []
     for folder in sorted([*all_checkpoints(run, "best"), *all_checkpoints(run)], key=step_of, reverse=True):
@@ -284,115 +254,130 @@ def newest_whole_checkpoint(run: Path) -> tuple[tuple[Path, RunState] | None, li
     return None, skipped
 
 
-def find_weights(source: str, log_dir: str = "logs") -> Path:
-    """The folder that `source` means: OpenAI's weights for gpt2 .. gpt2-xl (downloaded once), else the newest checkpoint of
-    the run of that name or folder, else a checkpoint's or a Hugging Face model's folder itself. Raises CheckpointError."""
-    if source in HUGGING_FACE:
+@dataclass
+class Resumed:
+    """A whole checkpoint to go on from."""
+
+    folder: Path
+    saved: SavedState
+
+    def restore(self, state: State, config: Config, corpus: str, world: World) -> None:
+        """Put optimizers, loss scaler, counts and random states back; the model has its weights already.
+
+        `corpus`: the training tokens' fingerprint. Raises CheckpointError for what does not fit.
+        """
+        if corpus != self.saved.corpus:
+            raise CheckpointError(
+                f"{self.folder} was trained on another corpus than {config.data_dir}/{config.dataset}: its fingerprint is "
+                f"{self.saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or begin a new run")
+        load_optimizers(self.folder, state.model, state.optimizers)
         try:
-            return download(source)
-        except OSError as error:
-            raise CheckpointError(str(error)) from None
-    folder = next((path for path in (Path(log_dir) / source, Path(source)) if path.is_dir()), None)
-    if folder is None:
-        runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
-        raise CheckpointError(f"{source}: no such run or folder; {log_dir}/ has {', '.join(runs) or 'no runs with checkpoints'}"
-                              f", and {', '.join(HUGGING_FACE)} name OpenAI's weights")
-    whole = any((folder / name).is_file() for name in (STATE, "config.json"))
-    return folder if whole else newest_checkpoint(folder)
+            if self.saved.scaler and state.scaler.is_enabled():
+                state.scaler.load_state_dict(self.saved.scaler)
+            if world.rank < len(self.saved.random):  # a process more than there were keeps its seed
+                self.saved.random[world.rank].put(world.device)
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError, RuntimeError) as error:
+            raise CheckpointError(f"{self.folder}: its scaler or random states do not fit: {error}") from None
+        state.step, state.skipped_steps = self.saved.step, self.saved.skipped_steps
+        state.best_val_loss = self.saved.best_val_loss
 
 
-def read_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Options of the model (fields of GPTConfig) and weights, on the CPU, of a folder that `find_weights` gives.
+def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Config, list[str]]:
+    """The whole checkpoint that `resume` means, if the run does not begin at its first step; the run's config; notes for the user.
 
-    Raises CheckpointError.
+    Every process has to call this, and every one gets what rank 0 finds. Processes that torchrun started again after one of
+    them died go on from the run's newest checkpoint. Raises UserError or CheckpointError if `resume` names a checkpoint that
+    is not there, damaged or not the newest, ConfigError for options that contradict it.
     """
-    return _read_hugging_face(folder) if (folder / "config.json").is_file() else _read_checkpoint(folder)
+    # an agent counts the restarts of its own machine only
+    restarted = any(world.gather(launch().restarts > 0))
+    resumed, notes = world.on_first(lambda: _find_checkpoint(config, restarted))
+    if resumed is None:
+        return None, config, notes
+    config, changes = resumed_config(config, resumed.folder, resumed.saved, world.world_size)
+    return resumed, config, notes + changes
 
 
-def _read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    _verify(folder, (MODEL, STATE))
-    options = _read_json(folder / STATE).get("config")
-    options = options if isinstance(options, dict) else {}
-    fields = [field.name for field in dataclasses.fields(GPTConfig)]
-    if missing := [name for name in fields if name not in options]:
-        raise CheckpointError(f"{folder / STATE}: not a checkpoint of this project: it lacks {', '.join(missing)}")
-    weights = _read_safetensors(folder / MODEL)
-    _check_size(options, weights, folder)
-    return {name: options[name] for name in fields}, weights
+def _find_checkpoint(config: Config, restarted: bool) -> tuple[Resumed | None, list[str]]:
+    run, resume = Path(config.log_dir) / str(config.run_name), config.resume
+    if resume is None and not (restarted and launch().call == RunFolder(run).torchrun_call()):
+        return None, []  # also where the folder is an earlier run's, because this one died before it had begun its own
+    if resume not in (None, "auto"):
+        path = next((p for p in (Path(config.log_dir) / resume, Path(resume)) if p.is_dir()), Path(resume))
+        if not path.is_dir():
+            what = "is a file, and a checkpoint is a folder" if path.exists() else "no such run or checkpoint"
+            raise UserError(f"--resume {resume}: {what}; give auto, a run's folder or one of its checkpoints/step_*")
+        run = path = path.resolve()
+        if path.parent.name == "checkpoints":
+            run = path.parent.parent
+            if not restarted:
+                saved = read_state(path)
+                if later := [other.name for other in all_checkpoints(run) if step_of(other) > saved.step]:
+                    raise UserError(f"--resume {resume}: {run} has later checkpoints, {', '.join(later)}, whose steps would be "
+                                    f"taken again; move them away first, or begin a new run with --init_from {resume}")
+                return Resumed(path, saved), []
+    found, skipped = newest_whole_checkpoint(run)
+    if found is None and resume not in (None, "auto"):
+        raise CheckpointError(f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)")
+    return Resumed(*found) if found else None, skipped
 
 
-def _check_size(options: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> None:
-    """Compare the options with the weights before a model is made of them: a wrong number could ask for any size."""
-    none = torch.empty(0, 0)
-    wte, wpe = (weights.get(f"transformer.{name}.weight", none) for name in ("wte", "wpe"))
-    layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
-    wte, wpe = (tensor if tensor.dim() == 2 else none for tensor in (wte, wpe))
-    theirs = {"n_layer": len(layers), "vocab_size": wte.shape[0], "n_embd": wte.shape[-1], "block_size": wpe.shape[0]}
-    for name, value in theirs.items():
-        if options[name] != value:
-            raise CheckpointError(f"{folder}: weights that do not fit the model: {name} is {str(options[name])[:40]} in its "
-                                  f"options, {value} in its weights")
+# ---- going on
 
 
-def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def resumed_config(config: Config, folder: Path, saved: SavedState, world_size: int) -> tuple[Config, list[str]]:
+    """The checkpoint's options with those of this call over them, and a note for those that changed.
+
+    A step keeps its tokens at any number of processes: where they would be others, `total_batch_tokens` is set. Raises
+    ConfigError, naming both values, for options that contradict the checkpoint.
+    """
+    theirs = {name: value for name, value in saved.config.items() if name in Config.model_fields and name not in OF_THIS_CALL}
+    given = config.model_dump(mode="json", include=config.model_fields_set)
+    problems = [f"{name} {given[name]} contradicts {folder}, which has {theirs[name]}; leave it out, or begin a new run"
+                for name in FIXED if name in given and name in theirs and given[name] != theirs[name]]
+    values = theirs | given | {"init_from": theirs.get("init_from", "scratch")}  # where the first weights came from
+    run = folder.parent.parent
+    values |= {"log_dir": str(run.parent), "run_name": run.name}
     try:
-        options = our_options(_read_json(folder / "config.json"))
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    weights = our_weights(_read_safetensors(folder / MODEL))
-    _check_size(options, weights, folder)
-    return options, weights
-
-
-def load_weights(model: GPT, weights: dict[str, Tensor], source: str) -> None:
-    """Copy weights into the model, tied and padded or not on either side: padding rows that only one side has are left alone.
-
-    Raises CheckpointError for weights that are missing, unknown or of another shape.
-    """
-    weights = dict(weights)
-    weights.setdefault("lm_head.weight", weights.get("transformer.wte.weight", torch.empty(0)))
-    ours = model.state_dict()
-    problems = [f"lacks {name}" for name in ours if name not in weights]
-    problems += [f"has an unknown {name}" for name in weights if name not in ours]
-    for name in ours.keys() & weights.keys():
-        rows = model.config.n_tokens if name in ("transformer.wte.weight", "lm_head.weight") else None
-        rows = None if ours[name].shape == weights[name].shape else rows
-        if ours[name][:rows].shape != weights[name][:rows].shape:
-            problems.append(f"has {name} of shape {tuple(weights[name].shape)}, the model {tuple(ours[name].shape)}")
-        elif not problems:
-            ours[name][:rows].copy_(weights[name][:rows])
+        per_micro_step = int(values["batch_size"]) * int(values["seq_len"]) * world_size
+        total = int(values.get("total_batch_tokens") or per_micro_step)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{folder}: its options are not those of a run: {error}") from None
+    if total != saved.tokens_per_step:
+        if given.get("total_batch_tokens"):
+            problems.append(f"total_batch_tokens {total} contradicts {folder}, whose steps take {saved.tokens_per_step}; "
+                            f"leave it out, or begin a new run")
+        values["total_batch_tokens"] = saved.tokens_per_step
+        if saved.tokens_per_step % per_micro_step:
+            problems.append(f"batch_size {values['batch_size']} on {world_size} processes takes {per_micro_step} tokens at once, "
+                            f"and a step of {folder} takes {saved.tokens_per_step}, no multiple of it; choose another batch_size")
     if problems:
-        raise CheckpointError(f"{source}: weights that do not fit the model: it {sorted(problems)[0]}"
-                              + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
-
-
-def load_model(source: str, log_dir: str = "logs") -> GPT:
-    """The model of a checkpoint, in evaluation mode on the CPU; `source` as for `find_weights`. Raises CheckpointError."""
-    options, weights = read_weights(find_weights(source, log_dir))
+        raise ConfigError("\n".join(problems))
     try:
-        model = GPT(GPTConfig(**options))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{source}: its options do not make a model: {error}") from None
-    load_weights(model, weights, source)
-    return model.eval()
+        resumed = load(Config, values)
+        resumed.accumulation_steps(world_size)
+    except (ConfigError, ContradictionError) as error:
+        raise ConfigError(f"{folder}: its options and those given do not fit together: {error}") from None
+    changed = [f"{name} {theirs[name]} -> {new}" for name, new in resumed.model_dump(mode="json").items()
+               if name in theirs and name not in (*OF_THIS_CALL, *WITHOUT_EFFECT, "data_dir") and theirs[name] != new]
+    return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged: not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: damaged: not a JSON object")
-    return content
+def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: World) -> list[str]:
+    """Create the run's folder, or take it up after the checkpoint's step, and write config.yaml; returns notes for the user.
 
+    Every process has to call this. Raises UserError if another run is writing to the folder.
+    """
+    def open_folder() -> list[str]:
+        if resumed:
+            run.go_on(resumed.saved.step, config.log_every)
+            run.write_config(config.to_yaml())
+            return []
+        aside = run.begin()
+        written = config
+        if aside and Path(config.init_from).is_relative_to(run.path):
+            written = config.model_copy(update={"init_from": str(aside / Path(config.init_from).relative_to(run.path))})
+        run.write_config(written.to_yaml())
+        return [f"the earlier {run.path} is now {aside}"] if aside else []
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing; only weights in safetensors are read") from None
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from None
+    return world.on_first(open_folder)

@@ -39,9 +39,9 @@ class Span:
 class TokenStream:
     """One split of a corpus as windows of seq_len tokens and their targets."""
 
-    def __init__(self, spans: Sequence[Span], seq_len: int, n_tokens: int):
-        """`n_tokens`: size of the model's vocabulary. Raises TokenFileError if a file holds an id beyond it."""
-        self.spans, self.seq_len, self.n_tokens = list(spans), seq_len, n_tokens
+    def __init__(self, spans: Sequence[Span], seq_len: int, n_vocab: int):
+        """`n_vocab`: size of the model's vocabulary. Raises TokenFileError if a file holds an id beyond it."""
+        self.spans, self.seq_len, self.n_vocab = list(spans), seq_len, n_vocab
         self.tokens = sum(span.stop - span.start for span in spans)
         windows = [max(0, span.stop - span.start - 1) // seq_len for span in spans]
         self._ends = list(accumulate(windows))  # windows in the spans up to and including each
@@ -64,7 +64,7 @@ class TokenStream:
             if span.path not in mapped:
                 mapped[span.path] = map_tokens(span.path, span.file_tokens, span.stamp)
             row[:] = mapped[span.path][start:start + self.seq_len + 1]
-        if rows.size and rows.max() >= self.n_tokens:
+        if rows.size and rows.max() >= self.n_vocab:
             for path, tokens in mapped.items():
                 self._check(tokens, path)
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
@@ -84,13 +84,13 @@ class TokenStream:
         return digest.hexdigest()
 
     def _check(self, tokens: np.ndarray, path: Path) -> None:
-        if tokens.max() >= self.n_tokens:
-            position = int(np.argmax(tokens >= self.n_tokens))
+        if tokens.max() >= self.n_vocab:
+            position = int(np.argmax(tokens >= self.n_vocab))
             raise TokenFileError(f"{path}: token {position:,} has the id {tokens[position]}, beyond the model's vocabulary of "
-                                 f"{self.n_tokens:,}; raise vocab_size, or write the file again with GPT-2's tokenizer")
+                                 f"{self.n_vocab:,}; raise vocab_size, or write the file again with GPT-2's tokenizer")
 
 
-def open_corpus(folder: Path, seq_len: int, n_tokens: int, val_fraction: float = 0.0) -> tuple[TokenStream, TokenStream]:
+def open_corpus(folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 0.0) -> tuple[TokenStream, TokenStream]:
     """The training and the validation split of the token files in `folder`.
 
     Validation is the files with `_val_` in their name; where there are none, the last `val_fraction` of the tokens.
@@ -105,7 +105,7 @@ def open_corpus(folder: Path, seq_len: int, n_tokens: int, val_fraction: float =
                              f"such as: python data/text.py FILE --name {folder.name}")
     if not spans[True]:
         spans[False], spans[True] = _cut_tail(spans[False], val_fraction)
-    return TokenStream(spans[False], seq_len, n_tokens), TokenStream(spans[True], seq_len, n_tokens)
+    return TokenStream(spans[False], seq_len, n_vocab), TokenStream(spans[True], seq_len, n_vocab)
 
 
 def is_validation(path: Path) -> bool:
@@ -141,6 +141,12 @@ class DataLoader:
                 f"{stream.spans[0].path.parent if stream.spans else 'the corpus'}: {stream.tokens:,} tokens make {len(stream)} "
                 f"sequences of {T}, but one step takes {self.global_batch}, at least {self.global_batch * T + 1:,} tokens; "
                 f"lower batch_size, seq_len or total_batch_tokens, or train on a larger corpus")
+
+    def in_words(self) -> str:
+        """What an epoch and a step are, for the user."""
+        return (f"1 epoch = {self.steps_per_epoch:,} batches\n"
+                f"1 step = {self.global_batch * self.stream.seq_len:,} tokens: batch_size {self.batch_size} x seq_len "
+                f"{self.stream.seq_len} x {self.world_size} processes x {self.accumulation} micro-steps")
 
     @property
     def steps_per_epoch(self) -> int:

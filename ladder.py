@@ -2,39 +2,33 @@
 
     python ladder.py speedup                        one of the published series: speedup, a100, mps, gpu_ms
     python ladder.py baseline.yaml my.yaml          or any configs
-    python ladder.py speedup -- --max_steps 10      options behind -- go to every run
+    python ladder.py speedup -- --max_steps 10      options after -- go to every run
     python ladder.py --plot logs/a logs/b           the loss curves of any runs in one picture
 """
 
 import csv
 import json
+import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from config import (
-    CONFIG_DIR,
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    OptimizationConfig,
-    Options,
-    UserError,
-    exit_with,
-    find_config,
-    load_config,
-    parse,
-    parse_command_line,
-    read_yaml_mapping,
-)
-from machine import machine
+import runtime.report as reports
+from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
+from runtime.cli import CONFIG_DIR, ConfigError, Options, Positive, find_config, parse, parse_command_line, read_yaml_mapping
+from runtime.errors import UserError, exit_with, reported
+from runtime.report import BLUE, COLOURS, ORANGE, Column
+from runtime.runlog import LOG_COLUMNS, duration, read_rows
 
 ROOT = Path(__file__).resolve().parent
 REFERENCE = ROOT / "logs" / "reference"
@@ -45,9 +39,12 @@ SERIES = {
     "gpu_ms": [f"gpu_ms/{stage}" for stage in ("fp32", "tf32", "bf16", "compile", "flash", "vocab", "fused_adamw")],
 }
 FIRST_COMPARED, LAST_COMPARED = 11, 50  # steps over which a loss curve is compared with the published one
+FIRST_TIMED = 6  # published times: medians from this step on
 # The published RTX 3080 times were read without waiting for the GPU from speedup1 on: up to 1.9 million tokens/s, more than
 # ten times what that card can compute.
 UNSYNCHRONIZED = re.compile(r"rtx3080_speedup")
+ON_ANOTHER_GPU = "cuda_bf16"  # than the stage it changes, which ran on an Apple GPU
+DDP_PUBLISHED = 211_646  # tokens/s on two RTX 4090, from the same notes as the speedup ladder; there is no log of it
 
 
 class LadderOptions(Options):
@@ -57,6 +54,8 @@ class LadderOptions(Options):
     """speedup, a100, mps or gpu_ms; or config files; with --plot, folders of runs"""
     log_dir: str = "logs"
     """folder for the ladder's folder"""
+    nproc_per_node: Positive | None = None
+    """processes of each listed config, by torchrun; with speedup, of its last stage, ddp (none: 1; in ddp one for each GPU)"""
     rerun: bool = False
     """run finished stages again"""
     report_only: bool = False
@@ -65,29 +64,45 @@ class LadderOptions(Options):
     """compare the loss curves of the given runs in one picture"""
 
 
+@dataclass(frozen=True)
+class Published:
+    """What was published of a stage."""
+
+    log: str | None = None  # its log's name in logs/reference/
+    ms_per_step: float | None = None  # where the time was read properly
+    tokens_per_sec: float | None = None  # likewise
+
+
 @dataclass
 class Stage:
-    """One run of a ladder, and after it what it left behind."""
+    """One run of a ladder, and the files that it leaves."""
 
     name: str
     config: Config
     given: list[str]  # train.py's arguments
     base: str | None = None  # the stage that its file changes, as its `base:` says
-    published: str | None = None  # its log in logs/reference/, if its settings are those of the published run
+    published: Published = field(default_factory=Published)  # empty, unless its settings are those of the published run
     twin_of: str | None = None  # the stage whose published run this one's settings are, where they differ from its note
+    processes: int = 1
     error: str | None = None
 
     @property
     def folder(self) -> Path:
         return Path(self.config.log_dir) / self.name
 
+    @property
+    def command(self) -> list[str]:
+        """What starts its run."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.processes}"]
+        return [sys.executable, *(torchrun if self.processes > 1 else []), str(ROOT / "train.py"), *self.given]
+
     def summary(self) -> dict[str, Any] | None:
         """summary.json of the finished run with these very settings; None where there is none."""
         try:
             summary = json.loads((self.folder / "summary.json").read_text())
             same = _options(load_config(str(self.folder / "config.yaml"))) == _options(self.config)
-            read_log(self.folder / "log.csv")
-        except (OSError, ValueError, UserError):
+            read_rows(self.folder / "log.csv")
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError, UserError):
             return None
         return summary if same and not summary.get("interrupted") else None
 
@@ -95,7 +110,7 @@ class Stage:
 # ---- the stages
 
 
-def plan(names: Sequence[str], log_dir: str, extra: list[str]) -> tuple[str, list[Stage]]:
+def plan(names: Sequence[str], log_dir: str, extra: list[str], processes: int | None = None) -> tuple[str, list[Stage]]:
     """Name and stages of the ladder that the user asked for. Raises UserError for unknown stages or options."""
     ladder = names[0] if len(names) == 1 and names[0] in SERIES else "ladder"
     configs = SERIES.get(names[0], names) if len(names) == 1 else names
@@ -106,13 +121,20 @@ def plan(names: Sequence[str], log_dir: str, extra: list[str]) -> tuple[str, lis
             name = f"{name}_{len(stages) + 1}"
         stages.append(_stage(name, config, ladder, log_dir, extra))
         as_logged = CONFIG_DIR / "as_logged" / f"{Path(config).stem}.yaml"
-        if stages[-1].published and as_logged.is_file():
-            published, stages[-1].published = stages[-1].published, None  # this one's settings are the note's, not the log's
+        if stages[-1].published.log and as_logged.is_file():
+            # this stage's settings are those of the note, not of the log
+            published, stages[-1].published = stages[-1].published, Published()
             if ladder == "speedup":
                 twin = _stage(f"as_logged_{name}", str(as_logged), ladder, log_dir, extra)
                 # a stage before it may be the same run: nothing is run twice
                 twin = next((stage for stage in stages if _options(stage.config) == _options(twin.config)), twin)
                 stages.append(replace(twin, published=published, twin_of=name))
+    if ladder == "ladder":
+        for stage in stages:
+            stage.processes = processes or 1
+    elif ladder == "speedup" and (processes or 1) > 1:
+        stages.append(_stage("ddp", "ddp", ladder, log_dir, extra))
+        stages[-1].processes = processes or 1
     return ladder, stages
 
 
@@ -125,20 +147,32 @@ def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) 
     given = ["--config", config, "--keep_last", "0", *extra, "--log_dir", str(Path(log_dir) / ladder), "--run_name", name]
     resolved = parse(Config, given, config_file=True)
     stage = Stage(name, resolved, given, base=Path(str(read_yaml_mapping(path).get("base"))).stem)
-    published = _published_log(path)
-    if published and _same_training(resolved, load_config(config)):
-        stage.published = published
+    if path.is_relative_to(CONFIG_DIR) and _same_training(resolved, load_config(config)):
+        stage.published = _published(path.relative_to(CONFIG_DIR).with_suffix("").as_posix())
     return stage
 
 
-def _published_log(path: Path) -> str | None:
-    """Name in logs/reference/ of the log that a config file's stage was published with; None if there is none."""
-    if not path.is_relative_to(CONFIG_DIR):
-        return None
-    series, name = path.parent.relative_to(CONFIG_DIR).as_posix(), path.stem
-    prefix = "rtx3080_" if series == "." else f"{series}_"
-    log = name if name == "cuda_bf16" else prefix + name
-    return log if (REFERENCE / f"{log}.csv").is_file() else None
+def _published(config: str) -> Published:
+    """What was published of the stage that a config in configs/ repeats, such as `speedup2` or `a100/opt3`."""
+    series, _, name = config.rpartition("/")
+    if series == "gpu_ms":
+        with open(REFERENCE / "gpu_ms.csv", newline="") as file:
+            return Published(ms_per_step={row["stage"]: float(row["dt_ms"]) for row in csv.DictReader(file)}.get(name))
+    if config == "ddp":
+        return Published(tokens_per_sec=DDP_PUBLISHED)
+    log = name if name == "cuda_bf16" else f"{series or 'rtx3080'}_{name}"
+    if not (REFERENCE / f"{log}.csv").is_file():
+        return Published()
+    timed = [row for step, row in published_rows(log).items() if step >= FIRST_TIMED]
+    times, rates = ([value for row in timed if (value := row[key])] for key in ("dt_ms", "tokens_per_sec"))
+    if UNSYNCHRONIZED.match(log) or not times:
+        return Published(log)
+    return Published(log, statistics.median(times), statistics.median(rates) if rates else None)
+
+
+def published_rows(log: str) -> dict[int, dict[str, float | None]]:
+    """The rows of a published log by step."""
+    return read_rows(REFERENCE / f"{log}.csv")
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -151,10 +185,28 @@ def _same_training(a: Config, b: Config) -> bool:
     fields = {*ModelConfig.model_fields, *DataConfig.model_fields, *OptimizationConfig.model_fields, "seed"} - {"data_dir"}
     if a.lr_schedule == "constant":
         fields.discard("max_steps")
-    return all(getattr(a, field) == getattr(b, field) for field in fields)
+    return all(getattr(a, name) == getattr(b, name) for name in fields)
 
 
 # ---- running
+
+
+def probe(device: str) -> dict[str, Any]:
+    """What a fresh process finds of the device: how many `gpus`, and `bf16_slowdown`, bfloat16's time over float32's, None where
+    bfloat16 is not slow. Empty if it fails."""
+    command = [sys.executable, "-m", "runtime.measure", device]
+    found = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    return json.loads(found.stdout) if found.returncode == 0 else {}
+
+
+def bf16_warning(stages: Sequence[Stage], slowdown: float | None, command: Sequence[str]) -> str | None:
+    """What to say before stages are run that bfloat16 makes slow on this machine, and how to go without it."""
+    slow = [stage.name for stage in stages if stage.config.bf16]
+    if slowdown is None or not slow:
+        return None
+    without = shlex.join(["python", "ladder.py", *command, *([] if "--" in command else ["--"]), "--no-bf16"])
+    return (f"note: matrix products in bf16 take {slowdown:.1f} times as long as in fp32 on this machine, which makes "
+            f"{', '.join(slow)} slow; without bf16: {without}")
 
 
 def climb(stages: list[Stage], rerun: bool) -> None:
@@ -166,7 +218,7 @@ def climb(stages: list[Stage], rerun: bool) -> None:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
                TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    here = machine()
+    here = reports.machine()
     with Progress(*columns) as progress:
         for i, stage in enumerate(stages, start=1):
             task = progress.add_task(f"{i}/{len(stages)} {stage.name}", total=stage.config.max_steps, note="")
@@ -174,33 +226,53 @@ def climb(stages: list[Stage], rerun: bool) -> None:
             if summary and not rerun and summary.get("machine", here) == here:  # another machine's speed says nothing here
                 progress.update(task, completed=summary["steps"], note="finished before")
                 continue
-            stage.error = _run(stage, lambda done, note, task=task: progress.update(task, completed=done, note=note))
-            progress.update(task, note=f"[red]failed: {stage.error}" if stage.error else "done")
+            stage.error = _run(stage, partial(_update, progress, task))
+            progress.update(task, note=f"[red]failed: {stage.error}" if stage.error else "finished")
             if not progress.console.is_terminal:
                 progress.console.print(f"{stage.name}: {'failed: ' + stage.error if stage.error else 'done'}")
 
 
-def _run(stage: Stage, show: Any) -> str | None:
-    """Run a stage in a process of its own, passing on each step; returns the error if it fails."""
-    command = [sys.executable, str(ROOT / "train.py"), *stage.given]
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
-    assert process.stdout is not None
-    lines: list[str] = []
+def _update(progress: Any, task: Any, step: int, note: str) -> None:
+    progress.update(task, completed=step, note=note)
+
+
+def _run(stage: Stage, tell: Callable[[int, str], None]) -> str | None:
+    """Run a stage in its own process and `tell` its last step and how it is doing; returns the error if it fails."""
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // stage.processes))} if stage.processes > 1 else {}
+    started = time.time()
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(stage.command, stdout=subprocess.DEVNULL, stderr=errors, env=threads | os.environ)
+        try:
+            tell(0, "starting")
+            while process.poll() is None:
+                time.sleep(0.2)
+                _tell_progress(stage, started, tell)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)  # it ends after its step; the Ctrl-C of a shared terminal counts as the same request
+            process.wait()
+            raise
+        _tell_progress(stage, started, tell)
+        if process.returncode == 0 and stage.summary():
+            return None
+        errors.seek(0)
+        lines = [line.strip() for line in errors if line.strip()]
+    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (named or lines or [f"exit status {process.returncode}"])[-1]
+
+
+def _tell_progress(stage: Stage, started: float, tell: Callable[[int, str], None]) -> None:
+    """Tell the last step in the stage's log, unless the log is still that of a run from before `started`."""
+    log = stage.folder / "log.csv"
     try:
-        show(0, "starting")
-        for line in process.stdout:
-            lines.append(line.rstrip())
-            if step := re.match(r"step +(\d+)/\d+ \| loss ([\d.]+)(?:.*\| (\S+) left)?", line):
-                show(int(step[1]), f"loss {step[2]}" + (f", {step[3]} left" if step[3] else ""))
-        process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)  # it ends after its step; where it has the terminal's Ctrl-C too, that is one request
-        process.wait()
-        raise
-    if process.returncode == 0 and stage.summary():
-        return None
-    errors = [line for line in lines if re.match(r"error: |\w*Error\b", line)]
-    return errors[-1].removeprefix("error: ") if errors else f"exit status {process.returncode}"
+        rows = read_rows(log) if log.stat().st_mtime >= started else {}
+    except (OSError, UserError):  # not there yet, or being moved aside
+        return
+    if rows:
+        step = max(rows)
+        # the first step compiles
+        seconds = [(row["dt_ms"] or 0.0) / 1e3 for at, row in rows.items() if at > 1]
+        left = f", {duration(statistics.median(seconds) * (stage.config.max_steps - step))} left" if seconds else ""
+        tell(step, f"loss {rows[step]['loss']:.4f}{left}")
 
 
 # ---- comparing
@@ -213,8 +285,9 @@ class Row:
     stage: str
     ms_per_step: float
     tokens_per_sec: float
-    over_previous: float | None  # over its base, or where that is not in the ladder the stage before; None if that has not run
-    over_first: float  # of the finished ones
+    over_base: float | None  # over its base, or over the stage before if its base is not in the ladder; None if that has not run
+    published_over_base: float | None
+    over_first: float  # over the first finished stage
     first_step_s: float
     peak_memory_mb: float
     utilization: float
@@ -223,21 +296,6 @@ class Row:
     published_tokens_per_sec: float | None
     loss_difference: float | None  # from the published curve
     compared: str  # which run's steps were compared
-
-
-def read_log(path: Path) -> dict[int, dict[str, float | None]]:
-    """Rows of a log.csv by step; empty cells are None. Raises UserError if the file or a column is missing."""
-    try:
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
-        return {int(row["step"]): {name: float(row[name]) if row[name] else None for name in
-                                   ("loss", "lr", "norm", "dt_ms", "tokens_per_sec")} for row in rows}
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except KeyError as error:
-        raise UserError(f"{path}: has no column {error.args[0]}; a log has step,loss,lr,norm,dt_ms,tokens_per_sec") from None
-    except (TypeError, ValueError, csv.Error) as error:
-        raise UserError(f"{path}: not a log: {error}") from None
 
 
 def loss_difference(ours: dict[int, dict], published: dict[int, dict]) -> tuple[float, int] | None:
@@ -252,48 +310,58 @@ def compare(stages: list[Stage]) -> list[Row]:
     """A row for each finished stage that is not another's twin."""
     rows: list[Row] = []
     rates: dict[str, float] = {}
-    own = [stage for stage in stages if not stage.twin_of]
-    for i, stage in enumerate(own):
+    own = {stage.name: stage for stage in stages if not stage.twin_of}
+    before: Stage | None = None
+    for stage in own.values():
+        base = own.get(str(stage.base), before or stage)
+        before = stage
         summary = stage.summary()
         if summary is None:
             continue
-        run = next((s for s in stages if s.twin_of == stage.name and s.summary()), stage)  # what ran as logged
-        difference, compared, published_rate = None, "", None
-        if run.published:
-            published = read_log(REFERENCE / f"{run.published}.csv")
-            if found := loss_difference(read_log(run.folder / "log.csv"), published):
-                difference, last = found
-                compared = f"{run.name}, steps {FIRST_COMPARED} to {last}"
-            theirs = [t for step, row in published.items() if step > 5 and (t := row["tokens_per_sec"]) is not None]
-            if theirs and not UNSYNCHRONIZED.match(run.published):
-                published_rate = statistics.median(theirs)
+        as_published = next((s for s in stages if s.twin_of == stage.name and s.summary()), stage)
+        difference, compared = None, ""
+        if as_published.published.log:
+            found = loss_difference(read_rows(as_published.folder / "log.csv"), published_rows(as_published.published.log))
+            if found:
+                difference, compared = found[0], f"{as_published.name}, steps {FIRST_COMPARED} to {found[1]}"
         rates[stage.name] = rate = summary["median_tokens_per_sec"]
-        base = stage.base if stage.base in [other.name for other in own] else own[max(0, i - 1)].name
-        before, first = rates.get(str(base)), next(iter(rates.values()))
+        base_rate, first_rate = rates.get(base.name), next(iter(rates.values()))
         rows.append(Row(
-            stage.name, summary["median_dt_ms"], rate, before and rate / before, rate / first,
-            summary["first_step_s"], summary["peak_memory_mb"], summary["utilization"], summary["final_loss"], summary["steps"],
-            published_rate, difference, compared))
+            stage.name, summary["median_dt_ms"], rate, base_rate and rate / base_rate, _published_factor(stage, base),
+            rate / first_rate, summary["first_step_s"], summary["peak_memory_mb"], summary["utilization"], summary["final_loss"],
+            summary["steps"], as_published.published.tokens_per_sec, difference, compared))
     return rows
+
+
+def _published_factor(stage: Stage, base: Stage) -> float | None:
+    """The published speed over that of the base, in tokens/s, or in steps/s for a list that names no batch."""
+    ours, theirs = stage.published, base.published
+    if stage is base or ours.log == ON_ANOTHER_GPU:
+        return None
+    if ours.tokens_per_sec and theirs.tokens_per_sec:
+        return ours.tokens_per_sec / theirs.tokens_per_sec
+    if ours.ms_per_step and theirs.ms_per_step and not (ours.tokens_per_sec or theirs.tokens_per_sec):
+        return theirs.ms_per_step / ours.ms_per_step
+    return None
 
 
 # ---- reporting
 
 
-HEADER = ["stage", "ms/step", "tokens/s", "x base", "x first", "MB", "loss", "diff.", "first step, s", "of matmul",
-          "published tokens/s"]
-SHOWN = 8  # columns in the terminal; the report has all
+STAGE = reports.field("stage", "stage")
+COLUMNS = [
+    STAGE, reports.field("ms/step", "ms_per_step", ",.0f"), reports.field("tokens/s", "tokens_per_sec", ",.0f"),
+    reports.field("x base", "over_base", ".2f"), reports.field("published", "published_over_base", ".2f"),
+    reports.field("x first", "over_first", ".2f"), reports.field("MB", "peak_memory_mb", ",.0f"),
+    reports.field("loss", "final_loss", ".3f"), reports.field("diff.", "loss_difference", ".3f"),
+    reports.field("first step, s", "first_step_s", ".1f"), reports.field("of matmul", "utilization", ".0%"),
+    reports.field("published tokens/s", "published_tokens_per_sec", ",.0f")]
+IN_TERMINAL = COLUMNS[:9]  # as many as 80 characters hold
 
 
-def cells(row: Row) -> list[str]:
-    """A row as text, in the order of HEADER."""
-    factors = ["" if factor is None else f"{factor:.2f}" for factor in (row.over_previous, row.over_first)]
-    loss = "" if row.final_loss is None else f"{row.final_loss:.3f}"
-    difference = "" if row.loss_difference is None else f"{row.loss_difference:.3f}"
-    published = "" if row.published_tokens_per_sec is None else f"{row.published_tokens_per_sec:,.0f}"
-    return [row.stage, f"{row.ms_per_step:,.0f}", f"{row.tokens_per_sec:,.0f}", *factors,
-            f"{row.peak_memory_mb:,.0f}", loss, difference, f"{row.first_step_s:.1f}", f"{row.utilization:.0%}",
-            published]
+def filled(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """The columns that have something in them."""
+    return [column for column in columns if any(column.cell(row) for row in rows)]
 
 
 def report(ladder: str, stages: list[Stage], folder: Path) -> None:
@@ -302,7 +370,7 @@ def report(ladder: str, stages: list[Stage], folder: Path) -> None:
     failed = [f"{stage.name}: {stage.error}" for stage in stages if stage.error]
     if not rows:
         raise UserError("\n".join([f"{folder}: no finished stage to report", *(f"failed: {line}" for line in failed)]))
-    show(f"{ladder}: what each stage is worth here", HEADER[:SHOWN], [cells(row)[:SHOWN] for row in rows])
+    reports.print_table(f"{ladder}: what each stage is worth here", filled(IN_TERMINAL, rows), rows)
     for line in failed:
         print(f"failed: {line}")
 
@@ -310,7 +378,10 @@ def report(ladder: str, stages: list[Stage], folder: Path) -> None:
         writer = csv.DictWriter(file, fieldnames=list(Row.__dataclass_fields__), lineterminator="\n")
         writer.writeheader()
         writer.writerows(vars(row) for row in rows)
-    plot_speed(rows, folder / "speed.png")
+    rates = [row.tokens_per_sec for row in rows]
+    labels = [f"{row.tokens_per_sec:,.0f}  ({row.over_first:.2f}x)" for row in rows]
+    reports.draw_bars(folder / "speed.png", [row.stage for row in rows], rates, labels,
+                      f"tokens/s, and the factor over {rows[0].stage}")
     plotted = plot_losses(stages, folder / "loss.png")
     (folder / "report.md").write_text(markdown(ladder, stages, rows, failed, plotted))
     print(f"{folder}/ has report.md, results.csv, speed.png" + (" and loss.png" if plotted else ""))
@@ -320,20 +391,24 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
     """The report as text."""
     summaries = {stage.name: summary for stage in stages if (summary := stage.summary())}
     measured = list(dict.fromkeys(
-        f"{s.get('machine', machine())}; device {s['device']}, torch {s['torch']}, commit {s['git']}, {s['started'][:10]}."
+        f"{s.get('machine', reports.machine())}; device {s['device']}, torch {s['torch']}, commit {s['git']}, {s['started'][:10]}."
         for s in summaries.values()))
     missing = dict.fromkeys(stage.name for stage in stages if stage.name not in summaries and not stage.error)
     twins = [stage for stage in stages if stage.twin_of]
     lines = [
         f"# The {ladder} ladder" if ladder in SERIES else "# A ladder", "", *measured, "",
-        *markdown_table(HEADER, [cells(row) for row in rows]), "",
+        *reports.markdown_table(filled(COLUMNS, rows), rows), "",
         "tokens/s and ms/step: medians without the first steps, which compile and warm up (`first step` is apart). x base, "
         "x first: tokens/s over that of the stage it changes (its `base:`), and of the first in the table. MB: peak memory, of "
         "the GPU's tensors on CUDA, else of the process. loss: of the last step, nats per token. diff.: mean absolute difference "
         f"from the published curve over steps {FIRST_COMPARED} to {LAST_COMPARED}, or as many of them as ran. of matmul: share of "
         "what a large matrix product reaches on this device.", ""]
-    if any(stage.published and UNSYNCHRONIZED.match(stage.published) for stage in stages):
+    if any(row.published_over_base for row in rows):
+        lines += ["published: the same factor over the base in the published times, on the GPU of whoever published them.", ""]
+    if any(stage.published.log and UNSYNCHRONIZED.match(stage.published.log) for stage in stages):
         lines += ["Published times of speedup1 and later are not compared: they were read without waiting for the GPU.", ""]
+    if any(stage.name == "ddp" for stage in stages):
+        lines += [f"ddp: {stages[-1].processes} processes; {DDP_PUBLISHED:,} tokens/s were published, of two RTX 4090.", ""]
     if twins:
         lines += [f"The published runs of {', '.join(str(t.twin_of) for t in twins)} did not do what their notes say (their "
                   "weights were not tied). Their curves are compared with runs that do as logged (`configs/as_logged/`).", ""]
@@ -346,58 +421,7 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
     return "\n".join([*lines, "Settings: " + "; ".join(ran.values()) + "."]) + "\n"
 
 
-def show(title: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> None:
-    """Print a table; columns of figures are set to the right."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name, values in zip(header, zip(*body, strict=True), strict=True):
-        is_figure = all(value[:1].isdigit() or not value for value in values)
-        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure)
-    for line in body:
-        table.add_row(*line)
-    Console().print(table)
-
-
-def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """A table as lines of markdown; columns of figures are set to the right."""
-    is_figure = [all(value[:1].isdigit() or not value for value in values) for values in zip(*body, strict=True)]
-    return ["| " + " | ".join(header) + " |", "|" + "".join("---:|" if figure else "---|" for figure in is_figure),
-            *("| " + " | ".join(line) + " |" for line in body)]
-
-
-# ---- pictures: the colours are of Okabe and Ito (2008), told apart by the colour-blind too
-
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
-MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # told apart in print too
-BLUE, ORANGE = COLOURS[:2]
-
-
-def pyplot() -> Any:
-    """matplotlib.pyplot, drawing to files; imported only where a picture is drawn, as that takes a second."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
-def plot_speed(rows: list[Row], path: Path) -> None:
-    """Bars of tokens/s, each labelled with its rate and its factor over the first."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.36 * len(rows)), layout="constrained")
-    rates = [row.tokens_per_sec for row in rows]
-    bars = axes.barh([row.stage for row in rows], rates, color=BLUE)
-    axes.bar_label(bars, [f"{row.tokens_per_sec:,.0f}  ({row.over_first:.2f}x)" for row in rows], padding=4, fontsize=9)
-    axes.set_xlim(0, max(rates) * 1.25)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"tokens/s, and the factor over {rows[0].stage}")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+# ---- loss curves
 
 
 def curve(log: dict[int, dict[str, float | None]]) -> tuple[list[int], list[Any]]:
@@ -407,16 +431,15 @@ def curve(log: dict[int, dict[str, float | None]]) -> tuple[list[int], list[Any]
 
 def plot_losses(stages: list[Stage], path: Path) -> bool:
     """A small picture for each stage with a published log, measured over published. Returns whether there was one."""
-    plt = pyplot()
-    shown = [stage for stage in stages if stage.published and stage.summary()]
+    shown = [(stage, stage.published.log) for stage in stages if stage.published.log and stage.summary()]
     if not shown:
         return False
     columns = min(4, len(shown))
     height = -(-len(shown) // columns)
-    figure, grid = plt.subplots(height, columns, figsize=(3 * columns, 2.4 * height + 0.5), layout="constrained", squeeze=False,
-                                sharex=True, sharey=True)
-    for axes, stage in zip(grid.flat, shown, strict=False):
-        ours, published = read_log(stage.folder / "log.csv"), read_log(REFERENCE / f"{stage.published}.csv")
+    figure, grid = reports.pyplot().subplots(height, columns, figsize=(3 * columns, 2.4 * height + 0.5), layout="constrained",
+                                             squeeze=False, sharex=True, sharey=True)
+    for axes, (stage, log) in zip(grid.flat, shown, strict=False):
+        ours, published = read_rows(stage.folder / "log.csv"), published_rows(log)
         axes.plot(*curve(published), color=ORANGE, linewidth=2.4, label="published")
         axes.plot(*curve(ours), color=BLUE, linewidth=1.2, label="measured")
         found = loss_difference(ours, published)
@@ -430,28 +453,26 @@ def plot_losses(stages: list[Stage], path: Path) -> bool:
     figure.supxlabel("step")
     figure.supylabel("loss, nats per token")
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    reports.save_picture(figure, path)
     return True
 
 
 def plot_runs(folders: Sequence[str], path: Path) -> None:
     """The loss curves of any runs in one picture. Raises UserError for a folder without a log."""
-    plt = pyplot()
-    logs = {folder: read_log(Path(folder) / "log.csv") for folder in folders}
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    logs = {folder: read_rows(Path(folder) / "log.csv", LOG_COLUMNS) for folder in folders}
+    figure, axes = reports.pyplot().subplots(figsize=(8, 5), layout="constrained")
     axes.set_prop_cycle(color=COLOURS)
     for folder, log in logs.items():
         axes.plot(*curve(log), linewidth=1.4, label=folder)
     axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    reports.save_picture(figure, path)
     print(f"wrote {path}")
 
 
 def main(argv: Sequence[str]) -> None:
+    """Do what the command line asks for. Raises UserError."""
     at = argv.index("--") if "--" in argv else len(argv)
     options = parse_command_line(LadderOptions, argv[:at], description=__doc__, positional="stages")
     if not options.stages:
@@ -461,7 +482,19 @@ def main(argv: Sequence[str]) -> None:
             raise UserError("--plot takes folders of runs and nothing else; it writes comparison.png here")
         plot_runs(options.stages, Path("comparison.png"))
         return
-    ladder, stages = plan(options.stages, options.log_dir, list(argv[at + 1:]))
+    extra, processes = list(argv[at + 1:]), options.nproc_per_node
+    ladder, stages = plan(options.stages, options.log_dir, extra, processes)
+    if not options.report_only and (ladder == "speedup" or any(stage.config.bf16 for stage in stages)):
+        found = probe(stages[0].config.device)
+        if warning := bf16_warning(stages, found.get("bf16_slowdown"), argv):
+            print(warning, flush=True)
+        if ladder == "speedup" and processes is None and found.get("gpus", 0) > 1:
+            ladder, stages = plan(options.stages, options.log_dir, extra, found["gpus"])
+            ddp = stages[-1].config
+            if not any((Path(ddp.data_dir) / ddp.dataset).glob("*.bin")):
+                stages.pop()
+                print(f"note: the stage ddp is left out: its corpus {ddp.data_dir}/{ddp.dataset} is not there; write it with: "
+                      f"python data/fineweb.py", flush=True)
     folder = Path(options.log_dir) / ladder
     runs = [stage for i, stage in enumerate(stages) if stage.name not in [earlier.name for earlier in stages[:i]]]
     if not options.report_only:
@@ -477,9 +510,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with reported("the report"):
         main(sys.argv[1:])
-    except UserError as error:
-        exit_with(error)
-    except OSError as error:
-        exit_with(UserError(f"{error.filename or 'the report'}: {error.strerror or error}"), status=1)

@@ -13,6 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class ModelError(ValueError):
+    """Options that do not make a model."""
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """Options of the model; config.py explains each. The defaults are GPT-2 (124M) with nothing switched on."""
@@ -36,19 +40,24 @@ class GPTConfig:
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} {value!r} is not a positive whole number")
+                raise ModelError(f"{name} {value!r} is not a positive whole number")
         if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} does not divide into {self.n_head} heads")
+            raise ModelError(f"n_embd {self.n_embd} does not divide into {self.n_head} heads")
         if self.real_vocab_size is not None and not 1 <= self.real_vocab_size <= self.vocab_size:
-            raise ValueError(f"real_vocab_size {self.real_vocab_size} is not within 1 to vocab_size {self.vocab_size}")
+            raise ModelError(f"real_vocab_size {self.real_vocab_size} is not within 1 to vocab_size {self.vocab_size}")
+        for name, allowed in (("norm", ("layernorm", "rmsnorm")), ("activation", ("gelu_tanh", "gelu")), ("init", ("torch", "gpt2"))):
+            if getattr(self, name) not in allowed:
+                raise ModelError(f"{name} {getattr(self, name)!r} is not {' or '.join(allowed)}")
+        if not 0 <= self.dropout < 1:
+            raise ModelError(f"dropout {self.dropout} is not within 0 to 1")
 
     @classmethod
     def of(cls, options: Any) -> "GPTConfig":
-        """Those of a run's options (config.py's Config) that concern the model."""
+        """The model's part of a run's options (config.py's Config)."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
     @property
-    def n_tokens(self) -> int:
+    def n_vocab(self) -> int:
         """Tokens that exist. Rows of the vocabulary above GPT-2's 50,257 are padding unless real_vocab_size says otherwise."""
         return self.real_vocab_size or min(self.vocab_size, 50257)
 
@@ -91,7 +100,7 @@ class CausalSelfAttention(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """(B, T, C) to (B, T, C); with a cache, x are the tokens behind those it holds."""
+        """(B, T, C) to (B, T, C); with a cache, x are the tokens after the ones it holds."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (t.view(B, T, self.config.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
@@ -101,7 +110,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self.layer, k, v)
         dropout = self.config.dropout if self.training else 0.0
         if self.config.flash:
-            # queries with no past see a triangle, a lone one behind a cache sees everything, several need a mask
+            # queries with no past see a triangle, a single one after a cache sees everything, several need a mask
             mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past) if past and T > 1 else None
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=past == 0)
         else:
@@ -180,8 +189,8 @@ class GPT(nn.Module):
             self.transformer.wte.weight = self.lm_head.weight
         # As the head's bias, -inf takes padding rows out of the softmax at no cost and keeps the padded width.
         padding = torch.zeros(config.vocab_size)
-        padding[config.n_tokens:] = float("-inf")
-        self.register_buffer("padding", padding if config.n_tokens < config.vocab_size else None, persistent=False)
+        padding[config.n_vocab:] = float("-inf")
+        self.register_buffer("padding", padding if config.n_vocab < config.vocab_size else None, persistent=False)
         self._init_weights()
 
     @torch.no_grad()
@@ -206,7 +215,7 @@ class GPT(nn.Module):
         """
         x = self.transformer(idx)
         if targets is None:
-            return self.lm_head(x)[..., :self.config.n_tokens]
+            return self.lm_head(x)[..., :self.config.n_vocab]
         logits = F.linear(x, self.lm_head.weight, self.padding)  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -248,7 +257,7 @@ class GPT(nn.Module):
             if cache.length + new.size(1) > self.config.block_size:
                 # positions are absolute: once the window slides, every key and value changes
                 cache, new = KVCache(self, idx.size(0)), idx[:, -self.config.block_size:]
-            logits = self.lm_head(self.transformer(new, cache)[:, -1])[:, :self.config.n_tokens]
+            logits = self.lm_head(self.transformer(new, cache)[:, -1])[:, :self.config.n_vocab]
             new = _draw(logits.float().cpu(), temperature, top_k, generator).to(idx.device)
             idx = torch.cat((idx, new), dim=1)
             stopped |= new[:, 0] == stop_token

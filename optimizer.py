@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from config import Config
-from model import GPT
 
 
-def make_optimizers(model: GPT, config: Config) -> tuple[list[torch.optim.Optimizer], list[str]]:
+def make_optimizers(model: torch.nn.Module, config: Config) -> tuple[list[torch.optim.Optimizer], list[str]]:
     """AdamW over all parameters, or with `optimizer: muon` Muon for the blocks' matrices and AdamW for the rest.
 
     Every parameter is in exactly one group. Returns the optimizers and lines that say what each group holds.

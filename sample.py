@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from config import Options, Positive, UserError, ZeroIsOff, exit_with, parse_command_line, reconfigure_output
+from runtime.cli import Options, Positive, ZeroIsOff, parse_command_line, reconfigure_output
+from runtime.errors import UserError, reported
 
 
 class SampleOptions(Options):
@@ -17,7 +18,7 @@ class SampleOptions(Options):
     max_new_tokens: Positive = 100
     """tokens to generate"""
     temperature: float = Field(0.8, ge=0)
-    """below 1 likelier tokens, above 1 more varied ones; 0 always takes the likeliest"""
+    """below 1: likelier tokens, above 1: more varied tokens; 0: always the likeliest token"""
     top_k: Positive | None = 50
     """draw from the k likeliest tokens only (none: from all)"""
     seed: ZeroIsOff = 1337
@@ -36,22 +37,22 @@ if __name__ == "__main__":
 
 import torch
 
-from checkpoint import CheckpointError, load_model
-from data.tokenizer import END_OF_TEXT, TokenizerError, get_encoding
-from device import choose_device
+from data.tokenizer import END_OF_TEXT, get_encoding
 from model import GPT
+from runtime.device import choose_device
+from weights import load_model
 
 
 def sample_text(model: GPT, prompt: str, max_new_tokens: int, temperature: float = 0.8, top_k: int | None = 50, seed: int = 0,
                 num_samples: int = 1) -> list[str]:
     """Continuations of the prompt, which they begin with, each up to its <|endoftext|>.
 
-    Raises ValueError if the model's vocabulary is not that of GPT-2's tokenizer, which makes the prompt.
+    Raises UserError if the model's vocabulary is not that of GPT-2's tokenizer, which makes the prompt.
     """
     encoding = get_encoding()
     tokens = encoding.encode_ordinary(prompt) or [END_OF_TEXT]
-    if model.config.n_tokens != encoding.n_vocab:
-        raise ValueError(f"a vocabulary of {model.config.n_tokens} is not that of GPT-2's tokenizer, {encoding.n_vocab}")
+    if model.config.n_vocab != encoding.n_vocab:
+        raise UserError(f"a vocabulary of {model.config.n_vocab} is not that of GPT-2's tokenizer, {encoding.n_vocab}")
     device = model.lm_head.weight.device
     idx = torch.tensor([tokens] * num_samples, device=device)
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +65,7 @@ def sample_text(model: GPT, prompt: str, max_new_tokens: int, temperature: float
 
 
 def main(options: SampleOptions) -> None:
-    """Print the texts. Raises UserError, CheckpointError, TokenizerError or ValueError."""
+    """Print the texts. Raises UserError."""
     reconfigure_output()
     model = load_model(options.run, options.log_dir).to(choose_device(options.device))
     texts = sample_text(model, options.prompt, options.max_new_tokens, options.temperature, options.top_k, options.seed,
@@ -73,9 +74,5 @@ def main(options: SampleOptions) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with reported(OPTIONS.run):
         main(OPTIONS)
-    except (UserError, CheckpointError, TokenizerError, ValueError) as error:
-        exit_with(error)
-    except KeyboardInterrupt:
-        exit_with(UserError("interrupted"), status=130)

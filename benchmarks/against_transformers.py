@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -20,8 +19,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-GPT2_TOKENS = 50257
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import GPT2_TOKENS
 
 
 def build_ours(tie_weights: bool) -> tuple[object, Callable]:
@@ -42,11 +43,14 @@ def build_transformers(_: bool) -> tuple[object, Callable]:
 
 
 def worker(build: Callable, tie_weights: bool, B: int, T: int, connection: Connection) -> None:
-    """Train one step for each message received; answer with its seconds, its loss and the process's peak memory in MB."""
+    """Train one step for each message received; answer with its seconds, its loss and the process's peak memory in MiB."""
     import torch
 
+    from runtime.device import synchronize
+    from runtime.measure import peak_memory_mb
+
     torch.manual_seed(1337)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, loss_of = build(tie_weights)
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
@@ -54,22 +58,19 @@ def worker(build: Callable, tie_weights: bool, B: int, T: int, connection: Conne
     while connection.recv() == "step":
         tokens = torch.randint(0, GPT2_TOKENS, (B, T + 1), device=device)
         start = time.perf_counter()
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = loss_of(compiled, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        value = loss.item()  # waits for the device
-        if device == "cuda":
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() / 2**20
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        connection.send((time.perf_counter() - start, value, peak))
+        value = loss.item()
+        synchronize(device)
+        connection.send((time.perf_counter() - start, value, peak_memory_mb(device)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    """Time both sides in turn and print what they reach."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--seq_len", type=int, default=1024)

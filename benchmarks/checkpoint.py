@@ -11,12 +11,13 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench import Workload, time_passes
-from checkpoint import RandomState, RunState, read_state, save_checkpoint
+from benchmarks.workload import Workload, time_passes
+from checkpoint import RandomState, SavedState, read_state, save_checkpoint
 from config import load_config
 
 PAIRS = 5
@@ -36,6 +37,7 @@ def write_alone(folder: Path, size: int) -> float:
 
 
 def main() -> None:
+    """Print the seconds of a save, of the disk alone and of verifying, and the share of a run that saving takes."""
     config = load_config("speedup10")
     work = Workload(config)
     prepare, timed = work.computation("training_step")
@@ -43,15 +45,15 @@ def main() -> None:
     cpu = torch.device("cpu")
     saves, alone, reads = [], [], []
     with tempfile.TemporaryDirectory(dir=".") as place:
-        run = Path(place)
+        run_folder = Path(place)
         for step in range(1, PAIRS + 2):
-            state = RunState(step=step, tokens=0, tokens_per_step=6144, best_val_loss=None, skipped_steps=0, corpus="",
-                             config=config.model_dump(mode="json"), scaler={}, random=[RandomState.take(cpu)])
+            saved = SavedState(step=step, tokens=0, tokens_per_step=6144, best_val_loss=None, skipped_steps=0, corpus="",
+                               config=config.model_dump(mode="json"), scaler={}, random=[RandomState.take(cpu)])
             start = time.perf_counter()
-            folder = save_checkpoint(run, work.raw_model, work.optimizers, state, keep_last=1)
+            folder = save_checkpoint(run_folder, work.raw_model, work.optimizers, saved, keep_last=1)
             saves.append(time.perf_counter() - start)
             size = sum(path.stat().st_size for path in folder.iterdir())
-            alone.append(write_alone(run, size))
+            alone.append(write_alone(run_folder, size))
             start = time.perf_counter()
             read_state(folder)
             reads.append(time.perf_counter() - start)

@@ -11,18 +11,21 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from config import GPT2_TOKENS
 from data.token_file import write_corpus
 from dataloader import DataLoader, open_corpus
 
 
 def main() -> None:
+    """Print a rate for each batch size and order."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "random"
-        tokens = np.random.default_rng(0).integers(0, 50257, size=50_000_000)
+        tokens = np.random.default_rng(0).integers(0, GPT2_TOKENS, size=50_000_000)
         write_corpus(corpus, np.split(tokens, 50), shard_tokens=25_000_000)
-        stream, _ = open_corpus(corpus, seq_len=1024, n_tokens=50257)
+        stream, _ = open_corpus(corpus, seq_len=1024, n_vocab=GPT2_TOKENS)
         for batch_size in (4, 64):
             for shuffle in (False, True):
                 loader = DataLoader(stream, batch_size, shuffle=shuffle)

@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
 
 from data.token_file import TokenFileError, count_tokens
+from runtime.errors import reported
 
 REPOSITORY = "kjj0/finewebedu10B-gpt2"
 
@@ -44,10 +45,8 @@ def main() -> None:
     parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
     args = parser.parse_args()
     folder = Path(args.data_dir) / "fineweb"
-    try:
+    with reported(str(folder), status=1):
         print(f"{prepare(folder, args.shards):,} training tokens in {folder}")
-    except TokenFileError as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
 
 from data.token_file import TokenFileError, write_corpus
-from data.tokenizer import END_OF_TEXT, TokenizerError, get_encoding
+from data.tokenizer import END_OF_TEXT, get_encoding
+from runtime.errors import reported
 
 
 def prepare(folder: Path) -> int:
-    """Write the corpus to a new `folder`, each topic behind an <|endoftext|>; returns the number of tokens.
+    """Write the corpus to a new `folder`, each topic after an <|endoftext|>; returns the number of tokens.
 
     A quarter of the text stands in several topics; each paragraph is kept once, so that a validation split off the tail
     holds text the model has not seen. For the same reason the topics' order is arbitrary, though always the same.
@@ -47,10 +48,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
     folder = Path(parser.parse_args().data_dir) / "pydocs"
-    try:
+    with reported(str(folder), status=1):
         print(f"{prepare(folder):,} tokens in {folder}")
-    except (TokenFileError, TokenizerError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
 
 from data.token_file import TokenFileError, write_corpus
-from data.tokenizer import TokenizerError, encode_text
+from data.tokenizer import encode_text
+from runtime.errors import reported
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -46,10 +47,8 @@ def main() -> None:
     parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
     args = parser.parse_args()
     folder = Path(args.data_dir) / "shakespeare"
-    try:
+    with reported(str(folder), status=1):
         print(f"{prepare(folder, args.source):,} tokens in {folder}")
-    except (TokenFileError, TokenizerError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

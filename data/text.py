@@ -1,4 +1,4 @@
-"""Any text of your own: UTF-8 files, each one document behind an <|endoftext|>.
+"""Any text of your own: UTF-8 files, each one document after an <|endoftext|>.
 
     python data/text.py book.txt notes.txt --name mine      writes data/mine/mine_train_000000.bin, ...
     python train.py --config quickstart.yaml --dataset mine
@@ -12,7 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
 
 from data.token_file import TokenFileError, write_corpus
-from data.tokenizer import END_OF_TEXT, TokenizerError, encode_text
+from data.tokenizer import END_OF_TEXT, encode_text
+from runtime.errors import reported
 
 
 def prepare(folder: Path, sources: list[Path]) -> int:
@@ -53,12 +54,10 @@ def main() -> None:
     parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
     args = parser.parse_args()
     folder = Path(args.data_dir) / (args.name or args.files[0].stem)
-    if folder.parent != Path(args.data_dir):
-        sys.exit(f"error: --name {args.name}: must be a plain name; use --data_dir for the folder it lies in")
-    try:
+    with reported(str(folder), status=1):
+        if folder.parent != Path(args.data_dir):
+            raise TokenFileError(f"--name {args.name}: must be a plain name; use --data_dir for the folder it lies in")
         print(f"{prepare(folder, args.files):,} tokens in {folder}; train on them with --dataset {folder.name}")
-    except (TokenFileError, TokenizerError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ name are for validation.
 """
 
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from runtime.errors import UserError
+from runtime.files import whole_folder
 
 MAGIC = 20240520
 VERSION = 1
@@ -21,7 +23,7 @@ SHARD_TOKENS = 100_000_000
 Tokens = Sequence[int] | np.ndarray
 
 
-class TokenFileError(ValueError):
+class TokenFileError(UserError):
     """A corpus that cannot be read or written; the message says which file, what is wrong and what to do."""
 
 
@@ -56,22 +58,16 @@ def write_corpus(folder: Path, parts: Iterable[Tokens], shard_tokens: int = SHAR
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise TokenFileError(f"{folder}: is there already; choose another name or delete it first")
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    count = 0
     try:
-        unfinished.mkdir(parents=True)
-        count = sum(write_token_file(unfinished / f"{folder.name}_train_{i:06d}.bin", shard)
-                    for i, shard in enumerate(_shards(parts, shard_tokens)))
-        if not count:
-            raise TokenFileError(f"{folder}: there are no tokens to write")
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not any(folder.glob("*.bin")):  # else another process wrote it in the meantime
-                raise
+        with whole_folder(folder, replace=False) as unfinished:
+            count = sum(write_token_file(unfinished / f"{folder.name}_train_{i:06d}.bin", shard)
+                        for i, shard in enumerate(_shards(parts, shard_tokens)))
+            if not count:
+                raise TokenFileError(f"{folder}: there are no tokens to write")
     except OSError as error:
-        raise TokenFileError(f"{folder}: cannot be written: {error.strerror}") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if not any(folder.glob("*.bin")):  # else another process wrote it in the meantime
+            raise TokenFileError(f"{folder}: cannot be written: {error.strerror}") from None
     return count
 
 
@@ -116,7 +112,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp(path: Path) -> Stamp:
-    """What is different once a file has been changed or replaced. Raises TokenFileError if it is gone."""
+    """What tells whether a file has been changed or replaced since. Raises TokenFileError if it is gone."""
     try:
         status = path.stat()
     except OSError as error:

@@ -14,6 +14,10 @@ from pathlib import Path
 
 import tiktoken
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
+
+from runtime.errors import UserError, reported
+
 END_OF_TEXT = 50256
 CHUNK_CHARS = 2**16
 # GPT-2's vocabulary: the hashes that tiktoken itself expects of the two files
@@ -21,7 +25,7 @@ SHA256 = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b
           "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
 
 
-class TokenizerError(Exception):
+class TokenizerError(UserError):
     """GPT-2's vocabulary cannot be had; the message says what to do."""
 
 
@@ -79,7 +83,7 @@ def encode_text(pieces: Iterable[str], n_bytes: int, name: str) -> Iterator[list
 def _chunks(pieces: Iterable[str]) -> Iterator[str]:
     """Cut a text only where white space follows something else.
 
-    GPT-2's pattern starts a new word at every such place and looks at nothing behind it, so the tokens of the chunks,
+    GPT-2's pattern starts a new word at every such place and does not look back past it, so the tokens of the chunks,
     one after the other, are those of the text.
     """
     rest = ""
@@ -93,10 +97,8 @@ def _chunks(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    try:
+    with reported("the vocabulary", status=1):
         encoding = get_encoding()
-    except TokenizerError as error:
-        sys.exit(f"error: {error}")
     for token in encoding.encode_ordinary(" ".join(sys.argv[1:])):
         print(token, repr(encoding.decode([token])))
 

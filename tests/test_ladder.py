@@ -10,7 +10,8 @@ import time
 import pytest
 
 import ladder
-from config import UserError
+from runtime.errors import UserError
+from runtime.runlog import read_rows
 from tests.conftest import ROOT, flags, run
 
 
@@ -31,49 +32,58 @@ def results(tmp_path):
         return {row["stage"]: row for row in csv.DictReader(file)}
 
 
-def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, tmp_path):
-    first = run("ladder.py", *rungs, cwd=tmp_path)
-    assert first.returncode == 0, first.stdout + first.stderr
+def climb(*arguments):
+    """The command line `python ladder.py ...` in this process; returns its exit status."""
+    try:
+        ladder.main(list(arguments))
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
+def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert climb(*rungs) == 0
     folder = tmp_path / "logs/ladder"
     for name in ("report.md", "results.csv", "speed.png", "plain/log.csv", "flash/log.csv"):
         assert (folder / name).is_file(), name
     rows = results(tmp_path)
     assert list(rows) == ["plain", "flash"]
     summaries = {name: json.loads((folder / name / "summary.json").read_text()) for name in rows}
-    assert float(rows["flash"]["over_previous"]) == pytest.approx(
+    assert float(rows["flash"]["over_base"]) == pytest.approx(
         summaries["flash"]["median_tokens_per_sec"] / summaries["plain"]["median_tokens_per_sec"])
     assert "| flash |" in (folder / "report.md").read_text()
-    assert "plain" in first.stdout
+    assert "plain" in capsys.readouterr().out
 
     # a finished rung is not run again, unless asked for or changed
     before = {name: (folder / name / "log.csv").stat().st_mtime_ns for name in rows}
-    assert run("ladder.py", *rungs, cwd=tmp_path).returncode == 0
+    assert climb(*rungs) == 0
     assert {name: (folder / name / "log.csv").stat().st_mtime_ns for name in rows} == before
-    assert run("ladder.py", *rungs, "--seed", "7", cwd=tmp_path).returncode == 0
+    assert climb(*rungs, "--seed", "7") == 0
     assert {name: (folder / name / "log.csv").stat().st_mtime_ns for name in rows} != before
-    again = run("ladder.py", "--report_only", *rungs, "--seed", "7", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    assert climb("--report_only", *rungs, "--seed", "7") == 0
 
     # nor taken from another machine, whose speed says nothing here
     before = {name: (folder / name / "log.csv").stat().st_mtime_ns for name in rows}
     summary = json.loads((folder / "plain" / "summary.json").read_text())
     (folder / "plain" / "summary.json").write_text(json.dumps(summary | {"machine": "another"}))
-    assert run("ladder.py", *rungs, "--seed", "7", cwd=tmp_path).returncode == 0
+    assert climb(*rungs, "--seed", "7") == 0
     after = {name: (folder / name / "log.csv").stat().st_mtime_ns for name in rows}
     assert [name for name in rows if after[name] != before[name]] == ["plain"]
 
 
 def test_a_failing_stage_is_reported_and_the_others_go_on(rungs, tmp_path):
     (tmp_path / "bad.yaml").write_text("base: plain.yaml\nlr: 1e30\n")
-    done = run("ladder.py", "bad.yaml", *rungs, cwd=tmp_path)
+    # the first of the others runs on two processes
+    done = run("ladder.py", "--nproc_per_node", "2", "bad.yaml", *rungs[1:], cwd=tmp_path)
     assert done.returncode == 1
     assert "failed: bad: step " in done.stdout
-    assert list(results(tmp_path)) == ["plain", "flash"]
+    assert list(results(tmp_path)) == ["flash"]
     assert "Failed: bad: step " in (tmp_path / "logs/ladder/report.md").read_text()
+    assert json.loads((tmp_path / "logs/ladder/flash/summary.json").read_text())["world_size"] == 2
 
 
-def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(rungs, tmp_path):
-    (tmp_path / "long.yaml").write_text("base: plain.yaml\n")
+def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(rungs, tmp_path, monkeypatch):
     at = rungs.index("--max_steps")
     short, options = rungs[:at], rungs[at + 2:]
     # the second rung is too long to finish
@@ -94,7 +104,8 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(rungs, tmp_path
     assert "interrupted; 1 of 2 stages are finished and kept, the same command goes on" in err
     before = (tmp_path / "logs/ladder/plain/log.csv").stat().st_mtime_ns
     (tmp_path / "long.yaml").write_text("base: plain.yaml\nmax_steps: 3\n")
-    assert run("ladder.py", *command, cwd=tmp_path).returncode == 0
+    monkeypatch.chdir(tmp_path)
+    assert climb(*command) == 0
     assert list(results(tmp_path)) == ["plain", "long"]
     assert (tmp_path / "logs/ladder/plain/log.csv").stat().st_mtime_ns == before
 
@@ -107,7 +118,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(rungs, tmp_path
     (["speedup", "--reruns"], "--reruns: unknown option; did you mean --rerun?"),
 ])
 def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path):
-    done = run("ladder.py", *arguments, cwd=tmp_path)
+    done = run("ladder.py", *arguments, cwd=tmp_path)  # half a second each: torch is not imported
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -122,17 +133,17 @@ def test_plot_compares_any_runs_and_names_a_missing_column(tmp_path):
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "b" / "log.csv").write_text("step,loss,lr\n1,5.0,0.1\n")
     with pytest.raises(UserError, match=r"log.csv: has no column norm"):
-        ladder.read_log(tmp_path / "b" / "log.csv")
+        read_rows(tmp_path / "b" / "log.csv")
 
 
 def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
     published = {}
     for name in ladder.SERIES:
         _, stages = ladder.plan([name], str(tmp_path), [])
-        published[name] = {stage.twin_of or stage.name: stage.published for stage in stages if stage.published}
+        published[name] = {stage.twin_of or stage.name: stage.published.log for stage in stages if stage.published.log}
     assert len(published["speedup"]) == 11
     _, stages = ladder.plan(["speedup"], str(tmp_path), [])
-    names = {stage.published: stage.name for stage in stages}
+    names = {stage.published.log: stage.name for stage in stages}
     assert names["rtx3080_speedup2"] == "as_logged_speedup2", "its note and what really ran differ"
     assert names["rtx3080_speedup1"] == "baseline", "untied, speedup1 is the baseline: nothing is run twice"
     assert [stage.name for stage in stages].count("baseline") == 2
@@ -146,15 +157,15 @@ def test_a_published_stage_is_compared_in_any_list_but_not_one_that_ran_otherwis
     (tmp_path / "speedup7.yaml").write_text("lr: 1e-3\n")
     configs = [str(ROOT / "configs/mps/cuda_bf16.yaml"), "speedup6.yaml", "speedup1", "speedup1", str(tmp_path / "speedup7.yaml")]
     _, stages = ladder.plan(configs, str(tmp_path), [])
-    assert [stage.published for stage in stages] == ["cuda_bf16", "rtx3080_speedup6", None, None, None]
+    assert [stage.published.log for stage in stages] == ["cuda_bf16", "rtx3080_speedup6", None, None, None]
 
 
 def test_options_that_change_the_run_are_not_compared_with_the_published_one(tmp_path):
     _, stages = ladder.plan(["speedup"], str(tmp_path), ["--n_layer", "2"])
-    assert not any(stage.published or stage.twin_of for stage in stages)
+    assert not any(stage.published != ladder.Published() or stage.twin_of for stage in stages)
     _, stages = ladder.plan(["speedup"], str(tmp_path), ["--max_steps", "20", "--bf16"])
-    assert {stage.published for stage in stages} >= {"rtx3080_baseline", "rtx3080_speedup8"}
-    assert "rtx3080_speedup9" not in {stage.published for stage in stages}, "a shorter cosine is another schedule"
+    assert {stage.published.log for stage in stages} >= {"rtx3080_baseline", "rtx3080_speedup8"}
+    assert "rtx3080_speedup9" not in {stage.published.log for stage in stages}, "a shorter cosine is another schedule"
 
 
 def test_the_difference_of_two_curves_is_over_steps_11_to_50():
@@ -180,7 +191,7 @@ def test_a_twin_lends_its_curve_and_unsynchronized_times_are_not_compared(tmp_pa
     assert list(rows) == ["baseline", "speedup2", "speedup3"]
     assert rows["speedup2"].compared == "as_logged_speedup2, steps 11 to 50"
     assert rows["speedup3"].compared == ""  # its twin did not run
-    assert (rows["speedup3"].over_previous, rows["speedup3"].over_first) == (4.0, 8.0)
+    assert (rows["speedup3"].over_base, rows["speedup3"].over_first) == (4.0, 8.0)
     assert rows["baseline"].published_tokens_per_sec == pytest.approx(11_570, rel=0.01)
     assert rows["speedup2"].published_tokens_per_sec is None
     ladder.report("speedup", stages, tmp_path / "speedup")
@@ -188,3 +199,85 @@ def test_a_twin_lends_its_curve_and_unsynchronized_times_are_not_compared(tmp_pa
     assert "they were read without waiting for the GPU" in text
     assert "do as logged" in text
     assert (tmp_path / "speedup/loss.png").is_file()
+
+
+def fake_run(stage, rate, losses=()):
+    """What a finished run leaves, without running it."""
+    stage.folder.mkdir(parents=True)
+    (stage.folder / "config.yaml").write_text(stage.config.to_yaml())
+    (stage.folder / "log.csv").write_text("step,loss,lr,norm,dt_ms,tokens_per_sec\n" + "".join(
+        f"{step},{loss},0.1,1.0,10,{rate}\n" for step, loss in enumerate(losses, start=1)))
+    (stage.folder / "summary.json").write_text(json.dumps({
+        "steps": 50, "median_dt_ms": 10, "median_tokens_per_sec": rate, "first_step_s": 1, "peak_memory_mb": 5,
+        "utilization": 0.5, "final_loss": 6.0, "device": "cpu", "torch": "2", "git": None, "started": "2026-01-01T00:00:00"}))
+
+
+def test_the_published_factor_stands_beside_the_measured_one_where_published_times_can_be_used(tmp_path, capsys):
+    factors = {}
+    for series in ("a100", "gpu_ms", "mps", "speedup"):
+        _, stages = ladder.plan([series], str(tmp_path / series), [])
+        for i, stage in enumerate(stage for stage in stages if not stage.twin_of):
+            fake_run(stage, 100.0 * (i + 1))
+        factors[series] = {row.stage: row.published_over_base for row in ladder.compare(stages)}
+        ladder.report(series, stages, tmp_path / series / series)
+        has_column = "| published |" in (tmp_path / series / series / "report.md").read_text()
+        assert has_column is (series != "speedup")
+    assert factors["gpu_ms"]["tf32"] == pytest.approx(1000 / 333)
+    assert factors["gpu_ms"]["fused_adamw"] == pytest.approx(93 / 90)
+    assert factors["a100"]["opt3"] == pytest.approx(104_613 / 40_214, rel=1e-3)
+    assert [stage for stage, factor in factors["a100"].items() if factor is None] == ["baseline"]
+    assert [stage for stage, factor in factors["mps"].items() if factor] == ["tf32"], "cuda_bf16 ran on another GPU"
+    assert not any(factors["speedup"].values())
+
+
+def test_ddp_ends_the_speedup_ladder_by_torchrun_and_a_list_takes_the_number_for_every_config(tmp_path):
+    _, stages = ladder.plan(["speedup"], str(tmp_path), [], 2)
+    assert (stages[-1].name, stages[-1].processes, stages[-1].base) == ("ddp", 2, "speedup10")
+    assert stages[-1].published.tokens_per_sec == 211_646
+    assert {stage.processes for stage in stages[:-1]} == {1}
+    assert stages[-1].command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    assert "torch.distributed.run" not in stages[0].command
+    for processes in (None, 1):
+        assert "ddp" not in [stage.name for stage in ladder.plan(["speedup"], str(tmp_path), [], processes)[1]]
+    assert [stage.processes for stage in ladder.plan(["baseline", "speedup1"], str(tmp_path), [], 2)[1]] == [2, 2]
+
+
+def test_stages_that_bf16_makes_slow_are_named_before_anything_runs(tmp_path, monkeypatch, capsys):
+    def nothing_runs(stages, rerun):
+        assert "note: matrix products in bf16 take 12.3 times as long as in fp32" in capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ladder, "probe", lambda _: {"gpus": 0, "bf16_slowdown": 12.3})
+    monkeypatch.setattr(ladder, "climb", nothing_runs)
+    with pytest.raises(UserError, match="no finished stage"):
+        ladder.main(["speedup", "--", "--n_layer", "2"])
+    _, stages = ladder.plan(["baseline", "speedup3", "speedup4"], str(tmp_path), [])
+    warning = ladder.bf16_warning(stages, 12.3, ["baseline", "speedup3", "speedup4"])
+    assert "makes speedup3, speedup4 slow" in warning
+    assert warning.endswith("python ladder.py baseline speedup3 speedup4 -- --no-bf16")
+    assert ladder.bf16_warning(stages, None, []) is None
+    _, stages = ladder.plan(["speedup3"], str(tmp_path), ["--no-bf16"])
+    assert ladder.bf16_warning(stages, 12.3, []) is None
+
+
+def test_ddp_is_left_out_without_its_corpus_and_not_run_on_one_gpu(tmp_path, monkeypatch, capsys):
+    climbed = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ladder, "climb", lambda stages, _: climbed.append([stage.name for stage in stages]))
+    for gpus in (1, 2):
+        monkeypatch.setattr(ladder, "probe", lambda _, gpus=gpus: {"gpus": gpus, "bf16_slowdown": None})
+        with pytest.raises(UserError, match="no finished stage"):
+            ladder.main(["speedup"])
+    assert "note: the stage ddp is left out: its corpus data/fineweb is not there" in capsys.readouterr().out
+    (tmp_path / "data/fineweb").mkdir(parents=True)
+    (tmp_path / "data/fineweb/fineweb_train_000000.bin").touch()
+    with pytest.raises(UserError, match="no finished stage"):
+        ladder.main(["speedup"])
+    assert ["ddp" in names for names in climbed] == [False, False, True]
+
+
+def test_what_a_machine_is_asked_before_a_ladder_is_answered():
+    found = ladder.probe("cpu")
+    assert found["gpus"] == 0
+    assert found["bf16_slowdown"] is None or found["bf16_slowdown"] > 1.5
+    assert ladder.probe("no-such-device") == {}

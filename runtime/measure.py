@@ -1,0 +1,138 @@
+"""What a device reaches: its matrix-product rate, what bfloat16 costs on it, its peak memory, and a run's typical step.
+
+    python -m runtime.measure          what ladder.py asks before it begins, as JSON
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from runtime.device import choose_device, device_name, synchronize
+from runtime.report import git_commit, machine
+
+NOTED_SLOWDOWN = 1.5  # of bfloat16; less may be noise
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory used so far, in MiB: tensors on the GPU on CUDA, the driver's on MPS, the process's on the CPU.
+
+    0 on the CPU of Windows, which has no such account.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() / 2**20
+    if sys.platform == "win32":
+        return 0.0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, Linux KiB
+
+
+def product_seconds(n: int, device: torch.device, dtype: torch.dtype, budget: float) -> float:
+    """Seconds of an n x n matrix product in `dtype`: the best of those done in `budget` seconds, at least two."""
+    a, b = (torch.full((n, n), 0.5, device=device, dtype=dtype) for _ in range(2))  # draws nothing from the random state
+    begun, best = time.perf_counter(), float("inf")
+    for first in (True, False):  # the first product loads the library
+        while True:
+            synchronize(device)
+            start = time.perf_counter()
+            torch.mm(a, b)
+            synchronize(device)
+            best = min(best, time.perf_counter() - start)
+            if first or time.perf_counter() - begun >= budget:
+                break
+    return best
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """TFLOP/s of a square matrix product in `dtype`: the best over the sizes that fit into about `seconds`.
+
+    This is what the device really reaches; a share of it says more than one of a data sheet's peak. Sizes double from 128 up to
+    the one that would take longer: a CPU without instructions for float16 needs minutes for the largest.
+    """
+    begun, n, largest, rate = time.perf_counter(), 128, 8192 if device.type == "cuda" else 2048, 0.0
+    while True:
+        best = product_seconds(n, device, dtype, budget=seconds / 8)
+        rate = max(rate, 2 * n**3 / best / 1e12)
+        left = seconds - (time.perf_counter() - begun)
+        if n >= largest or 8 * best > max(left, 0.25):  # a product of the next size has 8 times the work
+            return rate
+        n *= 2
+
+
+def bf16_slowdown(device: torch.device) -> float:
+    """How many times longer a small matrix product takes in bfloat16 than in float32, measured in under 0.2 seconds.
+
+    Below 1 where bfloat16 pays. A CPU without instructions for it emulates it.
+    """
+    n = 256  # emulated, it takes some milliseconds
+    wide = product_seconds(n, device, torch.float32, budget=0.02)
+    return product_seconds(n, device, torch.bfloat16, budget=0.02) / wide
+
+
+def bf16_note(device: torch.device) -> list[str]:
+    """A note for the user where bfloat16 makes matrix products slower than float32 would be: on some CPUs."""
+    factor = bf16_slowdown(device) if device.type == "cpu" else 0.0
+    if factor <= NOTED_SLOWDOWN:
+        return []
+    return [f"bf16 is slow here: a matrix product takes {factor:.1f} times as long as in fp32, because this processor has no "
+            f"instructions for it; --no-bf16 is faster"]
+
+
+class TimeLeft:
+    """Estimates how long a run still takes, from its steps after the first one, which compiles."""
+
+    def __init__(self, max_steps: int, clock: Callable[[], float]):
+        self.max_steps, self.clock = max_steps, clock
+        self.first: tuple[int, float] | None = None  # step, and when it ended
+
+    def after(self, step: int) -> float | None:
+        """Seconds left after a step; every step has to be told. None after the first one told, and after the last."""
+        if self.first is None:
+            self.first = step, self.clock()
+        steps = step - self.first[0]
+        return None if not steps or step >= self.max_steps else (self.clock() - self.first[1]) / steps * (self.max_steps - step)
+
+
+def utilization(reached: float, matmul: float) -> float:
+    """The share that `reached` has of what the device reaches in a matrix product, both in TFLOP/s.
+
+    At most 1: a computation that reached more has shown that the device does too.
+    """
+    return reached / max(matmul, reached)
+
+
+def summarize(step_seconds: list[float], tokens_per_step: int, flops_per_token: int, device: torch.device, dtype: torch.dtype,
+              world_size: int) -> dict[str, Any]:
+    """Figures of summary.json that follow from the times of a run's steps and from the device, measured in the run's own dtype."""
+    left_out = min(5, (len(step_seconds) - 1) // 2)  # the first steps compile and warm up
+    median = statistics.median(step_seconds[left_out:])
+    peak = peak_memory_mb(device)  # before the measurement below adds to it
+    rate = matmul_tflops(device, dtype, seconds=min(0.5, sum(step_seconds)))
+    reached = flops_per_token * tokens_per_step / median / world_size / 1e12
+    return {
+        "median_dt_ms": median * 1e3, "median_tokens_per_sec": tokens_per_step / median, "median_leaves_out": left_out,
+        "first_step_s": step_seconds[0], "peak_memory_mb": peak, "flops_per_token": flops_per_token, "matmul_tflops": rate,
+        "utilization": utilization(reached, rate),
+        "machine": machine(), "device": device_name(device), "world_size": world_size, "torch": torch.__version__,
+        "git": git_commit(),
+    }
+
+
+def main() -> None:
+    """Print what a ladder needs to know of the device `auto`, or of the one named."""
+    device = choose_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
+    slowdown = bf16_slowdown(device) if device.type == "cpu" else 0.0
+    print(json.dumps({"gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
+                      "bf16_slowdown": slowdown if slowdown > NOTED_SLOWDOWN else None}))
+
+
+if __name__ == "__main__":
+    main()

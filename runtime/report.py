@@ -1,0 +1,125 @@
+"""Tables, pictures, and the machine in words. Importing it imports neither torch nor matplotlib."""
+
+import operator
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito (2008): told apart by the colour-blind too
+COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
+MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # told apart in print too
+BLUE, ORANGE = COLOURS[:2]
+
+
+# ---- the machine
+
+
+def machine() -> str:
+    """Processor, cores, memory, system."""
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").is_file():
+        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        processor = names[0] if names else processor
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 if hasattr(os, "sysconf") else 0
+    return f"{processor}, {os.cpu_count()} cores" + (f", {memory:.0f} GiB" if memory else "") + f", {platform.system()}"
+
+
+def git_commit() -> str | None:
+    """Commit of this code, with -dirty if it was changed since; None where there is no git."""
+    try:
+        return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], text=True, check=True,
+                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def flops_rate(tflops: float) -> str:
+    """A rate of floating-point operations in a unit that shows it: TFLOP/s, or GFLOP/s below 1."""
+    return f"{tflops:,.2f} TFLOP/s" if tflops >= 1 else f"{tflops * 1e3:,.3g} GFLOP/s"
+
+
+# ---- tables
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its heading, and the text of a row's cell in it."""
+
+    heading: str
+    cell: Callable[[Any], str]
+
+
+def field(heading: str, name: str, style: str = "") -> Column:
+    """A column that shows a row's attribute in a format such as ",.0f"; nothing where it is None."""
+    return Column(heading, lambda row: "" if (value := getattr(row, name)) is None else format(value, style))
+
+
+def items(*headings: str) -> list[Column]:
+    """Columns of rows that are sequences of texts."""
+    return [Column(heading, operator.itemgetter(i)) for i, heading in enumerate(headings)]
+
+
+def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
+    """Print a table; columns of figures are set to the right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    body = [[column.cell(row) for column in columns] for row in rows]
+    for i, column in enumerate(columns):
+        is_figure = _are_figures([line[i] for line in body])
+        table.add_column(column.heading, justify="right" if is_figure else "left", no_wrap=is_figure)
+    for line in body:
+        table.add_row(*line)
+    Console(markup=False).print(table)  # a cell may hold brackets that are no markup
+
+
+def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
+    """A table as lines of markdown; columns of figures are set to the right."""
+    body = [[column.cell(row) for column in columns] for row in rows]
+    rulers = ("---:" if _are_figures([line[i] for line in body]) else "---" for i in range(len(columns)))
+    return ["| " + " | ".join(column.heading for column in columns) + " |", "|" + "|".join(rulers) + "|",
+            *("| " + " | ".join(line) + " |" for line in body)]
+
+
+def _are_figures(cells: Sequence[str]) -> bool:
+    return all(cell[:1].isdigit() or not cell for cell in cells)
+
+
+# ---- pictures
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing to files; imported only where a picture is drawn, as that takes a second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a picture to a file and forget it."""
+    figure.savefig(path, dpi=130)
+    pyplot().close(figure)
+
+
+def draw_bars(path: Path, names: Sequence[str], lengths: Sequence[float], labels: Sequence[str], xlabel: str, *,
+              colours: Sequence[str] | str = BLUE, spread: Sequence[float] | None = None) -> None:
+    """Horizontal bars, the first on top, each with a label at its end and, given `spread`, a whisker of that half-width."""
+    figure, axes = pyplot().subplots(figsize=(8, 1.2 + 0.32 * len(names)), layout="constrained")
+    bars = axes.barh(range(len(names)), lengths, xerr=spread, color=colours)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.bar_label(bars, labels, padding=5, fontsize=9)
+    axes.set_xlim(0, 1.25 * max(length + (spread[i] if spread else 0) for i, length in enumerate(lengths)))
+    axes.invert_yaxis()
+    axes.set_xlabel(xlabel)
+    axes.spines[["top", "right"]].set_visible(False)
+    save_picture(figure, path)
