@@ -134,7 +134,7 @@ from benchmarks.tables import (
 from benchmarks.workload import Job, is_mixed, time_job
 from runtime.device import choose_device
 from runtime.files import write_whole
-from runtime.report import markdown_table, print_table
+from runtime.report import console, markdown_table, print_table
 
 # ---- what is timed
 
@@ -174,7 +174,8 @@ def time_all(jobs: Sequence[Job]) -> Iterator[list[Row]]:
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())
-    with Progress(*columns, refresh_per_second=1) as progress:  # drawn more often, it would disturb what is timed
+    # drawn more often, the progress would disturb what is timed
+    with Progress(*columns, refresh_per_second=1, console=console()) as progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             label = in_words(job.size, job.computation, is_mixed(job.config))
@@ -182,7 +183,7 @@ def time_all(jobs: Sequence[Job]) -> Iterator[list[Row]]:
             yield time_job(job)
             progress.advance(task)
             if not progress.console.is_terminal:
-                progress.console.print(f"{label}: done", markup=False)
+                progress.console.print(f"{label}: done")
 
 
 def time_grid(options: BenchOptions, jobs: Sequence[Job], folder: Path, theirs: Means, their_settings: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@
 """
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from runtime.cli import CONFIG_DIR, ConfigError, Options, Positive, find_config,
 from runtime.errors import UserError, exit_with, reported
 from runtime.report import BLUE, COLOURS, ORANGE, Column
 from runtime.runlog import LOG_COLUMNS, duration, read_rows
+from runtime.signals import ENDS_WITH
 
 ROOT = Path(__file__).resolve().parent
 REFERENCE = ROOT / "logs" / "reference"
@@ -44,6 +46,7 @@ FIRST_TIMED = 6  # published times: medians from this step on
 # ten times what that card can compute.
 UNSYNCHRONIZED = re.compile(r"rtx3080_speedup")
 ON_ANOTHER_GPU = "cuda_bf16"  # than the stage it changes, which ran on an Apple GPU
+OF_THE_LADDER = ("--config", "--run_name", "--log_dir", "--resume", "--print_config")  # what no run's own options may say
 DDP_PUBLISHED = 211_646  # tokens/s on two RTX 4090, from the same notes as the speedup ladder; there is no log of it
 
 
@@ -143,6 +146,8 @@ def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) 
         path = find_config(config).resolve()
     except ConfigError as error:
         raise UserError(f"{error}; the published series are {', '.join(SERIES)}") from None
+    if taken := [flag for flag in OF_THE_LADDER if any(word.partition("=")[0] == flag for word in extra)]:
+        raise UserError(f"{taken[0]} after --: the ladder sets it for each run; configs and --log_dir are given before --")
     # a ladder is climbed for its figures: no stage leaves its weights
     given = ["--config", config, "--keep_last", "0", *extra, "--log_dir", str(Path(log_dir) / ladder), "--run_name", name]
     resolved = parse(Config, given, config_file=True)
@@ -209,6 +214,19 @@ def bf16_warning(stages: Sequence[Stage], slowdown: float | None, command: Seque
             f"{', '.join(slow)} slow; without bf16: {without}")
 
 
+def make_way(folder: Path, stages: Sequence[Stage]) -> Path | None:
+    """Move a ladder of entirely other configs aside, so that each keeps its report; returns where it is now, if there was one."""
+    try:
+        with open(folder / "results.csv", newline="") as file:
+            there = {row.get("stage") for row in csv.DictReader(file)}
+    except (OSError, csv.Error):
+        return None
+    if there & {stage.name for stage in stages}:
+        return None
+    aside = next(path for n in itertools.count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
+    return folder.rename(aside)
+
+
 def climb(stages: list[Stage], rerun: bool) -> None:
     """Run the stages that have no finished log with the same settings from this machine. A failed one is marked, the others go on.
 
@@ -216,10 +234,10 @@ def climb(stages: list[Stage], rerun: bool) -> None:
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
-               TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
+               TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn())
     here = reports.machine()
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=reports.console()) as progress:
         for i, stage in enumerate(stages, start=1):
             task = progress.add_task(f"{i}/{len(stages)} {stage.name}", total=stage.config.max_steps, note="")
             summary = stage.summary()
@@ -227,7 +245,7 @@ def climb(stages: list[Stage], rerun: bool) -> None:
                 progress.update(task, completed=summary["steps"], note="finished before")
                 continue
             stage.error = _run(stage, partial(_update, progress, task))
-            progress.update(task, note=f"[red]failed: {stage.error}" if stage.error else "finished")
+            progress.update(task, note=f"failed: {stage.error}" if stage.error else "finished")
             if not progress.console.is_terminal:
                 progress.console.print(f"{stage.name}: {'failed: ' + stage.error if stage.error else 'done'}")
 
@@ -241,7 +259,8 @@ def _run(stage: Stage, tell: Callable[[int, str], None]) -> str | None:
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // stage.processes))} if stage.processes > 1 else {}
     started = time.time()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(stage.command, stdout=subprocess.DEVNULL, stderr=errors, env=threads | os.environ)
+        process = subprocess.Popen(stage.command, stdout=subprocess.DEVNULL, stderr=errors,
+                                   env=threads | os.environ | {ENDS_WITH: str(os.getpid())})
         try:
             tell(0, "starting")
             while process.poll() is None:
@@ -285,7 +304,8 @@ class Row:
     stage: str
     ms_per_step: float
     tokens_per_sec: float
-    over_base: float | None  # over its base, or over the stage before if its base is not in the ladder; None if that has not run
+    base: str  # what it is compared with: the stage that it changes, or the stage before where that is not in the ladder
+    over_base: float | None  # None if the base has not run
     published_over_base: float | None
     over_first: float  # over the first finished stage
     first_step_s: float
@@ -327,7 +347,7 @@ def compare(stages: list[Stage]) -> list[Row]:
         rates[stage.name] = rate = summary["median_tokens_per_sec"]
         base_rate, first_rate = rates.get(base.name), next(iter(rates.values()))
         rows.append(Row(
-            stage.name, summary["median_dt_ms"], rate, base_rate and rate / base_rate, _published_factor(stage, base),
+            stage.name, summary["median_dt_ms"], rate, base.name, base_rate and rate / base_rate, _published_factor(stage, base),
             rate / first_rate, summary["first_step_s"], summary["peak_memory_mb"], summary["utilization"], summary["final_loss"],
             summary["steps"], as_published.published.tokens_per_sec, difference, compared))
     return rows
@@ -354,7 +374,8 @@ COLUMNS = [
     reports.field("x base", "over_base", ".2f"), reports.field("published", "published_over_base", ".2f"),
     reports.field("x first", "over_first", ".2f"), reports.field("MB", "peak_memory_mb", ",.0f"),
     reports.field("loss", "final_loss", ".3f"), reports.field("diff.", "loss_difference", ".3f"),
-    reports.field("first step, s", "first_step_s", ".1f"), reports.field("of matmul", "utilization", ".0%"),
+    reports.field("base", "base"), reports.field("first step, s", "first_step_s", ".1f"),
+    reports.field("of matmul", "utilization", ".0%"),
     reports.field("published tokens/s", "published_tokens_per_sec", ",.0f")]
 IN_TERMINAL = COLUMNS[:9]  # as many as 80 characters hold
 
@@ -399,8 +420,9 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
         f"# The {ladder} ladder" if ladder in SERIES else "# A ladder", "", *measured, "",
         *reports.markdown_table(filled(COLUMNS, rows), rows), "",
         "tokens/s and ms/step: medians without the first steps, which compile and warm up (`first step` is apart). x base, "
-        "x first: tokens/s over that of the stage it changes (its `base:`), and of the first in the table. MB: peak memory, of "
-        "the GPU's tensors on CUDA, else of the process. loss: of the last step, nats per token. diff.: mean absolute difference "
+        "x first: tokens/s over that of its base, the stage that it changes (or the stage before, where that is not in this "
+        "ladder), and over that of the first in the table. MB: peak memory, of the GPU's tensors on CUDA, else of the process. "
+        "loss: of the last step, nats per token. diff.: mean absolute difference "
         f"from the published curve over steps {FIRST_COMPARED} to {LAST_COMPARED}, or as many of them as ran. of matmul: share of "
         "what a large matrix product reaches on this device.", ""]
     if any(row.published_over_base for row in rows):
@@ -444,7 +466,7 @@ def plot_losses(stages: list[Stage], path: Path) -> bool:
         axes.plot(*curve(ours), color=BLUE, linewidth=1.2, label="measured")
         found = loss_difference(ours, published)
         name = f"{stage.twin_of}, as logged" if stage.twin_of else stage.name
-        axes.set_title(name + (f"\ndifference {found[0]:.3f}" if found else ""), fontsize=9)
+        axes.set_title(reports.plain(name) + (f"\ndifference {found[0]:.3f}" if found else ""), fontsize=9)
         axes.grid(alpha=0.3)
     for axes in list(grid.flat)[len(shown):]:
         axes.set_visible(False)
@@ -463,7 +485,7 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
     figure, axes = reports.pyplot().subplots(figsize=(8, 5), layout="constrained")
     axes.set_prop_cycle(color=COLOURS)
     for folder, log in logs.items():
-        axes.plot(*curve(log), linewidth=1.4, label=folder)
+        axes.plot(*curve(log), linewidth=1.4, label=reports.plain(folder))
     axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
@@ -474,7 +496,9 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
 def main(argv: Sequence[str]) -> None:
     """Do what the command line asks for. Raises UserError."""
     at = argv.index("--") if "--" in argv else len(argv)
-    options = parse_command_line(LadderOptions, argv[:at], description=__doc__, positional="stages")
+    runs_option = "is an option of the runs, and goes after --: python ladder.py speedup -- --max_steps 5"
+    options = parse_command_line(LadderOptions, argv[:at], description=__doc__, positional="stages",
+                                 elsewhere=dict.fromkeys({"config", *Config.model_fields} - {"log_dir"}, runs_option))
     if not options.stages:
         raise UserError(f"name a series ({', '.join(SERIES)}) or config files; python ladder.py --help says more")
     if options.plot:
@@ -496,6 +520,8 @@ def main(argv: Sequence[str]) -> None:
                 print(f"note: the stage ddp is left out: its corpus {ddp.data_dir}/{ddp.dataset} is not there; write it with: "
                       f"python data/fineweb.py", flush=True)
     folder = Path(options.log_dir) / ladder
+    if ladder == "ladder" and not options.report_only and (moved := make_way(folder, stages)):
+        print(f"note: the ladder of other configs that was {folder} is now {moved}", flush=True)
     runs = [stage for i, stage in enumerate(stages) if stage.name not in [earlier.name for earlier in stages[:i]]]
     if not options.report_only:
         try:

@@ -26,6 +26,7 @@ from runtime.report import (
     items,
     machine,
     markdown_table,
+    plain,
     print_table,
     pyplot,
     save_picture,
@@ -269,7 +270,8 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
     names = [f"{row.size} {row.computation}, warm-up {row.warmup_steps}, {precision(row.mixed_precision)}" for row in rows]
     draw_bars(path, names, [row.mean_s for row in rows], [f"{row.mean_s:.3g}" for row in rows],
               "seconds per pass: mean, and one standard deviation", spread=[row.std_s for row in rows],
-              colours=[ORANGE if row.mixed_precision else BLUE for row in rows])
+              colours=[ORANGE if row.mixed_precision else BLUE for row in rows],
+              meanings={BLUE: "full precision", ORANGE: "mixed precision"})
 
 
 def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
@@ -282,7 +284,7 @@ def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
     for axes, what, figure_of in zip(both, ("tokens/s", "peak memory, MB"), ("tokens_per_sec", "peak_memory_mb"), strict=True):
         axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
         for label, points in lines.items():
-            axes.plot([row.settings[name] for row in points], [getattr(row, figure_of) for row in points], label=label)
+            axes.plot([row.settings[name] for row in points], [getattr(row, figure_of) for row in points], label=plain(label))
         axes.set(xlabel=name, ylabel=what)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(value) for value in ticks])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import multiprocessing
+import os
 import signal
 import statistics
 import time
@@ -19,6 +20,7 @@ from optimizer import clip_gradients
 from runtime.device import choose_device, device_name, product_dtype, synchronize
 from runtime.errors import UserError, kind_of_failure
 from runtime.measure import matmul_tflops, peak_memory_mb, utilization
+from runtime.signals import end_with
 from runtime.world import World
 from train import build
 
@@ -190,7 +192,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any
     """The function's result in a fresh process, where nothing is warm and the peak of memory is its own; or why there is none."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(send, function, arguments), daemon=True)
+    process = context.Process(target=_serve, args=(os.getpid(), send, function, arguments), daemon=True)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which ends the child
     process.start()
     signal.signal(signal.SIGINT, before)
@@ -203,6 +205,11 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any
         result, error = None, "out of memory: the system killed the process" if killed else f"exit status {process.exitcode}"
     process.join()
     return result, error
+
+
+def _serve(parent: int, connection: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    end_with(parent)
+    _call(connection, function, arguments)
 
 
 def _call(connection: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:

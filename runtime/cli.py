@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from runtime.errors import UserError, exit_with
+from runtime.signals import end_with
 from runtime.world import launch
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"  # where a config's name is looked up
@@ -58,19 +59,21 @@ def sections(options: type[Options]) -> list[type[Options]]:
 
 
 def parse_command_line(options: type[O], argv: Sequence[str] | None = None, *, description: str = "",
-                       positional: str | None = None, config_file: bool = False) -> O:
+                       positional: str | None = None, config_file: bool = False, elsewhere: Mapping[str, str] | None = None) -> O:
     """Options from the command line (default: sys.argv), as `parse` reads them.
 
     Mistakes are printed, one line each, and end the process with status 2; `--print_config` prints the options and ends it too.
+    `elsewhere`: for names that are no options here, what to say of them.
     """
     given = sys.argv[1:] if argv is None else argv
     try:
-        values, origin, print_config = _parse(options, given, description, positional, config_file)
+        values, origin, print_config = _parse(options, given, description, positional, config_file, elsewhere)
     except ConfigError as error:
         exit_with(error)
     if print_config:
         print(to_yaml(values, origin=origin), end="")
         raise SystemExit(0)
+    end_with()  # a ladder that started this run
     return values
 
 
@@ -84,9 +87,9 @@ def parse(options: type[O], argv: Sequence[str], *, description: str = "", posit
 
 
 def _parse(options: type[O], argv: Sequence[str], description: str, positional: str | None,
-           config_file: bool) -> tuple[O, dict[str, str], bool]:
+           config_file: bool, elsewhere: Mapping[str, str] | None = None) -> tuple[O, dict[str, str], bool]:
     """The options, the place that each one given came from, and whether `--print_config` was given."""
-    flags, mistakes = _parse_flags(options, argv, description, positional, config_file)
+    flags, mistakes = _parse_flags(options, argv, description, positional, config_file, elsewhere or {})
     print_config = bool(flags.pop("print_config", False))
     try:
         values, origin = _load(options, flags, flags.pop("config", None) if config_file else None)
@@ -230,9 +233,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse_flags(options: type[Options], argv: Sequence[str], description: str, positional: str | None,
-                 config_file: bool) -> tuple[dict[str, Any], list[str]]:
+                 config_file: bool, elsewhere: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """The options given on the command line, as strings (booleans as bool), and a line for each unknown one."""
-    width = min(120, int(os.environ.get("COLUMNS", "120")) if os.environ.get("COLUMNS", "120").isdigit() else 120)
+    columns = os.environ.get("COLUMNS", "")
+    width = min(120, int(columns)) if columns.isdecimal() else 120
     usage = f"%(prog)s {positional or ''} {'[--config FILE]' if config_file else ''} [--option VALUE ...]"
     parser = _Parser(usage=" ".join(usage.split()), description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                      formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=width))
@@ -245,7 +249,7 @@ def _parse_flags(options: type[Options], argv: Sequence[str], description: str, 
             _add_argument(group, name, field, name == positional)
     known, unknown = parser.parse_known_args(argv)
     # a value after an unknown flag belongs to that flag: it is not a second mistake
-    mistakes = [_unknown_argument(options, argument, config_file)
+    mistakes = [_unknown_argument(options, argument, positional, config_file, elsewhere)
                 for argument, before in zip(unknown, ["", *unknown], strict=False)
                 if argument.startswith("--") or not before.startswith("--")]
     return vars(known), mistakes
@@ -271,11 +275,16 @@ def _add_argument(group: argparse._ArgumentGroup, name: str, field: FieldInfo, p
         group.add_argument(f"--{name}", metavar=metavar, help=help_text)
 
 
-def _unknown_argument(options: type[Options], argument: str, config_file: bool) -> str:
+def _unknown_argument(options: type[Options], argument: str, positional: str | None, config_file: bool,
+                      elsewhere: Mapping[str, str]) -> str:
     if not argument.startswith("--") or argument == "--":
         return f"{argument}: not understood; options are written --name VALUE, yes/no options --name or --no-name"
     name = argument.partition("=")[0]
-    names = [f"--{name}" for name in options.model_fields] + ["--config", "--print_config"] * config_file
+    if said := elsewhere.get(name.removeprefix("--").removeprefix("no-")):
+        return f"{name}: {said}"
+    if positional and name == f"--{positional}":
+        return f"{name}: is given without a flag, see --help"
+    names = [f"--{name}" for name in options.model_fields if name != positional] + ["--config", "--print_config"] * config_file
     switches = [f"--no-{name}" for name, field in options.model_fields.items() if _value_type(field) is bool]
     return f"{name}: unknown option{did_you_mean(name, names + switches) or '; --help lists them all'}"
 

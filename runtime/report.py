@@ -4,8 +4,10 @@ import operator
 import os
 import platform
 import re
+import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,19 +67,34 @@ def items(*headings: str) -> list[Column]:
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
-    """Print a table; columns of figures are set to the right."""
+    """Print a table; columns of figures are set to the right. The last columns are left out where the terminal is too narrow."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     body = [[column.cell(row) for column in columns] for row in rows]
+    terminal = console()
+    space = terminal.width
+    shown = 0
     for i, column in enumerate(columns):
-        is_figure = _are_figures([line[i] for line in body])
-        table.add_column(column.heading, justify="right" if is_figure else "left", no_wrap=is_figure)
+        cells = [line[i] for line in body]
+        is_figure = _are_figures(cells)
+        # a name or a figure is whole or not there; only longer texts are broken into lines
+        space -= 2 + (max(map(len, [column.heading, *cells])) if is_figure or i == 0 else len(column.heading))
+        if space < 0 and i:
+            break
+        table.add_column(column.heading, justify="right" if is_figure else "left", no_wrap=is_figure or i == 0, overflow="fold")
+        shown += 1
     for line in body:
-        table.add_row(*line)
-    Console(markup=False).print(table)  # a cell may hold brackets that are no markup
+        table.add_row(*line[:shown])
+    terminal.print(table)
+
+
+def console() -> Any:
+    """The terminal. Text is printed as it is: a name may hold brackets, which are no markup."""
+    from rich.console import Console
+
+    return Console(markup=False, width=shutil.get_terminal_size().columns)
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
@@ -105,21 +122,35 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
+def plain(name: str) -> str:
+    """A name as matplotlib shows it unchanged: $ begins no formula, and a legend does not leave out what begins with _."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
 def save_picture(figure: Any, path: Path) -> None:
     """Write a picture to a file and forget it."""
-    figure.savefig(path, dpi=130)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it is drawn as a box
+        figure.savefig(path, dpi=130)
     pyplot().close(figure)
 
 
 def draw_bars(path: Path, names: Sequence[str], lengths: Sequence[float], labels: Sequence[str], xlabel: str, *,
-              colours: Sequence[str] | str = BLUE, spread: Sequence[float] | None = None) -> None:
-    """Horizontal bars, the first on top, each with a label at its end and, given `spread`, a whisker of that half-width."""
+              colours: Sequence[str] | str = BLUE, meanings: Mapping[str, str] | None = None,
+              spread: Sequence[float] | None = None) -> None:
+    """Horizontal bars, the first on top, each with a label at its end and, given `spread`, a whisker of that half-width.
+
+    `meanings`: what each colour stands for, for a legend.
+    """
     figure, axes = pyplot().subplots(figsize=(8, 1.2 + 0.32 * len(names)), layout="constrained")
     bars = axes.barh(range(len(names)), lengths, xerr=spread, color=colours)
-    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.set_yticks(range(len(names)), [plain(name) for name in names], fontsize=9)
     axes.bar_label(bars, labels, padding=5, fontsize=9)
     axes.set_xlim(0, 1.25 * max(length + (spread[i] if spread else 0) for i, length in enumerate(lengths)))
     axes.invert_yaxis()
-    axes.set_xlabel(xlabel)
+    axes.set_xlabel(plain(xlabel))
     axes.spines[["top", "right"]].set_visible(False)
+    if meanings:
+        patches = [pyplot().Rectangle((0, 0), 1, 1, color=colour) for colour in meanings]
+        figure.legend(patches, list(meanings.values()), loc="outside upper right", ncols=len(meanings), fontsize=9)
     save_picture(figure, path)

@@ -1,12 +1,44 @@
-"""Ending a run cleanly on Ctrl-C, SIGTERM or SIGUSR1."""
+"""Ending a run cleanly on Ctrl-C, SIGTERM or SIGUSR1, and with the command that started it."""
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
 # SIGUSR1 is what Slurm can be asked to send before the time is up; Windows has none
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+ENDS_WITH = "RUN_ENDS_WITH_PROCESS"  # in the environment: the number of the process that started this one, see end_with
+
+
+def end_with(process: int | None = None) -> None:
+    """End this process, without saving, within a second after `process` has ended (default: the one that ENDS_WITH names, if any).
+
+    So what a command started does not outlive it, however the command ended.
+    """
+    number = process or int(os.environ.get(ENDS_WITH, "0"))
+    if not number:
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent and _is_alive(number):
+            time.sleep(0.3)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 class StopRequest:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 import ladder
+import runtime.report as reports
 from runtime.errors import UserError
 from runtime.runlog import read_rows
 from tests.conftest import ROOT, flags, run
@@ -281,3 +282,70 @@ def test_what_a_machine_is_asked_before_a_ladder_is_answered():
     assert found["gpus"] == 0
     assert found["bf16_slowdown"] is None or found["bf16_slowdown"] > 1.5
     assert ladder.probe("no-such-device") == {}
+
+
+def test_an_option_of_the_runs_goes_after_the_dashes_and_what_the_ladder_sets_is_refused_there(tmp_path):
+    for arguments, message in (
+            (["speedup", "--max_steps", "5"], "--max_steps: is an option of the runs, and goes after --: python ladder.py "),
+            (["speedup", "--no-bf16"], "--no-bf16: is an option of the runs"), (["--stages"], "--stages: is given without a flag"),
+            (["baseline", "--", "--config", "y.yaml"], "--config after --: the ladder sets it for each run"),
+            (["baseline", "--", "--run_name=x"], "--run_name after --")):
+        done = run("ladder.py", *arguments, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {message}"), done.stderr
+
+
+def test_a_ladder_of_entirely_other_configs_is_moved_aside_and_one_that_shares_a_stage_is_not(tmp_path):
+    folder = tmp_path / "ladder"
+    folder.mkdir()
+    _, stages = ladder.plan(["baseline", "speedup1"], str(tmp_path), [])
+    (folder / "results.csv").write_text("stage,ms_per_step\nspeedup1,1\n")
+    assert ladder.make_way(folder, stages) is None
+    (folder / "results.csv").write_text("stage,ms_per_step\nother,1\n")
+    assert ladder.make_way(folder, stages) == tmp_path / "ladder.1"
+    assert not folder.exists()
+    assert ladder.make_way(folder, stages) is None
+
+
+def test_a_stage_whose_base_is_not_in_the_list_says_what_it_is_compared_with(tmp_path):
+    _, stages = ladder.plan(["baseline", "speedup5", "speedup6"], str(tmp_path), [])
+    for i, stage in enumerate(stages):
+        fake_run(stage, 100.0 * (i + 1))
+    compared = [(row.base, row.over_base) for row in ladder.compare(stages)]
+    assert compared == [("baseline", 1.0), ("baseline", 2.0), ("speedup5", 1.5)]
+
+
+def test_runs_end_with_the_ladder_that_started_them_even_if_it_is_killed(rungs, tmp_path):
+    (tmp_path / "plain.yaml").write_text("lr: 1e-3\nmax_steps: 1000000\n")
+    at = rungs.index("--max_steps")
+    process = subprocess.Popen([sys.executable, str(ROOT / "ladder.py"), "plain.yaml", *rungs[2:at], *rungs[at + 2:]], cwd=tmp_path,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log, deadline = tmp_path / "logs/ladder/plain/log.csv", time.monotonic() + 100
+    while not (log.exists() and len(log.read_text().splitlines()) > 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    size = -1
+    while size != log.stat().st_size and time.monotonic() < deadline:
+        size = log.stat().st_size
+        time.sleep(0.7)
+    assert time.monotonic() < deadline, "the run goes on writing"
+
+
+def test_odd_names_are_drawn_as_they_are_and_narrow_terminals_keep_the_names(tmp_path, monkeypatch, capsys):
+    for name in ("a$b$", "_hidden", "\u65e5\u672c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.csv").write_text("step,loss,lr,norm,dt_ms,tokens_per_sec\n1,5.0,0.1,1.0,10,9\n2,4.0,0.1,,10,9\n")
+    monkeypatch.chdir(tmp_path)
+    ladder.main(["--plot", "a$b$", "_hidden", "\u65e5\u672c"])
+    assert (tmp_path / "comparison.png").is_file()
+    assert (reports.plain("a$b"), reports.plain("_x")) == (r"a\$b", " _x")
+    row = ["speedup5_max_autotune", "12,345", "2.22", "9,999", "a longer text that may be broken"]
+    for columns in ("40", "60", "\u00b2"):
+        monkeypatch.setenv("COLUMNS", columns)
+        capsys.readouterr()
+        reports.print_table("title", reports.items("stage", "ms/step", "x base", "MB", "note"), [row])
+        printed = capsys.readouterr().out
+        assert "speedup5_max_autotune" in printed
+        assert "12,345" in printed
+        assert "\u2026" not in printed
