@@ -94,7 +94,8 @@ def console() -> Any:
     """The terminal. Text is printed as it is: a name may hold brackets, which are no markup."""
     from rich.console import Console
 
-    return Console(markup=False, width=shutil.get_terminal_size().columns)
+    width, height = shutil.get_terminal_size()
+    return Console(markup=False, width=width, height=height)
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
