@@ -72,9 +72,22 @@ def bf16_slowdown(device: torch.device) -> float:
 
     Below 1 where bfloat16 pays. A CPU without instructions for it emulates it.
     """
-    n = 256  # emulated, it takes some milliseconds
-    wide = product_seconds(n, device, torch.float32, budget=0.02)
-    return product_seconds(n, device, torch.bfloat16, budget=0.02) / wide
+    # In turn, and on one thread, which does not wait for others: so that other programs on this machine slow both sides alike.
+    matrices = {dtype: torch.full((256, 256), 0.5, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    best = dict.fromkeys(matrices, float("inf"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < 0.1:
+            for dtype, matrix in matrices.items():
+                start = time.perf_counter()
+                torch.mm(matrix, matrix)
+                synchronize(device)
+                best[dtype] = min(best[dtype], time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return best[torch.bfloat16] / best[torch.float32]
 
 
 def bf16_note(device: torch.device) -> list[str]:
