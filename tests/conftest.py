@@ -1,27 +1,43 @@
-"""What the tests share: a tiny model, a tiny corpus, and a run of the real command line."""
+"""What the tests share: a tiny model, a tiny corpus, one training step under a lens, and the commands as processes."""
 
+import contextlib
+import functools
 import hashlib
 import itertools
+import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import runtime.measure
 from config import Config, load_config
 from data.token_file import write_corpus
 from model import GPT, GPTConfig
+from runtime.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+ALONE = World(CPU)
 TINY: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 128}
+# Compiling takes most of a test's time. Tests of --compile share this model and its batches: one of them waits for the C++
+# compiler, the others find its work in PyTorch's cache.
+COMPILED: dict[str, Any] = {"compile": True, "n_layer": 1, "tie_weights": True}
 
 # a shell starts its background jobs with Ctrl-C ignored, and Python leaves it so: the tests of Ctrl-C need it heard
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+torch.set_num_threads(1)  # a tiny model gains nothing from more, and loses much where another program takes a core
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,6 +45,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skipif(True, reason="needs a CUDA GPU"))
+
+
+@functools.cache
+def bf16_pays() -> bool:
+    """Whether bfloat16 is about as fast as float32 here. Where it is emulated, only tests that are about it take it."""
+    return runtime.measure.bf16_slowdown(CPU) <= 1.5
+
+
+def fast_precision() -> dict[str, bool]:
+    """Options that switch bfloat16 off where it is slow, for a config in which it stands but is not the subject."""
+    return {} if bf16_pays() else {"bf16": False}
+
+
+@pytest.fixture(autouse=True)
+def the_matmul_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run ends with this measurement, which takes longer than the tests' runs."""
+    monkeypatch.setattr(runtime.measure, "matmul_tflops", _matmul_tflops)
+
+
+@functools.cache
+def _measured(device: torch.device, dtype: torch.dtype) -> float:
+    return MATMUL_TFLOPS(device, dtype)
+
+
+def _matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    return _measured(device, dtype)
+
+
+MATMUL_TFLOPS = runtime.measure.matmul_tflops  # the real one
 
 
 @pytest.fixture
@@ -43,28 +88,191 @@ def tiny_model() -> Callable[..., GPT]:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """A folder `data` with the corpus `tiny`: 4,000 tokens below 100, each of which determines the next."""
+    return write_tiny_corpus(tmp_path)
+
+
+def write_tiny_corpus(place: Path) -> Path:
     tokens = list(itertools.accumulate(range(3999), lambda token, _: (21 * token + 7) % 100, initial=0))
-    write_corpus(tmp_path / "data" / "tiny", [tokens])
-    return tmp_path / "data"
+    write_corpus(place / "data" / "tiny", [tokens])
+    return place / "data"
 
 
 @pytest.fixture
 def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
     """Options of a run that takes a fraction of a second; keywords override them."""
-
-    def build(**options) -> Config:
-        values: dict[str, Any] = {"dataset": "tiny", "data_dir": str(corpus), "log_dir": str(tmp_path / "logs"), "device": "cpu",
-                                  "seq_len": 32, "batch_size": 4, "max_steps": 6, "init": "gpt2"}
-        return load_config(**(TINY | values | options))
-
-    return build
+    return functools.partial(tiny_run, tmp_path)
 
 
-def run(*command: str | Path, cwd: Path, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
-    """A script of this project (`train.py`, ...) or another program, as a user would start it."""
+def tiny_run(place: Path, **options) -> Config:
+    """The options of `tiny_config` for a run in any folder."""
+    values: dict[str, Any] = {"dataset": "tiny", "data_dir": str(place / "data"), "log_dir": str(place / "logs"), "device": "cpu",
+                              "seq_len": 32, "batch_size": 4, "max_steps": 6, "init": "gpt2"}
+    return load_config(**(TINY | values | options))
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> Callable[[], None]:
+    """Call `act(call, model)` in every step of the next runs, `call` counting from 1, once its gradients are there and clipped.
+
+    The norm that the step goes on with is what `act` returns, if it returns one. Returns what ends this.
+    """
+    import train as train_module
+
+    real, calls = train_module.clip_gradients, itertools.count(1)
+
+    def clip_gradients(model: GPT, grad_clip: float) -> torch.Tensor:
+        norm = real(model, grad_clip)
+        instead = act(next(calls), model)
+        return norm if instead is None else instead
+
+    monkeypatch.setattr(train_module, "clip_gradients", clip_gradients)
+    return lambda: monkeypatch.setattr(train_module, "clip_gradients", real)
+
+
+# ---- commands in processes of their own
+
+
+class Started:
+    """A process that runs a script; to be used like subprocess.Popen.
+
+    It is forked from one that has imported PyTorch, which takes seconds: so it is at work at once. It has one thread, as the
+    tests do, and shares nothing else with them.
+    """
+
+    def __init__(self, command: tuple[str, ...], cwd: Path, env: dict[str, str], before: Callable[[], None] | None):
+        self.printed = tempfile.TemporaryDirectory()
+        self.out, self.err = (Path(self.printed.name) / name for name in ("stdout", "stderr"))
+        self.process = fork_server().Process(target=_be, args=(command, cwd, env, self.out, self.err, before))
+        self.process.start()
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self.pid
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = 100) -> tuple[str, str]:
+        """What it has printed on stdout and stderr, once it has ended."""
+        self.process.join(timeout)
+        out, err = (path.read_text(errors="replace") if path.exists() else "" for path in (self.out, self.err))
+        if self.process.exitcode is None:
+            raise TimeoutError(f"still there after {timeout} s; it has printed:\n{out}\n{err}")
+        return out, err
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self) -> None:
+        self.process.join()
+
+
+@functools.cache
+def fork_server() -> Any:
+    """The multiprocessing context whose processes begin with PyTorch and other packages imported, and nothing of the project."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch._dynamo", "torch._inductor.compile_fx", "torch.nn.parallel", "tiktoken",
+                                    "pydantic", "yaml", "filelock", "safetensors.torch", "rich.table"])
+    return context
+
+
+def _be(command: tuple[str, ...], cwd: Path, env: dict[str, str], out: Path, err: Path, before: Callable[[], None] | None) -> None:
+    """Become the command `python <command>`: a script, `-m module` or `-c code`."""
+    for path, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    if "OMP_NUM_THREADS" in env:  # read when PyTorch was imported
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    if before:
+        before()
+    first, *rest = command
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<test>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *rest]
+        sys.path.insert(0, str(Path(first).parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+def start(*command: str | Path, cwd: Path, before: Callable[[], None] | None = None, **env: str) -> Any:
+    """`python <command>` as a process that goes on beside the test; a script of this project (`train.py`, ...) by its name.
+
+    `before` is called in the process first. Returns a Started, or a Popen where processes are not forked.
+    """
     first, *rest = map(str, command)
-    program = [sys.executable, str(ROOT / first)] if first.endswith(".py") else [first]
-    return subprocess.run([*program, *rest], cwd=cwd, timeout=timeout, text=True, capture_output=True, env=os.environ | env)
+    words = (str(ROOT / first) if first.endswith(".py") else first, *rest)
+    if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux":
+        return Started(words, cwd, os.environ | env, before)
+    return subprocess.Popen([sys.executable, *words], cwd=cwd, text=True, env=os.environ | env, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, preexec_fn=before)
+
+
+def run(*command: str | Path, cwd: Path, timeout: float = 240, before: Callable[[], None] | None = None,
+        **env: str) -> subprocess.CompletedProcess[str]:
+    """A script of this project (`train.py`, ...) run to its end, in a process that has PyTorch at hand (see `Started`)."""
+    with ended([start(*command, cwd=cwd, before=before, **env)]) as (process,):
+        out, err = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess([*map(str, command)], process.returncode, out, err)
+
+
+def run_from_nothing(*command: str | Path, cwd: Path, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
+    """A script of this project, as a user would start it."""
+    first, *rest = map(str, command)
+    return subprocess.run([sys.executable, str(ROOT / first) if first.endswith(".py") else first, *rest], cwd=cwd,
+                          timeout=timeout, text=True, capture_output=True, env=os.environ | env)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+
+
+def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
+    """The processes of a run on several ranks, with the environment that torchrun would give them, but without torchrun."""
+    with socket.socket() as any_free:
+        any_free.bind(("localhost", 0))
+        port = any_free.getsockname()[1]
+    return [start(*command, cwd=cwd, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost",
+                  MASTER_PORT=str(port), OMP_NUM_THREADS="1") for rank in range(ranks)]
+
+
+def run_ranks(ranks: int, *command: str | Path, cwd: Path, timeout: float = 100) -> list[subprocess.CompletedProcess[str]]:
+    """A run on several ranks, to its end."""
+    with ended(start_ranks(ranks, *command, cwd=cwd)) as processes:
+        return [subprocess.CompletedProcess([*map(str, command)], process.returncode, *printed) for process in processes
+                for printed in [process.communicate(timeout=timeout)]]
+
+
+@contextlib.contextmanager
+def ended(processes: list[Any]) -> Iterator[list[Any]]:
+    """Processes that are gone at the end, whatever happens."""
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def wait_for(condition: Callable[[], Any], process: Any, seconds: float = 100) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.01)
+
+
+def children(process: Any) -> list[int]:
+    """Process numbers of a process's children."""
+    return sorted(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
 
 
 def flags(config: Config) -> list[str]:

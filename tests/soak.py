@@ -8,6 +8,7 @@ A tiny model, shuffled data, dropout, and a checkpoint after every step, so that
 import csv
 import hashlib
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -15,10 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from config import Config, Options, Positive, ZeroIsOff, load_config, parse_command_line
+from config import Config, load_config
 from data.token_file import write_corpus
+from runtime.cli import Options, Positive, ZeroIsOff, parse_command_line
 
 STEPS_PER_KILL = 12
 
@@ -36,16 +39,15 @@ class SoakOptions(Options):
 
 def life(config: Config) -> None:
     """One process: the run from its newest checkpoint on, or from the start."""
-    import os
-
     import torch
 
-    from train import Process, train
+    from runtime.world import World
+    from train import train
 
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
     torch.set_num_threads(1)
-    train(config, Process(torch.device("cpu")))
+    train(config, World(torch.device("cpu")))
 
 
 def end_of(run: Path) -> tuple[Any, ...]:
@@ -61,7 +63,7 @@ def main(options: SoakOptions) -> int:
     """Returns the exit status: 1 if any number differs."""
     moments = random.Random(options.seed)
     context = multiprocessing.get_context("forkserver")  # imports once, and forks a clean process for each life
-    context.set_forkserver_preload(["train", "torch._dynamo", "torch._inductor"])
+    context.set_forkserver_preload(["train", "torch._dynamo", "torch._inductor.compile_fx"])
     with tempfile.TemporaryDirectory() as place:
         write_corpus(Path(place) / "data" / "tiny", [[(i * i + i // 7) % 100 for i in range(20_000)]])
         values: dict[str, Any] = {
@@ -102,6 +104,7 @@ def main(options: SoakOptions) -> int:
 
 
 if __name__ == "__main__":
+    os.environ["PYTHONPATH"] = str(ROOT)  # where the fork server finds train
     begun = time.monotonic()
     status = main(parse_command_line(SoakOptions, description=__doc__))
     print(f"{time.monotonic() - begun:.0f} s")

@@ -5,14 +5,27 @@ import json
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
 
-from checkpoint import load_model
-from tests.conftest import ROOT, TINY, flags, run
+from tests.conftest import (
+    ALONE,
+    COMPILED,
+    ROOT,
+    TINY,
+    TORCHRUN,
+    ended,
+    fast_precision,
+    flags,
+    run,
+    run_from_nothing,
+    run_ranks,
+    wait_for,
+)
+from train import train
+from weights import load_model
 
 SMALL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--seq_len", "32", "--batch_size", "2",
          "--max_steps", "3", "--device", "cpu"]
@@ -20,8 +33,7 @@ SMALL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "3
 
 def torchrun(*options, cwd):
     """train.py on two processes."""
-    return run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py", *options,
-               cwd=cwd, OMP_NUM_THREADS="1")
+    return run(*TORCHRUN, "--nproc_per_node=2", ROOT / "train.py", *options, cwd=cwd, OMP_NUM_THREADS="1")
 
 
 def losses(folder, column="loss"):
@@ -33,15 +45,17 @@ def losses(folder, column="loss"):
 
 
 def test_a_newcomers_path_from_an_empty_folder_to_a_sample(tmp_path):
-    trained = run("train.py", "--config", "quickstart.yaml", *SMALL, "--eval_every", "3", "--sample_every", "3",
-                  "--sample_tokens", "4", "--log_every", "1", "--warmup_steps", "1", cwd=tmp_path)
+    precision = [f"--no-{name}" for name in fast_precision()]
+    trained = run_from_nothing("train.py", "--config", "quickstart.yaml", *SMALL, "--eval_every", "3", "--eval_tokens", "640",
+                               "--sample_every", "3", "--sample_tokens", "4", "--log_every", "1", "--warmup_steps", "1", *precision,
+                               cwd=tmp_path, OMP_NUM_THREADS="1")
     assert trained.returncode == 0, trained.stderr
     for text in ("preparing data/pydocs", "step 3/3 | loss", "step 3/3 | validation loss", "sample after step 3: The",
                  "saved logs/quickstart/checkpoints/step_000003", "done: 3 steps"):
         assert text in trained.stdout, trained.stdout
     assert (tmp_path / "data/pydocs/pydocs_train_000000.bin").is_file()
     command = ["sample.py", "quickstart", "--prompt", "Python is", "--max_new_tokens", "8", "--seed", "1"]
-    sampled = [run(*command, cwd=tmp_path), run(*command, cwd=tmp_path), run(*command[:-1], "2", cwd=tmp_path)]
+    sampled = [run_from_nothing(*command, cwd=tmp_path), run(*command, cwd=tmp_path), run(*command[:-1], "2", cwd=tmp_path)]
     assert [s.returncode for s in sampled] == [0, 0, 0]
     assert sampled[0].stdout.startswith("Python is")
     assert sampled[0].stdout == sampled[1].stdout != sampled[2].stdout
@@ -77,20 +91,20 @@ def test_two_processes_train_as_one_does(tiny_config, tmp_path):
 
 
 def test_a_compiled_run_on_two_processes_saves_plain_names(tiny_config, tmp_path):
-    config = tiny_config(compile=True, max_steps=2, n_layer=1, batch_size=2)
-    both = torchrun(*flags(config), cwd=tmp_path)
-    assert both.returncode == 0, both.stderr
+    config = tiny_config(**COMPILED, max_steps=2)
+    train(config, ALONE)  # the ranks find its compilation in PyTorch's cache; without it both would wait for the compiler
+    for done in run_ranks(2, "train.py", *flags(config), cwd=tmp_path):
+        assert done.returncode == 0, done.stderr
     assert load_model("train", config.log_dir).config.n_layer == 1
 
 
 def test_ctrl_c_ends_the_run_cleanly_with_what_was_logged(tiny_config, tmp_path):
-    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags(tiny_config(max_steps=10**6))], cwd=tmp_path,
-                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    log, deadline = tmp_path / "logs/train/log.csv", time.monotonic() + 100
-    while not (log.exists() and len(log.read_text().splitlines()) > 3) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=100)
+    log = tmp_path / "logs/train/log.csv"
+    command = [sys.executable, str(ROOT / "train.py"), *flags(tiny_config(max_steps=10**6))]  # nothing forked: Python's own start
+    with ended([subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)]) as (process,):
+        wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     assert "Traceback" not in err
     assert "interrupted: " in out

@@ -9,20 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from config import (
-    CONFIG_DIR,
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    OptimizationConfig,
-    RunConfig,
-    SpeedConfig,
-    load_config,
-    parse_command_line,
-    sections,
-)
+from config import Config, DataConfig, ModelConfig, OptimizationConfig, RunConfig, SpeedConfig, load_config
 from model import GPTConfig
+from runtime.cli import CONFIG_DIR, ConfigError, parse_command_line, sections, to_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 YAMLS = sorted(CONFIG_DIR.rglob("*.yaml"))
@@ -49,7 +38,8 @@ CONTRACT = {
 }
 CHOICES = {
     "norm": "layernorm|rmsnorm", "activation": "gelu_tanh|gelu", "init": "torch|gpt2", "optimizer": "adamw|muon",
-    "lr_schedule": "constant|cosine|wsd", "compile_mode": "default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs", "device": "auto|cuda|mps|cpu",
+    "lr_schedule": "constant|cosine|wsd", "compile_mode": "default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs",
+    "device": "auto|cuda|mps|cpu",
 }
 # what each stage of the speedup ladder changes, and relative to which
 LADDER = {
@@ -257,7 +247,7 @@ def test_indivisible_total_batch_counts_the_processes_that_torchrun_started(mist
 
 def test_under_torchrun_rank_0_speaks_at_once_and_another_rank_only_if_it_is_not_ended_meanwhile(monkeypatch, capsys):
     slept = []
-    monkeypatch.setattr("config.time.sleep", slept.append)
+    monkeypatch.setattr("runtime.errors.time.sleep", slept.append)
     printed = {}
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
@@ -293,18 +283,21 @@ def test_importing_config_and_asking_for_help_never_import_torch():
     code = """if True:
         import runpy, sys
         import config
+        from runtime.cli import CONFIG_DIR
         config.load_config("baseline")
         assert not {"torch", "numpy"} & set(sys.modules), "config.py"
-        sys.argv = ["train.py", "--help"]
-        try:
-            runpy.run_path(config.CONFIG_DIR.parent / "train.py", run_name="__main__")
-        except SystemExit as stopped:
-            assert stopped.code == 0
-        assert "torch" not in sys.modules, "train.py --help"
+        for command in (["--help"], ["--config", "speedup8", "--print_config"]):
+            sys.argv = ["train.py", *command]
+            try:
+                runpy.run_path(CONFIG_DIR.parent / "train.py", run_name="__main__")
+            except SystemExit as stopped:
+                assert stopped.code == 0
+            assert "torch" not in sys.modules, f"train.py {command}"
     """
     ran = python("-c", code)
     assert ran.returncode == 0, ran.stderr
     assert "--n_layer" in ran.stdout
+    assert "grad_clip: 1.0" in ran.stdout
 
 
 # ---- what overrides what
@@ -421,6 +414,55 @@ def test_to_yaml_is_a_config_that_loads_to_the_same(values):
     write("f.yaml", config.to_yaml())
     assert load_config("f.yaml", run_name=config.run_name) == config
     assert load_config("f.yaml").run_name == config.run_name
+
+
+# ---- --print_config
+
+
+@pytest.fixture
+def printed(capsys):
+    """What `--print_config` prints for a command line."""
+    def run(*argv: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            parse_command_line(Config, [*argv, "--print_config"], config_file=True)
+        assert stopped.value.code == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return run
+
+
+def test_print_config_shows_every_option_and_where_its_value_came_from(printed):
+    write("mine.yaml", "base: speedup9\nn_layer: 3\nseed: 7")
+    text = printed("--config", "mine.yaml", "--seed", "8", "--no-flash", "--betas", "0.8", "0.9")
+    origins = {line.partition(":")[0]: line.partition("  # ")[2] for line in text.splitlines() if line and line[0] != "#"}
+    assert list(origins) == [name for section in SECTIONS.values() for name in section.model_fields]
+    expected = {"n_layer": "mine.yaml", "seed": "--seed", "flash": "--flash", "betas": "--betas", "dropout": "default",
+                "warmup_steps": "configs/speedup9.yaml", "dataset": "configs/baseline.yaml", "vocab_size": "configs/speedup7.yaml"}
+    assert {name: origins[name] for name in expected} == expected
+    assert set(origins.values()) <= {"default", *expected.values(), *(f"configs/{stage}.yaml" for stage in LADDER)}
+    write("again.yaml", text)
+    assert changes(load_config("again.yaml"), load_config("mine.yaml", seed=8, flash=False, betas=(0.8, 0.9))) == {}
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_what_print_config_prints_of_every_yaml_loads_to_the_same(path, printed):
+    write("f.yaml", printed("--config", str(path)))
+    assert load_config("f.yaml") == load_config(str(path))
+
+
+def test_print_config_does_not_hide_a_mistake(mistakes):
+    (line,) = mistakes("--n_layer", "0", "--print_config")
+    assert line.startswith("--n_layer: ")
+
+
+@pytest.mark.parametrize("values", [{}, ODD, {"sample_prompt": "two\nlines"}, {"sample_prompt": "# no comment"},
+                                    {"sample_prompt": "x " * 200}], ids=["defaults", "odd", "lines", "hash", "long"])
+def test_a_config_with_its_origins_loads_to_the_same(values):
+    config = load_config(**values)
+    write("f.yaml", to_yaml(config, origin={name: f"--{name}" for name in values}))
+    assert load_config("f.yaml") == config
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)

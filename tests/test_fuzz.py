@@ -7,22 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint import CheckpointError, load_model, load_optimizers, read_state, read_weights
-from config import Config, ConfigError, UserError, load_config
+from checkpoint import load_optimizers, read_state, resumed_config
+from config import Config, load_config
 from data.token_file import HEADER_BYTES, TokenFileError, count_tokens, map_tokens, stamp, write_token_file
 from dataloader import open_corpus
 from model import GPT, GPTConfig
 from optimizer import make_optimizers
-from parallel import Process
-from resume import build_model, resumed_config
-from tests.conftest import TINY, reseal
+from runtime.cli import ConfigError
+from runtime.errors import UserError
+from tests.conftest import ALONE, CPU, TINY, reseal
 from train import train
+from weights import CheckpointError, build_model, load_model, read_weights
 
-CPU = torch.device("cpu")
 settings.register_profile("fuzz", derandomize=True, deadline=None, suppress_health_check=[
     HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.load_profile("fuzz")  # derandomized: the same inputs on every machine
@@ -55,7 +54,7 @@ def read_tokens(path: Path) -> None:
     try:
         count = count_tokens(path)
         assert len(np.array(map_tokens(path, count, stamp(path)))) == count if count else True
-        train_split, _ = open_corpus(path.parent, seq_len=4, n_tokens=100)
+        train_split, _ = open_corpus(path.parent, seq_len=4, n_vocab=100)
         for window in range(len(train_split)):
             x, y = train_split.read([window])
             assert x.max() < 100
@@ -80,9 +79,11 @@ def test_any_bytes_as_a_token_file(content, tmp_path):
 @settings(max_examples=1000)
 @given(changes=mutations)
 def test_a_mutated_token_file(changes, tmp_path):
+    whole = tmp_path / "whole"
+    if not whole.exists():
+        write_token_file(whole, [range(99)])
     path = tmp_path / "tokens.bin"
-    write_token_file(path, [range(99)])
-    path.write_bytes(mutate(path.read_bytes(), changes))
+    path.write_bytes(mutate(whole.read_bytes(), changes))
     read_tokens(path)
 
 
@@ -142,6 +143,8 @@ def test_any_values_in_a_config(values, tmp_path):
 
 # ---- checkpoints
 
+SMALL = TINY | {"n_layer": 1, "seq_len": 32, "batch_size": 2}
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
@@ -150,9 +153,9 @@ def saved(tmp_path_factory):
     write_folder = place / "data/tiny"
     write_folder.mkdir(parents=True)
     write_token_file(write_folder / "tiny_train_000000.bin", [[i % 100 for i in range(2000)]])
-    config = load_config(**TINY, seq_len=32, batch_size=2, max_steps=1, dataset="tiny", data_dir=str(place / "data"),
+    config = load_config(**SMALL, max_steps=1, dataset="tiny", data_dir=str(place / "data"),
                          log_dir=str(place / "logs"), device="cpu")
-    train(config, Process(CPU))
+    train(config, ALONE)
     return place / "logs/train/checkpoints/step_000001"
 
 
@@ -204,7 +207,7 @@ def test_any_bytes_in_a_checkpoint(name, content, saved, tmp_path):
     def resume():
         read_state(folder)
         read_weights(folder)
-        config = load_config(**TINY, seq_len=32, batch_size=2)
+        config = load_config(**SMALL)
         model = GPT(GPTConfig.of(config))
         load_optimizers(folder, model, make_optimizers(model, config)[0])
 

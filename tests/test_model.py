@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from checkpoint import load_weights, read_weights
 from model import GPT, GPTConfig, KVCache, _draw
+from weights import load_weights, read_weights
 
 
 def tokens(B=2, T=16, vocab=128, seed=0):
@@ -134,6 +134,17 @@ def test_residual_scaling_divides_torchs_init_too(tiny_model):
     torch.testing.assert_close(scaled.get_parameter(name) * 2, plain.get_parameter(name))  # sqrt(2 n_layer) = 2
 
 
+def test_a_residual_stream_grows_with_the_square_root_of_its_additions_unless_they_are_scaled():
+    """The demonstration of the published mps series, which saw 9.8: 50 blocks add to the stream 100 times."""
+    additions = torch.randn(100, 768, generator=torch.Generator().manual_seed(0))
+    assert additions.sum(dim=0).std().item() == pytest.approx(9.8, abs=0.5)
+    assert (additions / math.sqrt(100)).sum(dim=0).std().item() == pytest.approx(1.0, abs=0.05)
+    torch.manual_seed(0)
+    shape = {"n_layer": 50, "n_head": 1, "n_embd": 48, "block_size": 8, "vocab_size": 8}
+    blocks = GPT(GPTConfig(**shape, init="gpt2", residual_scaling=True)).transformer.h
+    assert blocks[49].mlp.c_proj.weight.std().item() == pytest.approx(0.02 / math.sqrt(100), rel=0.05)
+
+
 def test_dropout_acts_in_training_only(tiny_model):
     model = tiny_model(dropout=0.5)
     x, y = tokens(), tokens(seed=1)
@@ -222,9 +233,9 @@ def test_padding_rows_are_no_logits_and_never_sampled(padded):
 
 
 def test_rows_above_gpt2s_vocabulary_are_padding_by_default():
-    assert GPTConfig(vocab_size=50304).n_tokens == 50257
-    assert GPTConfig(vocab_size=10_000).n_tokens == 10_000
-    assert GPTConfig(vocab_size=60_000, real_vocab_size=60_000).n_tokens == 60_000
+    assert GPTConfig(vocab_size=50304).n_vocab == 50257
+    assert GPTConfig(vocab_size=10_000).n_vocab == 10_000
+    assert GPTConfig(vocab_size=60_000, real_vocab_size=60_000).n_vocab == 60_000
 
 
 def test_unpadded_weights_load_into_a_padded_model_and_back(tiny_model):

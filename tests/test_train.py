@@ -1,28 +1,41 @@
 """The training loop, in process: what a step computes, what a run logs and leaves behind, and what stops it."""
 
 import csv
+import importlib.util
+import itertools
 import json
 import math
+import shutil
 import signal
-import time
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import checkpoint
+import runtime.measure
 import train as train_module
-from checkpoint import CheckpointError, load_model
-from config import CONFIG_DIR, ConfigError, UserError, load_config
+from config import load_config
+from data.token_file import TokenFileError
 from dataloader import open_corpus
-from device import attention_kernel, autocast_for, check_compiler, matmul_tflops, set_precision
 from evaluate import validation_loss
-from runlog import start_run_folder
-from train import Process, TrainingError, build_model, compute_gradients, train, update_weights
-
-CPU = torch.device("cpu")
+from model import GPT
+from runtime.cli import CONFIG_DIR, ConfigError
+from runtime.device import attention_kernel, autocast_to, check_compiler, product_dtype, set_precision
+from runtime.errors import TrainingError, UserError
+from runtime.measure import bf16_slowdown, matmul_tflops, summarize
+from runtime.report import flops_rate
+from runtime.runlog import RunFolder
+from runtime.world import World
+from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, run_ranks
+from train import train
+from weights import CheckpointError, build_model, load_model
 
 
 def run(config, **options):
-    return train(config, Process(CPU), **options)
+    return train(config, ALONE, **options)
 
 
 def rows(config, name="log.csv"):
@@ -34,25 +47,36 @@ def column(config, name="loss"):
     return [float(row[name]) for row in rows(config)]
 
 
-class Recorder(torch.optim.SGD):
-    """Keeps the gradients of its last step and changes nothing."""
+class Step(NamedTuple):
+    """What one training step computed."""
 
-    def __init__(self, params):
-        super().__init__(list(params), lr=0.0)
+    loss: float  # as logged
+    gradient: torch.Tensor  # as the optimizer got it, all in one
+    norm: float  # as logged
+    dtypes: set[torch.dtype]  # of weights and gradients
 
-    def step(self):
-        self.grads = [p.grad.clone() for group in self.param_groups for p in group["params"] if p.grad is not None]
 
+@pytest.fixture
+def one_step(tiny_config):
+    """The first step of a run of `train` with these options, as its update saw it."""
+    def step(**options):
+        taken = []
 
-def gradients(model, batches, *, grad_clip=0.0, **speed):
-    """Loss, gradients and norm of one training step."""
-    recorder = Recorder(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", enabled=speed.get("fp16", False))
-    autocast = autocast_for(load_config(**speed), CPU)
-    loss, norm = compute_gradients(model, iter(batches), len(batches), [recorder], scaler, grad_clip, autocast)
-    update_weights([recorder], scaler)
-    model.zero_grad(set_to_none=True)
-    return loss, torch.cat([g.flatten() for g in recorder.grads]), norm
+        def look(optimizer, *_):
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            taken.append((torch.cat([p.grad.flatten().clone() for p in parameters]),
+                          {t.dtype for p in parameters for t in (p, p.grad)}))
+
+        config = tiny_config(max_steps=1, keep_last=0, run_name="step", init="torch", **options)
+        hook = register_optimizer_step_pre_hook(look)
+        try:
+            run(config)
+        finally:
+            hook.remove()
+        (gradient, dtypes), = taken
+        return Step(column(config)[0], gradient, column(config, "norm")[0], dtypes)
+
+    return step
 
 
 def batch(B=8, T=32, seed=0):
@@ -63,11 +87,10 @@ def batch(B=8, T=32, seed=0):
 # ---- one step
 
 
-def test_four_micro_steps_of_two_make_the_loss_and_gradient_of_one_of_eight(tiny_model):
-    x, y = batch()
-    whole = gradients(tiny_model(), [(x, y)])
-    parts = gradients(tiny_model(), list(zip(x.split(2), y.split(2), strict=True)))
-    for a, b in zip(whole, parts, strict=True):
+def test_four_micro_steps_of_two_make_the_loss_and_gradient_of_one_of_eight(one_step):
+    whole = one_step(batch_size=8)
+    parts = one_step(batch_size=2, total_batch_tokens=8 * 32)
+    for a, b in zip(whole[:3], parts[:3], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -75,41 +98,44 @@ def test_four_micro_steps_of_two_make_the_loss_and_gradient_of_one_of_eight(tiny
     ({"bf16": True}, 2e-3, 0.03), ({"fp16": True}, 5e-4, 0.01), ({"flash": True}, 1e-6, 1e-5),
     ({"compile": True}, 1e-6, 1e-5), ({"bf16": True, "flash": True, "compile": True}, 2e-3, 0.03),
 ], ids=lambda value: "+".join(value) if isinstance(value, dict) else "")
-def test_each_speed_flag_computes_the_same_within_its_precision(tiny_model, speed, loss_tolerance, grad_tolerance):
-    plain_loss, plain, _ = gradients(tiny_model(n_embd=64), [batch()])
-    model = tiny_model(n_embd=64, flash=speed.get("flash", False))
-    loss, grad, _ = gradients(torch.compile(model) if "compile" in speed else model, [batch()], **speed)
-    assert loss.item() == pytest.approx(plain_loss.item(), rel=loss_tolerance)
-    assert (grad - plain).norm() / plain.norm() < grad_tolerance
+def test_each_speed_flag_computes_the_same_within_its_precision(one_step, speed, loss_tolerance, grad_tolerance):
+    shape = {**COMPILED, "compile": False} if "compile" in speed else {"n_embd": 64, "batch_size": 8}
+    plain = one_step(**shape)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    fast = one_step(**(shape | speed))
+    assert fast.loss == pytest.approx(plain.loss, rel=loss_tolerance)
+    assert (fast.gradient - plain.gradient).norm() / plain.gradient.norm() < grad_tolerance
     if "bf16" in speed or "fp16" in speed:
-        assert loss.item() != plain_loss.item(), "autocast did not reach the model"
+        assert fast.loss != plain.loss, "autocast did not reach the model"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == ("compile" in speed)
 
 
-def test_weights_and_gradients_stay_fp32_under_autocast(tiny_model):
-    model = tiny_model()
-    _, grad, _ = gradients(model, [batch()], bf16=True)
-    assert {p.dtype for p in model.parameters()} == {grad.dtype} == {torch.float32}
+def test_weights_and_gradients_stay_fp32_under_autocast(one_step):
+    assert one_step(bf16=True).dtypes == {torch.float32}
 
 
-def test_grad_clip_0_is_off_and_does_not_zero_the_gradients(tiny_model):
-    _, grad, norm = gradients(tiny_model(), [batch()], grad_clip=0.0)
-    assert norm.item() == pytest.approx(grad.norm().item(), rel=1e-5)
-    assert norm.item() > 0.1
+def test_grad_clip_0_is_off_and_does_not_zero_the_gradients(one_step):
+    step = one_step(grad_clip=0.0, batch_size=8)
+    assert step.norm == pytest.approx(step.gradient.norm().item(), rel=1e-5)
+    assert step.norm > 0.1
 
 
-def test_clipping_bounds_the_gradient_once_and_the_norm_is_from_before(tiny_model):
-    x, y = batch()
-    _, free, norm = gradients(tiny_model(), [(x, y)])
-    _, clipped, logged = gradients(tiny_model(), list(zip(x.split(2), y.split(2), strict=True)), grad_clip=0.05)
-    assert logged.item() == pytest.approx(norm.item(), rel=1e-5)
-    assert clipped.norm().item() == pytest.approx(0.05, rel=1e-4)
-    torch.testing.assert_close(clipped / 0.05, free / norm, rtol=1e-3, atol=1e-5)
+def test_clipping_bounds_the_gradient_once_and_the_norm_is_from_before(one_step, monkeypatch):
+    free = one_step(batch_size=8)
+    calls = []
+    at_step(monkeypatch, lambda call, _: calls.append(call))
+    clipped = one_step(batch_size=2, total_batch_tokens=8 * 32, grad_clip=0.05)
+    assert calls == [1]
+    assert clipped.norm == pytest.approx(free.norm, rel=1e-5)
+    assert clipped.gradient.norm().item() == pytest.approx(0.05, rel=1e-4)
+    torch.testing.assert_close(clipped.gradient / 0.05, free.gradient / free.norm, rtol=1e-3, atol=1e-5)
 
 
-def test_fp16_gradients_are_unscaled_before_clipping(tiny_model):
-    _, grad, norm = gradients(tiny_model(), [batch()], fp16=True, grad_clip=0.05)
-    assert norm.item() < 100  # 65,536 times that, if the scale were still in it
-    assert grad.norm().item() == pytest.approx(0.05, rel=1e-2)
+def test_fp16_gradients_are_unscaled_before_clipping(one_step):
+    step = one_step(fp16=True, grad_clip=0.05, batch_size=8)
+    assert step.norm < 100  # 65,536 times that, if the scale were still in it
+    assert step.gradient.norm().item() == pytest.approx(0.05, rel=1e-2)
 
 
 # ---- flags reach what they switch
@@ -118,9 +144,9 @@ def test_fp16_gradients_are_unscaled_before_clipping(tiny_model):
 def test_tf32_on_a_cpu_is_said_to_do_nothing_and_precision_is_set_in_every_run():
     torch.set_float32_matmul_precision("high")
     try:
-        assert set_precision(load_config(tf32=True), CPU) == ["tf32 has no effect on cpu: fp32 products stay fp32"]
+        assert set_precision(CPU, tf32=True) == ["tf32 has no effect on cpu: fp32 products stay fp32"]
         assert torch.get_float32_matmul_precision() == "highest"
-        assert set_precision(load_config(), CPU) == []
+        assert set_precision(CPU) == []
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -128,25 +154,25 @@ def test_tf32_on_a_cpu_is_said_to_do_nothing_and_precision_is_set_in_every_run()
 @pytest.mark.gpu
 def test_tf32_on_a_gpu_sets_the_precision():
     try:
-        assert set_precision(load_config(tf32=True), torch.device("cuda", 0)) == []
+        assert set_precision(torch.device("cuda", 0), tf32=True) == []
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
 def test_flash_says_which_kernel_runs():
-    assert attention_kernel(load_config(), CPU, (2, 2, 32, 16), dropout=0.0) == "flash_attention"
-    assert attention_kernel(load_config(), CPU, (2, 2, 32, 16), dropout=0.1) == "math"
+    assert attention_kernel(CPU, torch.float32, (2, 2, 32, 16), dropout=0.0) == "flash_attention"
+    assert attention_kernel(CPU, torch.float32, (2, 2, 32, 16), dropout=0.1) == "math"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("speed", [{"bf16": True}, {"fp16": True}])
 def test_flash_on_a_gpu_is_a_fused_kernel_and_autocast_works_on_an_indexed_device(speed, tiny_model):
     cuda = torch.device("cuda", 0)
-    kernel = attention_kernel(load_config(**speed), cuda, (2, 12, 1024, 64), dropout=0.0)
+    kernel = attention_kernel(cuda, product_dtype(**speed), (2, 12, 1024, 64), dropout=0.0)
     assert kernel in ("flash_attention", "cudnn_attention")
     x, y = (t.to(cuda) for t in batch())
-    with autocast_for(load_config(**speed), cuda)():
+    with autocast_to(product_dtype(**speed), cuda)():
         assert tiny_model(flash=True).to(cuda)(x, y).isfinite()
 
 
@@ -154,7 +180,7 @@ def test_flash_on_a_gpu_is_a_fused_kernel_and_autocast_works_on_an_indexed_devic
 def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(tiny_config):
     on_cpu, on_gpu = tiny_config(run_name="cpu"), tiny_config(run_name="gpu", device="cuda")
     run(on_cpu)
-    train(on_gpu, Process(torch.device("cuda", 0)))
+    train(on_gpu, World(torch.device("cuda", 0)))
     assert column(on_gpu) == pytest.approx(column(on_cpu), rel=1e-4)
 
 
@@ -169,61 +195,134 @@ def test_compile_without_a_compiler_is_an_error_that_says_what_to_do(monkeypatch
         check_compiler(CPU)
 
 
-def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(tiny_config):
+def test_cuda_graphs_and_accumulation_are_refused_and_max_autotune_goes_without_them(monkeypatch):
+    cuda = torch.device("cuda")  # none is needed to say so
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # Triton
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    for mode in ("reduce-overhead", "max-autotune"):
+        with pytest.raises(UserError, match=rf"compile_mode {mode} with 2 micro-steps: its CUDA graphs would overwrite the "
+                                            r"accumulated gradients; use default or max-autotune-no-cudagraphs"):
+            check_compiler(cuda, mode, 2)
+        assert check_compiler(cuda, mode, 1) == []
+    assert load_config(compile_mode="max-autotune-no-cudagraphs").compile_mode == "max-autotune-no-cudagraphs"
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        assert check_compiler(cuda, mode, 2) == []
+    assert check_compiler(CPU, "max-autotune", 2) == []  # no CUDA graphs there
+    (note,) = check_compiler(CPU, "reduce-overhead", 2)
+    assert "no effect without CUDA" in note
+
+
+def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(tiny_config, monkeypatch):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config = tiny_config(compile=True, max_steps=5, eval_every=1, val_fraction=0.05, sample_every=2, sample_tokens=2,
-                         vocab_size=50257, n_layer=1)
-    run(config)
+    sampled = []
+
+    def sample(model, prompt, tokens, **_):  # as sample_text does, with a vocabulary that shares the other tests' compilation
+        sampled.append(model.generate(torch.tensor([[1] * len(prompt)]), tokens))
+        return ["a text"]
+
+    monkeypatch.setattr(train_module, "sample_text", sample)
+    config = tiny_config(**COMPILED, max_steps=5, eval_every=1, val_fraction=0.05)
+    run(config.model_copy(update={"sample_every": 2, "sample_tokens": 2}))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert [tuple(tokens.shape) for tokens in sampled] == [(1, 5)] * 3
+    assert len(rows(config, "eval.csv")) == 6
     assert set(load_model(f"{config.log_dir}/{config.run_name}").state_dict()) == set(build_model(config)[1].state_dict())
 
 
 def test_train_passes_every_flag_on_to_what_it_switches(tiny_config, monkeypatch):
-    seen = {}
+    seen, forward = {}, []
 
-    def spy(name, target=train_module):
-        real = getattr(target, name)
+    def spy(name):
+        real = getattr(train_module, name)
 
         def record(*args, **kwargs):
-            seen[name] = (args, kwargs)
-            return real(*args, **kwargs)
+            result = real(*args, **kwargs)
+            seen[name] = (args, kwargs, result)
+            return result
 
-        monkeypatch.setattr(target, name, record)
+        monkeypatch.setattr(train_module, name, record)
 
-    spy("compute_gradients")
-    spy("validation_loss")
+    for name in ("build", "prefetch", "clip_gradients", "validation_loss"):
+        spy(name)
+    real_forward = GPT.forward
+
+    def record_forward(model, *args):
+        if model.training:
+            forward.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return real_forward(model, *args)
+
+    monkeypatch.setattr(GPT, "forward", record_forward)
     monkeypatch.setattr(torch, "compile", lambda model, **options: seen.update(compile=options) or model)
     run(tiny_config(fp16=True, flash=True, fused_adamw=True, compile=True, compile_mode="max-autotune", grad_clip=0.5, eval_every=1,
                     eval_tokens=64, val_fraction=0.1, max_steps=1, batch_size=2, total_batch_tokens=128))
-    model, _, accumulation, (adamw,), scaler, grad_clip, autocast = seen["compute_gradients"][0]
+    _, state, _, autocast = seen["build"][2]
+    (loader, *_), (model, grad_clip) = seen["prefetch"][0], seen["clip_gradients"][0]
+    (adamw,) = state.optimizers
+    assert model is state.model
     assert model.config.flash is True
     assert all(block.attn.config.flash for block in model.transformer.h)
-    assert accumulation == 2
+    assert loader.accumulation == 2
     assert adamw.defaults["fused"] is True
-    assert scaler.is_enabled()
+    assert state.scaler.is_enabled()
     assert grad_clip == 0.5
     assert seen["compile"] == {"mode": "max-autotune"}
     with autocast():
         assert torch.get_autocast_dtype("cpu") == torch.float16
         assert torch.is_autocast_enabled("cpu")
+    assert forward == [(True, torch.float16)] * 2
     assert seen["validation_loss"][0][3] == 64
-    assert seen["validation_loss"][1]["autocast"] is autocast
+    assert seen["validation_loss"][0][5] is autocast
 
 
 def test_an_fp16_overflow_skips_the_step_and_the_run_goes_on(tiny_config, monkeypatch):
-    real, calls = train_module.compute_gradients, iter(range(1, 100))
+    real, calls, weights = torch.amp.GradScaler.scale, iter(range(1, 100)), []
 
-    def overflowing(model, batches, accumulation, optimizers, scaler, *rest):
+    def overflowing(scaler, loss):
         if next(calls) == 2:
             scaler.update(2.0**120)  # far more than fp16 holds: the gradients overflow
-        return real(model, batches, accumulation, optimizers, scaler, *rest)
+        return real(scaler, loss)
 
-    monkeypatch.setattr(train_module, "compute_gradients", overflowing)
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", overflowing)
+    at_step(monkeypatch, lambda _, model: weights.append(model.lm_head.weight.detach().clone()))  # before the step's update
     config = tiny_config(fp16=True)
     assert run(config)["steps"] == 6
     assert not math.isfinite(column(config, "norm")[1])
     assert all(math.isfinite(loss) for loss in column(config))
+    assert [torch.equal(a, b) for a, b in itertools.pairwise(weights)][:2] == [False, True]
+
+
+def test_bf16_where_it_is_slow_is_noted_with_the_factor_and_what_to_do(tiny_config, monkeypatch, capsys):
+    monkeypatch.setattr(runtime.measure, "bf16_slowdown", lambda device: 12.0)
+    run(tiny_config(bf16=True, max_steps=1))
+    (note,) = (line for line in capsys.readouterr().out.splitlines() if "bf16 is slow" in line)
+    assert note.startswith("note: ")
+    assert "12.0 times" in note
+    assert "--no-bf16" in note
+    monkeypatch.setattr(runtime.measure, "bf16_slowdown", lambda device: 0.5)
+    run(tiny_config(bf16=True, max_steps=1))
+    assert "bf16 is slow" not in capsys.readouterr().out
+
+
+def test_what_bf16_costs_is_a_ratio_and_measuring_it_draws_nothing_from_the_random_state():
+    before = torch.get_rng_state()
+    assert 0 < bf16_slowdown(CPU) < math.inf
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_optimization_of_the_ladder_is_said_to_be_on_or_off(tiny_config, capsys):
+    every = ["tf32", "bf16", "fp16", "compile", "flash", "padded vocabulary", "fused_adamw", "grad_clip", "lr_schedule",
+             "warmup_steps", "decay_matrices_only", "several processes"]
+    assert load_config().optimizations(1) == ([], every)
+    on, off = load_config(tf32=True, bf16=True, compile=True, compile_mode="max-autotune", flash=True, vocab_size=50304,
+                          fused_adamw=True, grad_clip=1.0, lr_schedule="cosine", warmup_steps=10,
+                          decay_matrices_only=True).optimizations(2)
+    assert on == ["tf32", "bf16", "compile (max-autotune)", "flash", "vocabulary padded to 50304", "fused_adamw", "grad_clip 1",
+                  "lr_schedule cosine", "warmup_steps 10", "decay_matrices_only", "2 processes"]
+    assert off == ["fp16"]
+    run(tiny_config(flash=True, grad_clip=0.5, max_steps=1))
+    assert ("optimizations on: flash, grad_clip 0.5; off: tf32, bf16, fp16, compile, padded vocabulary, fused_adamw, lr_schedule, "
+            "warmup_steps, decay_matrices_only, several processes\n") in capsys.readouterr().out
 
 
 # ---- a run
@@ -242,7 +341,7 @@ def test_the_loss_falls_and_the_log_has_every_step_once(tiny_config):
 def test_the_files_of_a_run_have_their_fixed_form(tiny_config):
     config = tiny_config(eval_every=3, val_fraction=0.2)
     run(config)
-    folder = train_module.Path(config.log_dir) / "train"
+    folder = Path(config.log_dir) / "train"
     assert (folder / "log.csv").read_text().splitlines()[0] == "step,loss,lr,norm,dt_ms,tokens_per_sec"
     assert (folder / "eval.csv").read_text().splitlines()[0] == "step,val_loss"
     assert [row["step"] for row in rows(config, "eval.csv")] == ["0", "3", "6"]
@@ -286,7 +385,7 @@ def test_evaluating_sampling_and_saving_do_not_change_the_losses(tiny_config):
     run(plain)
     run(busy)
     assert column(plain) == column(busy)
-    assert len(list((train_module.Path(busy.log_dir) / "busy" / "checkpoints").glob("step_*"))) == 3
+    assert len(list((Path(busy.log_dir) / "busy" / "checkpoints").glob("step_*"))) == 3
 
 
 def test_accumulation_makes_the_same_run_as_a_large_batch_and_logs_the_whole_steps_loss(tiny_config):
@@ -313,7 +412,7 @@ def test_muon_trains(tiny_config):
 def test_every_stage_takes_steps_on_a_tiny_model_with_its_own_vocabulary(stage, corpus, tmp_path):
     config = load_config(stage, n_layer=1, n_head=1, n_embd=16, block_size=32, seq_len=32, batch_size=2, total_batch_tokens=128,
                          dataset="tiny", data_dir=str(corpus), log_dir=str(tmp_path), max_steps=2, eval_every=0, sample_every=0,
-                         compile=False, device="cpu")
+                         compile=False, device="cpu", **fast_precision())
     run(config)
     assert column(config) == pytest.approx([math.log(50257)] * 2, abs=0.5)
 
@@ -329,18 +428,22 @@ class Clock:
 
 
 def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config, monkeypatch):
-    clock, real = Clock(), train_module.compute_gradients
+    clock = Clock()
     seconds = iter([10.0, 0.5, 0.25, 0.25, 0.25, 0.25])
 
-    def takes(duration, function):
+    def takes(duration, place, name):
+        real = getattr(place, name)
+
         def timed(*args, **kwargs):
             clock.now += next(duration) if not isinstance(duration, float) else duration
-            return function(*args, **kwargs)
-        return timed
+            return real(*args, **kwargs)
 
-    monkeypatch.setattr(train_module, "compute_gradients", takes(seconds, real))
-    for name in ("validation_loss", "sample_text", "save_checkpoint"):
-        monkeypatch.setattr(train_module, name, takes(1000.0, getattr(train_module, name)))
+        monkeypatch.setattr(place, name, timed)
+
+    takes(seconds, train_module, "clip_gradients")
+    for place, name in ((train_module, "validation_loss"), (train_module, "sample_text"), (checkpoint, "save_checkpoint"),
+                        (train_module, "keep_best"), (RunFolder, "log")):
+        takes(1000.0, place, name)
     config = tiny_config(vocab_size=50257, n_layer=1, eval_every=1, val_fraction=0.05, sample_every=1, sample_tokens=2,
                          checkpoint_every=1)
     summary = run(config, clock=clock)
@@ -352,21 +455,116 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
     assert summary["median_tokens_per_sec"] == 512
 
 
+@pytest.fixture
+def products(monkeypatch):
+    """Makes a matrix product of each size take a given time on a clock of its own; the sizes that were taken."""
+    def arm(seconds):
+        clock, sizes = Clock(), []
+
+        def product(a, b):
+            sizes.append(len(a))
+            clock.now += seconds(len(a))
+
+        monkeypatch.setattr(torch, "mm", product)
+        monkeypatch.setattr(runtime.measure.time, "perf_counter", clock)
+        return sizes
+
+    return arm
+
+
 def test_the_matmul_rate_is_a_rate():
     assert 1e-4 < matmul_tflops(CPU, torch.float32, seconds=0.01) < 100
 
 
-def test_the_matmul_rate_of_a_slow_precision_takes_small_products(monkeypatch):
-    sizes = []
-
-    def slow(a, b):
-        sizes.append(len(a))
-        time.sleep(0.02 * (len(a) / 128) ** 3)
-
-    monkeypatch.setattr(torch, "mm", slow)
+def test_the_matmul_rate_of_a_slow_precision_takes_small_products(products):
+    sizes = products(lambda n: 0.02 * (n / 128) ** 3)
     rate = matmul_tflops(CPU, torch.float16, seconds=0.01)
     assert set(sizes) == {128, 256}
-    assert rate == pytest.approx(2 * 256**3 / 0.16 / 1e12, rel=0.2)
+    assert rate == pytest.approx(2 * 256**3 / 0.16 / 1e12)
+
+
+def test_the_matmul_rate_is_the_best_of_all_sizes(products):
+    sizes = products(lambda n: 2 * n**3 / (9e12 if n == 512 else 3e12))
+    assert matmul_tflops(CPU, torch.float32) == pytest.approx(9.0)
+    assert set(sizes) == {128, 256, 512, 1024, 2048}
+
+
+def test_utilization_is_never_above_1_however_fast_a_step_was():
+    figures = summarize([1e-9] * 3, 1000, 10**9, CPU, torch.float32, 1)
+    assert figures["utilization"] == 1.0
+    assert figures["matmul_tflops"] < 1000
+    slow = summarize([1.0] * 3, 1000, 10**6, CPU, torch.float32, 1)
+    assert slow["utilization"] == pytest.approx(1e9 / 1e12 / slow["matmul_tflops"])
+
+
+def test_a_rate_is_shown_in_gflops_where_teraflops_would_show_nothing():
+    assert [flops_rate(tflops) for tflops in (1234.5, 1.0, 0.0474, 0.00012)] == [
+        "1,234.50 TFLOP/s", "1.00 TFLOP/s", "47.4 GFLOP/s", "0.12 GFLOP/s"]
+
+
+# ---- several processes
+
+
+ON_FIRST = """if True:
+    import pathlib, sys, torch
+    from data.token_file import TokenFileError
+    from runtime.world import joined_world, launch
+
+    def fail(error):
+        raise error
+
+    with joined_world(torch.device("cpu"), timeout=60) as world:
+        assert world.broadcast({"of": world.rank}) == {"of": 0}
+        assert world.on_first(lambda: world.rank) == 0
+        assert world.gather(world.rank) == [0, 1]
+        assert world.sum(world.rank + 1.0) == 3.0
+        called = []
+        world.on_first(lambda: called.append(1))
+        assert called == [1] * (world.rank == 0)
+        for error in (TokenFileError("a bad file"), OSError(28, "No space left on device", "x.bin")):
+            try:
+                world.on_first(lambda: fail(error))
+            except type(error) as raised:
+                assert (str(raised), raised.args) == (str(error), error.args)
+            else:
+                raise AssertionError("nothing was raised")
+        loss, norm, stop = world.share_figures(torch.tensor(1.0 + world.rank), torch.tensor(3.0), stop=world.rank == 1)
+        assert (loss, norm, stop) == (1.5, 3.0, True)
+        world.on_first(lambda: fail(TokenFileError("the last")))
+"""
+
+
+def test_what_rank_0_finds_or_raises_every_rank_gets(tmp_path):
+    for done in run_ranks(2, "-c", ON_FIRST, cwd=tmp_path):
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == "data.token_file.TokenFileError: the last"
+
+
+FAILS = """if True:
+    import threading, torch
+    from runtime.errors import UserError, reported
+    from runtime.world import joined_world
+
+    with reported("here"), joined_world(torch.device("cpu"), timeout=60) as world:
+        if world.rank == 0:
+            threading.Thread(target=threading.Event().wait).start()  # as PyTorch's threads that wait for another process
+            raise UserError("rank 0 alone")
+"""
+
+
+def test_a_process_that_fails_ends_even_if_threads_still_wait_for_another(tmp_path):
+    failed, other = run_ranks(2, "-c", FAILS, cwd=tmp_path)
+    assert (failed.returncode, failed.stderr) == (2, "error: rank 0 alone\n")
+    assert (other.returncode, other.stderr) == (0, "")
+
+
+def test_one_process_alone_needs_no_others():
+    assert ALONE.broadcast(3) == ALONE.on_first(lambda: 3) == 3
+    assert ALONE.gather(3) == [3]
+    assert ALONE.sum(3.0) == 3.0
+    assert ALONE.share_figures(torch.tensor(1.0), torch.tensor(2.0), stop=True) == (1.0, 2.0, True)
+    with pytest.raises(TokenFileError, match="a bad file"):
+        ALONE.on_first(lambda: (_ for _ in ()).throw(TokenFileError("a bad file")))
 
 
 # ---- evaluation
@@ -374,9 +572,9 @@ def test_the_matmul_rate_of_a_slow_precision_takes_small_products(monkeypatch):
 
 def test_validation_is_the_mean_over_a_fixed_set_each_sequence_once_and_repeatable(tiny_config, tiny_model):
     config = tiny_config(val_fraction=0.3)
-    _, val = open_corpus(train_module.Path(config.data_dir) / "tiny", 32, 128, 0.3)
+    _, val = open_corpus(Path(config.data_dir) / "tiny", 32, 128, 0.3)
     model = tiny_model(dropout=0.5)
-    losses = [validation_loss(model, val, batch_size, None, CPU) for batch_size in (4, 4, 7)]
+    losses = [validation_loss(model, val, batch_size, None, ALONE) for batch_size in (4, 4, 7)]
     assert losses[0] == losses[1]
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
     assert model.training
@@ -384,20 +582,20 @@ def test_validation_is_the_mean_over_a_fixed_set_each_sequence_once_and_repeatab
     with torch.no_grad():
         one_by_one = [model(*val.read([i])).item() for i in range(len(val))]
     assert losses[0] == pytest.approx(sum(one_by_one) / len(val), rel=1e-5)
-    assert validation_loss(model, val, 4, 64, CPU) == pytest.approx(sum(one_by_one[:2]) / 2, rel=1e-5)
+    assert validation_loss(model, val, 4, 64, ALONE) == pytest.approx(sum(one_by_one[:2]) / 2, rel=1e-5)
 
 
 def test_evaluation_runs_under_the_same_autocast(tiny_config, tiny_model):
     config = tiny_config()
-    _, val = open_corpus(train_module.Path(config.data_dir) / "tiny", 32, 128, 0.3)
-    plain, bf16 = (validation_loss(tiny_model(), val, 4, None, CPU, autocast=autocast_for(load_config(bf16=on), CPU))
+    _, val = open_corpus(Path(config.data_dir) / "tiny", 32, 128, 0.3)
+    plain, bf16 = (validation_loss(tiny_model(), val, 4, None, ALONE, autocast_to(product_dtype(bf16=on), CPU))
                    for on in (False, True))
     assert plain != bf16
     assert plain == pytest.approx(bf16, rel=1e-2)
 
 
 def test_evaluating_without_a_validation_split_is_an_error_that_says_what_to_set(tiny_config):
-    with pytest.raises(ValueError, match=r"nothing to validate on.*raise val_fraction"):
+    with pytest.raises(TokenFileError, match=r"nothing to validate on.*raise val_fraction"):
         run(tiny_config(eval_every=1))
 
 
@@ -407,7 +605,7 @@ def test_evaluating_without_a_validation_split_is_an_error_that_says_what_to_set
 def test_an_earlier_run_is_moved_aside_not_overwritten(tiny_config, capsys):
     for seed in (1, 2, 3):
         run(tiny_config(seed=seed))
-    logs = train_module.Path(tiny_config().log_dir)
+    logs = Path(tiny_config().log_dir)
     assert sorted(path.name for path in logs.iterdir()) == ["train", "train.1", "train.2"]
     seeds = [load_config(str(logs / name / "config.yaml")).seed for name in ("train.1", "train.2", "train")]
     assert seeds == [1, 2, 3]
@@ -416,11 +614,11 @@ def test_an_earlier_run_is_moved_aside_not_overwritten(tiny_config, capsys):
 
 def test_a_run_that_cannot_start_leaves_the_earlier_one_in_place(tiny_config):
     run(tiny_config())
-    with pytest.raises(ValueError, match="no such corpus"):
+    with pytest.raises(TokenFileError, match="no such corpus"):
         run(tiny_config(dataset="missing"))
     with pytest.raises(CheckpointError, match="no such run"):
         run(tiny_config(init_from="missing"))
-    assert [path.name for path in train_module.Path(tiny_config().log_dir).iterdir()] == ["train"]
+    assert [path.name for path in Path(tiny_config().log_dir).iterdir()] == ["train"]
 
 
 def test_init_from_a_run_goes_on_with_its_weights_and_takes_over_its_shape(tiny_config, tmp_path):
@@ -438,7 +636,7 @@ def test_init_from_keeps_padding_rows_padding_and_refuses_another_vocabulary(tin
     run(tiny_config(run_name="first", real_vocab_size=100, max_steps=1))
     options = {name: value for name, value in tiny_config().model_dump(exclude_unset=True).items() if name != "vocab_size"}
     config, model = build_model(load_config(**(options | {"init_from": "first"})))
-    assert (config.vocab_size, config.real_vocab_size, model.config.n_tokens) == (128, 100, 100)
+    assert (config.vocab_size, config.real_vocab_size, model.config.n_vocab) == (128, 100, 100)
     assert config.init_from.endswith("first/checkpoints/step_000001"), "the name may mean another run tomorrow"
     with pytest.raises(ConfigError, match=r"makes 64 tokens, but init_from .* has 100"):
         build_model(load_config(**(options | {"init_from": "first", "vocab_size": 64, "real_vocab_size": None})))
@@ -465,11 +663,12 @@ def test_gpt2_means_openais_weights_even_if_a_run_has_that_name(tiny_config, mon
 
 def test_two_runs_of_one_name_at_once_do_not_touch_each_other(tiny_config):
     config = tiny_config(run_name="busy")
-    folder = train_module.Path(config.log_dir) / "busy"
-    _, lock = start_run_folder(folder, config)
+    folder = Path(config.log_dir) / "busy"
+    other = RunFolder(folder)
+    other.begin()
     with pytest.raises(UserError, match=r"busy: another process is writing this run; wait for it or choose another --run_name"):
         run(config)
-    lock.release()
+    other.close()
     run(config)
     assert len(rows(config)) == 6
 
@@ -485,18 +684,13 @@ def test_options_that_contradict_init_from_are_errors_that_name_both_values(tiny
 
 
 def test_a_non_finite_loss_stops_the_run_naming_step_loss_norm_and_lr(tiny_config, monkeypatch):
-    real, calls = train_module.compute_gradients, iter([False, False, True])
-
-    def poisoned(*args):
-        loss, norm = real(*args)
-        return (loss * math.nan if next(calls) else loss), norm
-
-    monkeypatch.setattr(train_module, "compute_gradients", poisoned)
+    real, calls = GPT.forward, iter([0.0, 0.0, math.nan])
+    monkeypatch.setattr(GPT, "forward", lambda *args: real(*args) + next(calls))  # of a constant: the gradient stays as it is
     config = tiny_config()
     with pytest.raises(TrainingError, match=r"step 3: the loss is nan, the gradient norm [\d.]+, the learning rate 0.0003;"):
         run(config)
     assert len(rows(config)) == 2
-    assert not (train_module.Path(config.log_dir) / "train" / "checkpoints").exists()
+    assert not (Path(config.log_dir) / "train" / "checkpoints").exists()
 
 
 def test_a_diverging_run_stops_by_itself(tiny_config):
@@ -505,14 +699,7 @@ def test_a_diverging_run_stops_by_itself(tiny_config):
 
 
 def test_ctrl_c_finishes_the_step_and_keeps_log_checkpoint_and_summary(tiny_config, monkeypatch, capfd):
-    real, calls = train_module.compute_gradients, iter(range(1, 100))
-
-    def interrupted(*args):
-        if next(calls) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return real(*args)
-
-    monkeypatch.setattr(train_module, "compute_gradients", interrupted)
+    at_step(monkeypatch, lambda call, _: signal.raise_signal(signal.SIGINT) if call == 3 else None)
     before = signal.getsignal(signal.SIGINT)
     config = tiny_config(max_steps=50)
     summary = run(config)
@@ -522,3 +709,47 @@ def test_ctrl_c_finishes_the_step_and_keeps_log_checkpoint_and_summary(tiny_conf
     assert load_model("train", config.log_dir).config.n_layer == 2
     assert "stopping after this step" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
+
+
+# ---- console.log
+
+
+def console(config):
+    return Path(config.log_dir, config.run_name, "console.log").read_text()
+
+
+def test_console_log_has_what_was_printed_also_of_a_resumed_run(tiny_config, capsys):
+    config = tiny_config(tf32=True, eval_every=3, val_fraction=0.1, checkpoint_every=4)
+    run(config)
+    first = capsys.readouterr().out
+    assert "note: tf32 has no effect" in first
+    assert console(config) == first
+    run(tiny_config(resume="auto", max_steps=8))
+    second = capsys.readouterr().out
+    assert "going on from " in second
+    assert console(config) == first + second
+    run(config)  # a new one of that name
+    assert console(config) == capsys.readouterr().out
+    assert Path(config.log_dir, "train.1", "console.log").read_text() == first + second
+
+
+@pytest.mark.parametrize(("error", "printed", "kept"), [
+    (TrainingError("too steep"), "error: too steep\n", None), (UserError("one\ntwo"), "error: one\nerror: two\n", None),
+    (OSError(28, "cannot be written: No space left on device", "logs/x"), "error: logs/x: cannot be written: No space left on",
+     "error: [Errno 28] cannot be written: No space left on device: 'logs/x'\n"),
+    (KeyboardInterrupt(), "error: interrupted\n", "error: KeyboardInterrupt\n"),
+    (MemoryError(), "error: out of memory at batch_size 4, seq_len 32.", "error: MemoryError\n"),
+], ids=lambda value: type(value).__name__)
+def test_console_log_has_the_error_of_a_failed_run(error, printed, kept, tiny_config, monkeypatch, capsys):
+    def fail(call, _):
+        if call == 3:
+            raise error
+
+    at_step(monkeypatch, fail)
+    config = tiny_config()
+    with pytest.raises(SystemExit):
+        train_module.main(config)
+    out, err = capsys.readouterr()
+    assert "step 2/6" in out
+    assert err.startswith(printed)
+    assert console(config) == out + (kept or err)
