@@ -7,6 +7,7 @@ micro-steps only divide them up.
 """
 
 import hashlib
+import shlex
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,21 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.token_file import Stamp, TokenFileError, count_tokens, map_tokens, stamp
+from data.token_file import SAMPLE, TokenFile, TokenFileError, sample_starts
 
-SAMPLE = 2**16  # tokens per sample of a fingerprint
 CHECKED_AT_ONCE = 2**20  # tokens per file whose ids are checked when it is opened; all are checked when read
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens start .. stop - 1 of a file that holds file_tokens of them."""
+    """Tokens start .. stop - 1 of a file."""
 
-    path: Path
-    file_tokens: int
+    file: TokenFile
     start: int
     stop: int
-    stamp: Stamp  # of the file when it was opened
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
 
 
 class TokenStream:
@@ -46,8 +48,7 @@ class TokenStream:
         windows = [max(0, span.stop - span.start - 1) // seq_len for span in spans]
         self._ends = list(accumulate(windows))  # windows in the spans up to and including each
         for span in spans:
-            if span.file_tokens:
-                self._check(map_tokens(span.path, span.file_tokens, span.stamp)[:CHECKED_AT_ONCE], span.path)
+            self._check(span.file.map()[:CHECKED_AT_ONCE], span.path)
 
     def __len__(self) -> int:
         """Number of windows."""
@@ -62,7 +63,7 @@ class TokenStream:
             span = self.spans[i]
             start = span.start + (window - (self._ends[i - 1] if i else 0)) * self.seq_len
             if span.path not in mapped:
-                mapped[span.path] = map_tokens(span.path, span.file_tokens, span.stamp)
+                mapped[span.path] = span.file.map()
             row[:] = mapped[span.path][start:start + self.seq_len + 1]
         if rows.size and rows.max() >= self.n_vocab:
             for path, tokens in mapped.items():
@@ -77,14 +78,13 @@ class TokenStream:
         digest = hashlib.sha256()
         for span in self.spans:
             digest.update(f"{span.start} {span.stop};".encode())
-            if span.file_tokens:
-                tokens = map_tokens(span.path, span.file_tokens, span.stamp)[span.start:span.stop]
-                for first in np.linspace(0, max(0, len(tokens) - SAMPLE), 16, dtype=np.int64):
-                    digest.update(tokens[first:first + SAMPLE].tobytes())
+            tokens = span.file.map()[span.start:span.stop]
+            for first in sample_starts(len(tokens)):
+                digest.update(tokens[first:first + SAMPLE].tobytes())
         return digest.hexdigest()
 
     def _check(self, tokens: np.ndarray, path: Path) -> None:
-        if tokens.max() >= self.n_vocab:
+        if tokens.size and tokens.max() >= self.n_vocab:
             position = int(np.argmax(tokens >= self.n_vocab))
             raise TokenFileError(f"{path}: token {position:,} has the id {tokens[position]}, beyond the model's vocabulary of "
                                  f"{self.n_vocab:,}; raise vocab_size, or write the file again with GPT-2's tokenizer")
@@ -96,13 +96,13 @@ def open_corpus(folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 
     Validation is the files with `_val_` in their name; where there are none, the last `val_fraction` of the tokens.
     Raises TokenFileError for a folder without training files, or a bad file.
     """
-    files = [(path, count_tokens(path), stamp(path)) for path in sorted(folder.glob("*.bin"))]
+    files = [TokenFile(path) for path in sorted(folder.glob("*.bin"))]
     spans: dict[bool, list[Span]] = {True: [], False: []}  # keyed by: is it for validation?
-    for path, count, when_opened in files:
-        spans[is_validation(path)].append(Span(path, count, 0, count, when_opened))
+    for file in files:
+        spans[is_validation(file.path)].append(Span(file, 0, file.tokens))
     if not spans[False]:
         raise TokenFileError(f"{folder}: no token files (*.bin) to train on; write some with a script in data/, "
-                             f"such as: python data/text.py FILE --name {folder.name}")
+                             f"such as: python data/text.py FILE --name {shlex.quote(folder.name)}")
     if not spans[True]:
         spans[False], spans[True] = _cut_tail(spans[False], val_fraction)
     return TokenStream(spans[False], seq_len, n_vocab), TokenStream(spans[True], seq_len, n_vocab)

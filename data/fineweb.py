@@ -13,6 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
 
+from runtime.signals import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # also during the imports
+
 from data.token_file import TokenFileError, count_tokens
 from runtime.errors import reported
 
@@ -46,7 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(args.data_dir) / "fineweb"
     with reported(str(folder), status=1):
-        print(f"{prepare(folder, args.shards):,} training tokens in {folder}")
+        print(f"{prepare(folder, args.shards):,} training tokens in {folder}", flush=True)
 
 
 if __name__ == "__main__":

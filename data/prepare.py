@@ -1,11 +1,13 @@
 """Finding a corpus by its name, and preparing a small one the first time it is asked for."""
 
 import importlib
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from data.token_file import TokenFileError
+from data.token_file import TokenFileError, corpus_writer
 from runtime.cli import did_you_mean
+from runtime.files import lock_file
 
 SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
 
@@ -13,14 +15,29 @@ SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
 def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
     """Write the corpus of `folder` if it is a small one that is not there yet, telling `say`.
 
-    Raises TokenFileError, naming the nearest corpus and what to run, if it is another one that is not there.
+    Where another process is writing the corpus, whichever it is, that is waited for. Raises TokenFileError, naming the nearest
+    corpus and what to run, if it is not there and no small one.
     """
-    if any(folder.glob("*.bin")):
+    if is_there(folder):
         return
-    if folder.name not in SMALL_CORPORA:
-        there = {path.parent.name for path in folder.parent.glob("*/*.bin")}
-        script = "python data/fineweb.py" if folder.name == "fineweb" else f"python data/text.py FILE --name {folder.name}"
-        nearest = did_you_mean(folder.name, sorted(there.union(SMALL_CORPORA)))
-        raise TokenFileError(f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: {script}")
-    say(f"preparing {folder}")
-    importlib.import_module(f"data.{folder.name}").prepare(folder)
+    is_small = folder.name in SMALL_CORPORA
+    if is_small or lock_file(folder).exists():
+        with corpus_writer(folder, on_wait=lambda: say(f"another process is writing {folder}: waiting for it")):
+            if is_there(folder):
+                return
+            if is_small:
+                say(f"preparing {folder}")
+                importlib.import_module(f"data.{folder.name}").prepare(folder)
+                return
+    there = {path.parent.name for path in folder.parent.glob("*/*.bin") if path.parent.suffix != ".tmp"}
+    script = "python data/fineweb.py" if folder.name == "fineweb" else f"python data/text.py FILE --name {shlex.quote(folder.name)}"
+    if folder.parent != Path("data"):
+        script += f" --data_dir {folder.parent}"
+    nearest = did_you_mean(folder.name, sorted(there.union(SMALL_CORPORA)))
+    raise TokenFileError(f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: {script}; "
+                         f"or say with --data_dir which folder holds it")
+
+
+def is_there(folder: Path) -> bool:
+    """Whether a corpus has been written to the folder."""
+    return any(folder.glob("*.bin"))

@@ -13,6 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
 
+from runtime.signals import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # also during the imports
+
 from data.token_file import TokenFileError, write_corpus
 from data.tokenizer import END_OF_TEXT, get_encoding
 from runtime.errors import reported
@@ -49,7 +54,7 @@ def main() -> None:
     parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
     folder = Path(parser.parse_args().data_dir) / "pydocs"
     with reported(str(folder), status=1):
-        print(f"{prepare(folder):,} tokens in {folder}")
+        print(f"{prepare(folder):,} tokens in {folder}", flush=True)
 
 
 if __name__ == "__main__":

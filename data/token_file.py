@@ -4,14 +4,16 @@ Numbers are little-endian, as those programs write them. A corpus is a folder of
 name are for validation.
 """
 
+import contextlib
+import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from runtime.errors import UserError
-from runtime.files import whole_folder
+from runtime.files import BeingWrittenError, sole_writer, whole_folder
 
 MAGIC = 20240520
 VERSION = 1
@@ -20,6 +22,9 @@ HEADER_BYTES = HEADER_INTS * 4
 TOKEN_BYTES = 2
 MAX_VOCAB = 2**16  # a token is a uint16
 SHARD_TOKENS = 100_000_000
+LONGEST_NAME = 255 - len("_train_000000.bin")  # of a corpus, in bytes: file systems take names of 255
+SAMPLES, SAMPLE = 16, 2**16  # of a large file: how many, and how many tokens each
+COMPARED_WHOLE = 2**24  # tokens of a file that is compared whole, not by samples: a tenth of a second
 Tokens = Sequence[int] | np.ndarray
 
 
@@ -54,21 +59,39 @@ def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
 def write_corpus(folder: Path, parts: Iterable[Tokens], shard_tokens: int = SHARD_TOKENS) -> int:
     """Write tokens, which come in parts, as the training files of a new corpus; returns how many.
 
-    The folder appears whole or not at all. Raises TokenFileError if it is there already, or if there are no tokens.
+    The folder appears whole or not at all. Raises TokenFileError if it is there already, if another process is writing it, or
+    if there are no tokens.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise TokenFileError(f"{folder}: is there already; choose another name or delete it first")
-    count = 0
-    try:
+    with corpus_writer(folder):
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise TokenFileError(f"{folder}: is there already; choose another name or delete it first")
         with whole_folder(folder, replace=False) as unfinished:
             count = sum(write_token_file(unfinished / f"{folder.name}_train_{i:06d}.bin", shard)
                         for i, shard in enumerate(_shards(parts, shard_tokens)))
             if not count:
                 raise TokenFileError(f"{folder}: there are no tokens to write")
-    except OSError as error:
-        if not any(folder.glob("*.bin")):  # else another process wrote it in the meantime
-            raise TokenFileError(f"{folder}: cannot be written: {error.strerror}") from None
     return count
+
+
+@contextlib.contextmanager
+def corpus_writer(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the right to write a corpus, which one process has at a time (see `sole_writer`).
+
+    Raises TokenFileError if the folder cannot be written, or if another process is writing it; with `on_wait`, that is called
+    and then waited for the other process.
+    """
+    size = len(os.fsencode(folder.name))
+    if size > LONGEST_NAME:
+        raise TokenFileError(f"{folder.name[:20]}...: a corpus's name may have {LONGEST_NAME} bytes, and this one has {size}; "
+                             f"choose a shorter one")
+    try:
+        with sole_writer(folder, on_wait):
+            yield
+    except BeingWrittenError:
+        raise TokenFileError(f"{folder}: another process is writing this corpus; wait for it, or choose another name") from None
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise TokenFileError(f"{folder}: cannot be written: {error.strerror}{where}") from None
 
 
 def _shards(parts: Iterable[Tokens], shard_tokens: int) -> Iterator[Iterator[Tokens]]:
@@ -109,6 +132,7 @@ def count_tokens(path: Path) -> int:
 
 
 Stamp = tuple[int, int, int]
+RESTORE = "restore it, then go on with --resume auto"
 
 
 def stamp(path: Path) -> Stamp:
@@ -116,7 +140,7 @@ def stamp(path: Path) -> Stamp:
     try:
         status = path.stat()
     except OSError as error:
-        raise TokenFileError(f"{path}: has vanished while in use ({error.strerror}); restore it and start again") from None
+        raise TokenFileError(f"{path}: has vanished while in use ({error.strerror}); {RESTORE}") from None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -126,8 +150,51 @@ def map_tokens(path: Path, count: int, expected: Stamp) -> np.ndarray:
     Raises TokenFileError if it is no longer the file of that stamp.
     """
     if stamp(path) != expected:
-        raise TokenFileError(f"{path}: was changed or replaced while in use; restore it and start again")
+        raise TokenFileError(f"{path}: was changed or replaced while in use; {RESTORE}")
+    if not count:
+        return np.empty(0, dtype="<u2")
     try:
         return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
     except (OSError, ValueError):
-        raise TokenFileError(f"{path}: cannot be read any more; restore it and start again") from None
+        raise TokenFileError(f"{path}: cannot be read any more; {RESTORE}") from None
+
+
+class TokenFile:
+    """A token file in use. It may be touched, or replaced by its like, but what it holds stays the same."""
+
+    def __init__(self, path: Path):
+        """Raises TokenFileError if the file is not a whole token file."""
+        self.path = path
+        self._stamp = stamp(path)  # first, so that a change while the file is being opened is noticed
+        self.tokens = count_tokens(path)
+        self._content = self._hash()
+
+    def map(self) -> np.ndarray:
+        """Memory-map the tokens, (tokens,) uint16, read-only. Raises TokenFileError if they are gone or others than at first."""
+        now = stamp(self.path)
+        if now != self._stamp:
+            try:
+                same = count_tokens(self.path) == self.tokens and self._hash() == self._content
+            except TokenFileError:  # no token file any more, or in the middle of being written
+                same = False
+            if same:
+                self._stamp = now
+        return map_tokens(self.path, self.tokens, self._stamp)
+
+    def _hash(self) -> bytes:
+        """A hash of all tokens, or of a large file's samples. Read, not mapped: a file that shrinks meanwhile is no crash."""
+        parts = [(0, self.tokens)] if self.tokens <= COMPARED_WHOLE else [(first, SAMPLE) for first in sample_starts(self.tokens)]
+        digest = hashlib.sha256()
+        try:
+            with open(self.path, "rb") as file:
+                for first, n in parts:
+                    file.seek(HEADER_BYTES + TOKEN_BYTES * first)
+                    digest.update(file.read(TOKEN_BYTES * n))
+        except OSError as error:
+            raise TokenFileError(f"{self.path}: cannot be read: {error.strerror}") from None
+        return digest.digest()
+
+
+def sample_starts(n_tokens: int) -> list[int]:
+    """The first tokens of the samples, of SAMPLE tokens each, that tell `n_tokens` tokens from others; together all of few."""
+    return [int(first) for first in np.linspace(0, max(0, n_tokens - SAMPLE), SAMPLES, dtype=np.int64)]

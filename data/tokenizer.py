@@ -71,13 +71,23 @@ def encode_text(pieces: Iterable[str], n_bytes: int, name: str) -> Iterator[list
     """
     encoding = get_encoding()
     threads = os.cpu_count() or 1
-    chunks, done = _chunks(pieces), 0
-    while batch := list(itertools.islice(chunks, 8 * threads)):
-        yield from encoding.encode_ordinary_batch(batch, num_threads=threads)
-        done += sum(len(chunk.encode()) for chunk in batch)
-        if sys.stderr.isatty():
-            print(f"\rtokenizing {name}: {done / 1e6:,.1f} of {n_bytes / 1e6:,.1f} MB", end="", file=sys.stderr, flush=True)
-    print(f"\rtokenized {name}: {done / 1e6:,.1f} MB" + " " * 20, file=sys.stderr)
+    chunks, done, in_place = _chunks(pieces), 0, bool(sys.stderr) and sys.stderr.isatty()
+    try:
+        while batch := list(itertools.islice(chunks, 8 * threads)):
+            yield from encoding.encode_ordinary_batch(batch, num_threads=threads)
+            done += sum(len(chunk.encode()) for chunk in batch)
+            if in_place:
+                print(f"\rtokenizing {name}: {size(done)} of {size(n_bytes)}", end=" " * 9, file=sys.stderr, flush=True)
+    except (Exception, KeyboardInterrupt):
+        if in_place:
+            print(file=sys.stderr)  # what is said next begins a line
+        raise
+    print(f"\rtokenized {name}: {size(done)}{' ' * 20}" if in_place else f"tokenized {name}: {size(done)}", file=sys.stderr)
+
+
+def size(n_bytes: int) -> str:
+    """A number of bytes for the user: 1.1 MB, 12.3 kB, 0.005 kB."""
+    return f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:.3g} kB"
 
 
 def _chunks(pieces: Iterable[str]) -> Iterator[str]:
@@ -99,8 +109,9 @@ def _chunks(pieces: Iterable[str]) -> Iterator[str]:
 def main() -> None:
     with reported("the vocabulary", status=1):
         encoding = get_encoding()
-    for token in encoding.encode_ordinary(" ".join(sys.argv[1:])):
-        print(token, repr(encoding.decode([token])))
+        for token in encoding.encode_ordinary(" ".join(sys.argv[1:])):
+            print(token, repr(encoding.decode([token])))
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,19 @@
 """Files and folders that are there whole or not at all, whatever happens while they are written."""
 
 import contextlib
+import errno
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+import filelock
+
+
+class BeingWrittenError(OSError):
+    """Another process is writing the folder."""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -39,7 +47,7 @@ def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
         unfinished.mkdir(parents=True)
         yield unfinished
         flush_to_disk(unfinished)
-        if replace and folder.exists():
+        if replace and (folder.exists() or folder.is_symlink()):  # also a link that leads nowhere
             delete([folder])
         elif folder.is_dir() and any(folder.iterdir()):
             raise FileExistsError(17, "is there already", str(folder))
@@ -50,9 +58,59 @@ def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def sole_writer(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the right to write a folder, whose parents are made: one process has it at a time, and none once it has died.
+
+    What writers that died left of the folder (see `whole_folder`) is deleted first; afterwards nothing is there but what was
+    written. Where another process has the right, `on_wait` is called once and then waited for it; without `on_wait`,
+    BeingWrittenError is raised. May be entered again by who has it. Raises OSError if nothing can be written there.
+    """
+    made = [parent for parent in folder.parents if not parent.exists()]
+    lock = filelock.FileLock(lock_file(folder), is_singleton=True)
+    try:
+        try:
+            _acquire(lock, timeout=0)
+        except filelock.Timeout:
+            if on_wait is None:
+                raise BeingWrittenError(errno.EBUSY, "another process is writing it", str(folder)) from None
+            on_wait()
+            _acquire(lock, timeout=-1)
+        outermost = lock.lock_counter == 1
+        try:
+            for other in [*folder.parent.iterdir()] if outermost else []:
+                if re.fullmatch(rf"{re.escape(folder.name)}\.\d+\.tmp", other.name):
+                    shutil.rmtree(other, ignore_errors=True)
+            yield
+        finally:
+            if outermost:  # deleted while held: who waits for it finds that the file has lost its name, and makes a new one
+                with contextlib.suppress(OSError):
+                    lock_file(folder).unlink()
+            lock.release()
+    finally:
+        for parent in made:
+            with contextlib.suppress(OSError):  # not empty: something was written
+                parent.rmdir()
+
+
+def lock_file(folder: Path) -> Path:
+    """The file that the folder's writer holds locked (see `sole_writer`). A writer that died leaves it behind, unlocked."""
+    return folder.parent / f".{folder.name}.lock"
+
+
+def _acquire(lock: filelock.BaseFileLock, timeout: float) -> None:
+    try:
+        lock.acquire(timeout=timeout)
+    except FileNotFoundError:  # another writer failed at this moment, and has taken back the parent that it had made
+        lock.acquire(timeout=timeout)
+
+
 def delete(folders: Iterable[Path]) -> None:
-    """Delete folders so that half of one is never taken for a whole one."""
+    """Delete folders so that half of one is never taken for a whole one. Of a link only the link goes."""
     for folder in folders:
+        if folder.is_symlink():  # what it leads to is another's: put there by hand, such as on another disk, or by another run
+            folder.unlink()
+            continue
         doomed = folder.with_name(f"{folder.name}.deleted.tmp")
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
