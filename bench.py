@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, model_validator
 from config import Config, load_config
 from runtime.cli import ContradictionError, Options, Positive, ZeroIsOff, parse_command_line
 from runtime.errors import UserError, reported
+from runtime.signals import end_at_ctrl_c
 
 # layers, heads and width
 SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024), "large": (36, 20, 1280), "xl": (48, 25, 1600)}
@@ -110,8 +111,9 @@ class BenchOptions(HowOptions, WhatOptions):
 
 
 if __name__ == "__main__":
-    # before torch is imported, which takes seconds: --help and mistakes answer at once
+    # before torch is imported, which takes seconds: --help, mistakes and Ctrl-C answer at once
     OPTIONS = parse_command_line(BenchOptions, description=__doc__)
+    end_at_ctrl_c()
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in train.py
 
 from benchmarks.parts import Wanted, inspect_models

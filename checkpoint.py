@@ -11,9 +11,13 @@ It is written under another name, flushed to disk and renamed, so it is there wh
 """
 
 import base64
+import contextlib
+import json
 import os
 import random
+import shlex
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +35,7 @@ from model import GPT
 from runtime.cli import ConfigError, ContradictionError, load
 from runtime.errors import TrainingError, UserError
 from runtime.files import delete, flush_to_disk, sha256, whole_folder
-from runtime.runlog import RunFolder, all_checkpoints, step_of
+from runtime.runlog import RunFolder, all_checkpoints, not_kept, step_of
 from runtime.world import World, launch
 from weights import ARCHITECTURE, MODEL, OPTIMIZER, STATE, SUMS, CheckpointError, read_json, read_tensors, verify
 
@@ -39,6 +43,12 @@ from weights import ARCHITECTURE, MODEL, OPTIMIZER, STATE, SUMS, CheckpointError
 FIXED = (*ARCHITECTURE, "vocab_size", "real_vocab_size", "seq_len", "shuffle", "overfit_batch", "val_fraction", "seed", "optimizer")
 OF_THIS_CALL = ("resume", "device", "timeout", "log_dir", "run_name")  # never taken from the checkpoint
 WITHOUT_EFFECT = ("init_from", "init", "residual_scaling")  # they made the first weights
+
+
+class NotSavedError(CheckpointError):
+    """A checkpoint that cannot be written; the message says which, why, and what the run still has."""
+
+    status = 1  # a fault of the disk, not of the command
 
 
 @dataclass
@@ -51,6 +61,23 @@ class State:
     step: int = 0  # steps taken
     skipped_steps: int = 0  # of these, left out for a loss or norm that was not finite
     best_val_loss: float | None = None
+    checkpoint: Path | None = None  # the newest one that is known to be whole
+    is_whole: bool = True  # not while a step's update changes it
+    before_step: tuple[int, Tensor, Tensor | None] | None = None  # PyTorch's random states after so many steps: CPU's, device's
+
+    def begin_step(self, device: torch.device) -> None:
+        """Remember PyTorch's random states, which a step that fails would leave somewhere in its middle."""
+        gpu = _generator_of(device)
+        self.before_step = self.step, torch.get_rng_state(), gpu and gpu.get_rng_state()
+
+    def undo_step(self, device: torch.device) -> None:
+        """Take back what a step that failed before its update has changed: gradients and random states."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if self.before_step and self.before_step[0] == self.step:
+            torch.set_rng_state(self.before_step[1])
+            if gpu := _generator_of(device):
+                gpu.set_rng_state(self.before_step[2])
 
 
 class RandomState(BaseModel):
@@ -107,7 +134,7 @@ class SavedState(BaseModel):
 def save(run: RunFolder, state: State, config: Config, corpus: str, world: World) -> Path | None:
     """Save the run's state; every process has to call this. Returns the checkpoint's folder, None where none are kept.
 
-    `corpus`: the training tokens' fingerprint. Raises TrainingError for weights that are no longer finite, CheckpointError if
+    `corpus`: the training tokens' fingerprint. Raises TrainingError for weights that are no longer finite, NotSavedError if
     the checkpoint cannot be written.
     """
     if not config.keep_last:
@@ -120,45 +147,54 @@ def save(run: RunFolder, state: State, config: Config, corpus: str, world: World
         skipped_steps=state.skipped_steps, corpus=corpus, scaler=state.scaler.state_dict(),
         random=world.gather(RandomState.take(world.device)),
         config=config.model_dump(mode="json") | {"data_dir": str(Path(config.data_dir).resolve())})
-    folder = world.on_first(lambda: save_checkpoint(run.path, state.model, state.optimizers, saved, keep_last=config.keep_last))
+    state.checkpoint = folder = world.on_first(lambda: save_checkpoint(
+        run.path, state.model, state.optimizers, saved, keep_last=config.keep_last, whole=state.checkpoint))
     run.say(f"saved {folder}")
     return folder
 
 
 def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimizer], saved: SavedState, *,
-                    keep_last: int | None = None) -> Path:
+                    keep_last: int | None = None, whole: Path | None = None) -> Path:
     """Write the checkpoint `step_<step>` of the run's folder; returns its folder.
 
-    Afterwards the `keep_last` newest are kept (none: all). Raises CheckpointError if it cannot be written; the others are then
-    as they were.
+    Afterwards the `keep_last` newest are kept (none: all). Those that go are deleted before it is written, as the disk may be
+    full of them, except `whole`, the newest checkpoint known to be whole, which goes last. Raises NotSavedError if it cannot be
+    written; those that are kept are then as they were.
     """
     folder = run / "checkpoints" / f"step_{saved.step:06d}"
     weights = model.state_dict()
     if model.config.tie_weights:
         del weights["lm_head.weight"]
     try:
+        if keep_last and whole:
+            delete(not_kept(run, keep_last - 1, before=saved.step, whole=whole))
         with whole_folder(folder, replace=True) as unfinished:
             if (run / "log.csv").exists():
                 flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
             with ThreadPoolExecutor() as pool:  # one file's copying overlaps with the other's hashing and the disk
                 files = {MODEL: weights, OPTIMIZER: optimizer_tensors(model, optimizers)}
                 sums = dict(zip(files, pool.map(lambda file: _write_tensors(unfinished / file, files[file]), files), strict=True))
-            (unfinished / STATE).write_text(saved.model_dump_json() + "\n", encoding="utf-8", newline="\n")
+            # json rather than pydantic: in ASCII, so it also takes a path that is not UTF-8
+            (unfinished / STATE).write_text(json.dumps(saved.model_dump()) + "\n", encoding="ascii", newline="\n")
             sums[STATE] = sha256(unfinished / STATE)
             (unfinished / SUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in sums.items()), newline="\n")
             for path in (unfinished / STATE, unfinished / SUMS):
                 flush_to_disk(path)
+        if keep_last:
+            delete(not_kept(run, keep_last, before=saved.step + 1, whole=folder))
     except (OSError, SafetensorError, ValueError) as error:  # ValueError: a state that is no JSON
-        raise CheckpointError(f"{folder}: cannot be written: {error}") from None
-    if keep_last is not None:
-        # checkpoints of later steps are damaged, else the run would have gone on from them: they do not count
-        delete([path for path in all_checkpoints(run) if step_of(path) <= saved.step][:-keep_last])
+        left = (f"once it can be, --resume {shlex.quote(str(run))} goes on from {whole.name}" if whole
+                else "the run has no checkpoint yet")
+        raise NotSavedError(f"{folder}: cannot be written: {error}; {left}") from None
     return folder
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """Write tensors to disk; returns the file's checksum."""
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; save_file puts a file in its place that only its owner may read
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    path.chmod(mode)
     flush_to_disk(path)
     return sha256(path)
 
@@ -166,7 +202,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
 def keep_best(run: RunFolder, folder: Path | None, world: World) -> None:
     """Keep a checkpoint as `best_<step>`, the run's best so far, which `keep_last` does not delete; nothing without a checkpoint.
 
-    Every process has to call this. The files are linked, not copied, where the file system can. Raises CheckpointError.
+    Every process has to call this. The files are linked, not copied, where the file system can. Raises NotSavedError.
     """
     if folder is not None:
         world.on_first(lambda: _keep_best(run.path, folder))
@@ -182,16 +218,46 @@ def _keep_best(run: Path, folder: Path) -> None:
                 except OSError:
                     shutil.copy2(path, unfinished / path.name)
                     flush_to_disk(unfinished / path.name)
+        delete(path for path in all_checkpoints(run, "best") if path != best)
     except OSError as error:
-        raise CheckpointError(f"{best}: cannot be written: {error}") from None
-    delete(path for path in all_checkpoints(run, "best") if path != best)
+        raise NotSavedError(f"{best}: cannot be written: {error}; once it can be, --resume {shlex.quote(str(run))} goes on from "
+                            f"{folder.name}") from None
 
 
 def remedy(run: Path, lr: float) -> str:
     """What to do when training has failed at the learning rate `lr`."""
-    lower = f"--resume {run} --lr {lr / 2:g} goes on from its last checkpoint"
+    lower = f"--resume {shlex.quote(str(run))} --lr {lr / 2:g} goes on from its last checkpoint"
     return (f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
             + (f"; {lower}" if all_checkpoints(run) else ""))
+
+
+@contextlib.contextmanager
+def saved_at_fault(run: RunFolder, state: State, config: Config, corpus: str, world: World) -> Iterator[None]:
+    """Save the state after the last whole step if anything fails: a corpus that goes bad, a log that cannot be written, memory.
+
+    The error is raised all the same, with a note on how to go on. Not saved is what a save itself could not write, a state that
+    training has spoiled (TrainingError), one in the middle of its update, and any of several processes', as the others may be
+    gone or have failed elsewhere: then the last checkpoint counts. `corpus`: the training tokens' fingerprint.
+    """
+    try:
+        yield
+    except (CheckpointError, TrainingError):
+        raise
+    except Exception as error:
+        if config.keep_last and state.is_whole and not world.distributed and state.step > _saved_step(state):
+            try:
+                state.undo_step(world.device)
+                save(run, state, config, corpus, world)
+            except Exception as another:  # the first error is the one to tell
+                if state.step > _saved_step(state):
+                    error.add_note(f"the state after step {state.step} could not be saved: {another}")
+        if state.checkpoint:
+            error.add_note(run.how_to_go_on())
+        raise
+
+
+def _saved_step(state: State) -> int:
+    return step_of(state.checkpoint) if state.checkpoint else 0
 
 
 # ---- the optimizers' state
@@ -279,7 +345,7 @@ class Resumed:
         except (ValueError, KeyError, IndexError, TypeError, OverflowError, RuntimeError) as error:
             raise CheckpointError(f"{self.folder}: its scaler or random states do not fit: {error}") from None
         state.step, state.skipped_steps = self.saved.step, self.saved.skipped_steps
-        state.best_val_loss = self.saved.best_val_loss
+        state.best_val_loss, state.checkpoint = self.saved.best_val_loss, self.folder
 
 
 def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Config, list[str]]:
@@ -287,15 +353,31 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
 
     Every process has to call this, and every one gets what rank 0 finds. Processes that torchrun started again after one of
     them died go on from the run's newest checkpoint. Raises UserError or CheckpointError if `resume` names a checkpoint that
-    is not there, damaged or not the newest, ConfigError for options that contradict it.
+    is not there, damaged or not the newest, ConfigError for options that contradict it or, in a new run, each other.
     """
     # an agent counts the restarts of its own machine only
     restarted = any(world.gather(launch().restarts > 0))
     resumed, notes = world.on_first(lambda: _find_checkpoint(config, restarted))
     if resumed is None:
+        if config.resume is not None:  # only now are the options known to be a new run's, and judged as such
+            config = load(Config, config.model_dump(include=config.model_fields_set) | {"resume": None})
         return None, config, notes
+    data_dir_given = "data_dir" in config.model_fields_set
     config, changes = resumed_config(config, resumed.folder, resumed.saved, world.world_size)
+    if not data_dir_given and (moved := world.on_first(lambda: _moved_data_dir(config))):
+        changes.append(f"the corpus is no longer in {config.data_dir}: it is read from {Path(moved) / config.dataset}")
+        config = config.model_copy(update={"data_dir": moved})
     return resumed, config, notes + changes
+
+
+def _moved_data_dir(config: Config) -> str | None:
+    """The `data_dir` of a new run, if the one that the checkpoint names is gone, as where the project's folder has been moved.
+
+    `Resumed.restore` finds out whether the corpus is the same.
+    """
+    there, here = Path(config.data_dir), Path(Config.model_fields["data_dir"].default)
+    is_there, is_here = (any((folder / config.dataset).glob("*.bin")) for folder in (there, here))
+    return None if is_there or (there.is_dir() and not is_here) else str(here)
 
 
 def _find_checkpoint(config: Config, restarted: bool) -> tuple[Resumed | None, list[str]]:
@@ -303,23 +385,37 @@ def _find_checkpoint(config: Config, restarted: bool) -> tuple[Resumed | None, l
     if resume is None and not (restarted and launch().call == RunFolder(run).torchrun_call()):
         return None, []  # also where the folder is an earlier run's, because this one died before it had begun its own
     if resume not in (None, "auto"):
-        path = next((p for p in (Path(config.log_dir) / resume, Path(resume)) if p.is_dir()), Path(resume))
-        if not path.is_dir():
-            what = "is a file, and a checkpoint is a folder" if path.exists() else "no such run or checkpoint"
-            raise UserError(f"--resume {resume}: {what}; give auto, a run's folder or one of its checkpoints/step_*")
-        run = path = path.resolve()
-        if path.parent.name == "checkpoints":
-            run = path.parent.parent
-            if not restarted:
-                saved = read_state(path)
-                if later := [other.name for other in all_checkpoints(run) if step_of(other) > saved.step]:
-                    raise UserError(f"--resume {resume}: {run} has later checkpoints, {', '.join(later)}, whose steps would be "
-                                    f"taken again; move them away first, or begin a new run with --init_from {resume}")
-                return Resumed(path, saved), []
+        run, folder = _run_and_checkpoint(resume, config.log_dir)
+        if folder and not restarted:
+            saved = read_state(folder)
+            if later := [other.name for other in all_checkpoints(run) if step_of(other) > saved.step]:
+                raise UserError(f"--resume {resume}: {run} has later checkpoints, {', '.join(later)}, whose steps would be "
+                                f"taken again; move them away first, or begin a new run with --init_from {shlex.quote(resume)}")
+            return Resumed(folder, saved), []
     found, skipped = newest_whole_checkpoint(run)
     if found is None and resume not in (None, "auto"):
-        raise CheckpointError(f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)")
+        raise CheckpointError("\n".join([f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)", *skipped]))
     return Resumed(*found) if found else None, skipped
+
+
+def _run_and_checkpoint(resume: str, log_dir: str) -> tuple[Path, Path | None]:
+    """The folder of the run that `--resume` names, and that of the checkpoint, if it names one. Raises UserError."""
+    path = next((p for p in (Path(log_dir) / resume, Path(resume)) if p.is_dir()), Path(resume))
+    if not path.is_dir():
+        what = "is a file, and a checkpoint is a folder" if path.exists() else "no such run or checkpoint"
+        raise UserError(f"--resume {resume}: {what}; give auto, a run's folder or one of its checkpoints/step_*")
+    # links are not followed yet: where checkpoints/ is one, to a larger disk, the run is where the link is
+    path = path.resolve() if ".." in path.parts else path.absolute()
+    if not (path / "checkpoints").is_dir():
+        if path.name == "checkpoints":
+            return path.parent.resolve(), None
+        if path.parent.name == "checkpoints":
+            run = path.parent.parent.resolve()
+            return run, run / "checkpoints" / path.name
+        if (path / STATE).is_file() or any(path.glob(f"step_*/{STATE}")):
+            raise UserError(f"--resume {resume}: is not in a run's folder, which has the log to go on with; give <run>, or "
+                            f"<run>/checkpoints/step_*, or begin a new run with --init_from and a step_* folder")
+    return path.resolve(), None
 
 
 # ---- going on
@@ -335,49 +431,78 @@ def resumed_config(config: Config, folder: Path, saved: SavedState, world_size: 
     given = config.model_dump(mode="json", include=config.model_fields_set)
     problems = [f"{name} {given[name]} contradicts {folder}, which has {theirs[name]}; leave it out, or begin a new run"
                 for name in FIXED if name in given and name in theirs and given[name] != theirs[name]]
-    values = theirs | given | {"init_from": theirs.get("init_from", "scratch")}  # where the first weights came from
+    # init_from: where the first weights came from. Without resume, the options are judged as what they now are: a whole run's
+    values = theirs | given | {"init_from": theirs.get("init_from", "scratch"), "resume": None}
     run = folder.parent.parent
     values |= {"log_dir": str(run.parent), "run_name": run.name}
     try:
-        per_micro_step = int(values["batch_size"]) * int(values["seq_len"]) * world_size
-        total = int(values.get("total_batch_tokens") or per_micro_step)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        batch_size, seq_len = int(values["batch_size"]), int(values["seq_len"])
+        sequences, rest = divmod(saved.tokens_per_step, seq_len)
+        total = int(values.get("total_batch_tokens") or batch_size * seq_len * world_size)
+        if rest or batch_size < 1:
+            raise ValueError(f"{saved.tokens_per_step} tokens a step, batch_size {batch_size}, seq_len {seq_len}")
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{folder}: its options are not those of a run: {error}") from None
     if total != saved.tokens_per_step:
         if given.get("total_batch_tokens"):
             problems.append(f"total_batch_tokens {total} contradicts {folder}, whose steps take {saved.tokens_per_step}; "
                             f"leave it out, or begin a new run")
         values["total_batch_tokens"] = saved.tokens_per_step
-        if saved.tokens_per_step % per_micro_step:
-            problems.append(f"batch_size {values['batch_size']} on {world_size} processes takes {per_micro_step} tokens at once, "
-                            f"and a step of {folder} takes {saved.tokens_per_step}, no multiple of it; choose another batch_size")
+    if sequences % (batch_size * world_size):
+        problems.append(f"batch_size {batch_size} on {world_size} processes takes {batch_size * seq_len * world_size} tokens at "
+                        f"once, and a step of {folder} takes {saved.tokens_per_step}, no multiple of it; "
+                        f"{_what_fits(sequences, batch_size, world_size)}")
     if problems:
         raise ConfigError("\n".join(problems))
     try:
         resumed = load(Config, values)
         resumed.accumulation_steps(world_size)
     except (ConfigError, ContradictionError) as error:
-        raise ConfigError(f"{folder}: its options and those given do not fit together: {error}") from None
+        raise ConfigError("\n".join(f"{folder}: its options and those given do not fit together: {line}"
+                                    for line in str(error).splitlines())) from None
     changed = [f"{name} {theirs[name]} -> {new}" for name, new in resumed.model_dump(mode="json").items()
                if name in theirs and name not in (*OF_THIS_CALL, *WITHOUT_EFFECT, "data_dir") and theirs[name] != new]
     return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 
+def _what_fits(sequences: int, batch_size: int, world_size: int) -> str:
+    """What to change where a step's sequences do not divide into micro-steps."""
+    each, rest = divmod(sequences, world_size)
+    if rest:
+        return (f"no batch_size fits: the {sequences} sequences of a step divide among {_factors_of(sequences, near=world_size)} "
+                f"processes, not {world_size}")
+    return f"a batch_size that fits is {_factors_of(each, near=batch_size)}"
+
+
+def _factors_of(number: int, near: int) -> str:
+    """Up to eight factors of a number, those nearest to `near`, in words."""
+    factors = [n for n in range(1, min(number, 100_000) + 1) if number % n == 0]
+    *most, last = map(str, sorted(sorted(factors, key=lambda n: abs(n - near))[:8]))
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: World) -> list[str]:
     """Create the run's folder, or take it up after the checkpoint's step, and write config.yaml; returns notes for the user.
 
-    Every process has to call this. Raises UserError if another run is writing to the folder.
+    Every process has to call this. Raises UserError if another run is writing to the folder. A new run that cannot be written
+    leaves everything as it was.
     """
     def open_folder() -> list[str]:
         if resumed:
-            run.go_on(resumed.saved.step, config.log_every)
+            step, is_over = resumed.saved.step, resumed.saved.step >= config.max_steps
+            log_every = 1 if is_over else config.log_every  # if it is over, its last row stays, whatever log_every says
+            notes = run.go_on(step, log_every, resumed.folder, keep_last=0 if is_over else config.keep_last)
             run.write_config(config.to_yaml())
-            return []
+            return notes
         aside = run.begin()
         written = config
         if aside and Path(config.init_from).is_relative_to(run.path):
             written = config.model_copy(update={"init_from": str(aside / Path(config.init_from).relative_to(run.path))})
-        run.write_config(written.to_yaml())
+        try:
+            run.write_config(written.to_yaml())
+        except BaseException:
+            run.abandon()
+            raise
         return [f"the earlier {run.path} is now {aside}"] if aside else []
 
     return world.on_first(open_folder)

@@ -3,32 +3,40 @@
 Nothing here imports torch, so `--help` and mistakes answer at once.
 """
 
+import os
+import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from runtime.cli import ContradictionError, Options, Positive, ZeroIsOff, load, to_yaml
+from runtime.cli import ContradictionError, Options, load, to_yaml
 
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
 
+# Bounds far beyond any run: a number outside them is a slip of the hand, and would overflow somewhere or never come to an end.
+Size = Annotated[int, Field(ge=1, le=10**12)]  # tokens, sequences, units of a layer
+Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
+ZeroIsOff = Annotated[int, Field(ge=0, le=10**9)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 
 
 class ModelConfig(Options):
     """model"""
 
-    n_layer: Positive = 12
+    n_layer: int = Field(12, ge=1, le=10_000)
     """transformer blocks"""
-    n_head: Positive = 12
+    n_head: Size = 12
     """attention heads per block"""
-    n_embd: Positive = 768
+    n_embd: Size = 768
     """width of the residual stream"""
-    block_size: Positive = 1024
+    block_size: Size = 1024
     """longest context, in tokens: the number of learned positions"""
-    vocab_size: Positive = 50257
+    vocab_size: Size = 50257
     """rows of the embedding and of the output head; 50304 pads GPT-2's 50257 to a multiple of 128, which is faster"""
-    real_vocab_size: Positive | None = None
+    real_vocab_size: Size | None = None
     """tokens that exist; the rows above are padding and take no part in loss or sampling (none: vocab_size, at most 50257)"""
     bias: bool = True
     """biases in linear layers and norms"""
@@ -55,11 +63,11 @@ class DataConfig(Options):
     """corpus: a folder of token files below data_dir; pydocs and shakespeare are prepared when first asked for"""
     data_dir: str = "data"
     """folder that holds the corpora"""
-    batch_size: Positive = 4
+    batch_size: Size = 4
     """sequences per process and micro-step"""
-    seq_len: Positive = 1024
+    seq_len: Size = 1024
     """tokens per sequence"""
-    total_batch_tokens: Positive | None = None
+    total_batch_tokens: Size | None = None
     """tokens per step over all processes, reached by gradient accumulation (none: one micro-step)"""
     shuffle: bool = False
     """every epoch in a fresh seeded order, without replacement (off: in the order of the text)"""
@@ -74,9 +82,9 @@ class OptimizationConfig(Options):
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon for the matrices inside the blocks with adamw for the rest"""
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(3e-4, gt=0, le=1e30)
     """learning rate (its peak, with a schedule)"""
-    min_lr: float | None = Field(None, ge=0)
+    min_lr: NotNegative | None = None
     """learning rate that a decaying schedule goes down to (none: lr / 10)"""
     warmup_steps: ZeroIsOff = 0
     """steps of linear warm-up; the last of them has the peak rate"""
@@ -86,15 +94,15 @@ class OptimizationConfig(Options):
     """share of max_steps over which wsd decays"""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment"""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, gt=0, le=1)
     """AdamW's epsilon"""
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: NotNegative = 0.01
     """decoupled weight decay"""
     decay_matrices_only: bool = False
     """decay matrices and embeddings only, not biases and norms"""
-    grad_clip: float = Field(0.0, ge=0)
+    grad_clip: NotNegative = 0.0
     """clip the global gradient norm to this (0: off; the norm is logged all the same)"""
-    max_steps: Positive = 50
+    max_steps: Count = 50
     """optimizer steps"""
     skip_nonfinite: ZeroIsOff = 0
     """leave out up to this many steps whose loss or gradient norm is not finite (0: stop at the first)"""
@@ -130,17 +138,17 @@ class RunConfig(Options):
     """the run's folder below log_dir (none: the config file's stem, else train)"""
     log_dir: str = "logs"
     """folder that holds the runs"""
-    log_every: Positive = 1
+    log_every: Count = 1
     """steps per line of the log"""
     eval_every: ZeroIsOff = 0
     """steps per evaluation of the validation loss, also before the first and after the last step (0: never)"""
-    eval_tokens: Positive | None = None
+    eval_tokens: Size | None = None
     """tokens that the validation loss is the mean of, always the same ones (none: the whole validation split)"""
     sample_every: ZeroIsOff = 0
     """steps per generated sample, also after the last step (0: never)"""
     sample_prompt: str = "The"
     """prompt of the samples in training"""
-    sample_tokens: Positive = 64
+    sample_tokens: int = Field(64, ge=1, le=1_000_000)
     """tokens generated per sample"""
     checkpoint_every: ZeroIsOff = 0
     """steps per checkpoint; one is always saved at the end (0: only there)"""
@@ -148,7 +156,7 @@ class RunConfig(Options):
     """checkpoints to keep, the newest ones; the best by validation loss is kept too (0: save none at all)"""
     resume: str | None = None
     """auto: go on from the run's newest whole checkpoint, or begin where there is none; or a run's folder, or a checkpoint"""
-    timeout: Positive = 600
+    timeout: Count = 600
     """seconds after which a process gives up waiting for another one"""
 
 
@@ -165,6 +173,25 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     @model_validator(mode="after")
     def _check_combinations(self, info: ValidationInfo) -> Self:
         problems = []
+        if self.run_name is not None and (Path(self.run_name).name != self.run_name or self.run_name == ".."):
+            problems.append(("run_name", f"run_name {self.run_name!r} is not a plain folder name; "
+                             f"use log_dir for the folder it lies in"))
+        # a run moved aside, <run_name>.1, has its old name in its config.yaml
+        if self.resume not in (None, "auto") and "run_name" in (info.context or {}).get("given", ()) and not any(
+                re.fullmatch(rf"{re.escape(str(self.run_name))}(\.\d+)?", name) for name in _names_of_run(str(self.resume))):
+            problems.append(("run_name", f"run_name {self.run_name} is not the run that resume {self.resume} goes on with; leave "
+                             f"run_name out, or begin a new run of that name: --init_from {shlex.quote(str(self.resume))} in place "
+                             f"of --resume"))
+        # with `resume`, what is not given here is the checkpoint's: checkpoint.py merges the two and has them judged then
+        if self.resume is None:
+            problems += self._contradictions((info.context or {}).get("world_size", 1))
+        if problems:
+            raise ContradictionError(problems)
+        return self
+
+    def _contradictions(self, world_size: int) -> list[tuple[str, str]]:
+        """Options that exclude each other: pairs of (option to blame, message)."""
+        problems = []
         if self.n_embd % self.n_head:
             problems.append(("n_head", f"n_embd {self.n_embd} does not divide into {self.n_head} heads; "
                              f"n_head must divide n_embd"))
@@ -178,9 +205,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             problems.append(("fp16", "bf16 and fp16 exclude each other; choose one"))
         if self.min_lr is not None and self.min_lr > self.lr:
             problems.append(("min_lr", f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr"))
-        if self.run_name is not None and (Path(self.run_name).name != self.run_name or self.run_name == ".."):
-            problems.append(("run_name", f"run_name {self.run_name!r} is not a plain folder name; "
-                             f"use log_dir for the folder it lies in"))
         if self.sample_every and (self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)) != GPT2_TOKENS:
             problems.append(("sample_every", f"sample_every {self.sample_every} needs GPT-2's vocabulary: set vocab_size to at "
                              f"least {GPT2_TOKENS}, or sample_every to 0"))
@@ -188,12 +212,10 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             problems.append(("fp16", "fp16 and optimizer muon exclude each other: at an overflow only one of its two optimizers "
                              "would skip the step; use bf16"))
         try:
-            self.accumulation_steps((info.context or {}).get("world_size", 1))
+            self.accumulation_steps(world_size)
         except ContradictionError as error:
             problems += error.problems
-        if problems:
-            raise ContradictionError(problems)
-        return self
+        return problems
 
     def accumulation_steps(self, world_size: int) -> int:
         """Micro-steps per step that make up `total_batch_tokens` over `world_size` processes.
@@ -259,6 +281,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """What to say, and what may help, at each kind of failure that runtime/errors.py tells apart."""
         return {
             "compiler": "--compile failed: {reason}; run without --compile",
+            "C++": "--compile failed: {reason}, or run without --compile",
+            "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), weight_decay or betas",
             "other process": f"another process died or did not answer within {self.timeout} s ({{reason}}); --resume auto goes on "
                              f"from the last checkpoint",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. These lower it: a smaller "
@@ -271,6 +295,13 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         if self.lr_schedule != "constant":
             changed["min_lr"] = self.final_lr()
         return "# All options of one run. Repeat it with: python train.py --config <this file>\n\n" + to_yaml(self, changed)
+
+
+def _names_of_run(resume: str) -> set[str]:
+    """What the run may be called that `resume` means: a run's folder, its checkpoints/ or one of these, or a link to one."""
+    path = Path(os.path.abspath(resume.replace("\0", "")))  # no file has a NUL in its name
+    paths = [path, *(folder.parent for folder in (path, path.parent) if folder.name == "checkpoints")]
+    return {name for path in paths for name in (path.name, os.path.basename(os.path.realpath(path)))}
 
 
 def load_config(config: str | None = None, **values: Any) -> Config:

@@ -39,17 +39,22 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not _is_whole(value) or value < 1:
                 raise ModelError(f"{name} {value!r} is not a positive whole number")
         if self.n_embd % self.n_head:
             raise ModelError(f"n_embd {self.n_embd} does not divide into {self.n_head} heads")
-        if self.real_vocab_size is not None and not 1 <= self.real_vocab_size <= self.vocab_size:
-            raise ModelError(f"real_vocab_size {self.real_vocab_size} is not within 1 to vocab_size {self.vocab_size}")
-        for name, allowed in (("norm", ("layernorm", "rmsnorm")), ("activation", ("gelu_tanh", "gelu")), ("init", ("torch", "gpt2"))):
+        real = self.real_vocab_size
+        if real is not None and not (_is_whole(real) and 1 <= real <= self.vocab_size):
+            raise ModelError(f"real_vocab_size {real!r} is not within 1 to vocab_size {self.vocab_size}, in whole numbers")
+        choices = {"norm": ("layernorm", "rmsnorm"), "activation": ("gelu_tanh", "gelu"), "init": ("torch", "gpt2")}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ModelError(f"{name} {getattr(self, name)!r} is not {' or '.join(allowed)}")
-        if not 0 <= self.dropout < 1:
-            raise ModelError(f"dropout {self.dropout} is not within 0 to 1")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ModelError(f"dropout {self.dropout!r} is not a number from 0 to below 1")
+        for name in ("bias", "tie_weights", "residual_scaling", "flash"):
+            if not isinstance(getattr(self, name), bool):
+                raise ModelError(f"{name} {getattr(self, name)!r} is not True or False")
 
     @classmethod
     def of(cls, options: Any) -> "GPTConfig":
@@ -60,6 +65,10 @@ class GPTConfig:
     def n_vocab(self) -> int:
         """Tokens that exist. Rows of the vocabulary above GPT-2's 50,257 are padding unless real_vocab_size says otherwise."""
         return self.real_vocab_size or min(self.vocab_size, 50257)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class KVCache:
@@ -242,36 +251,42 @@ class GPT(nn.Module):
         Temperature 0 takes the most likely token; top_k keeps the k most likely (all, where k exceeds the vocabulary).
         Draws come from `generator` (on the CPU; default: a fresh one with seed 0), never from the global random state.
         Past block_size tokens, the model reads the last block_size. Stops early when every sequence has drawn
-        stop_token. Returns (B, T + number of new tokens). Raises ValueError for an empty prompt or bad settings.
+        stop_token. Returns (B, T + number of new tokens). Raises ValueError for an empty prompt or bad settings, ModelError for
+        weights that make no probabilities.
         """
         if idx.size(1) == 0:
             raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(f"temperature {temperature} must be at least 0, top_k {top_k} at least 1")
+        if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
+            raise ValueError(f"temperature {temperature} must be at least 0 and finite, top_k {top_k} at least 1")
         generator = generator or torch.Generator().manual_seed(0)
         was_training = self.training
         self.eval()
-        cache, new = KVCache(self, idx.size(0)), idx[:, -self.config.block_size:]
-        stopped = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
-        for _ in range(max_new_tokens):
-            if cache.length + new.size(1) > self.config.block_size:
-                # positions are absolute: once the window slides, every key and value changes
-                cache, new = KVCache(self, idx.size(0)), idx[:, -self.config.block_size:]
-            logits = self.lm_head(self.transformer(new, cache)[:, -1])[:, :self.config.n_vocab]
-            new = _draw(logits.float().cpu(), temperature, top_k, generator).to(idx.device)
-            idx = torch.cat((idx, new), dim=1)
-            stopped |= new[:, 0] == stop_token
-            if stop_token is not None and stopped.all():
-                break
-        self.train(was_training)
+        try:
+            cache, new = KVCache(self, idx.size(0)), idx[:, -self.config.block_size:]
+            stopped = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
+            for _ in range(max_new_tokens):
+                if cache.length + new.size(1) > self.config.block_size:
+                    # positions are absolute: once the window slides, every key and value changes
+                    cache, new = KVCache(self, idx.size(0)), idx[:, -self.config.block_size:]
+                logits = self.lm_head(self.transformer(new, cache)[:, -1])[:, :self.config.n_vocab]
+                new = _draw(logits.float().cpu(), temperature, top_k, generator).to(idx.device)
+                idx = torch.cat((idx, new), dim=1)
+                stopped |= new[:, 0] == stop_token
+                if stop_token is not None and stopped.all():
+                    break
+        finally:
+            self.train(was_training)
         return idx
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
     """One token per row, (B, 1), from logits (B, V)."""
-    if temperature == 0:
+    if not logits.isfinite().all():
+        raise ModelError("the model's logits are not finite: its weights are damaged or have diverged")
+    if temperature < 1e-6:  # 0, or dividing by it could overflow: the likeliest token is as good as certain
         return logits.argmax(dim=-1, keepdim=True)
+    scaled = logits / temperature
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    return torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+        scaled = scaled.masked_fill(logits < kth, float("-inf"))
+    return torch.multinomial(F.softmax(scaled, dim=-1), 1, generator=generator)

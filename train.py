@@ -2,6 +2,12 @@
 
 import os
 
+from runtime.signals import StopRequest
+
+STOP = StopRequest()
+if __name__ == "__main__":
+    STOP.hear("imports")  # first of all, as they take seconds
+
 from config import Config
 from runtime.cli import parse_command_line, reconfigure_output
 from runtime.errors import TrainingError, reported
@@ -21,28 +27,17 @@ from typing import Any
 
 import torch
 
-from checkpoint import State, find_checkpoint, keep_best, open_run, remedy, save
+from checkpoint import State, find_checkpoint, keep_best, open_run, remedy, save, saved_at_fault
 from data.prepare import prepare_if_missing
 from data.token_file import TokenFileError
 from data.tokenizer import get_encoding
 from dataloader import DataLoader, TokenStream, is_validation, open_corpus, prefetch
 from evaluate import validation_loss
 from optimizer import clip_gradients, learning_rate, make_optimizers
-from runtime.device import (
-    autocast_to,
-    check_compiler,
-    choose_device,
-    device_name,
-    flash_note,
-    make_repeatable,
-    product_dtype,
-    set_precision,
-    synchronize,
-)
+from runtime.device import autocast_to, check_compiler, choose_device, device_name, flash_note, prepare, product_dtype, synchronize
 from runtime.measure import TimeLeft, bf16_note, summarize
 from runtime.parallel import gradients_averaged, parallelize
-from runtime.runlog import LOG_COLUMNS, LogRow, RunFolder
-from runtime.signals import StopRequest
+from runtime.runlog import LogRow, RunFolder
 from runtime.world import World, joined_world, launch
 from sample import sample_text
 from weights import build_model
@@ -56,10 +51,9 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
     Raises UserError for what this device cannot do and for weights that cannot be had or do not fit.
     """
     device, dtype = world.device, product_dtype(bf16=config.bf16, fp16=config.fp16)
-    notes = set_precision(device, tf32=config.tf32, bf16=config.bf16)
+    notes = prepare(device, tf32=config.tf32, bf16=config.bf16)
     if config.compile:
         notes += check_compiler(device, config.compile_mode, config.accumulation_steps(world.world_size))
-    make_repeatable(device)
     torch.manual_seed(config.seed)
     config, raw_model = build_model(config, checkpoint)
     raw_model.to(device)
@@ -75,7 +69,9 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
 
 
 def open_data(config: Config, run: RunFolder, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream]:
-    """The training batches and the validation split; prepares a small corpus that is not there yet. Raises TokenFileError."""
+    """The training batches and the validation split; prepares a small corpus that is not there yet. Raises UserError."""
+    if config.sample_every:
+        get_encoding()  # fails now rather than at the first sample
     folder = Path(config.data_dir) / config.dataset
     world.on_first(lambda: prepare_if_missing(folder, run.say))
     split, val = open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
@@ -93,20 +89,20 @@ def open_data(config: Config, run: RunFolder, world: World, n_vocab: int) -> tup
     return loader, val
 
 
-def train(config: Config, world: World, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
-    """Run the config from the first step to the last; returns what summary.json holds.
+def train(config: Config, world: World, clock: Callable[[], float] = time.perf_counter,
+          stop: StopRequest | None = None) -> dict[str, Any]:
+    """Run the config from the first step to the last, or until `stop` is asked for; returns what summary.json holds.
 
     Raises UserError for what cannot be trained, before anything is written unless a corpus goes bad or a checkpoint cannot be
-    saved later on, and TrainingError at a non-finite loss, norm or weight.
+    saved later on, TrainingError at a non-finite loss, norm or weight, and Stopped at a signal before the first step.
     """
+    stop = stop or StopRequest("set-up")
     device, started = world.device, datetime.datetime.now(datetime.UTC)
     resumed, config, notes = find_checkpoint(config, world)
     run = RunFolder(Path(config.log_dir) / str(config.run_name), world.rank)
     if resumed and resumed.saved.step >= config.max_steps and world.broadcast(run.is_finished()):
         run.say(f"nothing to do: {resumed.folder} is step {resumed.saved.step} of {config.max_steps}; raise max_steps to go on")
         return {"steps": resumed.saved.step}
-    if config.sample_every:
-        get_encoding()  # fails now rather than at the first sample
 
     run.say(f"device: {device_name(device)}, processes: {world.world_size}, torch {torch.__version__}")
     config, state, model, autocast = build(config, world, run.say, resumed.folder if resumed else None)
@@ -117,16 +113,17 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     on, off = config.optimizations(world.world_size)
     run.say(f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}")
     notes += config.notes() + (bf16_note(device) if config.bf16 else [])
-    for note in [*notes, *open_run(run, config, resumed, world)]:
-        run.say(f"note: {note}")
     first_step, step_seconds, loss, stopping = state.step + 1, [], math.nan, False  # of this call
     batches = prefetch(loader, device, range(first_step, config.max_steps + 1))
 
-    with run, StopRequest(announce=world.rank == 0) as stop:
+    with run, stop, saved_at_fault(run, state, config, corpus, world):
+        for note in [*notes, *open_run(run, config, resumed, world)]:
+            run.say(f"note: {note}")
         saved, saved_step = resumed.folder if resumed else None, state.step
         evaluated = world.broadcast(run.evaluations())
         if resumed:
             run.say(f"going on from {resumed.folder}, after step {state.step}")
+        stop.end_early(world.sum(stop.received is not None))
         begun, time_left = clock(), TimeLeft(config.max_steps, clock)
         while True:
             # ---- between two steps: save, evaluate, sample, stop
@@ -153,7 +150,8 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
                 break
 
             # ---- one step
-            step += 1
+            step, stop.phase = step + 1, "steps"
+            state.begin_step(device)
             lr = learning_rate(step, config)
             synchronize(device)
             start = clock()
@@ -172,6 +170,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
             # at an fp16 overflow the scaler leaves the update out by itself and lowers its scale
             overflow = config.fp16 and math.isfinite(loss) and not math.isfinite(norm) and state.scaler.get_scale() >= 1
             is_good = (math.isfinite(loss) and math.isfinite(norm)) or overflow
+            state.is_whole = False  # until all of it is updated
             for optimizer in state.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr
@@ -182,13 +181,13 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
             synchronize(device)
             step_seconds.append(clock() - start)
 
+            state.step, state.is_whole, last, left = step, True, step == config.max_steps, time_left.after(step)
             if not is_good:
                 what = f"step {step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"
                 if state.skipped_steps == config.skip_nonfinite:
                     raise TrainingError(f"{what}; {remedy(run.path, config.lr)}" + (", or bf16 instead of fp16" * config.fp16))
                 state.skipped_steps += 1
                 run.say(f"{what}: left out, {state.skipped_steps} of {config.skip_nonfinite}")
-            state.step, last, left = step, step == config.max_steps, time_left.after(step)
             stopping = stopping and not last  # the last step ends the run anyway
             if last or stopping or not is_good or step == 1 or is_due(config.log_every, step):
                 run.log(LogRow(step, loss, lr, norm, step_seconds[-1] * 1e3, tokens_per_step / step_seconds[-1]),
@@ -196,7 +195,8 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
 
         summary = summary_of(run, config, state, world, step_seconds, loss) | {
             "resumed_after_step": first_step - 1 or None, "val_loss": evaluated[max(evaluated)] if evaluated else None,
-            "seconds": clock() - begun, "interrupted": stopping, "started": started.isoformat(timespec="seconds")}
+            "seconds": clock() - begun, "steps_this_call": len(step_seconds), "interrupted": stopping,
+            "started": started.isoformat(timespec="seconds")}
         run.finish(summary, has_checkpoints=config.keep_last > 0)
     return summary
 
@@ -205,8 +205,7 @@ def summary_of(run: RunFolder, config: Config, state: State, world: World, step_
                loss: float) -> dict[str, Any]:
     """What summary.json says of the steps, which took `step_seconds`, and of the last one's loss."""
     if not step_seconds:  # the run had ended after its last step, without its summary: the log has the times
-        rows = world.broadcast(list(run.rows("log.csv", LOG_COLUMNS).values()))
-        step_seconds, loss = [(row["dt_ms"] or 0.0) / 1e3 for row in rows], rows[-1]["loss"] or math.nan
+        step_seconds, loss = world.broadcast(run.times_and_loss())
     tokens_per_step, dtype = config.tokens_per_step(world.world_size), product_dtype(bf16=config.bf16, fp16=config.fp16)
     return {"steps": state.step, "tokens": state.step * tokens_per_step, "parameters": state.model.num_parameters(),
             "skipped_steps": state.skipped_steps, "final_loss": loss if math.isfinite(loss) else None} | summarize(
@@ -218,13 +217,13 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def main(config: Config) -> None:
+def main(config: Config, stop: StopRequest | None = None) -> None:
     """Train; ends the process with a message and a status other than 0 if that fails."""
     reconfigure_output()
     with (reported(config.log_dir, advice=config.advice()),
           joined_world(choose_device(config.device, launch()), config.timeout) as world):
-        train(config, world)
+        train(config, world, stop=stop.hear("set-up") if stop else None)
 
 
 if __name__ == "__main__":
-    main(CONFIG)
+    main(CONFIG, STOP)

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from model import GPT, GPTConfig, ModelError
-from runtime.cli import ConfigError, Options, load
+from runtime.cli import ConfigError, Options
+from runtime.cli import load as load_options
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.runlog import all_checkpoints
@@ -58,7 +59,7 @@ def build_model(config: O, checkpoint: Path | None = None) -> tuple[O, GPT]:
     n_vocab = _config_of(theirs, str(folder)).n_vocab
     # the checkpoint's own path, as the name may mean another run tomorrow
     vocabulary = {"vocab_size": theirs["vocab_size"], "real_vocab_size": theirs.get("real_vocab_size")}
-    config = load(type(config), vocabulary | given | fixed | {"init_from": str(folder)})
+    config = load_options(type(config), vocabulary | given | fixed | {"init_from": str(folder)})
     ours = GPTConfig.of(config)
     if ours.n_vocab != n_vocab:
         raise ConfigError(f"vocab_size {ours.vocab_size} makes {ours.n_vocab} tokens, but init_from {folder} has "
@@ -125,6 +126,8 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
                               f", and {', '.join(HUGGING_FACE)} name OpenAI's weights")
     if any((folder / name).is_file() for name in (STATE, "config.json")):
         return folder
+    if folder.absolute().name == "checkpoints" and not (folder / "checkpoints").is_dir():
+        folder = folder.absolute().parent
     if not (checkpoints := all_checkpoints(folder)):
         raise CheckpointError(f"{folder}: has no checkpoint (one is saved at the end of a run, or by --checkpoint_every N)")
     return checkpoints[-1]
@@ -199,11 +202,21 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU. Raises CheckpointError."""
     try:
+        if not _is_utf8(path):  # safetensors writes to such a path, but cannot open it: the file is read into memory instead
+            return load(path.read_bytes())
         return load_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing; only weights in safetensors are read") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # ---- Hugging Face: OpenAI's own weights, or any folder that transformers' `save_pretrained` wrote

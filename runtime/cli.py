@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import io
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from runtime.errors import UserError, exit_with
+from runtime.errors import UserError, reported
 from runtime.signals import end_with
 from runtime.world import launch
 
@@ -53,6 +54,11 @@ class Options(BaseModel):
 O = TypeVar("O", bound=Options)
 
 
+def _title(section: type[Options]) -> str:
+    """What a section is called: its docstring, which `python -OO` leaves out."""
+    return section.__doc__ or section.__name__.removesuffix("Config").removesuffix("Options").lower()
+
+
 def sections(options: type[Options]) -> list[type[Options]]:
     """The classes that declare fields of `options`, in the order in which `--help` shows them."""
     return [c for c in reversed(options.__mro__) if Options in c.__bases__]
@@ -65,13 +71,13 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, *, d
     Mistakes are printed, one line each, and end the process with status 2; `--print_config` prints the options and ends it too.
     `elsewhere`: for names that are no options here, what to say of them.
     """
+    reconfigure_output()
     given = sys.argv[1:] if argv is None else argv
-    try:
+    with reported("stdout"):
         values, origin, print_config = _parse(options, given, description, positional, config_file, elsewhere)
-    except ConfigError as error:
-        exit_with(error)
+        if print_config:
+            print(to_yaml(values, origin=origin), end="")
     if print_config:
-        print(to_yaml(values, origin=origin), end="")
         raise SystemExit(0)
     end_with()  # a ladder that started this run
     return values
@@ -101,7 +107,8 @@ def _parse(options: type[O], argv: Sequence[str], description: str, positional: 
 
 
 def reconfigure_output() -> None:
-    """Let stdout replace what its encoding lacks: a model writes any character, a redirected stdout may be ASCII."""
+    """Let stdout replace what its encoding lacks: a model writes any character, a folder's name may be no text at all, and a
+    redirected stdout may be ASCII."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
@@ -118,13 +125,20 @@ def _load(options: type[O], values: Mapping[str, Any], config: str | None) -> tu
     merged, origin = read_yaml(find_config(config)) if config is not None else ({}, {})
     merged |= values
     origin |= {key: f"--{key}" for key in values}
+    # in a file `resume:` unsets an option; `--resume "$RUN"` with an empty RUN is a mistake, which would begin a new run
+    empty = [f"--{key}: is empty; give a value, or leave it out" for key, value in values.items()
+             if value == "" and _is_optional_text(options.model_fields.get(key))]
+    merged = {key: _none_or_same(options.model_fields.get(key), value) for key, value in merged.items()}
     # what validators may need to know beside the values
-    context = {"config": config and Path(config).stem, "world_size": launch().world_size}
+    context = {"config": config and Path(config).stem, "world_size": launch().world_size,
+               "given": {key for key, value in merged.items() if value is not None}}
     try:
-        return options.model_validate({key: _none_or_same(options.model_fields.get(key), value) for key, value in merged.items()},
-                                      context=context), origin
+        valid = options.model_validate(merged, context=context)
     except ValidationError as error:
-        raise ConfigError("\n".join(_error_lines(options, error, origin))) from None
+        raise ConfigError("\n".join([*empty, *_error_lines(options, error, origin)])) from None
+    if empty:
+        raise ConfigError("\n".join(empty))
+    return valid, origin
 
 
 def to_yaml(options: Options, changed: Mapping[str, Any] | None = None, origin: Mapping[str, str] | None = None) -> str:
@@ -132,7 +146,7 @@ def to_yaml(options: Options, changed: Mapping[str, Any] | None = None, origin: 
     values = options.model_dump(mode="json") | dict(changed or {})
     lines: list[str] = []
     for section in sections(type(options)):
-        lines += ["", f"# {section.__doc__}"]
+        lines += ["", f"# {_title(section)}"]
         for name in section.model_fields:
             style = None if isinstance(values[name], list) else False  # None: a list in one line
             line = yaml.safe_dump({name: values[name]}, default_flow_style=style, width=sys.maxsize).rstrip("\n")
@@ -201,11 +215,15 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 class _StringLoader(yaml.BaseLoader):
-    """Leaves every scalar a string, and refuses what is no text and a key that stands twice."""
+    """Leaves every scalar a string, and refuses what is no text and a key that stands twice.
+
+    U+DC80 to U+DCFF are allowed: Python (surrogateescape) has them for the bytes of a path that is not UTF-8, and a run's
+    config.yaml may hold such a path.
+    """
 
     def construct_scalar(self, node: yaml.ScalarNode) -> str:
         text = str(super().construct_scalar(node))
-        if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+        if not text.isprintable() and any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in text):
             raise yaml.constructor.ConstructorError(None, None, "an escape that is half a character", node.start_mark)
         return text
 
@@ -244,15 +262,31 @@ def _parse_flags(options: type[Options], argv: Sequence[str], description: str, 
         parser.add_argument("--config", metavar="FILE", help="YAML file with options: a path, or a name in configs/")
         parser.add_argument("--print_config", action="store_true", help="print every option and where its value came from, and end")
     for section in sections(options):
-        group = parser.add_argument_group(section.__doc__)
+        group = parser.add_argument_group(_title(section))
         for name, field in section.model_fields.items():
             _add_argument(group, name, field, name == positional)
-    known, unknown = parser.parse_known_args(argv)
+    known, unknown = parser.parse_known_args(_without_commas(options, argv))
     # a value after an unknown flag belongs to that flag: it is not a second mistake
     mistakes = [_unknown_argument(options, argument, positional, config_file, elsewhere)
                 for argument, before in zip(unknown, ["", *unknown], strict=False)
                 if argument.startswith("--") or not before.startswith("--")]
     return vars(known), mistakes
+
+
+def _without_commas(options: type[Options], argv: Sequence[str]) -> list[str]:
+    """The arguments, with `--betas 0.9,0.95`, as other programs take it, written as `--betas 0.9 0.95`."""
+    several = {f"--{name}": len(get_args(kind)) for name, field in options.model_fields.items()
+               if get_origin(kind := _value_type(field)) is tuple and get_args(kind)[-1] is not Ellipsis}
+    words: list[str] = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        flag, value = (flag, value) if equals else (words[-1] if words else "", word)
+        values = value.split(",")
+        if len(values) == several.get(flag):
+            words += [flag] * bool(equals) + values
+        else:
+            words.append(word)
+    return words
 
 
 def _add_argument(group: argparse._ArgumentGroup, name: str, field: FieldInfo, positional: bool) -> None:
@@ -305,6 +339,10 @@ def _none_or_same(field: FieldInfo | None, value: Any) -> Any:
     return None if optional and isinstance(value, str) and value.lower() in ("", "none", "null", "~") else value
 
 
+def _is_optional_text(field: FieldInfo | None) -> bool:
+    return field is not None and NoneType in get_args(field.annotation) and _value_type(field) is str
+
+
 def _show(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -339,6 +377,7 @@ def _error_lines(options: type[Options], error: ValidationError, origin: Mapping
             lines.append(f"{where}: takes {len(get_args(kind))} values, not {problem['input']!r}")
             continue
         message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]
+        message = re.sub(r"\d{7,}", lambda bound: f"{int(bound[0]):,}" if len(bound[0]) < 16 else f"{float(bound[0]):g}", message)
         hint = ""
         if problem["type"] == "literal_error":
             hint = did_you_mean(str(problem["input"]), get_args(kind))

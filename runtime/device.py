@@ -38,6 +38,15 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def prepare(device: torch.device, *, tf32: bool = False, bf16: bool = False) -> list[str]:
+    """Set this process up to train on the device, in these precisions; returns notes for the user.
+
+    Raises UserError for a precision that the device lacks.
+    """
+    make_repeatable(device)
+    return set_precision(device, tf32=tf32, bf16=bf16)
+
+
 def set_precision(device: torch.device, *, tf32: bool = False, bf16: bool = False) -> list[str]:
     """Set the process-wide precision of fp32 products; returns notes for the user.
 

@@ -1,18 +1,30 @@
 """What the commands say when something is wrong, and the status that they end with."""
 
 import contextlib
+import os
+import re
+import signal
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
-from runtime.world import launch
+from runtime.signals import raise_at_ctrl_c
+from runtime.world import end_process, launch
 
 
 class UserError(Exception):
-    """Something the user can put right. A command prints each line of the message and ends with `status`."""
+    """Something the user can put right. A command prints each line of the message and ends with `status`.
+
+    Notes (Exception.add_note), such as how to go on, are part of the message.
+    """
 
     status = 2
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return ("\n" if "\n" in text else "; ").join([text, *getattr(self, "__notes__", [])])
 
 
 class TrainingError(UserError):
@@ -29,10 +41,12 @@ def exit_with(error: UserError, status: int | None = None) -> NoReturn:
     """
     rank = launch().rank
     if rank:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # this is how torchrun ends it
         time.sleep(5)
     prefix = f"error: rank {rank}: " if rank else "error: "
-    print("\n".join(prefix + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
-    raise SystemExit(error.status if status is None else status)
+    with contextlib.suppress(OSError):  # nobody may read it
+        print("\n".join(prefix + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
+    end_process(error.status if status is None else status)
 
 
 @contextlib.contextmanager
@@ -41,25 +55,61 @@ def reported(place: str, *, status: int | None = None, interrupted: str = "inter
     """End the process with an error line for each foreseeable way in which a command fails, and no traceback.
 
     `place` is named where the system does not say which file a fault is about; `status`, if given, is that of every UserError.
-    `advice` has a message for kinds of failure (see `kind_of_failure`), in which {reason} stands for the cause.
+    `advice` has a message for kinds of failure (see `kind_of_failure`), in which {reason} stands for the cause. Where nobody
+    reads the output any more (`| head`), a command that still has some ends as other Unix commands do, without a word.
     """
     try:
+        raise_at_ctrl_c()
         yield
+        if (fault := drop_unread(sys.stdout)) and not isinstance(fault, BrokenPipeError):
+            exit_with(UserError(f"stdout: cannot be written: {fault.strerror}"), status=1)
     except UserError as error:
         exit_with(error, status)
     except KeyboardInterrupt:
         exit_with(UserError(interrupted), status=130)
     except OSError as error:
-        exit_with(UserError(f"{error.filename or place}: {error.strerror or error}"), status=1)
+        if isinstance(error, BrokenPipeError) and error.filename is None:  # of stdout
+            raise SystemExit(141) from None  # 128 + SIGPIPE
+        exit_with(_noted(UserError(f"{error.filename or place}: {error.strerror or error}"), error), 1)
     except (RuntimeError, MemoryError) as error:
         kind, reason = kind_of_failure(error)
         if kind not in (advice or {}):
             raise
-        exit_with(TrainingError((advice or {})[kind].replace("{reason}", reason)))
+        exit_with(_noted(TrainingError((advice or {})[kind].replace("{reason}", reason)), error))
+    finally:
+        drop_unread(sys.stdout)
+        drop_unread(sys.stderr)
+
+
+def _noted(said: UserError, error: BaseException) -> UserError:
+    """What is said of an error, with the error's notes."""
+    for note in getattr(error, "__notes__", []):
+        said.add_note(note)
+    return said
+
+
+def drop_unread(stream: TextIO | None) -> OSError | None:
+    """Why a stream takes no more output, if so: a reader that has gone, a closed terminal, a full disk. What is printed from then
+    on is dropped, so that Python has nothing left to complain about when it ends."""
+    try:
+        if stream:
+            stream.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())  # type: ignore[union-attr]  # it was flushed
+        return error
+    except ValueError:  # closed
+        pass
+    return None
+
+
+# ---- what PyTorch's errors mean
+
+MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed")
 
 
 def kind_of_failure(error: BaseException) -> tuple[str, str]:
-    """What failed, and the cause in a line: "compiler", "other process", "memory", or "other".
+    """What failed, and the cause in a line: "C++", "compiler", "other process", "memory", "overflow", or "other".
 
     PyTorch has a class for some of these and only a wording for others, which differs from device to device.
     """
@@ -67,10 +117,32 @@ def kind_of_failure(error: BaseException) -> tuple[str, str]:
     lines = [line.strip() for line in text.splitlines()] + [type(error).__name__]
     cause = next((line for line in lines if "rror" in line), lines[0])
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        return "compiler", cause
+        return ("C++", said) if (said := _compiler_said(text)) else ("compiler", cause)
     if type(error).__module__.startswith("torch.distributed") or type(error).__name__.startswith("Dist") or "gloo" in text:
-        return "other process", text.rpartition("] ")[2][:60]
-    if isinstance(error, MemoryError) or any(words in text for words in (
-            "out of memory", "not enough memory", "can't allocate memory")):
+        return "other process", _first_sentence(text)
+    if isinstance(error, MemoryError) or any(words in text for words in MEMORY):
         return "memory", "out of memory"
+    if "without overflow" in text:
+        return "overflow", lines[0]
     return "other", cause
+
+
+HEADERS = "install Python's headers (python3-dev on Debian and Ubuntu, python3-devel on Fedora)"
+
+
+def _compiler_said(text: str) -> str | None:
+    """What the C++ compiler or linker said was wrong, and what to install; None where it is not to blame."""
+    if "returned non-zero exit status" in text:  # Triton's C compiler, which prints for itself
+        return f"the C compiler failed, its own lines stand above; if it lacks Python.h, {HEADERS}"
+    if "C++ compile error" not in text:
+        return None
+    output = text.rpartition("Output:")[2].strip()
+    said = re.search(r"((fatal )?error( C\d+)?: |cannot find -l).*", output)
+    line = said[0] if said else output.partition("\n")[0]
+    return f"{line.strip()}; {HEADERS if 'Python.h' in line else 'install g++ (or set CXX to a C++ compiler that works)'}"
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of an error of torch.distributed, without the place in PyTorch's source that may stand before it."""
+    sentence = re.sub(r"^\[[^]]*:\d+\] ", "", text.strip()).partition("\n")[0].partition(". ")[0]
+    return textwrap.shorten(sentence, 200, placeholder=" ...")

@@ -124,16 +124,19 @@ def utilization(reached: float, matmul: float) -> float:
 
 def summarize(step_seconds: list[float], tokens_per_step: int, flops_per_token: int, device: torch.device, dtype: torch.dtype,
               world_size: int) -> dict[str, Any]:
-    """Figures of summary.json that follow from the times of a run's steps and from the device, measured in the run's own dtype."""
-    left_out = min(5, (len(step_seconds) - 1) // 2)  # the first steps compile and warm up
-    median = statistics.median(step_seconds[left_out:])
+    """Figures of summary.json that follow from the times of a run's steps and from the device, measured in the run's own dtype.
+
+    Without any times, those that follow from them are None.
+    """
+    left_out = min(5, max(len(step_seconds) - 1, 0) // 2)  # the first steps compile and warm up
+    median = statistics.median(step_seconds[left_out:]) if step_seconds else None
     peak = peak_memory_mb(device)  # before the measurement below adds to it
     rate = matmul_tflops(device, dtype, seconds=min(0.5, sum(step_seconds)))
-    reached = flops_per_token * tokens_per_step / median / world_size / 1e12
     return {
-        "median_dt_ms": median * 1e3, "median_tokens_per_sec": tokens_per_step / median, "median_leaves_out": left_out,
-        "first_step_s": step_seconds[0], "peak_memory_mb": peak, "flops_per_token": flops_per_token, "matmul_tflops": rate,
-        "utilization": utilization(reached, rate),
+        "median_dt_ms": median and median * 1e3, "median_tokens_per_sec": median and tokens_per_step / median,
+        "median_leaves_out": left_out, "first_step_s": step_seconds[0] if step_seconds else None, "peak_memory_mb": peak,
+        "flops_per_token": flops_per_token, "matmul_tflops": rate,
+        "utilization": median and utilization(flops_per_token * tokens_per_step / median / world_size / 1e12, rate),
         "machine": machine(), "device": device_name(device), "world_size": world_size, "torch": torch.__version__,
         "git": git_commit(),
     }

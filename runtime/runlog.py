@@ -6,17 +6,21 @@ import datetime
 import itertools
 import json
 import math
+import re
+import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
 import filelock
 
-from runtime.errors import UserError
-from runtime.files import cannot_be_written, write_whole
+from runtime.errors import UserError, drop_unread
+from runtime.files import cannot_be_written, delete, write_whole
 from runtime.report import flops_rate
+from runtime.signals import Stopped
 from runtime.world import launch
 
 Row = dict[str, float | None]  # a row of a CSV file by column; an empty cell is None
@@ -36,6 +40,7 @@ class LogRow(NamedTuple):
 LOG_COLUMNS = LogRow._fields
 EVAL_COLUMNS = ("step", "val_loss")
 STYLES = {"step": "d", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # every other column is written to the last digit
+START_PATIENCE = 60.0  # seconds that a run waits for another one to begin
 
 
 class RunFolder:
@@ -47,49 +52,122 @@ class RunFolder:
     def __init__(self, path: Path, rank: int = 0):
         self.path, self.rank = path, rank
         self._lock = filelock.FileLock(path / ".lock", timeout=0)
+        self._start_lock = filelock.FileLock(path.parent / ".begin.lock", timeout=START_PATIENCE)
+        self._made = False  # by `begin`
+        self._made_for_it: list[Path] = []  # the folders above it
+        self._aside: Path | None = None
         self._console: TextIO | None = None
         self._said_before: list[str] = []  # before console.log is there
+        self._console_failed = self._print_failed = False
 
     # ---- starting and ending: called on rank 0 only
 
     def begin(self) -> Path | None:
         """Create the folder with an empty log; returns where an earlier run of that name was moved aside to.
 
-        Raises UserError if another process is writing to the folder.
+        Raises UserError if another process is writing to the folder. If it cannot be created, all is as it was.
         """
-        aside = None
-        if self.path.exists():
-            with self._held("wait for it or choose another --run_name"):
-                pass
-            aside = next(path for n in itertools.count(1) if not (path := self.path.with_name(f"{self.path.name}.{n}")).exists())
-            self.path.rename(aside)
-        self.path.mkdir(parents=True)
-        self._held("wait for it or choose another --run_name")
-        write_rows(self.path / "log.csv", LOG_COLUMNS, [])
-        self._open()
-        return aside
+        with self._starting():
+            try:
+                if self.path.exists():
+                    self._hold("wait for it or choose another --run_name")
+                    self._lock.release()  # Windows moves no folder in which a file is open
+                    free = (self.path.with_name(f"{self.path.name}.{n}") for n in itertools.count(1))
+                    aside = next(path for path in free if not path.exists())
+                    self.path.rename(aside)
+                    self._aside = aside
+                self.path.mkdir(parents=True)
+                self._made = True
+                self._hold("wait for it or choose another --run_name")
+                write_rows(self.path / "log.csv", LOG_COLUMNS, [])
+                self._open()
+            except BaseException:
+                self.abandon()
+                raise
+        return self._aside
 
-    def go_on(self, step: int, log_every: int) -> None:
+    def abandon(self) -> None:
+        """Undo `begin`: the run cannot start. An earlier run that was moved aside gets its name back."""
+        with self._starting():
+            self.close()
+            if self._made:
+                shutil.rmtree(self.path, ignore_errors=True)
+            if self._aside:
+                with contextlib.suppress(OSError):  # what made the run fail is told, and this is seen
+                    self._aside.rename(self.path)
+            self._made, self._aside = False, None
+
+    def go_on(self, step: int, log_every: int, whole: Path | None = None, keep_last: int = 0) -> list[str]:
         """Take up the folder after `step`: the rows of later steps leave its log, as those steps are taken again.
 
-        Raises UserError if another process is writing to the folder, or if a log cannot be read.
+        First, as the disk may be full, what an interrupted save has left is deleted, and the checkpoints that `keep_last` does
+        not keep (0: none of them), but never `whole`, the one to go on from. Returns notes for the user. Raises UserError if
+        another process is writing to the folder, or has moved it aside, or if a log cannot be read.
         """
-        self._held("wait for it")
+        with self._starting():
+            if not (whole or self.path).is_dir():
+                raise UserError(f"{whole or self.path}: is gone: the run was moved aside or deleted at this moment; start again")
+            self._hold("wait for it")
+        try:
+            return self._take_up(step, log_every, whole, keep_last)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_up(self, step: int, log_every: int, whole: Path | None, keep_last: int) -> list[str]:
+        notes = []
+        for leftover in (self.path / "checkpoints").glob("*.tmp"):  # of a save that a kill interrupted
+            shutil.rmtree(leftover, ignore_errors=True)
+        if keep_last:
+            delete(not_kept(self.path, keep_last, before=step + 1, whole=whole))
         for name, columns in (("log.csv", LOG_COLUMNS), ("eval.csv", EVAL_COLUMNS)):
-            kept = [row for at, row in self.rows(name, columns).items() if at <= step]
+            rows, damaged = self._rows(name, columns)
+            # what a kill tore is a row of a later step, or has no number; so it is taken again
+            lost = [line for line, text, torn in damaged
+                    if (int(found[1]) <= step if (found := re.match(r"(\d+),", text)) else not torn)]
+            if lost:
+                which = f"line {lost[0]} is" if len(lost) == 1 else f"lines {', '.join(map(str, lost))} are"
+                notes.append(f"{self.path / name}: {which} damaged and left out")
+            kept = [row for at, row in rows.items() if at <= step]
+            if name == "log.csv" and step and not kept:
+                notes.append(f"{self.path / name}: has no rows of steps 1 to {step}: it begins after them")
             only_as_last = step > 1 and step % log_every and kept and kept[-1]["step"] == step
             if name == "log.csv" and only_as_last and all(math.isfinite(kept[-1][key] or 0) for key in ("loss", "lr", "norm")):
                 kept.pop()  # logged because the run ended there; a step that was left out is logged in any case
             if name == "log.csv" or (self.path / name).exists():
                 write_rows(self.path / name, columns, kept)
         (self.path / "summary.json").unlink(missing_ok=True)
-        for leftover in (self.path / "checkpoints").glob("*.tmp"):  # of a save that a kill interrupted
-            shutil.rmtree(leftover, ignore_errors=True)
         self._open()
+        return notes
 
-    def _held(self, remedy: str) -> filelock.BaseFileLock | Any:
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """No other run begins, or is taken up, in the same log_dir meanwhile: it could move this folder aside, or be moved aside
+        itself after it has found its folder. May be entered again. Where nothing was begun, nothing is left. Raises UserError if
+        the others take too long."""
+        self._made_for_it += [parent for parent in self.path.parents if not parent.exists()]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            return self._lock.acquire()
+            self._start_lock.acquire()
+        except filelock.Timeout:
+            raise UserError(f"{self.path.parent}: another process has been about to begin a run here for {START_PATIENCE:g} s; try "
+                            f"again, or end it if it hangs") from None
+        except OSError:  # no new file can be made here: then no run begins here either, and this one says why
+            pass
+        try:
+            yield
+        finally:
+            if self._start_lock.lock_counter == 1:
+                with contextlib.suppress(OSError):  # deleted while held: who waits for it finds out, and makes a new one
+                    Path(self._start_lock.lock_file).unlink()
+            self._start_lock.release()
+            for parent in self._made_for_it:
+                with contextlib.suppress(OSError):  # not empty
+                    parent.rmdir()
+
+    def _hold(self, remedy: str) -> None:
+        try:
+            self._lock.acquire()
         except filelock.Timeout:
             raise UserError(f"{self.path}: another process is writing this run; {remedy}") from None
 
@@ -112,7 +190,9 @@ class RunFolder:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if self._console and error is not None:
+        if isinstance(error, Stopped) and self._made:  # before the first step: there is nothing to keep
+            self.abandon()
+        elif self._console and error is not None:
             with contextlib.suppress(OSError):  # a full disk may be the error
                 for line in str(error).splitlines() or [type(error).__name__]:
                     self._console.write(f"error: {line}\n")  # the command prints it when it ends
@@ -121,20 +201,30 @@ class RunFolder:
     # ---- writing: called on every process
 
     def say(self, text: str) -> None:
-        """Print, and keep in console.log."""
+        """Print, and keep in console.log. That nobody reads what is printed is no error; a console.log that cannot be written is
+        one, once. Raises OSError that names it."""
         if self.rank == 0:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except OSError as error:
+                drop_unread(sys.stdout)
+                if not self._print_failed:
+                    text += f"\nnote: what is printed goes nowhere ({error.strerror}); the run goes on, and console.log has it all"
+                self._print_failed = True
             if self._console:
                 self._write(text)
             else:
                 self._said_before.append(text)
 
     def _write(self, text: str) -> None:
-        assert self._console is not None
+        if self._console_failed:  # this has been an error already
+            return
         try:
+            assert self._console is not None
             self._console.write(f"{text}\n")
             self._console.flush()
         except OSError as error:
+            self._console_failed = True
             raise cannot_be_written(self.path / "console.log", error) from None
 
     def write_config(self, text: str) -> None:
@@ -161,23 +251,41 @@ class RunFolder:
         if self.rank == 0:
             write_whole(self.path / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
         interrupted, loss, val_loss = summary["interrupted"], summary["final_loss"], summary["val_loss"]
-        self.say(f"{'interrupted' if interrupted else 'done'}: {summary['steps']} steps, {summary['tokens']:,} tokens in "
+        steps, steps_this_call = summary["steps"], summary["steps_this_call"]
+        in_this_call = "" if steps_this_call == steps else f", {steps_this_call} of these steps in this call,"
+        self.say(f"{'interrupted' if interrupted else 'done'}: {steps} steps, {summary['tokens']:,} tokens{in_this_call} in "
                  f"{duration(summary['seconds'])}; loss {math.nan if loss is None else loss:.4f}"
                  + ("" if val_loss is None else f", validation loss {val_loss:.4f}"))
-        self.say(f"median {summary['median_dt_ms']:.2f} ms a step, {summary['median_tokens_per_sec']:,.0f} tokens/s (without the "
-                 f"first {summary['median_leaves_out']}); peak memory {summary['peak_memory_mb']:,.0f} MB; "
-                 f"{summary['utilization']:.0%} of the {flops_rate(summary['matmul_tflops'])} that a large matrix product reaches "
-                 f"here")
+        if summary["median_dt_ms"] is None:
+            self.say("how long a step took is not known: the log has no rows, and there was no step to take")
+        else:
+            self.say(f"median {summary['median_dt_ms']:.2f} ms a step, {summary['median_tokens_per_sec']:,.0f} tokens/s (without "
+                     f"the first {summary['median_leaves_out']}); peak memory {summary['peak_memory_mb']:,.0f} MB; "
+                     f"{summary['utilization']:.0%} of the {flops_rate(summary['matmul_tflops'])} that a large matrix product "
+                     f"reaches here")
         if interrupted and has_checkpoints:
-            self.say(f"to go on: the same command with --resume auto, or --resume {self.path}")
+            self.say(self.how_to_go_on())
         self.say(f"{self.path}/ has log.csv, summary.json, config.yaml and console.log"
-                 + (f", and checkpoints/; for text: python sample.py {self.path}" if has_checkpoints else ""))
+                 + (f", and checkpoints/; for text: python sample.py {shlex.quote(str(self.path))}" if has_checkpoints else ""))
+
+    def how_to_go_on(self) -> str:
+        """What to type to go on from the run's newest checkpoint."""
+        return f"to go on: the same command with --resume auto, or --resume {shlex.quote(str(self.path))}"
 
     # ---- reading
 
     def rows(self, name: str, columns: Sequence[str]) -> dict[int, Row]:
         """The rows of log.csv or eval.csv by step; none where there is no such file."""
-        return read_rows(self.path / name, columns) if (self.path / name).exists() else {}
+        return self._rows(name, columns)[0]
+
+    def _rows(self, name: str, columns: Sequence[str]) -> tuple[dict[int, Row], list[tuple[int, str, bool]]]:
+        path = self.path / name
+        return _read(path, columns) if path.exists() and path.stat().st_size else ({}, [])
+
+    def times_and_loss(self) -> tuple[list[float], float]:
+        """The seconds of the steps in log.csv, and the last one's loss: nan if there is none."""
+        rows = [*self.rows("log.csv", LOG_COLUMNS).values()]
+        return [(row["dt_ms"] or 0.0) / 1e3 for row in rows], (rows[-1]["loss"] if rows else None) or math.nan
 
     def evaluations(self) -> dict[int, float]:
         """The validation losses so far, by step."""
@@ -202,21 +310,29 @@ def read_rows(path: Path, columns: Sequence[str] = LOG_COLUMNS) -> dict[int, Row
 
     Raises UserError if the file cannot be read or lacks one of the columns.
     """
+    return _read(path, columns)[0]
+
+
+def _read(path: Path, columns: Sequence[str]) -> tuple[dict[int, Row], list[tuple[int, str, bool]]]:
+    """The rows of a log by step; and the damaged lines: their numbers, their text, and whether it is the torn last one."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    lines = text.rpartition("\n")[0].split("\n")  # a kill may have torn the last line
+    *lines, torn = text.split("\n")  # a kill may have torn the last line
     header = next(csv.reader(lines[:1]), [])
     if missing := [column for column in columns if column not in header]:
         raise UserError(f"{path}: has no column {missing[0]}; a log has {','.join(columns)}")
-    rows = {}
-    for line in lines[1:]:
+    rows: dict[int, Row] = {}
+    damaged = [(len(lines) + 1, torn, True)] if torn else []
+    for number, line in enumerate(lines[1:], 2):
         cells = line.split(",")
         if len(cells) == len(header) and cells[header.index("step")].isdecimal() and all(map(_is_number, cells)):
             row: Row = {column: float(cell) if cell else None for column, cell in zip(header, cells, strict=True)}
             rows[int(cells[header.index("step")])] = row
-    return rows
+        elif line:
+            damaged.append((number, line, False))
+    return rows, damaged
 
 
 def _is_number(text: str) -> bool:
@@ -260,11 +376,20 @@ def all_checkpoints(run: Path, name: str = "step") -> list[Path]:
                   key=step_of)
 
 
+def not_kept(run: Path, keep: int, *, before: int, whole: Path | None) -> list[Path]:
+    """The run's checkpoints that go if the `keep` newest of those before a step stay, and `whole` in any case.
+
+    Checkpoints of that step or later do not count: they are damaged, else the run would have gone on from them.
+    """
+    counted = [path for path in all_checkpoints(run) if step_of(path) < before]
+    return [path for path in counted[:max(len(counted) - keep, 0)] if whole is None or path.name != whole.name]
+
+
 def step_of(folder: Path) -> int:
     """The step of a checkpoint, by its folder's name."""
     return int(folder.name.rpartition("_")[2])
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
-    return str(datetime.timedelta(seconds=round(seconds)))
+    """Seconds as h:mm:ss, and as `over 1,000 days` where that says enough."""
+    return "over 1,000 days" if seconds > 1000 * 86400 else str(datetime.timedelta(seconds=round(seconds)))

@@ -1,13 +1,16 @@
-"""Ending a run cleanly on Ctrl-C, SIGTERM or SIGUSR1, and with the command that started it."""
+"""Ending a run cleanly on Ctrl-C and other signals, from its first moment on, and with the command that started it."""
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from typing import Any
+from typing import Any, Literal
 
-# SIGUSR1 is what Slurm can be asked to send before the time is up; Windows has none
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+from runtime.world import launch
+
+# SIGHUP is what a closed terminal sends, SIGUSR1 what Slurm can be asked to send before the time is up; Windows has neither
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 
 
 ENDS_WITH = "RUN_ENDS_WITH_PROCESS"  # in the environment: the number of the process that started this one, see end_with
@@ -41,27 +44,88 @@ def _is_alive(process: int) -> bool:
     return True
 
 
+class Stopped(SystemExit):
+    """Ends a run that was asked to stop before its first step, with status 0."""
+
+
+Phase = Literal["imports", "set-up", "steps"]
+
+
 class StopRequest:
-    """While entered, the first SIGINT (Ctrl-C), SIGTERM or SIGUSR1 sets `received`; a second one acts as it would outside."""
+    """A user's wish to end the run, by Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (a closed terminal; nohup keeps it ignored).
 
-    def __init__(self, announce: bool = True) -> None:
-        """`announce`: say on stderr that the request was heard."""
+    While entered, the first such signal sets `received`, and the run ends after its step. A second one acts as it would outside.
+    In its first two phases a run has nothing to save: alone, it ends at once; one of several processes waits for `end_early`.
+    """
+
+    def __init__(self, phase: Phase = "steps") -> None:
         self.received: float | None = None  # when it came, on the clock time.monotonic
-        self.announce = announce
+        self.phase = phase
+        self._before: dict[Any, Any] = {}  # the handlers that were there
 
-    def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+    def hear(self, phase: Phase) -> "StopRequest":
+        """Answer the signals from here on, as in this phase. During imports the process ends, as nothing could handle an exception.
+        """
+        self.phase = phase
+        for number in SIGNALS:
+            before = signal.getsignal(number)
+            under_nohup = number == getattr(signal, "SIGHUP", None) and before is signal.SIG_IGN
+            if number not in self._before and not under_nohup:
+                self._before[number] = before or signal.SIG_DFL
+                signal.signal(number, self._on_signal)
         return self
 
+    def __enter__(self) -> "StopRequest":
+        return self.hear(self.phase)
+
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def end_early(self, asked: float) -> None:
+        """End the run before its first step, if one of its processes was `asked` to. Raises Stopped."""
+        if asked:
+            if launch().rank == 0:
+                _say("stopped before its first step: nothing is lost, the same command starts again")
+            if self.phase == "imports":
+                os._exit(0)
+            raise Stopped(0)
 
     def _on_signal(self, number: int, _: Any) -> None:
         if self.received is None:
             self.received = time.monotonic()
-            if self.announce:
-                os.write(2, b"\nstopping after this step; once more to stop at once\n")
+            if self.phase != "steps":
+                self.end_early(launch().world_size == 1)
+            elif launch().rank == 0:
+                _say("stopping after this step; once more to stop at once")
         elif time.monotonic() - self.received > 1:  # sooner, it is torchrun passing the same Ctrl-C on
             self.__exit__()
             signal.raise_signal(number)
+
+
+# ---- commands that have nothing to save
+
+
+def end_at_ctrl_c() -> None:
+    """Let Ctrl-C end this process with a line and status 130 while a command imports; `raise_at_ctrl_c` ends that.
+
+    Python's own answer is an exception, which an import cannot handle: it prints a traceback, or is lost.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_interrupted)
+
+
+def raise_at_ctrl_c() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, after `end_at_ctrl_c`."""
+    if signal.getsignal(signal.SIGINT) is _end_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_interrupted(*_: object) -> None:
+    _say("error: interrupted")
+    os._exit(130)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal takes no more
+        os.write(2, f"\n{line}\n".encode())

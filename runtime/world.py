@@ -6,9 +6,10 @@ This is the only reader of torchrun's environment. Importing it does not import 
 import contextlib
 import datetime
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -133,8 +134,28 @@ def joined_world(device: "torch.device", timeout: float) -> Iterator[World]:
         dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.PrefixStore(f"attempt {attempt}", store),
                                 rank=started.rank, world_size=started.world_size, timeout=patience,
                                 device_id=device if on_gpu else None)
+    failed = True
     try:
         yield World(device, started.rank, started.world_size)
+        failed = False
+    except SystemExit:
+        failed = False
+        raise
     finally:
-        if started.world_size > 1 and dist.is_initialized():
+        if started.world_size > 1 and dist.is_initialized() and not failed:  # else end_process leaves them
             dist.destroy_process_group()
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process with a status; at once, if it has joined others and something went wrong.
+
+    PyTorch's threads may then still wait for another process. Python, as it ends, waits for these threads while it holds the lock
+    that they need: the process would never end, nor would torchrun.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody may read it
+                stream.flush()
+        os._exit(status)
+    raise SystemExit(status)
