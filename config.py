@@ -16,7 +16,7 @@ from runtime.cli import ContradictionError, Options, load, to_yaml
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
 
 # Bounds far beyond any run: a number outside them is a slip of the hand, and would overflow somewhere or never come to an end.
-Size = Annotated[int, Field(ge=1, le=10**12)]  # tokens, sequences, units of a layer
+Size = Annotated[int, Field(ge=1, le=10**15)]  # tokens, sequences, units of a layer
 Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
 ZeroIsOff = Annotated[int, Field(ge=0, le=10**9)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

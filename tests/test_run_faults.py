@@ -475,8 +475,8 @@ def test_every_number_has_an_upper_bound_that_is_told(name):
 
 
 def test_bounds_are_generous(tiny_config):
-    load_config(max_steps=10**9, lr=1e30, eval_tokens=10**12, total_batch_tokens=4 * 1024 * 10**8)
-    for options in ({"n_embd": 10**12, "n_head": 1, "vocab_size": 10**12}, {"block_size": 10**12, "seq_len": 10**12}):
+    load_config(max_steps=10**9, lr=1e30, eval_tokens=10**15, total_batch_tokens=4 * 1024 * 10**8)
+    for options in ({"n_embd": 10**15, "n_head": 1, "vocab_size": 10**15}, {"block_size": 10**15}, {"vocab_size": 10**15}):
         with pytest.raises(RuntimeError) as caught:
             train(tiny_config(**options), ALONE)
         assert kind_of_failure(caught.value)[0] == "memory"
