@@ -34,8 +34,10 @@ TINY: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 3
 # compiler, the others find its work in PyTorch's cache.
 COMPILED: dict[str, Any] = {"compile": True, "n_layer": 1, "tie_weights": True}
 
-# a shell starts its background jobs with Ctrl-C ignored, and Python leaves it so: the tests of Ctrl-C need it heard
+# a shell starts its background jobs with Ctrl-C ignored, nohup with SIGHUP ignored, and Python leaves it so: tests need both heard
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 torch.set_num_threads(1)  # a tiny model gains nothing from more, and loses much where another program takes a core
 
