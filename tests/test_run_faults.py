@@ -1,7 +1,6 @@
 """What goes wrong in the middle of a run, or before its first step: nothing is lost, and one line says how to go on."""
 
 import contextlib
-import csv
 import errno
 import functools
 import io
@@ -22,7 +21,7 @@ from torch._inductor.exc import CppCompileError, InductorError
 
 import checkpoint
 import train as train_module
-from checkpoint import newest_whole_checkpoint, read_state, saved_at_fault
+from checkpoint import read_state, saved_at_fault
 from config import Config, load_config
 from data.token_file import TokenFileError
 from model import GPT, GPTConfig, ModelError
@@ -33,6 +32,7 @@ from runtime.signals import Stopped, StopRequest, end_at_ctrl_c, raise_at_ctrl_c
 from runtime.world import World
 from sample import SampleOptions
 from tests.conftest import ALONE, COMPILED, CPU, ROOT, TINY, at_step, flags, run
+from tests.test_resume import folder_of, log, newest, same_end
 from train import train
 from weights import CheckpointError
 
@@ -40,32 +40,8 @@ needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="need
 needs_sighup = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="has no SIGHUP")
 
 
-def folder_of(config):
-    return Path(config.log_dir) / config.run_name
-
-
-def newest(config):
-    return newest_whole_checkpoint(folder_of(config))[0][0]
-
-
 def console(config):
     return (folder_of(config) / "console.log").read_text()
-
-
-def log(config):
-    """Every column of the log but the times."""
-    with open(folder_of(config) / "log.csv", newline="") as file:
-        return [(row["step"], row["loss"], row["lr"], row["norm"]) for row in csv.DictReader(file)]
-
-
-def same_end(ours, theirs):
-    """Whether two runs ended with the same log and, bit for bit, the same weights and optimizer state."""
-    assert log(ours) == log(theirs)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        a, b = (load_file(newest(config) / name) for config in (ours, theirs))
-        assert a.keys() == b.keys()
-        for key in a:
-            assert torch.equal(a[key], b[key]), (name, key)
 
 
 def failing(monkeypatch, at, error):
