@@ -7,7 +7,6 @@
 """
 
 import csv
-import itertools
 import json
 import os
 import re
@@ -28,6 +27,7 @@ import runtime.report as reports
 from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
 from runtime.cli import CONFIG_DIR, ConfigError, Options, Positive, find_config, parse, parse_command_line, read_yaml_mapping
 from runtime.errors import UserError, exit_with, reported
+from runtime.files import aside
 from runtime.report import BLUE, COLOURS, ORANGE, Column
 from runtime.runlog import LOG_COLUMNS, duration, read_rows
 from runtime.signals import ENDS_WITH
@@ -223,8 +223,7 @@ def make_way(folder: Path, stages: Sequence[Stage]) -> Path | None:
         return None
     if there & {stage.name for stage in stages}:
         return None
-    aside = next(path for n in itertools.count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
-    return folder.rename(aside)
+    return folder.rename(aside(folder))
 
 
 def climb(stages: list[Stage], rerun: bool) -> None:
@@ -263,9 +262,12 @@ def _run(stage: Stage, tell: Callable[[int, str], None]) -> str | None:
                                    env=threads | os.environ | {ENDS_WITH: str(os.getpid())})
         try:
             tell(0, "starting")
+            told = time.monotonic()
             while process.poll() is None:
                 time.sleep(0.2)
-                _tell_progress(stage, started, tell)
+                if time.monotonic() - told > 2:  # reading a long log more often would disturb the run that is timed
+                    _tell_progress(stage, started, tell)
+                    told = time.monotonic()
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)  # it ends after its step; the Ctrl-C of a shared terminal counts as the same request
             process.wait()

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -115,6 +116,11 @@ def delete(folders: Iterable[Path]) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def aside(path: Path) -> Path:
+    """Where to move what has this name, so that the name is free: the first of `<name>.1`, `.2`, ... that is not there."""
+    return next(free for n in itertools.count(1) if not (free := path.with_name(f"{path.name}.{n}")).exists())
 
 
 def flush_to_disk(path: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import datetime
-import itertools
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 import filelock
 
 from runtime.errors import UserError, drop_unread
-from runtime.files import cannot_be_written, delete, write_whole
+from runtime.files import aside, cannot_be_written, delete, write_whole
 from runtime.report import flops_rate
 from runtime.signals import Stopped
 from runtime.world import launch
@@ -72,10 +71,7 @@ class RunFolder:
                 if self.path.exists():
                     self._hold("wait for it or choose another --run_name")
                     self._lock.release()  # Windows moves no folder in which a file is open
-                    free = (self.path.with_name(f"{self.path.name}.{n}") for n in itertools.count(1))
-                    aside = next(path for path in free if not path.exists())
-                    self.path.rename(aside)
-                    self._aside = aside
+                    self._aside = self.path.rename(aside(self.path))
                 self.path.mkdir(parents=True)
                 self._made = True
                 self._hold("wait for it or choose another --run_name")
