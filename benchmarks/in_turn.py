@@ -1,0 +1,233 @@
+"""Which of several configs trains faster on this machine, and by how much: a few steps of each in turn, round after round.
+
+    python -m benchmarks.in_turn speedup9.yaml speedup10.yaml
+    python -m benchmarks.in_turn speedup10.yaml "speedup10.yaml --no-flash"
+    python -m benchmarks.in_turn speedup10.yaml --code ../other    ... here and in another copy of this code
+    python -m benchmarks.in_turn a.yaml b.yaml -- --batch_size 2   options after -- go to all of them
+
+Each side stays in a process of its own, which sleeps while another has its turn. A machine that grows slower slows all sides of a
+round, and as every other round goes backwards, the last side suffers no more than the first. What counts is the ratio within a
+round: the median over the rounds, with an interval.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from config import Config
+from runtime.cli import Options, parse, parse_command_line
+from runtime.errors import TrainingError, UserError, reported
+from runtime.files import write_whole
+from runtime.ratio import FEWEST, Ratio, median_ratio
+from runtime.report import git_commit, items, machine, print_table
+from runtime.signals import ENDS_WITH
+
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = 2  # rounds: the first compiles, the second tells how many steps make a turn
+TURN_SECONDS = 0.5  # at least, as a shorter turn is lost in what the machine does besides
+
+
+class InTurnOptions(Options):
+    """options"""
+
+    sides: tuple[str, ...] = ()
+    """configs, each with options of its own if quoted together"""
+    rounds: int = Field(20, ge=FEWEST)
+    """rounds at most"""
+    width: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """enough rounds where every interval is narrower than this share of its median"""
+    code: str | None = None
+    """folder of another copy of this code, in which the one config is trained as the second side"""
+    output: str | None = None
+    """JSON file for every turn of every side, written as the rounds end"""
+
+
+# ---- the engine
+
+
+def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int,
+               enough: Callable[[Mapping[str, Sequence[float]]], bool] = lambda _: False, left_out: int = LEFT_OUT,
+               ) -> dict[str, list[float]]:
+    """What each side returned in each round, but for the first rounds. Every other round has the sides in reverse order.
+
+    Ends after `rounds` rounds that count, or before if what was returned so far is `enough`.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(left_out + rounds):
+        names = list(sides)[::1 if i % 2 == 0 else -1]
+        for name in names:
+            rate = sides[name]()
+            if i >= left_out:
+                rates[name].append(rate)
+        if i >= left_out and enough(rates):
+            break
+    return rates
+
+
+def ratios(rates: Mapping[str, Sequence[float]], side: str, base: str) -> list[float]:
+    """The rate of a side over that of a base, round by round."""
+    return [ours / theirs for ours, theirs in zip(rates[side], rates[base], strict=True)]
+
+
+class Side:
+    """A process that does some steps whenever it is its turn, and sleeps otherwise. Use it as a context: it ends there."""
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path = ROOT, environment: Mapping[str, str] | None = None):
+        self.name, self.command, self.folder, self.environment = name, command, folder, environment or {}
+        self.turns: list[dict[str, Any]] = []  # its answers
+        self.steps = 1
+
+    def __enter__(self) -> "Side":
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, cwd=self.folder,
+            env={**os.environ, ENDS_WITH: str(os.getpid()), **self.environment})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()  # it has nothing to save
+        self.process.communicate()
+        self.errors.close()
+
+    def turn(self) -> float:
+        """Let it do its steps; returns tokens/s. Raises TrainingError if it fails."""
+        assert self.process.stdin
+        assert self.process.stdout
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and has said why
+            print(self.steps, file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise TrainingError(f"{self.name}: {self.last_words()}")
+        answer = json.loads(line)
+        if not answer["asleep"]:
+            raise TrainingError(f"{self.name}: its threads keep computing while another side has its turn; unset OMP_WAIT_POLICY "
+                                f"(now {os.environ.get('OMP_WAIT_POLICY', 'not set')})")
+        self.turns.append(answer)
+        seconds = sum(answer["seconds"])
+        if len(self.turns) == LEFT_OUT:
+            self.steps = max(1, round(TURN_SECONDS * self.steps / seconds))
+        return answer["tokens"] / seconds
+
+    def last_words(self) -> str:
+        """Why the process ended."""
+        status = self.process.wait()
+        self.errors.seek(0)
+        lines = [line.strip() for line in self.errors if line.strip()]
+        named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        killed = ["the system killed it: out of memory?"] if status == -9 else []
+        return (named or killed or lines or [f"exit status {status}"])[-1]
+
+
+def training_side(name: str, arguments: Sequence[str], log_dir: str, code: Path = ROOT) -> Side:
+    """`train.py` with these arguments, in this copy of the code or another."""
+    return Side(name, [sys.executable, "-m", "benchmarks.side", *arguments, "--log_dir", log_dir, "--run_name", "side"], code)
+
+
+@contextlib.contextmanager
+def all_sides(sides: Sequence[Side]) -> Iterator[dict[str, Callable[[], float]]]:
+    """Start the sides; gives what `take_turns` takes, and ends them."""
+    with contextlib.ExitStack() as stack:
+        yield {side.name: stack.enter_context(side).turn for side in sides}
+
+
+def narrow_enough(width: float) -> Callable[[Mapping[str, Sequence[float]]], bool]:
+    """Whether the interval of each side over the first is narrower than `width`.
+
+    Only the width ends the rounds, not where the interval lies: stopping at a pleasant ratio would make it a false one.
+    """
+    def enough(rates: Mapping[str, Sequence[float]]) -> bool:
+        base, *others = rates
+        return len(rates[base]) >= FEWEST and all(median_ratio(ratios(rates, side, base)).width <= width for side in others)
+
+    return enough
+
+
+# ---- the command
+
+
+def side_arguments(options: InTurnOptions, extra: Sequence[str]) -> list[tuple[str, list[str], Path]]:
+    """Name, train.py's arguments, and code of each side. Raises UserError for what is no comparison."""
+    texts = list(options.sides)
+    if options.code and len(texts) != 1:
+        raise UserError(f"--code compares one config here and there, not {len(texts)}")
+    if not options.code and len(texts) < 2:
+        raise UserError(f"at least two sides are needed, not {len(texts)}: "
+                        f"python -m benchmarks.in_turn speedup9.yaml speedup10.yaml; or one and --code FOLDER")
+    if len(set(texts)) < len(texts):
+        raise UserError("two sides are the same; give one of them an option: \"speedup10.yaml --no-flash\"")
+    sides = []
+    for text in texts:
+        config, *own = shlex.split(text) or [""]
+        sides.append((text, ["--config", config, *extra, *own], ROOT))
+        parse(Config, sides[-1][1], config_file=True)  # a mistake is told before anything starts
+    if options.code:
+        code = Path(options.code)
+        if not (code / "benchmarks" / "side.py").is_file():
+            raise UserError(f"--code {code}: is no copy of this code: it has no benchmarks/side.py")
+        sides.append((f"{texts[0]} in {code}", sides[0][1], code.resolve()))
+    return sides
+
+
+def compare(planned: Sequence[tuple[str, list[str], Path]], rounds: int, width: float, results: Path | None = None,
+            tell: Callable[[str], None] = lambda _: None) -> tuple[dict[str, list[float]], list[Side]]:
+    """tokens/s of each side in each round, and the sides with all their answers. Raises UserError if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        sides = [training_side(name, arguments, str(Path(folder) / str(i)), code)
+                 for i, (name, arguments, code) in enumerate(planned)]
+
+        def enough(rates: Mapping[str, Sequence[float]]) -> bool:
+            done = len(rates[sides[0].name])
+            if results:
+                write_results(results, rates, sides)
+            tell(f"round {done} of at most {rounds}: " + ", ".join(
+                f"{rate[-1]:,.0f}" for rate in rates.values()) + " tokens/s" + in_words(rates))
+            return narrow_enough(width)(rates)
+
+        with all_sides(sides) as turns:
+            return take_turns(turns, rounds, enough), sides
+
+
+def in_words(rates: Mapping[str, Sequence[float]]) -> str:
+    """How each side compares with the first so far, if there are rounds enough."""
+    base, *others = rates
+    return "" if len(rates[base]) < FEWEST else "; x first " + ", ".join(str(over(rates, side, base)) for side in others)
+
+
+def over(rates: Mapping[str, Sequence[float]], side: str, base: str) -> Ratio:
+    """How many times as fast a side is as a base."""
+    return median_ratio(ratios(rates, side, base))
+
+
+def write_results(path: Path, rates: Mapping[str, Sequence[float]], sides: Sequence[Side]) -> None:
+    """Write every turn to a JSON file, with the machine and the code."""
+    found = {"machine": machine(), "git": git_commit(), "left_out": LEFT_OUT, "sides": [
+        {"name": side.name, "command": shlex.join(["python", *side.command[1:]]), "tokens_per_sec": rates[side.name],
+         "turns": side.turns} for side in sides]}
+    write_whole(path, json.dumps(found, indent=1) + "\n")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Compare what the command line names. Raises UserError."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    options = parse_command_line(InTurnOptions, argv[:at], description=__doc__, positional="sides")
+    rates, sides = compare(side_arguments(options, argv[at + 1:]), options.rounds, options.width,
+                           Path(options.output) if options.output else None, tell=lambda line: print(line, flush=True))
+    base = sides[0].name
+    rows = [(side.name, f"{sorted(rates[side.name])[len(rates[side.name]) // 2]:,.0f}",
+             "" if side.name == base else str(over(rates, side.name, base)),
+             f"{side.turns[-1]['peak_memory_mb']:,.0f}", f"{side.turns[0]['seconds'][0]:.1f}") for side in sides]
+    print_table(f"{len(rates[base])} rounds in turn", items("side", "tokens/s", "x first", "MB", "first step, s"), rows)
+
+
+if __name__ == "__main__":
+    with reported("the comparison"):
+        main(sys.argv[1:])

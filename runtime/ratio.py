@@ -1,0 +1,58 @@
+"""How many times as fast: a median with an interval that assumes nothing about how times are distributed."""
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+FEWEST = 6  # pairs: all of fewer lie on one side of the true median more often than once in 20
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median ratio, and the interval that holds the true one with 95% confidence."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        digits = 2 if self.high - self.low >= 0.02 else 3
+        shown = "about 1" if self.low <= 1 <= self.high else f"{self.median:.{digits}f}"
+        return f"{shown} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+    @property
+    def width(self) -> float:
+        """The interval's width as a share of the median."""
+        return (self.high - self.low) / self.median
+
+
+def median_ratio(pairs: Sequence[float]) -> Ratio:
+    """The median of the ratios of independent pairs, at least six, with its interval.
+
+    The interval is that of the sign test: each pair is above or below the true median with even odds, so it reaches from the k-th
+    smallest to the k-th largest ratio, with the largest k for which fewer than k of them on one side is rare enough (David and
+    Nagaraja, Order Statistics, section 7.1). Raises ValueError for too few pairs.
+    """
+    n = len(pairs)
+    if n < FEWEST:
+        raise ValueError(f"{n} pairs are too few for an interval: at least {FEWEST}")
+    k, tail = 0, 0.5**n  # tail: how likely it is that at most k of n are below the true median
+    while 2 * tail <= 1 - CONFIDENCE:
+        k += 1
+        tail += math.comb(n, k) * 0.5**n
+    ordered = sorted(pairs)
+    return Ratio(statistics.median(pairs), ordered[k - 1], ordered[n - k])
+
+
+def product(factors: Sequence[Sequence[float]], draws: int = 2000) -> Ratio:
+    """The product of the medians of several lists of pairs, with its interval.
+
+    The interval is a bootstrap's (Efron 1979): every list is drawn from itself again, many times, always the same draws.
+    """
+    chance = random.Random(0)
+    products = sorted(math.prod(statistics.median(chance.choices(pairs, k=len(pairs))) for pairs in factors) for _ in range(draws))
+    edge = round(draws * (1 - CONFIDENCE) / 2)
+    return Ratio(math.prod(map(statistics.median, factors)), products[edge], products[-1 - edge])
