@@ -242,17 +242,33 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     def optimizations(self, world_size: int) -> tuple[list[str], list[str]]:
         """The optimizations of the ladder that are on, and those that are off, in words."""
-        padded = self.vocab_size > (self.real_vocab_size or GPT2_TOKENS)
-        switches = [
-            (self.tf32, "tf32", "tf32"), (self.bf16, "bf16", "bf16"), (self.fp16, "fp16", "fp16"),
-            (self.compile, f"compile ({self.compile_mode})", "compile"), (self.flash, "flash", "flash"),
-            (padded, f"vocabulary padded to {self.vocab_size}", "padded vocabulary"),
-            (self.fused_adamw, "fused_adamw", "fused_adamw"), (self.grad_clip, f"grad_clip {self.grad_clip:g}", "grad_clip"),
-            (self.lr_schedule != "constant", f"lr_schedule {self.lr_schedule}", "lr_schedule"),
-            (self.warmup_steps, f"warmup_steps {self.warmup_steps}", "warmup_steps"),
-            (self.decay_matrices_only and self.weight_decay, "decay_matrices_only", "decay_matrices_only"),
-            (world_size > 1, f"{world_size} processes", "several processes")]
-        return [on for is_on, on, _ in switches if is_on], [off for is_on, _, off in switches if not is_on]
+        switches = [*self._switches(), (world_size > 1, f"{world_size} processes", "several processes", [])]
+        return [on for is_on, on, _, _ in switches if is_on and on], [off for is_on, on, off, _ in switches if on and not is_on]
+
+    def switched_off(self) -> dict[str, list[str]]:
+        """For each optimization that is on, in words, the flags that switch it off and nothing else."""
+        return {off: flags for is_on, _, off, flags in self._switches() if is_on}
+
+    def _switches(self) -> list[tuple[object, str, str, list[str]]]:
+        """For each optimization: whether it is on, how it is called on ("": it is not told) and off, the flags that switch
+        it off."""
+        real_vocab = self.real_vocab_size or GPT2_TOKENS
+        searched = self.compile and self.compile_mode != "default"
+        return [
+            (self.tie_weights, "", "tie_weights", ["--no-tie_weights"]),
+            (self.tf32, "tf32", "tf32", ["--no-tf32"]), (self.bf16, "bf16", "bf16", ["--no-bf16"]),
+            (self.fp16, "fp16", "fp16", ["--no-fp16"]),
+            (self.compile, f"compile ({self.compile_mode})", "compile", ["--no-compile", "--compile_mode", "default"]),
+            (searched, "", f"compile_mode {self.compile_mode}", ["--compile_mode", "default"]),
+            (self.flash, "flash", "flash", ["--no-flash"]),
+            (self.vocab_size > real_vocab, f"vocabulary padded to {self.vocab_size}", "padded vocabulary",
+             ["--vocab_size", str(real_vocab)]),
+            (self.fused_adamw, "fused_adamw", "fused_adamw", ["--no-fused_adamw"]),
+            (self.grad_clip, f"grad_clip {self.grad_clip:g}", "grad_clip", ["--grad_clip", "0"]),
+            (self.lr_schedule != "constant", f"lr_schedule {self.lr_schedule}", "lr_schedule", ["--lr_schedule", "constant"]),
+            (self.warmup_steps, f"warmup_steps {self.warmup_steps}", "warmup_steps", ["--warmup_steps", "0"]),
+            (self.decay_matrices_only and self.weight_decay, "decay_matrices_only", "decay_matrices_only",
+             ["--no-decay_matrices_only"])]
 
     def notes(self) -> list[str]:
         """One line for each option that is valid but has no effect, or less than one might expect, with the others."""

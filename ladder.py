@@ -3,10 +3,14 @@
     python ladder.py speedup                        one of the published series: speedup, a100, mps, gpu_ms
     python ladder.py baseline.yaml my.yaml          or any configs
     python ladder.py speedup -- --max_steps 10      options after -- go to every run
+    python ladder.py --ablate speedup10.yaml        what each optimization of a config is worth at the top of the ladder
+    python ladder.py --across logs/results/*/speedup    climbed ladders of several machines beside each other
     python ladder.py --plot logs/a logs/b           the loss curves of any runs in one picture
 """
 
+import contextlib
 import csv
+import itertools
 import json
 import os
 import re
@@ -17,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +29,20 @@ from typing import Any
 
 import runtime.report as reports
 from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
-from runtime.cli import CONFIG_DIR, ConfigError, Options, Positive, find_config, parse, parse_command_line, read_yaml_mapping
+from runtime.cli import (
+    CONFIG_DIR,
+    ConfigError,
+    Options,
+    Positive,
+    ZeroIsOff,
+    find_config,
+    parse,
+    parse_command_line,
+    read_yaml_mapping,
+)
 from runtime.errors import UserError, exit_with, reported
-from runtime.files import aside
+from runtime.files import aside, write_whole
+from runtime.ratio import FEWEST, Ratio, median_ratio, product
 from runtime.report import BLUE, COLOURS, ORANGE, Column
 from runtime.runlog import LOG_COLUMNS, duration, read_rows
 from runtime.signals import ENDS_WITH
@@ -47,6 +62,11 @@ FIRST_TIMED = 6  # published times: medians from this step on
 UNSYNCHRONIZED = re.compile(r"rtx3080_speedup")
 ON_ANOTHER_GPU = "cuda_bf16"  # than the stage it changes, which ran on an Apple GPU
 OF_THE_LADDER = ("--config", "--run_name", "--log_dir", "--resume", "--print_config")  # what no run's own options may say
+# The same step in the published series whose times count, for stages of the speedup ladder
+COUNTERPARTS = {
+    "speedup2": ("a100/opt1", "gpu_ms/tf32"), "speedup3": ("a100/opt2", "gpu_ms/bf16"), "speedup5": ("a100/opt3", "gpu_ms/compile"),
+    "speedup6": ("a100/opt4", "gpu_ms/flash"), "speedup7": ("a100/opt5", "gpu_ms/vocab"), "speedup8": ("a100/opt6", None),
+    "speedup9": ("a100/opt7", None), "speedup10": ("a100/opt8", "gpu_ms/fused_adamw")}
 DDP_PUBLISHED = 211_646  # tokens/s on two RTX 4090, from the same notes as the speedup ladder; there is no log of it
 
 
@@ -54,15 +74,21 @@ class LadderOptions(Options):
     """options"""
 
     stages: tuple[str, ...] = ()
-    """speedup, a100, mps or gpu_ms; or config files; with --plot, folders of runs"""
+    """speedup, a100, mps or gpu_ms; or config files; with --plot, folders of runs; with --across, folders of ladders"""
     log_dir: str = "logs"
     """folder for the ladder's folder"""
     nproc_per_node: Positive | None = None
     """processes of each listed config, by torchrun; with speedup, of its last stage, ddp (none: 1; in ddp one for each GPU)"""
+    rounds: ZeroIsOff = 20
+    """rounds at most in which each stage and its base are timed in turn (0: off)"""
     rerun: bool = False
     """run finished stages again"""
     report_only: bool = False
     """rebuild the report of what is there"""
+    ablate: bool = False
+    """what each optimization of the given config is worth: switched on first, and switched off last"""
+    across: bool = False
+    """set the results of several machines beside each other"""
     plot: bool = False
     """compare the loss curves of the given runs in one picture"""
 
@@ -226,17 +252,24 @@ def make_way(folder: Path, stages: Sequence[Stage]) -> Path | None:
     return folder.rename(aside(folder))
 
 
+@contextlib.contextmanager
+def bars(unit: str) -> Iterator[Any]:
+    """Progress bars, counting steps or rounds."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn(unit),
+               TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=reports.console()) as progress:
+        yield progress
+
+
 def climb(stages: list[Stage], rerun: bool) -> None:
     """Run the stages that have no finished log with the same settings from this machine. A failed one is marked, the others go on.
 
     Raises KeyboardInterrupt when the user stops; what is finished stays.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
-               TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn())
     here = reports.machine()
-    with Progress(*columns, console=reports.console()) as progress:
+    with bars("steps") as progress:
         for i, stage in enumerate(stages, start=1):
             task = progress.add_task(f"{i}/{len(stages)} {stage.name}", total=stage.config.max_steps, note="")
             summary = stage.summary()
@@ -244,39 +277,50 @@ def climb(stages: list[Stage], rerun: bool) -> None:
                 progress.update(task, completed=summary["steps"], note="finished before")
                 continue
             stage.error = _run(stage, partial(_update, progress, task))
-            progress.update(task, note=f"failed: {stage.error}" if stage.error else "finished")
-            if not progress.console.is_terminal:
-                progress.console.print(f"{stage.name}: {'failed: ' + stage.error if stage.error else 'done'}")
+            _end(progress, task, stage.name, stage.error)
 
 
 def _update(progress: Any, task: Any, step: int, note: str) -> None:
     progress.update(task, completed=step, note=note)
 
 
+def _end(progress: Any, task: Any, name: str, error: str | None) -> None:
+    """Say how a task of the progress bars ended."""
+    progress.update(task, note=f"failed: {error}" if error else "finished")
+    if not progress.console.is_terminal:
+        progress.console.print(f"{name}: {'failed: ' + error if error else 'done'}")
+
+
 def _run(stage: Stage, tell: Callable[[int, str], None]) -> str | None:
     """Run a stage in its own process and `tell` its last step and how it is doing; returns the error if it fails."""
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // stage.processes))} if stage.processes > 1 else {}
     started = time.time()
+    tell(0, "starting")
+    error = _watch(stage.command, lambda: _tell_progress(stage, started, tell), threads)
+    return error or (None if stage.summary() else "it left no summary.json of these settings")
+
+
+def _watch(command: Sequence[str], look: Callable[[], None], environment: Mapping[str, str] | None = None) -> str | None:
+    """Run a command, and `look` how it is doing every two seconds and at its end; returns its error line if it fails."""
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(stage.command, stdout=subprocess.DEVNULL, stderr=errors,
-                                   env=threads | os.environ | {ENDS_WITH: str(os.getpid())})
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors,
+                                   env={**(environment or {}), **os.environ, ENDS_WITH: str(os.getpid())})
         try:
-            tell(0, "starting")
-            told = time.monotonic()
+            looked = time.monotonic()
             while process.poll() is None:
                 time.sleep(0.2)
-                if time.monotonic() - told > 2:  # reading a long log more often would disturb the run that is timed
-                    _tell_progress(stage, started, tell)
-                    told = time.monotonic()
+                if time.monotonic() - looked > 2:  # reading a long log more often would disturb the run that is timed
+                    look()
+                    looked = time.monotonic()
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)  # it ends after its step; the Ctrl-C of a shared terminal counts as the same request
             process.wait()
             raise
-        _tell_progress(stage, started, tell)
-        if process.returncode == 0 and stage.summary():
-            return None
+        look()
         errors.seek(0)
         lines = [line.strip() for line in errors if line.strip()]
+    if process.returncode == 0:
+        return None
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (named or lines or [f"exit status {process.returncode}"])[-1]
 
@@ -296,6 +340,96 @@ def _tell_progress(stage: Stage, started: float, tell: Callable[[int, str], None
         tell(step, f"loss {rows[step]['loss']:.4f}{left}")
 
 
+# ---- in turn
+
+
+@dataclass
+class Pair:
+    """Two configs that are timed in turn, and the file that keeps what came out."""
+
+    name: str
+    base: list[str]  # a config, and options of train.py
+    other: list[str]
+    path: Path
+    error: str | None = None
+
+    def settings(self) -> list[dict[str, Any]]:
+        """What makes a comparison another one: both configs' options."""
+        both = [_options(parse(Config, ["--config", *side], config_file=True)) for side in (self.base, self.other)]
+        return json.loads(json.dumps(both))
+
+    def found(self) -> dict[str, Any]:
+        """What the file says of these very settings: `factors`, the speed of the other over the base round by round, `machine`, and
+        both sides. Empty where there is none."""
+        try:
+            found = json.loads(self.path.read_text())
+            return found if found["settings"] == self.settings() and len(found["factors"]) >= FEWEST else {}
+        except (OSError, ValueError, TypeError, KeyError):
+            return {}
+
+    @property
+    def factors(self) -> list[float]:
+        """The speed of the other over the base, round by round; empty if they were not timed."""
+        return self.found().get("factors", [])
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """The speed of the other over the base; None if they were not timed."""
+        return median_ratio(factors) if (factors := self.factors) else None
+
+    def memory_mb(self, side: int) -> float | None:
+        """Peak memory of the base (0) or the other (1)."""
+        sides = self.found().get("sides")
+        return sides and max(turn["peak_memory_mb"] for turn in sides[side]["turns"])
+
+
+def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
+    """For each finished stage whose base is finished too, both in turn. What runs on several processes is left out."""
+    return {stage.name: Pair(stage.name, base.given[1:-4], stage.given[1:-4], stage.folder / "in_turn.json")
+            for stage, base in with_bases(stages)
+            if stage is not base and stage.processes == base.processes == 1 and stage.summary() and base.summary()}
+
+
+def take_turns(pairs: Sequence[Pair], rounds: int, rerun: bool) -> None:
+    """Time the pairs that were not timed on this machine with the same settings. A failed one is marked, the others go on.
+
+    Raises KeyboardInterrupt when the user stops; what is finished stays.
+    """
+    here = reports.machine()
+    with bars("rounds") as progress:
+        for i, pair in enumerate(pairs, start=1):
+            task = progress.add_task(f"{i}/{len(pairs)} {pair.name} in turn", total=rounds, note="")
+            if pair.found().get("machine") == here and not rerun:
+                progress.update(task, completed=len(pair.factors), note="finished before")
+                continue
+            pair.error = _take_turns(pair, rounds, partial(_update, progress, task))
+            _end(progress, task, f"{pair.name} in turn", pair.error)
+
+
+def _take_turns(pair: Pair, rounds: int, tell: Callable[[int, str], None]) -> str | None:
+    """Time a pair in turn and write its file; returns the error if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "turns.json"
+
+        def turns() -> dict[str, Any]:
+            return json.loads(output.read_text()) if output.exists() else {"sides": []}
+
+        def factors() -> list[float]:
+            rates = [side["tokens_per_sec"] for side in turns()["sides"]]
+            return [other / base for base, other in zip(*rates, strict=True)] if rates else []
+
+        def look() -> None:
+            tell(len(so_far := factors()), str(median_ratio(so_far)) if len(so_far) >= FEWEST else "")
+
+        tell(0, "starting")
+        error = _watch([sys.executable, str(ROOT / "benchmarks" / "in_turn.py"), shlex.join(pair.base), shlex.join(pair.other),
+                        "--rounds", str(rounds), "--output", str(output)], look)
+        if error is None:
+            kept = {"settings": pair.settings(), "factors": factors()} | turns()
+            write_whole(pair.path, json.dumps(kept, indent=1) + "\n")
+        return error
+
+
 # ---- comparing
 
 
@@ -307,9 +441,10 @@ class Row:
     ms_per_step: float
     tokens_per_sec: float
     base: str  # what it is compared with: the stage that it changes, or the stage before where that is not in the ladder
-    over_base: float | None  # None if the base has not run
+    over_base: Ratio | None  # in turn, else of the tokens/s; None if the base has not run
+    rounds: int  # in turn
     published_over_base: float | None
-    over_first: float  # over the first finished stage
+    over_first: Ratio  # the first finished stage: a product of factors in turn, else of the tokens/s
     first_step_s: float
     peak_memory_mb: float
     utilization: float
@@ -328,15 +463,21 @@ def loss_difference(ours: dict[int, dict], published: dict[int, dict]) -> tuple[
     return statistics.fmean(abs(ours[s]["loss"] - published[s]["loss"]) for s in steps), steps[-1]
 
 
+def with_bases(stages: Sequence[Stage]) -> list[tuple[Stage, Stage]]:
+    """Each stage that is not another's twin, and what it is compared with: the stage that it changes, or the one before it where
+    that is not in the ladder. The first is compared with itself."""
+    own = {stage.name: stage for stage in stages if not stage.twin_of}
+    in_order = list(own.values())
+    return [(stage, own.get(str(stage.base), before)) for before, stage in zip(in_order[:1] + in_order, in_order, strict=False)]
+
+
 def compare(stages: list[Stage]) -> list[Row]:
     """A row for each finished stage that is not another's twin."""
     rows: list[Row] = []
     rates: dict[str, float] = {}
-    own = {stage.name: stage for stage in stages if not stage.twin_of}
-    before: Stage | None = None
-    for stage in own.values():
-        base = own.get(str(stage.base), before or stage)
-        before = stage
+    in_turn = {name: factors for name, pair in pairs_of(stages).items() if (factors := pair.factors)}
+    chains: dict[str, list[list[float]]] = {}  # the factors that lead from the first stage to each
+    for stage, base in with_bases(stages):
         summary = stage.summary()
         if summary is None:
             continue
@@ -348,9 +489,16 @@ def compare(stages: list[Stage]) -> list[Row]:
                 difference, compared = found[0], f"{as_published.name}, steps {FIRST_COMPARED} to {found[1]}"
         rates[stage.name] = rate = summary["median_tokens_per_sec"]
         base_rate, first_rate = rates.get(base.name), next(iter(rates.values()))
+        factors = in_turn.get(stage.name, [])
+        if not rows:
+            chains[stage.name] = []
+        elif factors and base.name in chains:
+            chains[stage.name] = [*chains[base.name], factors]
+        over_base = median_ratio(factors) if factors else Ratio(rate / base_rate) if base_rate else None
+        over_first = product(chain) if (chain := chains.get(stage.name)) else Ratio(rate / first_rate)
         rows.append(Row(
-            stage.name, summary["median_dt_ms"], rate, base.name, base_rate and rate / base_rate, _published_factor(stage, base),
-            rate / first_rate, summary["first_step_s"], summary["peak_memory_mb"], summary["utilization"], summary["final_loss"],
+            stage.name, summary["median_dt_ms"], rate, base.name, over_base, len(factors), _published_factor(stage, base),
+            over_first, summary["first_step_s"], summary["peak_memory_mb"], summary["utilization"], summary["final_loss"],
             summary["steps"], as_published.published.tokens_per_sec, difference, compared))
     return rows
 
@@ -370,16 +518,15 @@ def _published_factor(stage: Stage, base: Stage) -> float | None:
 # ---- reporting
 
 
-STAGE = reports.field("stage", "stage")
 COLUMNS = [
-    STAGE, reports.field("ms/step", "ms_per_step", ",.0f"), reports.field("tokens/s", "tokens_per_sec", ",.0f"),
-    reports.field("x base", "over_base", ".2f"), reports.field("published", "published_over_base", ".2f"),
-    reports.field("x first", "over_first", ".2f"), reports.field("MB", "peak_memory_mb", ",.0f"),
-    reports.field("loss", "final_loss", ".3f"), reports.field("diff.", "loss_difference", ".3f"),
-    reports.field("base", "base"), reports.field("first step, s", "first_step_s", ".1f"),
-    reports.field("of matmul", "utilization", ".0%"),
+    reports.field("stage", "stage"), reports.field("tokens/s", "tokens_per_sec", ",.0f"),
+    reports.field("x base", "over_base"), reports.field("x first", "over_first"),
+    reports.field("loss", "final_loss", ".3f"), reports.field("MB", "peak_memory_mb", ",.0f"),  # so many have room in a terminal
+    reports.field("published", "published_over_base", ".2f"), reports.field("diff.", "loss_difference", ".3f"),
+    reports.field("ms/step", "ms_per_step", ",.0f"), reports.field("base", "base"),
+    reports.field("first step, s", "first_step_s", ".1f"), reports.field("of matmul", "utilization", ".0%"),
     reports.field("published tokens/s", "published_tokens_per_sec", ",.0f")]
-IN_TERMINAL = COLUMNS[:9]  # as many as 80 characters hold
+IN_TERMINAL = COLUMNS[:9]
 
 
 def filled(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
@@ -387,27 +534,55 @@ def filled(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
     return [column for column in columns if any(column.cell(row) for row in rows)]
 
 
-def report(ladder: str, stages: list[Stage], folder: Path) -> None:
+def report(ladder: str, stages: list[Stage], folder: Path, pairs: Sequence[Pair] = ()) -> None:
     """Write report.md, results.csv, speed.png and loss.png of what is finished, and print the table."""
     rows = compare(stages)
-    failed = [f"{stage.name}: {stage.error}" for stage in stages if stage.error]
+    failed = [f"{one.name}: {one.error}" for one in stages if one.error]
+    failed += [f"{pair.name} in turn with its base: {pair.error}" for pair in pairs if pair.error]
     if not rows:
         raise UserError("\n".join([f"{folder}: no finished stage to report", *(f"failed: {line}" for line in failed)]))
     reports.print_table(f"{ladder}: what each stage is worth here", filled(IN_TERMINAL, rows), rows)
     for line in failed:
         print(f"failed: {line}")
 
-    with open(folder / "results.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(Row.__dataclass_fields__), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(vars(row) for row in rows)
-    rates = [row.tokens_per_sec for row in rows]
-    labels = [f"{row.tokens_per_sec:,.0f}  ({row.over_first:.2f}x)" for row in rows]
-    reports.draw_bars(folder / "speed.png", [row.stage for row in rows], rates, labels,
-                      f"tokens/s, and the factor over {rows[0].stage}")
+    write_csv(folder / "results.csv", rows)
+    reports.draw_bars(folder / "speed.png", [row.stage for row in rows], [row.over_first.median for row in rows],
+                      [f"{row.over_first}" for row in rows],
+                      f"speed over {rows[0].stage}, which does {rows[0].tokens_per_sec:,.0f} tokens/s",
+                      whiskers=[row.over_first.ends for row in rows])
     plotted = plot_losses(stages, folder / "loss.png")
     (folder / "report.md").write_text(markdown(ladder, stages, rows, failed, plotted))
     print(f"{folder}/ has report.md, results.csv, speed.png" + (" and loss.png" if plotted else ""))
+
+
+def write_csv(path: Path, rows: Sequence[Any]) -> None:
+    """Write rows of one dataclass to a file; a Ratio `x` takes the columns x, x_low and x_high."""
+    columns: list[str] = []
+    for name, declared in rows[0].__dataclass_fields__.items():
+        columns += [name, f"{name}_low", f"{name}_high"] if "Ratio" in str(declared.type) else [name]
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            values = dict(vars(row))
+            for name, ratio in vars(row).items():
+                if isinstance(ratio, Ratio):
+                    values |= {name: ratio.median, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
+            writer.writerow(values)
+
+
+def read_factors(path: Path) -> dict[str, Ratio | None]:
+    """The factor of each stage over the one that it changes, from a ladder's results.csv. Raises UserError."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["base"] != row["stage"]]
+        ends = [(row["over_base"], row.get("over_base_low"), row.get("over_base_high")) for row in rows]
+        return {row["stage"]: Ratio(float(value), *(float(end) if end else None for end in interval)) if value else None
+                for row, (value, *interval) in zip(rows, ends, strict=True)}
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; --across takes folders that python ladder.py left") from None
+    except (csv.Error, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: is not the table of a ladder: {error}") from None
 
 
 def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str], plotted: bool) -> str:
@@ -421,9 +596,10 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
     lines = [
         f"# The {ladder} ladder" if ladder in SERIES else "# A ladder", "", *measured, "",
         *reports.markdown_table(filled(COLUMNS, rows), rows), "",
-        "tokens/s and ms/step: medians without the first steps, which compile and warm up (`first step` is apart). x base, "
-        "x first: tokens/s over that of its base, the stage that it changes (or the stage before, where that is not in this "
-        "ladder), and over that of the first in the table. MB: peak memory, of the GPU's tensors on CUDA, else of the process. "
+        "x base: speed over that of its base, the stage that it changes (or the stage before, where that is not in this ladder). "
+        "x first: over that of the first in the table, the product of such factors. " + _how_timed(rows) +
+        " tokens/s and ms/step: medians without the first steps, which compile and warm up (`first step` is apart), of runs that "
+        "came one after the other. MB: peak memory, of the GPU's tensors on CUDA, else of the process. "
         "loss: of the last step, nats per token. diff.: mean absolute difference "
         f"from the published curve over steps {FIRST_COMPARED} to {LAST_COMPARED}, or as many of them as ran. of matmul: share of "
         "what a large matrix product reaches on this device.", ""]
@@ -443,6 +619,15 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
     ran = {stage.name: f"`{stage.name}`: {summaries[stage.name]['steps']} steps of {stage.config.batch_size} x "
            f"{stage.config.seq_len} tokens" for stage in stages if stage.name in summaries}
     return "\n".join([*lines, "Settings: " + "; ".join(ran.values()) + "."]) + "\n"
+
+
+def _how_timed(rows: Sequence[Row]) -> str:
+    """What the intervals are."""
+    rounds = sorted({row.rounds for row in rows if row.rounds})
+    if not rounds:
+        return "Not timed in turn: a machine whose speed drifts makes such factors too."
+    return (f"In brackets: the interval that holds the true median with 95% confidence, of {rounds[0]} to {rounds[-1]} rounds in "
+            f"which both were timed in turn; \"about 1\" where it holds 1. A factor without brackets was not timed in turn.")
 
 
 # ---- loss curves
@@ -495,6 +680,113 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
     print(f"wrote {path}")
 
 
+# ---- what an optimization is worth first, last, and elsewhere
+
+
+@dataclass
+class Worth:
+    """An optimization's factor of speed: alone, switched on first; and with all others on, switched on last. Memory in MB."""
+
+    optimization: str
+    first: Ratio | None
+    last: Ratio | None
+    memory_mb_without: float | None  # with all others on
+    memory_mb_with: float | None
+
+
+WORTH = [reports.field("optimization", "optimization"), reports.field("on first", "first"), reports.field("on last", "last"),
+         reports.field("MB without", "memory_mb_without", ",.0f"), reports.field("MB with", "memory_mb_with", ",.0f")]
+
+
+def ablate(config: str, extra: list[str], options: LadderOptions) -> None:
+    """Time each optimization of a config in turn: it alone against none, and all against all but it.
+
+    Leaves report.md, results.csv and worth.png in logs/ablate_<config>/. Raises UserError.
+    """
+    stage = _stage("ablate", config, "ladder", options.log_dir, extra)
+    off = stage.config.switched_off()
+    if not off:
+        raise UserError(f"{config}: has no optimization on, so there is nothing to switch off")
+    folder = Path(options.log_dir) / f"ablate_{Path(config).stem}"
+    folder.mkdir(parents=True, exist_ok=True)
+    everything = [config, *extra]
+    nothing = [*everything, *itertools.chain(*off.values())]
+    pairs = {}
+    for name, flags in off.items():
+        alone = [*everything, *itertools.chain(*(others for other, others in off.items() if other != name))]
+        stem = "_".join(name.split())
+        pairs[name] = (Pair(f"{name} first", nothing, alone, folder / f"{stem}_first.json"),
+                       Pair(f"{name} last", everything + flags, everything, folder / f"{stem}_last.json"))
+    both = [pair for two in pairs.values() for pair in two]
+    if not options.report_only:
+        try:
+            take_turns(both, options.rounds, options.rerun)
+        except KeyboardInterrupt:
+            exit_with(UserError("interrupted; what is finished is kept, the same command goes on"), status=130)
+    rows = [Worth(name, first.ratio, last.ratio, last.memory_mb(0), last.memory_mb(1))
+            for name, (first, last) in pairs.items() if first.ratio or last.ratio]
+    failed = [f"{pair.name}: {pair.error}" for pair in both if pair.error]
+    if not rows:
+        raise UserError("\n".join([f"{folder}: nothing to report", *(f"failed: {line}" for line in failed)]))
+    title = f"What each optimization of {Path(config).stem} is worth"
+    reports.print_table(title, WORTH, rows)
+    for line in failed:
+        print(f"failed: {line}")
+    write_csv(folder / "results.csv", rows)
+    reports.draw_factors(folder / "worth.png", [row.optimization for row in rows],
+                         {"switched on first": [row.first for row in rows], "switched on last": [row.last for row in rows]},
+                         "factor of speed")
+    found = next(found for pair in both if (found := pair.found()))
+    write_whole(folder / "report.md", "\n".join([
+        f"# {title}", "", f"{found['machine']}; device {stage.config.device}, commit {found['git']}.", "",
+        *reports.markdown_table(WORTH, rows), "",
+        "on first: the speed with this optimization alone, over that with none. on last: the speed with all of them, over that "
+        "with all but this one. Each two were timed in turn; in brackets the interval that holds the true median with 95% confidence, "
+        "\"about 1\" where it holds 1. MB: peak memory with all but this one, and with all.", "",
+        *(f"Failed: {line}\n" for line in failed), "![factors with their intervals](worth.png)"]) + "\n")
+    print(f"{folder}/ has report.md, results.csv and worth.png")
+    if failed:
+        raise SystemExit(1)
+
+
+def across(folders: Sequence[str], out: Path) -> None:
+    """Set the factors of ladders from several machines beside each other, and beside the published ones whose times count.
+
+    Leaves report.md and across.png in `out`. A machine is called as the folder that holds its ladder's folder. Raises UserError.
+    """
+    found: dict[str, dict[str, Ratio | None]] = {}
+    for folder in folders:
+        machine = Path(folder).resolve().parent.name
+        found[folder if machine in found else machine] = read_factors(Path(folder) / "results.csv")
+    stages = list(dict.fromkeys(stage for factors in found.values() for stage in factors))
+    for i, name in enumerate(("A100, published", "one GPU, published")):
+        published = {stage: _counterpart(both[i]) for stage, both in COUNTERPARTS.items() if stage in stages}
+        if any(published.values()):
+            found[name] = published
+    columns = [Column("stage", str), *(Column(name, lambda stage, factors=factors: str(factors.get(stage) or ""))  # type: ignore[misc]
+                                       for name, factors in found.items())]
+    reports.print_table("speed over the stage that it changes", columns, stages)
+    out.mkdir(parents=True, exist_ok=True)
+    series = {name: [factors.get(stage) for stage in stages] for name, factors in found.items()}
+    reports.draw_factors(out / "across.png", stages, series, "speed over the stage that it changes")
+    write_whole(out / "report.md", "\n".join([
+        "# What each optimization is worth where", "", *reports.markdown_table(columns, stages), "",
+        "The speed of each stage over that of the stage that it changes. In brackets: the interval that holds the true median with "
+        "95% confidence, where both were timed in turn; a factor without brackets is of runs that came one after the other. "
+        "Published: the same step in the a100 series and in the list of timings on one GPU (`logs/reference/`).", "",
+        "![factors by stage and machine](across.png)"]) + "\n")
+    print(f"{out}/ has report.md and across.png")
+
+
+def _counterpart(name: str | None) -> Ratio | None:
+    """The published speed of a stage of the a100 or gpu_ms series over that of the stage that it changes."""
+    if name is None:
+        return None
+    base = Path(name).with_name(Path(str(read_yaml_mapping(CONFIG_DIR / f"{name}.yaml")["base"])).stem).as_posix()
+    ours, theirs = _published(name).ms_per_step, _published(base).ms_per_step
+    return Ratio(theirs / ours) if ours and theirs else None
+
+
 def main(argv: Sequence[str]) -> None:
     """Do what the command line asks for. Raises UserError."""
     at = argv.index("--") if "--" in argv else len(argv)
@@ -503,6 +795,19 @@ def main(argv: Sequence[str]) -> None:
                                  elsewhere=dict.fromkeys({"config", *Config.model_fields} - {"log_dir"}, runs_option))
     if not options.stages:
         raise UserError(f"name a series ({', '.join(SERIES)}) or config files; python ladder.py --help says more")
+    modes = [name for name in ("ablate", "across", "plot") if getattr(options, name)]
+    if len(modes) > 1:
+        raise UserError(f"--{modes[0]} and --{modes[1]} exclude each other; choose one")
+    if 0 < options.rounds < FEWEST:
+        raise UserError(f"--rounds {options.rounds}: at least {FEWEST} make an interval; 0 is off")
+    if options.across:
+        across(options.stages, Path(options.log_dir) / "across")
+        return
+    if options.ablate:
+        if len(options.stages) != 1 or options.stages[0] in SERIES or not options.rounds:
+            raise UserError("--ablate takes one config, such as speedup10.yaml, and times it in turn: --rounds cannot be 0")
+        ablate(options.stages[0], list(argv[at + 1:]), options)
+        return
     if options.plot:
         if options.rerun or options.report_only or "log_dir" in options.model_fields_set or at < len(argv):
             raise UserError("--plot takes folders of runs and nothing else; it writes comparison.png here")
@@ -525,15 +830,19 @@ def main(argv: Sequence[str]) -> None:
     if ladder == "ladder" and not options.report_only and (moved := make_way(folder, stages)):
         print(f"note: the ladder of other configs that was {folder} is now {moved}", flush=True)
     runs = [stage for i, stage in enumerate(stages) if stage.name not in [earlier.name for earlier in stages[:i]]]
+    pairs: list[Pair] = []
     if not options.report_only:
         try:
             climb(runs, options.rerun)
+            pairs = list(pairs_of(stages).values())
+            if options.rounds and pairs:
+                take_turns(pairs, options.rounds, options.rerun)
         except KeyboardInterrupt:
             finished = sum(stage.summary() is not None for stage in runs)
             exit_with(UserError(f"interrupted; {finished} of {len(runs)} stages are finished and kept, "
                                 f"the same command goes on"), status=130)
-    report(ladder, stages, folder)
-    if any(stage.error for stage in stages):
+    report(ladder, stages, folder, pairs)
+    if any(stage.error for stage in stages) or any(pair.error for pair in pairs):
         raise SystemExit(1)
 
 

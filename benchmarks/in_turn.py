@@ -23,6 +23,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from config import Config
 from runtime.cli import Options, parse, parse_command_line
 from runtime.errors import TrainingError, UserError, reported
@@ -81,15 +84,15 @@ def ratios(rates: Mapping[str, Sequence[float]], side: str, base: str) -> list[f
 class Side:
     """A process that does some steps whenever it is its turn, and sleeps otherwise. Use it as a context: it ends there."""
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path = ROOT, environment: Mapping[str, str] | None = None):
-        self.name, self.command, self.folder, self.environment = name, command, folder, environment or {}
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None):
+        self.name, self.command, self.environment = name, command, environment or {}
         self.turns: list[dict[str, Any]] = []  # its answers
         self.steps = 1
 
     def __enter__(self) -> "Side":
         self.errors = tempfile.TemporaryFile("w+", errors="replace")
         self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, cwd=self.folder,
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
             env={**os.environ, ENDS_WITH: str(os.getpid()), **self.environment})
         return self
 
@@ -129,7 +132,8 @@ class Side:
 
 def training_side(name: str, arguments: Sequence[str], log_dir: str, code: Path = ROOT) -> Side:
     """`train.py` with these arguments, in this copy of the code or another."""
-    return Side(name, [sys.executable, "-m", "benchmarks.side", *arguments, "--log_dir", log_dir, "--run_name", "side"], code)
+    side = [sys.executable, str(code / "benchmarks" / "side.py")]
+    return Side(name, [*side, *arguments, "--log_dir", log_dir, "--run_name", "side"])
 
 
 @contextlib.contextmanager

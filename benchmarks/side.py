@@ -10,9 +10,11 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     # as in train.py, before torch is imported
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
@@ -94,8 +96,6 @@ def main() -> None:
 
     options = parse_command_line(Config, description=__doc__, config_file=True)
     with reported(options.log_dir, advice=options.advice()):
-        from pathlib import Path
-
         from runtime.device import choose_device
         from runtime.measure import peak_memory_mb
         from runtime.runlog import read_rows

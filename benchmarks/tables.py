@@ -269,7 +269,8 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
     """Bars of the mean seconds, one for each measured row, blue in full and orange in mixed precision."""
     names = [f"{row.size} {row.computation}, warm-up {row.warmup_steps}, {precision(row.mixed_precision)}" for row in rows]
     draw_bars(path, names, [row.mean_s for row in rows], [f"{row.mean_s:.3g}" for row in rows],
-              "seconds per pass: mean, and one standard deviation", spread=[row.std_s for row in rows],
+              "seconds per pass: mean, and one standard deviation",
+              whiskers=[(row.mean_s - row.std_s, row.mean_s + row.std_s) for row in rows],
               colours=[ORANGE if row.mixed_precision else BLUE for row in rows],
               meanings={BLUE: "full precision", ORANGE: "mixed precision"})
 

@@ -12,21 +12,31 @@ FEWEST = 6  # pairs: all of fewer lie on one side of the true median more often 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median ratio, and the interval that holds the true one with 95% confidence."""
+    """A median ratio and the interval that holds the true one with 95% confidence; without an interval, a ratio of two single
+    measurements."""
 
     median: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
     def __str__(self) -> str:
-        digits = 2 if self.high - self.low >= 0.02 else 3
-        shown = "about 1" if self.low <= 1 <= self.high else f"{self.median:.{digits}f}"
-        return f"{shown} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        low, high = self.ends
+        if self.low is None:
+            return f"{self.median:.2f}"
+        digits = 2 if high - low >= 0.02 else 3
+        shown = "about 1" if low <= 1 <= high else f"{self.median:.{digits}f}"
+        return f"{shown} ({low:.{digits}f} to {high:.{digits}f})"
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The interval, which is only the ratio itself where it is not known."""
+        return (self.median if self.low is None else self.low, self.median if self.high is None else self.high)
 
     @property
     def width(self) -> float:
         """The interval's width as a share of the median."""
-        return (self.high - self.low) / self.median
+        low, high = self.ends
+        return (high - low) / self.median
 
 
 def median_ratio(pairs: Sequence[float]) -> Ratio:

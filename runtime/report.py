@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.ratio import Ratio
+
 # Okabe and Ito (2008): told apart by the colour-blind too
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # told apart in print too
@@ -138,16 +140,18 @@ def save_picture(figure: Any, path: Path) -> None:
 
 def draw_bars(path: Path, names: Sequence[str], lengths: Sequence[float], labels: Sequence[str], xlabel: str, *,
               colours: Sequence[str] | str = BLUE, meanings: Mapping[str, str] | None = None,
-              spread: Sequence[float] | None = None) -> None:
-    """Horizontal bars, the first on top, each with a label at its end and, given `spread`, a whisker of that half-width.
+              whiskers: Sequence[tuple[float, float]] | None = None) -> None:
+    """Horizontal bars, the first on top, each with a label at its end and, if given, a whisker from one value to another.
 
     `meanings`: what each colour stands for, for a legend.
     """
     figure, axes = pyplot().subplots(figsize=(8, 1.2 + 0.32 * len(names)), layout="constrained")
-    bars = axes.barh(range(len(names)), lengths, xerr=spread, color=colours)
+    ends = list(whiskers or [(length, length) for length in lengths])
+    bars = axes.barh(range(len(names)), lengths, color=colours,
+                     xerr=_arms(lengths, ends) if whiskers else None)
     axes.set_yticks(range(len(names)), [plain(name) for name in names], fontsize=9)
     axes.bar_label(bars, labels, padding=5, fontsize=9)
-    axes.set_xlim(0, 1.25 * max(length + (spread[i] if spread else 0) for i, length in enumerate(lengths)))
+    axes.set_xlim(0, 1.25 * max(high for _, high in ends))
     axes.invert_yaxis()
     axes.set_xlabel(plain(xlabel))
     axes.spines[["top", "right"]].set_visible(False)
@@ -155,3 +159,34 @@ def draw_bars(path: Path, names: Sequence[str], lengths: Sequence[float], labels
         patches = [pyplot().Rectangle((0, 0), 1, 1, color=colour) for colour in meanings]
         figure.legend(patches, list(meanings.values()), loc="outside upper right", ncols=len(meanings), fontsize=9)
     save_picture(figure, path)
+
+
+def draw_factors(path: Path, names: Sequence[str], series: Mapping[str, Sequence[Ratio | None]], xlabel: str) -> None:
+    """For each name, the first on top, the factor that each series has for it, with a whisker over its interval."""
+    figure, axes = pyplot().subplots(figsize=(8, 1.6 + (0.14 + 0.16 * len(series)) * len(names)), layout="constrained")
+    for i, (label, factors) in enumerate(series.items()):
+        offset = 0.8 * ((i + 0.5) / len(series) - 0.5)  # so that points of one name do not cover each other
+        heights = [y + offset for y, factor in enumerate(factors) if factor]
+        shown = [factor for factor in factors if factor]
+        values = [factor.median for factor in shown]
+        axes.errorbar(values, heights, xerr=_arms(values, [factor.ends for factor in shown]), fmt=MARKERS[i % len(MARKERS)],
+                      color=COLOURS[i % len(COLOURS)], markersize=5, linewidth=1.2, label=plain(label))
+    for y in range(1, len(names)):
+        axes.axhline(y - 0.5, color="0.9", linewidth=0.8)
+    axes.axvline(1, color="0.4", linewidth=0.8)
+    axes.set_xscale("log")
+    ticks = [tick for tick in (0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12) if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.minorticks_off()
+    axes.set_yticks(range(len(names)), [plain(name) for name in names], fontsize=9)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel(plain(xlabel))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=min(3, len(series)), fontsize=9)
+    save_picture(figure, path)
+
+
+def _arms(values: Sequence[float], ends: Sequence[tuple[float, float]]) -> list[list[float]]:
+    """How far whiskers reach to the left and to the right of their values."""
+    return [[value - low for value, (low, _) in zip(values, ends, strict=True)],
+            [high - value for value, (_, high) in zip(values, ends, strict=True)]]

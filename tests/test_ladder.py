@@ -12,6 +12,7 @@ import pytest
 import ladder
 import runtime.report as reports
 from runtime.errors import UserError
+from runtime.ratio import Ratio
 from runtime.runlog import read_rows
 from tests.conftest import ROOT, flags, run
 
@@ -25,7 +26,7 @@ def rungs(tiny_config, tmp_path):
     for name in ("--log_dir", "--run_name"):
         at = given.index(name)
         del given[at:at + 2]
-    return ["plain.yaml", "flash.yaml", "--", *given]
+    return ["plain.yaml", "flash.yaml", "--rounds", "0", "--", *given]
 
 
 def results(tmp_path):
@@ -192,7 +193,7 @@ def test_a_twin_lends_its_curve_and_unsynchronized_times_are_not_compared(tmp_pa
     assert list(rows) == ["baseline", "speedup2", "speedup3"]
     assert rows["speedup2"].compared == "as_logged_speedup2, steps 11 to 50"
     assert rows["speedup3"].compared == ""  # its twin did not run
-    assert (rows["speedup3"].over_base, rows["speedup3"].over_first) == (4.0, 8.0)
+    assert (rows["speedup3"].over_base, rows["speedup3"].over_first) == (Ratio(4.0), Ratio(8.0))
     assert rows["baseline"].published_tokens_per_sec == pytest.approx(11_570, rel=0.01)
     assert rows["speedup2"].published_tokens_per_sec is None
     ladder.report("speedup", stages, tmp_path / "speedup")
@@ -312,7 +313,7 @@ def test_a_stage_whose_base_is_not_in_the_list_says_what_it_is_compared_with(tmp
     for i, stage in enumerate(stages):
         fake_run(stage, 100.0 * (i + 1))
     compared = [(row.base, row.over_base) for row in ladder.compare(stages)]
-    assert compared == [("baseline", 1.0), ("baseline", 2.0), ("speedup5", 1.5)]
+    assert compared == [("baseline", Ratio(1.0)), ("baseline", Ratio(2.0)), ("speedup5", Ratio(1.5))]
 
 
 def test_runs_end_with_the_ladder_that_started_them_even_if_it_is_killed(rungs, tmp_path):
