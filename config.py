@@ -98,6 +98,10 @@ class OptimizationConfig(Options):
     """AdamW's epsilon"""
     weight_decay: NotNegative = 0.01
     """decoupled weight decay"""
+    muon_lr: float = Field(0.02, gt=0, le=1e30)
+    """Muon's learning rate; warm-up and schedule are those of lr"""
+    muon_weight_decay: NotNegative = 0.01
+    """Muon's decoupled weight decay"""
     decay_matrices_only: bool = False
     """decay matrices and embeddings only, not biases and norms"""
     grad_clip: NotNegative = 0.0
@@ -280,6 +284,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             ("min_lr", self.lr_schedule != "constant", "lr_schedule is constant"),
             ("wsd_decay_fraction", self.lr_schedule == "wsd", f"lr_schedule is {self.lr_schedule}"),
             ("decay_matrices_only", self.weight_decay, "weight_decay is 0"),
+            ("muon_lr", self.optimizer == "muon", "optimizer is adamw"),
+            ("muon_weight_decay", self.optimizer == "muon", "optimizer is adamw"),
             ("checkpoint_every", self.keep_last, "keep_last is 0"),
             ("eval_tokens", self.eval_every, "eval_every is 0"),
             ("sample_tokens", self.sample_every, "sample_every is 0"),

@@ -12,6 +12,7 @@ import contextlib
 import csv
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -60,6 +61,7 @@ FIRST_TIMED = 6  # published times: medians from this step on
 # The published RTX 3080 times were read without waiting for the GPU from speedup1 on: up to 1.9 million tokens/s, more than
 # ten times what that card can compute.
 UNSYNCHRONIZED = re.compile(r"rtx3080_speedup")
+HEADROOM = 1.25  # of memory, for what a process needs besides its peak
 ON_ANOTHER_GPU = "cuda_bf16"  # than the stage it changes, which ran on an Apple GPU
 OF_THE_LADDER = ("--config", "--run_name", "--log_dir", "--resume", "--print_config")  # what no run's own options may say
 # The same step in the published series whose times count, for stages of the speedup ladder
@@ -223,8 +225,8 @@ def _same_training(a: Config, b: Config) -> bool:
 
 
 def probe(device: str) -> dict[str, Any]:
-    """What a fresh process finds of the device: how many `gpus`, and `bf16_slowdown`, bfloat16's time over float32's, None where
-    bfloat16 is not slow. Empty if it fails."""
+    """What a fresh process finds of the device: how many `gpus`, their or this machine's `memory_mb`, and `bf16_slowdown`,
+    bfloat16's time over float32's, None where bfloat16 is not slow. Empty if it fails."""
     command = [sys.executable, "-m", "runtime.measure", device]
     found = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
     return json.loads(found.stdout) if found.returncode == 0 else {}
@@ -297,7 +299,7 @@ def _run(stage: Stage, tell: Callable[[int, str], None]) -> str | None:
     started = time.time()
     tell(0, "starting")
     error = _watch(stage.command, lambda: _tell_progress(stage, started, tell), threads)
-    return error or (None if stage.summary() else "it left no summary.json of these settings")
+    return error or (None if stage.summary() else "it was stopped before its last step")
 
 
 def _watch(command: Sequence[str], look: Callable[[], None], environment: Mapping[str, str] | None = None) -> str | None:
@@ -351,6 +353,7 @@ class Pair:
     base: list[str]  # a config, and options of train.py
     other: list[str]
     path: Path
+    peaks_mb: tuple[float | None, float | None] = (None, None)  # of memory, where they are known
     error: str | None = None
 
     def settings(self) -> list[dict[str, Any]]:
@@ -385,48 +388,73 @@ class Pair:
 
 def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
     """For each finished stage whose base is finished too, both in turn. What runs on several processes is left out."""
-    return {stage.name: Pair(stage.name, base.given[1:-4], stage.given[1:-4], stage.folder / "in_turn.json")
+    return {stage.name: Pair(stage.name, base.given[1:-4], stage.given[1:-4], stage.folder / "in_turn.json",
+                             (ours["peak_memory_mb"], theirs["peak_memory_mb"]))
             for stage, base in with_bases(stages)
-            if stage is not base and stage.processes == base.processes == 1 and stage.summary() and base.summary()}
+            if stage is not base and stage.processes == base.processes == 1
+            and (ours := base.summary()) and (theirs := stage.summary())}
 
 
-def take_turns(pairs: Sequence[Pair], rounds: int, rerun: bool) -> None:
-    """Time the pairs that were not timed on this machine with the same settings. A failed one is marked, the others go on.
+def take_turns(pairs: Sequence[Pair], rounds: int, rerun: bool, memory_mb: float) -> None:
+    """Time the pairs that were not timed on this machine with the same settings, as many at once as the device's memory holds.
 
-    Raises KeyboardInterrupt when the user stops; what is finished stays.
+    A failed one is marked, the others go on. Raises KeyboardInterrupt when the user stops; what is finished stays.
     """
     here = reports.machine()
+    wanted = [pair for pair in pairs if rerun or pair.found().get("machine") != here]
+    groups = grouped(wanted, memory_mb)
     with bars("rounds") as progress:
-        for i, pair in enumerate(pairs, start=1):
-            task = progress.add_task(f"{i}/{len(pairs)} {pair.name} in turn", total=rounds, note="")
-            if pair.found().get("machine") == here and not rerun:
-                progress.update(task, completed=len(pair.factors), note="finished before")
-                continue
-            pair.error = _take_turns(pair, rounds, partial(_update, progress, task))
-            _end(progress, task, f"{pair.name} in turn", pair.error)
+        while groups:
+            group = groups.pop(0)
+            names = ", ".join(pair.name for pair in group)
+            task = progress.add_task(f"in turn: {names}", total=rounds, note="")
+            error = _take_turns(group, rounds, partial(_update, progress, task))
+            _end(progress, task, f"in turn: {names}", error)
+            if error and len(group) > 1:  # one side of it failed, or the memory did not suffice
+                groups[:0] = [[pair] for pair in group]
+            elif error:
+                group[0].error = error
 
 
-def _take_turns(pair: Pair, rounds: int, tell: Callable[[int, str], None]) -> str | None:
-    """Time a pair in turn and write its file; returns the error if it fails."""
+def grouped(pairs: Sequence[Pair], memory_mb: float) -> list[list[Pair]]:
+    """The pairs in groups: a pair joins the one before where they share a side, and all sides together stay within the memory.
+
+    A side that two pairs share is timed once for both.
+    """
+    groups: list[list[Pair]] = []
+    for pair in pairs:
+        group = [*groups[-1], pair] if groups else []
+        needed = {tuple(side): memory or math.inf for member in group
+                  for side, memory in zip((member.base, member.other), member.peaks_mb, strict=True)}
+        shared = any(pair.base in (member.base, member.other) for member in group[:-1])
+        if shared and sum(HEADROOM * peak for peak in needed.values()) <= memory_mb:
+            groups[-1] = group
+        else:
+            groups.append([pair])
+    return groups
+
+
+def _take_turns(pairs: Sequence[Pair], rounds: int, tell: Callable[[int, str], None]) -> str | None:
+    """Time pairs in turn, all at once, and write the file of each; returns the error if a side fails."""
+    sides = list(dict.fromkeys(shlex.join(side) for pair in pairs for side in (pair.base, pair.other)))
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "turns.json"
 
-        def turns() -> dict[str, Any]:
-            return json.loads(output.read_text()) if output.exists() else {"sides": []}
-
-        def factors() -> list[float]:
-            rates = [side["tokens_per_sec"] for side in turns()["sides"]]
-            return [other / base for base, other in zip(*rates, strict=True)] if rates else []
-
         def look() -> None:
-            tell(len(so_far := factors()), str(median_ratio(so_far)) if len(so_far) >= FEWEST else "")
+            if output.exists():
+                tell(len(json.loads(output.read_text())["sides"][0]["tokens_per_sec"]), "")
 
         tell(0, "starting")
-        error = _watch([sys.executable, str(ROOT / "benchmarks" / "in_turn.py"), shlex.join(pair.base), shlex.join(pair.other),
-                        "--rounds", str(rounds), "--output", str(output)], look)
+        error = _watch([sys.executable, str(ROOT / "benchmarks" / "in_turn.py"), *sides, "--rounds", str(rounds),
+                        "--output", str(output)], look)
         if error is None:
-            kept = {"settings": pair.settings(), "factors": factors()} | turns()
-            write_whole(pair.path, json.dumps(kept, indent=1) + "\n")
+            found = json.loads(output.read_text())
+            for pair in pairs:
+                two = [found["sides"][sides.index(shlex.join(side))] for side in (pair.base, pair.other)]
+                rates = [side["tokens_per_sec"] for side in two]
+                factors = [other / base for base, other in zip(*rates, strict=True)]
+                kept = found | {"settings": pair.settings(), "factors": factors, "sides": two}
+                write_whole(pair.path, json.dumps(kept, indent=1) + "\n")
         return error
 
 
@@ -476,7 +504,7 @@ def compare(stages: list[Stage]) -> list[Row]:
     rows: list[Row] = []
     rates: dict[str, float] = {}
     in_turn = {name: factors for name, pair in pairs_of(stages).items() if (factors := pair.factors)}
-    chains: dict[str, list[list[float]]] = {}  # the factors that lead from the first stage to each
+    chains: dict[str, list[Ratio]] = {}  # the factors that lead from the first stage to each
     for stage, base in with_bases(stages):
         summary = stage.summary()
         if summary is None:
@@ -490,11 +518,11 @@ def compare(stages: list[Stage]) -> list[Row]:
         rates[stage.name] = rate = summary["median_tokens_per_sec"]
         base_rate, first_rate = rates.get(base.name), next(iter(rates.values()))
         factors = in_turn.get(stage.name, [])
+        over_base = median_ratio(factors) if factors else Ratio(rate / base_rate) if base_rate else None
         if not rows:
             chains[stage.name] = []
-        elif factors and base.name in chains:
-            chains[stage.name] = [*chains[base.name], factors]
-        over_base = median_ratio(factors) if factors else Ratio(rate / base_rate) if base_rate else None
+        elif factors and over_base and base.name in chains:
+            chains[stage.name] = [*chains[base.name], over_base]
         over_first = product(chain) if (chain := chains.get(stage.name)) else Ratio(rate / first_rate)
         rows.append(Row(
             stage.name, summary["median_dt_ms"], rate, base.name, over_base, len(factors), _published_factor(stage, base),
@@ -626,8 +654,9 @@ def _how_timed(rows: Sequence[Row]) -> str:
     rounds = sorted({row.rounds for row in rows if row.rounds})
     if not rounds:
         return "Not timed in turn: a machine whose speed drifts makes such factors too."
-    return (f"In brackets: the interval that holds the true median with 95% confidence, of {rounds[0]} to {rounds[-1]} rounds in "
-            f"which both were timed in turn; \"about 1\" where it holds 1. A factor without brackets was not timed in turn.")
+    many = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
+    return (f"In brackets: the interval that holds the true median with 95% confidence, of {many} rounds in which both were timed "
+            f"in turn; \"about 1\" where it holds 1. A factor without brackets was not timed in turn.")
 
 
 # ---- loss curves
@@ -720,7 +749,7 @@ def ablate(config: str, extra: list[str], options: LadderOptions) -> None:
     both = [pair for two in pairs.values() for pair in two]
     if not options.report_only:
         try:
-            take_turns(both, options.rounds, options.rerun)
+            take_turns(both, options.rounds, options.rerun, memory_mb=0)
         except KeyboardInterrupt:
             exit_with(UserError("interrupted; what is finished is kept, the same command goes on"), status=130)
     rows = [Worth(name, first.ratio, last.ratio, last.memory_mb(0), last.memory_mb(1))
@@ -741,8 +770,8 @@ def ablate(config: str, extra: list[str], options: LadderOptions) -> None:
         f"# {title}", "", f"{found['machine']}; device {stage.config.device}, commit {found['git']}.", "",
         *reports.markdown_table(WORTH, rows), "",
         "on first: the speed with this optimization alone, over that with none. on last: the speed with all of them, over that "
-        "with all but this one. Each two were timed in turn; in brackets the interval that holds the true median with 95% confidence, "
-        "\"about 1\" where it holds 1. MB: peak memory with all but this one, and with all.", "",
+        "with all but this one. Each two were timed in turn; in brackets the interval that holds the true median with 95% "
+        "confidence, \"about 1\" where it holds 1. MB: peak memory with all but this one, and with all.", "",
         *(f"Failed: {line}\n" for line in failed), "![factors with their intervals](worth.png)"]) + "\n")
     print(f"{folder}/ has report.md, results.csv and worth.png")
     if failed:
@@ -815,17 +844,16 @@ def main(argv: Sequence[str]) -> None:
         return
     extra, processes = list(argv[at + 1:]), options.nproc_per_node
     ladder, stages = plan(options.stages, options.log_dir, extra, processes)
-    if not options.report_only and (ladder == "speedup" or any(stage.config.bf16 for stage in stages)):
-        found = probe(stages[0].config.device)
-        if warning := bf16_warning(stages, found.get("bf16_slowdown"), argv):
-            print(warning, flush=True)
-        if ladder == "speedup" and processes is None and found.get("gpus", 0) > 1:
-            ladder, stages = plan(options.stages, options.log_dir, extra, found["gpus"])
-            ddp = stages[-1].config
-            if not any((Path(ddp.data_dir) / ddp.dataset).glob("*.bin")):
-                stages.pop()
-                print(f"note: the stage ddp is left out: its corpus {ddp.data_dir}/{ddp.dataset} is not there; write it with: "
-                      f"python data/fineweb.py", flush=True)
+    found = {} if options.report_only else probe(stages[0].config.device)
+    if warning := bf16_warning(stages, found.get("bf16_slowdown"), argv):
+        print(warning, flush=True)
+    if ladder == "speedup" and processes is None and found.get("gpus", 0) > 1:
+        ladder, stages = plan(options.stages, options.log_dir, extra, found["gpus"])
+        ddp = stages[-1].config
+        if not any((Path(ddp.data_dir) / ddp.dataset).glob("*.bin")):
+            stages.pop()
+            print(f"note: the stage ddp is left out: its corpus {ddp.data_dir}/{ddp.dataset} is not there; write it with: "
+                  f"python data/fineweb.py", flush=True)
     folder = Path(options.log_dir) / ladder
     if ladder == "ladder" and not options.report_only and (moved := make_way(folder, stages)):
         print(f"note: the ladder of other configs that was {folder} is now {moved}", flush=True)
@@ -836,7 +864,7 @@ def main(argv: Sequence[str]) -> None:
             climb(runs, options.rerun)
             pairs = list(pairs_of(stages).values())
             if options.rounds and pairs:
-                take_turns(pairs, options.rounds, options.rerun)
+                take_turns(pairs, options.rounds, options.rerun, found.get("memory_mb", 0))
         except KeyboardInterrupt:
             finished = sum(stage.summary() is not None for stage in runs)
             exit_with(UserError(f"interrupted; {finished} of {len(runs)} stages are finished and kept, "

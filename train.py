@@ -173,7 +173,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
             state.is_whole = False  # until all of it is updated
             for optimizer in state.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = lr
+                    group["lr"] = lr * group["lr_factor"]
                 if is_good:
                     state.scaler.step(optimizer)
                 optimizer.zero_grad(set_to_none=True)

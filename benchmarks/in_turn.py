@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -103,10 +104,18 @@ class Side:
 
     def turn(self) -> float:
         """Let it do its steps; returns tokens/s. Raises TrainingError if it fails."""
+        self.ask()
+        return self.answer()
+
+    def ask(self) -> None:
+        """Let it begin its turn."""
         assert self.process.stdin
-        assert self.process.stdout
         with contextlib.suppress(BrokenPipeError):  # it has ended, and has said why
             print(self.steps, file=self.process.stdin, flush=True)
+
+    def answer(self) -> float:
+        """Wait for the end of its turn; returns tokens/s. Raises TrainingError if it fails."""
+        assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
             raise TrainingError(f"{self.name}: {self.last_words()}")
@@ -116,7 +125,7 @@ class Side:
                                 f"(now {os.environ.get('OMP_WAIT_POLICY', 'not set')})")
         self.turns.append(answer)
         seconds = sum(answer["seconds"])
-        if len(self.turns) == LEFT_OUT:
+        if len(self.turns) == LEFT_OUT:  # the first turn compiled
             self.steps = max(1, round(TURN_SECONDS * self.steps / seconds))
         return answer["tokens"] / seconds
 
@@ -197,7 +206,11 @@ def compare(planned: Sequence[tuple[str, list[str], Path]], rounds: int, width: 
             return narrow_enough(width)(rates)
 
         with all_sides(sides) as turns:
-            return take_turns(turns, rounds, enough), sides
+            for side in sides:  # the first turn, in which they start and compile, all at once
+                side.ask()
+            for side in sides:
+                side.answer()
+            return take_turns(turns, rounds, enough, left_out=LEFT_OUT - 1), sides
 
 
 def in_words(rates: Mapping[str, Sequence[float]]) -> str:
@@ -226,10 +239,10 @@ def main(argv: Sequence[str]) -> None:
     rates, sides = compare(side_arguments(options, argv[at + 1:]), options.rounds, options.width,
                            Path(options.output) if options.output else None, tell=lambda line: print(line, flush=True))
     base = sides[0].name
-    rows = [(side.name, f"{sorted(rates[side.name])[len(rates[side.name]) // 2]:,.0f}",
+    rows = [(side.name, f"{statistics.median(rates[side.name]):,.0f}",
              "" if side.name == base else str(over(rates, side.name, base)),
-             f"{side.turns[-1]['peak_memory_mb']:,.0f}", f"{side.turns[0]['seconds'][0]:.1f}") for side in sides]
-    print_table(f"{len(rates[base])} rounds in turn", items("side", "tokens/s", "x first", "MB", "first step, s"), rows)
+             f"{side.turns[-1]['peak_memory_mb']:,.0f}") for side in sides]
+    print_table(f"{len(rates[base])} rounds in turn", items("side", "tokens/s", "x first", "MB"), rows)
 
 
 if __name__ == "__main__":

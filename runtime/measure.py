@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from runtime.device import choose_device, device_name, synchronize
-from runtime.report import git_commit, machine
+from runtime.report import git_commit, machine, physical_memory
 
 NOTED_SLOWDOWN = 1.5  # of bfloat16; less may be noise
 
@@ -143,10 +143,11 @@ def summarize(step_seconds: list[float], tokens_per_step: int, flops_per_token: 
 
 
 def main() -> None:
-    """Print what a ladder needs to know of the device `auto`, or of the one named."""
+    """Print what a ladder needs to know of the device `auto`, or of the one named. Memory in MiB."""
     device = choose_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
     slowdown = bf16_slowdown(device) if device.type == "cpu" else 0.0
-    print(json.dumps({"gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
+    memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else physical_memory()
+    print(json.dumps({"gpus": torch.cuda.device_count() if device.type == "cuda" else 0, "memory_mb": memory / 2**20,
                       "bf16_slowdown": slowdown if slowdown > NOTED_SLOWDOWN else None}))
 
 

@@ -29,8 +29,13 @@ def machine() -> str:
     if Path("/proc/cpuinfo").is_file():
         names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         processor = names[0] if names else processor
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 if hasattr(os, "sysconf") else 0
-    return f"{processor}, {os.cpu_count()} cores" + (f", {memory:.0f} GiB" if memory else "") + f", {platform.system()}"
+    memory = physical_memory()
+    return f"{processor}, {os.cpu_count()} cores" + (f", {memory / 2**30:.0f} GiB" if memory else "") + f", {platform.system()}"
+
+
+def physical_memory() -> int:
+    """Bytes of memory of this machine; 0 where the system does not tell."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
 
 
 def git_commit() -> str | None:
@@ -68,6 +73,9 @@ def items(*headings: str) -> list[Column]:
     return [Column(heading, operator.itemgetter(i)) for i, heading in enumerate(headings)]
 
 
+LONGEST_WHOLE = 24  # characters of a text that is not broken into lines
+
+
 def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
     """Print a table; columns of figures are set to the right. The last columns are left out where the terminal is too narrow."""
     from rich.box import SIMPLE_HEAD
@@ -81,11 +89,13 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> N
     for i, column in enumerate(columns):
         cells = [line[i] for line in body]
         is_figure = _are_figures(cells)
-        # a name or a figure is whole or not there; only longer texts are broken into lines
-        space -= 2 + (max(map(len, [column.heading, *cells])) if is_figure or i == 0 else len(column.heading))
+        # a name, a figure or an interval is whole or not there; only longer texts are broken into lines
+        longest = max(map(len, [column.heading, *cells]))
+        is_whole = is_figure or i == 0 or longest <= LONGEST_WHOLE
+        space -= 2 + (longest if is_whole else len(column.heading))
         if space < 0 and i:
             break
-        table.add_column(column.heading, justify="right" if is_figure else "left", no_wrap=is_figure or i == 0, overflow="fold")
+        table.add_column(column.heading, justify="right" if is_figure else "left", no_wrap=is_whole, overflow="fold")
         shown += 1
     for line in body:
         table.add_row(*line[:shown])

@@ -1,18 +1,20 @@
 """A ladder climbed for real on tiny models: what runs, what is kept, what the report says, what a failing stage does."""
 
 import csv
+import itertools
 import json
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import ladder
 import runtime.report as reports
 from runtime.errors import UserError
-from runtime.ratio import Ratio
+from runtime.ratio import Ratio, median_ratio, product
 from runtime.runlog import read_rows
 from tests.conftest import ROOT, flags, run
 
@@ -74,6 +76,111 @@ def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, tmp_path, monkeypatc
     assert [name for name in rows if after[name] != before[name]] == ["plain"]
 
 
+def test_each_stage_and_its_base_are_timed_in_turn_once(rungs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "tied.yaml").write_text("base: flash.yaml\ntie_weights: true\n")
+    at = rungs.index("--rounds")
+    ladder_of_three = [*rungs[:at], "tied.yaml", "--rounds", "6", *rungs[at + 2:]]
+    assert climb(*ladder_of_three) == 0
+    rows = results(tmp_path)
+    files = {name: tmp_path / "logs/ladder" / name / "in_turn.json" for name in ("flash", "tied")}
+    kept = {name: json.loads(path.read_text()) for name, path in files.items()}
+    # all three at once: the side that two pairs share was timed once
+    assert kept["flash"]["sides"][1] == kept["tied"]["sides"][0]
+    for name, found in kept.items():
+        base, other = (side["tokens_per_sec"] for side in found["sides"])
+        assert found["factors"] == [o / b for o, b in zip(other, base, strict=True)]
+        ratio = median_ratio(found["factors"])
+        assert [float(rows[name][f"over_base{end}"]) for end in ("", "_low", "_high")] == pytest.approx(
+            [ratio.median, ratio.low, ratio.high])
+        assert int(rows[name]["rounds"]) == len(found["factors"]) >= 6
+    whole = product([median_ratio(found["factors"]) for found in kept.values()])
+    assert float(rows["tied"]["over_first"]) == pytest.approx(whole.median)
+    assert f"| {whole} |" in (tmp_path / "logs/ladder/report.md").read_text()
+    assert rows["plain"]["over_base_low"] == ""
+
+    # with other settings a comparison does not count
+    (tmp_path / "plain.yaml").write_text("lr: 1e-3\nbatch_size: 2\n")
+    _, stages = ladder.plan(rungs[:2], "logs", rungs[at + 3:])
+    assert not any(pair.factors for pair in ladder.pairs_of(stages).values())
+
+
+def test_pairs_share_a_group_while_the_memory_holds_all_sides():
+    stages = ["a", "b", "c", "d"]
+    pairs = [ladder.Pair(other, [base], [other], Path(other), (100, 100)) for base, other in itertools.pairwise(stages)]
+    for memory, sizes in ((10_000, [3]), (3 * 100 * ladder.HEADROOM, [2, 1]), (0, [1, 1, 1])):
+        assert [len(group) for group in ladder.grouped(pairs, memory)] == sizes
+    unknown = [ladder.Pair(other, ["a"], [other], Path(other)) for other in "bc"]
+    assert len(ladder.grouped(unknown, 10**9)) == 2
+    apart = [pairs[0], pairs[2]]
+    assert len(ladder.grouped(apart, 10**9)) == 2
+
+
+def test_a_side_that_fails_in_turn_is_told_and_the_rest_is_reported(rungs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    at = rungs.index("--rounds")
+    watch = ladder._watch
+    monkeypatch.setattr(ladder, "_watch", lambda command, look, environment=None: (
+        "side: out of memory" if "in_turn.py" in str(command) else watch(command, look, environment)))
+    assert climb(*rungs[:at], "--rounds", "6", *rungs[at + 2:]) == 1
+    assert "failed: flash in turn with its base: side: out of memory" in capsys.readouterr().out
+    assert list(results(tmp_path)) == ["plain", "flash"]
+
+
+def test_a_config_without_each_of_its_optimizations_is_timed_in_turn(tmp_path, corpus, monkeypatch, capsys):
+    """What `--ablate` takes turns with; the turns themselves are tested above."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "both.yaml").write_text(f"dataset: tiny\ndata_dir: {corpus}\nflash: true\ngrad_clip: 1.0\n")
+    taken = []
+
+    def take_turns(pairs, rounds, rerun, memory_mb):
+        for i, pair in enumerate(pairs):
+            taken.append((pair.name, pair.base[1:], pair.other[1:]))
+            turns = [{"peak_memory_mb": 10.0 * (i + 1)}]
+            pair.path.write_text(json.dumps({"settings": pair.settings(), "factors": [1.5 + i] * 6, "machine": "here", "git": "0",
+                                             "sides": [{"turns": turns}, {"turns": turns}]}))
+
+    monkeypatch.setattr(ladder, "take_turns", take_turns)
+    assert climb("--ablate", "both.yaml", "--", "--n_layer", "2") == 0
+    extra = ["--n_layer", "2"]
+    no_flash, no_clip = ["--no-flash"], ["--grad_clip", "0"]
+    assert taken == [("flash first", [*extra, *no_flash, *no_clip], [*extra, *no_clip]), ("flash last", [*extra, *no_flash], extra),
+                     ("grad_clip first", [*extra, *no_flash, *no_clip], [*extra, *no_flash]),
+                     ("grad_clip last", [*extra, *no_clip], extra)]
+    folder = tmp_path / "logs/ablate_both"
+    with open(folder / "results.csv", newline="") as file:
+        rows = {row["optimization"]: row for row in csv.DictReader(file)}
+    assert (rows["flash"]["first"], rows["flash"]["last"], rows["grad_clip"]["memory_mb_with"]) == ("1.5", "2.5", "40.0")
+    assert "| flash | 1.500 (1.500 to 1.500) | 2.500 (2.500 to 2.500) | 20 | 20 |" in (folder / "report.md").read_text()
+    assert (folder / "worth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    header = "stage,base,over_base,over_base_low,over_base_high\n"
+    for machine, value in (("laptop", "1.1,1.05,1.2"), ("server", "3.0,,")):
+        folder = tmp_path / machine / "speedup"
+        folder.mkdir(parents=True)
+        (folder / "results.csv").write_text(f"{header}baseline,baseline,1.0,,\nspeedup2,speedup1,{value}\n")
+    assert climb("--across", str(tmp_path / "laptop/speedup"), str(tmp_path / "server/speedup"), "--log_dir", str(tmp_path)) == 0
+    text = (tmp_path / "across/report.md").read_text()
+    assert "| stage | laptop | server | A100, published | one GPU, published |" in text
+    assert "| speedup2 | 1.10 (1.05 to 1.20) | 3.00 | 2.44 | 3.00 |" in text  # 577.7 over 237.2 ms, 1000 over 333 ms
+    assert "baseline" not in text
+    assert (tmp_path / "across/across.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "server/speedup/results.csv").write_text("stage,over_previous\nbaseline,1\n")
+    with pytest.raises(UserError, match="is not the table of a ladder"):
+        ladder.main(["--across", str(tmp_path / "server/speedup")])
+
+
+def test_every_published_counterpart_has_a_factor():
+    names = [name for both in ladder.COUNTERPARTS.values() for name in both if name]
+    assert len(names) == 14
+    assert all(ladder._counterpart(name) for name in names)
+    assert ladder._counterpart("gpu_ms/fused_adamw").median == pytest.approx(93 / 90)
+
+
 def test_a_failing_stage_is_reported_and_the_others_go_on(rungs, tmp_path):
     (tmp_path / "bad.yaml").write_text("base: plain.yaml\nlr: 1e30\n")
     # the first of the others runs on two processes
@@ -118,6 +225,11 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(rungs, tmp_path
     (["speedup", "--", "--n_embd", "100"], "n_embd 100 does not divide into 12 heads"),
     (["--plot", "nowhere"], "nowhere/log.csv: cannot be read"), (["speedup", "--report_only"], "no finished stage to report"),
     (["speedup", "--reruns"], "--reruns: unknown option; did you mean --rerun?"),
+    (["speedup", "--rounds", "3"], "--rounds 3: at least 6 make an interval; 0 is off"),
+    (["--ablate", "speedup"], "--ablate takes one config, such as speedup10.yaml"),
+    (["--ablate", "baseline"], "baseline: has no optimization on"),
+    (["--across", "nowhere"], "nowhere/results.csv: cannot be read"),
+    (["--ablate", "--plot", "x"], "--ablate and --plot exclude each other"),
 ])
 def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path):
     done = run("ladder.py", *arguments, cwd=tmp_path)  # half a second each: torch is not imported
@@ -281,6 +393,7 @@ def test_ddp_is_left_out_without_its_corpus_and_not_run_on_one_gpu(tmp_path, mon
 def test_what_a_machine_is_asked_before_a_ladder_is_answered():
     found = ladder.probe("cpu")
     assert found["gpus"] == 0
+    assert found["memory_mb"] > 1000
     assert found["bf16_slowdown"] is None or found["bf16_slowdown"] > 1.5
     assert ladder.probe("no-such-device") == {}
 

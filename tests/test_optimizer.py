@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
+import optimizer
 from config import load_config
 from model import GPT, GPTConfig
-from optimizer import learning_rate, make_optimizers
+from optimizer import Muon, learning_rate, make_optimizers, orthogonalize
 from tests.conftest import ROOT
 
 
@@ -120,3 +121,71 @@ def test_muon_takes_the_blocks_matrices_and_adamw_the_rest(tiny_model):
     assert all(".h." in name and name.endswith("weight") and "ln_" not in name for name in taken)
     ids = [id(p) for group in groups_of([adamw, muon]) for p in group["params"]]
     assert sorted(ids) == sorted({id(p) for p in model.parameters()})
+
+
+def muon_step(weight, gradient, **options):
+    """What one step of Muon subtracts from a matrix without decay."""
+    p = torch.nn.Parameter(weight.clone())
+    p.grad = gradient
+    Muon([{"params": [p], **options}], lr=0.02, weight_decay=0.0).step()
+    return weight - p.detach()
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
+def test_muon_makes_the_update_that_pytorchs_own_makes(shape):
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(2, *shape)
+    p = torch.nn.Parameter(weight.clone())
+    p.grad = gradient
+    momentum = 0.85 + 0.1 / 300  # of the first step
+    torch.optim.Muon([p], lr=0.02, weight_decay=0.0, momentum=momentum).step()
+    ours, theirs = muon_step(weight, gradient), weight - p.detach()
+    assert (ours - theirs).norm() / theirs.norm() < 0.06  # theirs is in bfloat16
+
+
+def test_muon_makes_queries_keys_and_values_orthogonal_each_by_itself():
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(2, 3 * 16, 16)
+    gradient[:16] *= 1000  # of the queries: taken as one matrix, they would leave nothing of the others
+    together = muon_step(weight, gradient, parts=3)
+    each = torch.cat([muon_step(*pair) for pair in zip(weight.chunk(3), gradient.chunk(3), strict=True)])
+    torch.testing.assert_close(together, each, rtol=1e-4, atol=1e-5)
+    for part in together.chunk(3):
+        assert torch.linalg.svdvals(part / 0.02).median() == pytest.approx(1, abs=0.3)
+
+
+def test_matrices_of_one_shape_are_made_orthogonal_as_each_alone():
+    torch.manual_seed(0)
+    matrices = torch.randn(5, 8, 24)
+    batched = orthogonalize(matrices)
+    torch.testing.assert_close(batched, torch.cat([orthogonalize(matrix[None]) for matrix in matrices]), rtol=0.02, atol=0.01)
+    values = torch.linalg.svdvals(batched)
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    assert batched.dtype == torch.float32
+
+
+def test_muon_keeps_float32_where_bfloat16_is_emulated(monkeypatch):
+    monkeypatch.setattr(optimizer, "has_bf16_products", lambda _: False)
+    matrices = torch.eye(8)[None] + 0.01 * torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(0))
+    exact = orthogonalize(matrices.double().float())
+    assert not torch.equal(exact, exact.bfloat16().float())
+
+
+def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):
+    config = load_config(optimizer="muon", lr=1e-3, muon_lr=0.05, warmup_steps=10)
+    model = tiny_model()
+    adamw, muon = make_optimizers(model, config)[0]
+    for group in groups_of([muon]):
+        assert group["lr_factor"] * learning_rate(5, config) == pytest.approx(0.025)
+    assert {group["lr_factor"] for group in groups_of([adamw])} == {1.0}
+    p = muon.param_groups[0]["params"][0]
+    p.grad = torch.ones_like(p)
+    for _ in range(2):
+        muon.step()
+    first, second = (0.85 + 0.1 * step / 300 for step in (1, 2))
+    assert muon.state[p]["momentum_buffer"].flatten()[0] == pytest.approx(second * (1 - first) + 1 - second, rel=1e-5)
+    muon.state[p]["step"].fill_(1000)
+    muon.state[p]["momentum_buffer"].zero_()
+    muon.step()
+    assert muon.state[p]["momentum_buffer"].flatten()[0] == pytest.approx(0.05, rel=1e-4)
