@@ -282,7 +282,7 @@ def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optim
         for index, parameter in enumerate(parameters):
             prefix = f"{names[id(parameter)]}/"
             state = {key.removeprefix(prefix): tensors.pop(key).clone() for key in list(tensors) if key.startswith(prefix)}
-            expected = {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, torch.optim.AdamW) else {"momentum_buffer"}
+            expected = {"step", *(["exp_avg", "exp_avg_sq"] if isinstance(optimizer, torch.optim.AdamW) else ["momentum_buffer"])}
             if set(state) != expected or any(
                     t.shape != (torch.Size() if key == "step" else parameter.shape) for key, t in state.items()):
                 raise CheckpointError(f"{folder}: the optimizer's state does not fit {names[id(parameter)]}; it was saved with "
