@@ -1,12 +1,16 @@
 """Text from a trained model: `python sample.py quickstart --prompt "Python is"`."""
 
+from runtime.interrupt import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # first of all: imports take a moment
+
 from typing import Literal
 
 from pydantic import Field
 
 from runtime.cli import Options, Positive, parse_command_line, reconfigure_output
 from runtime.errors import UserError, reported
-from runtime.signals import end_at_ctrl_c
 
 
 class SampleOptions(Options):

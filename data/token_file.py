@@ -111,12 +111,14 @@ def _shards(parts: Iterable[Tokens], shard_tokens: int) -> Iterator[Iterator[Tok
 
 def count_tokens(path: Path) -> int:
     """Number of tokens in a token file, from its header. Raises TokenFileError if the file is not a whole token file."""
+    remedy = "write it again with a script in data/"
     try:
         size = path.stat().st_size
+        if not path.is_file():  # a pipe would be waited for
+            raise TokenFileError(f"{path}: cannot be read: not a file; delete it, or {remedy}")
         header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     except OSError as error:
         raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
-    remedy = "write it again with a script in data/"
     if header.size < HEADER_INTS:
         raise TokenFileError(f"{path}: not a token file: its {size} bytes are less than a header's {HEADER_BYTES}; {remedy}")
     magic, version, count = (int(n) for n in header[:3])
@@ -135,12 +137,13 @@ Stamp = tuple[int, int, int]
 RESTORE = "restore it, then go on with --resume auto"
 
 
-def stamp(path: Path) -> Stamp:
-    """What tells whether a file has been changed or replaced since. Raises TokenFileError if it is gone."""
+def stamp(path: Path, *, in_use: bool = True) -> Stamp:
+    """What tells whether a file has been changed or replaced since. Raises TokenFileError if it is not there (any more)."""
     try:
         status = path.stat()
     except OSError as error:
-        raise TokenFileError(f"{path}: has vanished while in use ({error.strerror}); {RESTORE}") from None
+        raise TokenFileError(f"{path}: has vanished while in use ({error.strerror}); {RESTORE}" if in_use else
+                             f"{path}: cannot be read: {error.strerror}") from None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -165,7 +168,7 @@ class TokenFile:
     def __init__(self, path: Path):
         """Raises TokenFileError if the file is not a whole token file."""
         self.path = path
-        self._stamp = stamp(path)  # first, so that a change while the file is being opened is noticed
+        self._stamp = stamp(path, in_use=False)  # first, so that a change while the file is being opened is noticed
         self.tokens = count_tokens(path)
         self._content = self._hash()
 

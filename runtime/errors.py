@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import NoReturn, TextIO
 
-from runtime.signals import raise_at_ctrl_c
+from runtime.interrupt import raise_at_ctrl_c
 from runtime.world import end_process, launch
 
 
@@ -101,6 +101,12 @@ def drop_unread(stream: TextIO | None) -> OSError | None:
     except ValueError:  # closed
         pass
     return None
+
+
+def in_a_line(error: BaseException) -> str:
+    """What an error of any library says, as a part of one line: its kind and the beginning of its message."""
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return "".join(c for c in textwrap.shorten(said, 160, placeholder=" ...") if c.isprintable())
 
 
 # ---- what PyTorch's errors mean

@@ -1,12 +1,12 @@
 """Ending a run cleanly on Ctrl-C and other signals, from its first moment on, and with the command that started it."""
 
-import contextlib
 import os
 import signal
 import threading
 import time
 from typing import Any, Literal
 
+from runtime.interrupt import say_at_once
 from runtime.world import launch
 
 # SIGHUP is what a closed terminal sends, SIGUSR1 what Slurm can be asked to send before the time is up; Windows has neither
@@ -86,7 +86,7 @@ class StopRequest:
         """End the run before its first step, if one of its processes was `asked` to. Raises Stopped."""
         if asked:
             if launch().rank == 0:
-                _say("stopped before its first step: nothing is lost, the same command starts again")
+                say_at_once("stopped before its first step: nothing is lost, the same command starts again")
             if self.phase == "imports":
                 os._exit(0)
             raise Stopped(0)
@@ -97,35 +97,7 @@ class StopRequest:
             if self.phase != "steps":
                 self.end_early(launch().world_size == 1)
             elif launch().rank == 0:
-                _say("stopping after this step; once more to stop at once")
+                say_at_once("stopping after this step; once more to stop at once")
         elif time.monotonic() - self.received > 1:  # sooner, it is torchrun passing the same Ctrl-C on
             self.__exit__()
             signal.raise_signal(number)
-
-
-# ---- commands that have nothing to save
-
-
-def end_at_ctrl_c() -> None:
-    """Let Ctrl-C end this process with a line and status 130 while a command imports; `raise_at_ctrl_c` ends that.
-
-    Python's own answer is an exception, which an import cannot handle: it prints a traceback, or is lost.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_interrupted)
-
-
-def raise_at_ctrl_c() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, after `end_at_ctrl_c`."""
-    if signal.getsignal(signal.SIGINT) is _end_interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _end_interrupted(*_: object) -> None:
-    _say("error: interrupted")
-    os._exit(130)
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # a closed terminal takes no more
-        os.write(2, f"\n{line}\n".encode())

@@ -27,8 +27,9 @@ from data.token_file import TokenFileError
 from model import GPT, GPTConfig, ModelError
 from runtime.cli import ConfigError, parse
 from runtime.errors import TrainingError, UserError, kind_of_failure, reported
+from runtime.interrupt import end_at_ctrl_c, raise_at_ctrl_c
 from runtime.runlog import RunFolder, duration
-from runtime.signals import Stopped, StopRequest, end_at_ctrl_c, raise_at_ctrl_c
+from runtime.signals import Stopped, StopRequest
 from runtime.world import World
 from sample import SampleOptions
 from tests.conftest import ALONE, COMPILED, CPU, ROOT, TINY, at_step, flags, run
@@ -387,6 +388,19 @@ def test_a_signal_while_torch_is_imported_ends_a_command_in_one_line(command, na
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
+@pytest.mark.parametrize(("command", "module"), [
+    *((f"data/{corpus}.py", "argparse") for corpus in ("text", "pydocs", "shakespeare", "fineweb")), ("sample.py", "typing")])
+def test_ctrl_c_while_the_first_module_is_imported_ends_a_command_in_one_line(command, module, tmp_path):
+    (tmp_path / f"{module}.py").write_text(SLOW_IMPORT)
+    process = subprocess.Popen([sys.executable, ROOT / command, "any"], cwd=tmp_path, text=True, stderr=subprocess.PIPE,
+                               stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (130, "\nerror: interrupted\n")
+
+
 def test_ctrl_c_raises_again_once_the_imports_are_done():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     end_at_ctrl_c()
@@ -478,6 +492,11 @@ def test_without_docstrings_the_options_are_the_same():
         assert "None" not in " ".join(stripped)
         assert [line for line in normal if line.startswith(("  --", "seed:", "betas:"))] == [
             line for line in stripped if line.startswith(("  --", "seed:", "betas:"))]
+
+
+@pytest.mark.parametrize("corpus", ["text", "pydocs", "shakespeare", "fineweb"])
+def test_without_docstrings_the_scripts_of_corpora_work(corpus):
+    subprocess.run([sys.executable, "-OO", ROOT / f"data/{corpus}.py", "--help"], capture_output=True, check=True, timeout=60)
 
 
 # ---- compilers and other processes
