@@ -50,8 +50,7 @@ def build_model(config: O, checkpoint: Path | None = None) -> tuple[O, GPT]:
         return config, _model_of(GPTConfig.of(config), weights, str(checkpoint))
     if values["init_from"] == "scratch":
         return config, GPT(GPTConfig.of(config))
-    folder = find_weights(values["init_from"], values["log_dir"])
-    theirs, weights = read_weights(folder)
+    folder, theirs, weights = _find_and_read(values["init_from"], values["log_dir"])
     given = config.model_dump(include=config.model_fields_set)
     fixed = {name: theirs[name] for name in ARCHITECTURE}
     if wrong := [name for name in fixed if name in given and given[name] != fixed[name]]:
@@ -70,7 +69,7 @@ def build_model(config: O, checkpoint: Path | None = None) -> tuple[O, GPT]:
 
 def load_model(source: str, log_dir: str = "logs") -> GPT:
     """The model of `source`, as `find_weights` takes it, in evaluation mode on the CPU. Raises CheckpointError."""
-    options, weights = read_weights(find_weights(source, log_dir))
+    _, options, weights = _find_and_read(source, log_dir)
     return _model_of(_config_of(options, source), weights, source).eval()
 
 
@@ -138,6 +137,17 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
         raise CheckpointError(f"{folder}: has no checkpoint (one is saved at the end of a run, or by --checkpoint_every N), "
                               f"nor the config.json of a Hugging Face model")
     return checkpoints[-1]
+
+
+def _find_and_read(source: str, log_dir: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """The folder that `source` means, and what `read_weights` gives of it."""
+    while True:
+        folder = find_weights(source, log_dir)
+        try:
+            return folder, *read_weights(folder)
+        except CheckpointError:
+            if folder.is_dir():
+                raise  # else the run is training, and has just deleted this checkpoint after a newer one
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

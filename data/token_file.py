@@ -32,6 +32,12 @@ class TokenFileError(UserError):
     """A corpus that cannot be read or written; the message says which file, what is wrong and what to do."""
 
 
+class TokenFileChangedError(TokenFileError):
+    """A token file that went bad while in use."""
+
+    status = 1
+
+
 def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
     """Write tokens, which come in parts, to `path`; returns how many.
 
@@ -142,8 +148,9 @@ def stamp(path: Path, *, in_use: bool = True) -> Stamp:
     try:
         status = path.stat()
     except OSError as error:
-        raise TokenFileError(f"{path}: has vanished while in use ({error.strerror}); {RESTORE}" if in_use else
-                             f"{path}: cannot be read: {error.strerror}") from None
+        if in_use:
+            raise TokenFileChangedError(f"{path}: has vanished while in use ({error.strerror}); {RESTORE}") from None
+        raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -153,13 +160,13 @@ def map_tokens(path: Path, count: int, expected: Stamp) -> np.ndarray:
     Raises TokenFileError if it is no longer the file of that stamp.
     """
     if stamp(path) != expected:
-        raise TokenFileError(f"{path}: was changed or replaced while in use; {RESTORE}")
+        raise TokenFileChangedError(f"{path}: was changed or replaced while in use; {RESTORE}")
     if not count:
         return np.empty(0, dtype="<u2")
     try:
         return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
     except (OSError, ValueError):
-        raise TokenFileError(f"{path}: cannot be read any more; {RESTORE}") from None
+        raise TokenFileChangedError(f"{path}: cannot be read any more; {RESTORE}") from None
 
 
 class TokenFile:

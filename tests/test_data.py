@@ -212,8 +212,9 @@ def test_a_file_that_goes_bad_while_in_use_is_an_error_not_a_crash(harm, tmp_pat
     loader = DataLoader(open_corpus(tmp_path / "c", 4, 128)[0], batch_size=1)
     loader.batch(1)
     harm(tmp_path / "c" / "c_train_000000.bin")
-    with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: (has vanished|was changed or replaced) while in use"):
+    with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: (has vanished|was changed or replaced) while in use") as lost:
         loader.batch(1)
+    assert lost.value.status == 1  # nobody typed anything wrong
 
 
 def test_an_empty_shard_among_others_is_skipped(tmp_path):

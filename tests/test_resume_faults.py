@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import checkpoint
 import runtime.runlog
@@ -20,7 +21,7 @@ from runtime.runlog import RunFolder
 from tests.conftest import ALONE, TINY, flags, fork_server, run, run_from_nothing, tiny_run, write_tiny_corpus
 from tests.test_resume import folder_of, limit_file_size, log, newest, same_end
 from train import train
-from weights import CheckpointError, build_model, load_model
+from weights import CheckpointError, build_model, load_model, verify
 
 
 def summary_of(config):
@@ -517,3 +518,12 @@ def test_a_state_is_plain_ascii_json(tiny_config):
     assert json.loads(text)["config"]["sample_prompt"] == "naïve"
     assert read_state(newest(tiny_config())).random[0].torch_cpu
     assert torch.is_tensor(load_model("train", tiny_config().log_dir).lm_head.weight)
+
+
+def test_weights_are_read_from_the_next_checkpoint_where_a_run_deletes_the_newest_meanwhile(tiny_config, monkeypatch):
+    config = tiny_config(checkpoint_every=3)
+    train(config, ALONE)
+    first, second = sorted(Path(config.log_dir).glob("train/checkpoints/step_*"))
+    monkeypatch.setattr("weights.verify", lambda folder, files: shutil.rmtree(second, ignore_errors=True) or verify(folder, files))
+    ours = load_model("train", config.log_dir).state_dict()
+    assert torch.equal(ours["lm_head.weight"], load_file(first / "model.safetensors")["lm_head.weight"])
