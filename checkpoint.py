@@ -17,6 +17,7 @@ import os
 import random
 import shlex
 import shutil
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -139,7 +140,8 @@ def save(run: RunFolder, state: State, config: Config, corpus: str, world: World
     """
     if not config.keep_last:
         return None
-    if not all(parameter.isfinite().all() for parameter in state.model.parameters()):
+    # the extremes rather than isfinite of all: that would take as much memory as the largest matrix
+    if not all(torch.stack(parameter.aminmax()).isfinite().all() for parameter in state.model.parameters()):
         raise TrainingError(f"step {state.step}: the weights are no longer finite and are not saved; {remedy(run.path, config.lr)}")
     tokens_per_step = config.tokens_per_step(world.world_size)
     saved = SavedState(
@@ -246,6 +248,7 @@ def saved_at_fault(run: RunFolder, state: State, config: Config, corpus: str, wo
     except Exception as error:
         if config.keep_last and state.is_whole and not world.distributed and state.step > _saved_step(state):
             try:
+                traceback.clear_frames(error.__traceback__)  # they hold the step's activations, and memory may be the fault
                 state.undo_step(world.device)
                 save(run, state, config, corpus, world)
             except Exception as another:  # the first error is the one to tell
@@ -253,6 +256,8 @@ def saved_at_fault(run: RunFolder, state: State, config: Config, corpus: str, wo
                     error.add_note(f"the state after step {state.step} could not be saved: {another}")
         if state.checkpoint:
             error.add_note(run.how_to_go_on())
+        if isinstance(error, UserError) and state.before_step:
+            error.status = 1  # a step has begun: it is a run that failed, not a mistake in its options
         raise
 
 

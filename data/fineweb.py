@@ -53,7 +53,9 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(args.data_dir) / "fineweb"
     with reported(str(folder), status=1):
-        print(f"{prepare(folder, args.shards):,} training tokens in {folder}", flush=True)
+        count = prepare(folder, args.shards)
+    with reported("stdout"):
+        print(f"{count:,} training tokens in {folder}", flush=True)
 
 
 if __name__ == "__main__":

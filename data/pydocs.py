@@ -56,7 +56,9 @@ def main() -> None:
     parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
     folder = Path(parser.parse_args().data_dir) / "pydocs"
     with reported(str(folder), status=1):
-        print(f"{prepare(folder):,} tokens in {folder}", flush=True)
+        count = prepare(folder)
+    with reported("stdout"):
+        print(f"{count:,} tokens in {folder}", flush=True)
 
 
 if __name__ == "__main__":

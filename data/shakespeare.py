@@ -61,7 +61,9 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(args.data_dir) / "shakespeare"
     with reported(str(folder), status=1):
-        print(f"{prepare(folder, args.source):,} tokens in {folder}", flush=True)
+        count = prepare(folder, args.source)
+    with reported("stdout"):
+        print(f"{count:,} tokens in {folder}", flush=True)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ def main() -> None:
         if name in OURS:
             raise TokenFileError(f"--name {name}: is the corpus that data/{name}.py writes; choose another name")
         count = prepare(folder, args.files)
+    with reported("stdout"):
         print(f"{count:,} tokens in {folder}; train on them with --dataset {shlex.quote(folder.name)}", flush=True)
 
 

@@ -302,6 +302,17 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     assert names(tmp_path / "data" / "a") == ["a_train_000000.bin"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_not_told_as_a_fault_of_the_corpus(tmp_path):
+    (tmp_path / "a.txt").write_text("A text.")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, ROOT / "data/text.py", "a.txt"], cwd=tmp_path, text=True, stdout=full,
+                              stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: stdout: No space left on device\n")
+    assert names(tmp_path / "data" / "a") == ["a_train_000000.bin"]
+
+
 def test_a_corpus_has_the_permissions_that_the_umask_leaves(tmp_path):
     before = os.umask(0o027)
     try:

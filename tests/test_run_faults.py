@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,24 @@ def test_what_training_has_spoiled_or_the_user_stops_at_once_is_not_saved(tiny_c
         assert not hasattr(caught.value, "__notes__")
 
 
+def test_what_the_failed_step_held_is_freed_before_its_state_is_saved(tiny_config, monkeypatch):
+    held = []
+
+    def fail(call, _):
+        activations = torch.zeros(3)
+        if call == 4:
+            held.append(weakref.ref(activations))
+            raise MemoryError
+
+    at_step(monkeypatch, fail)
+    real = checkpoint.save_checkpoint
+    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args, **kwargs: held.append(held[0]()) or real(*args, **kwargs))
+    with pytest.raises(MemoryError):
+        train(tiny_config(), ALONE)
+    assert held[1:] == [None]
+    assert read_state(newest(tiny_config())).step == 3
+
+
 def test_a_fault_in_the_first_step_has_nothing_to_save_or_to_go_on_from(tiny_config, monkeypatch):
     failing(monkeypatch, 1, ValueError("anything"))
     with pytest.raises(ValueError, match="anything") as caught:
@@ -196,7 +215,7 @@ def test_a_console_log_that_cannot_be_written_does_not_hide_the_first_error_nor_
     at_step(monkeypatch, fill_up_and_fail)
     with pytest.raises(SystemExit) as stopped:
         train_module.main(config)
-    assert stopped.value.code == 2
+    assert stopped.value.code == 1  # a run that failed, no mistake in its options
     assert capsys.readouterr().err.startswith("error: a bad file; to go on: ")
     assert read_state(newest(config)).step == 3
 
