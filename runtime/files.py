@@ -27,6 +27,8 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise cannot_be_written(path, error) from None
 
 

@@ -302,6 +302,12 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     assert names(tmp_path / "data" / "a") == ["a_train_000000.bin"]
 
 
+def test_a_corpus_is_written_without_docstrings_too(tmp_path):
+    (tmp_path / "a.txt").write_text("A text.")
+    subprocess.run([sys.executable, "-OO", ROOT / "data/text.py", "a.txt"], cwd=tmp_path, capture_output=True, check=True)
+    assert names(tmp_path / "data" / "a") == ["a_train_000000.bin"]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_output_that_cannot_be_written_is_not_told_as_a_fault_of_the_corpus(tmp_path):
     (tmp_path / "a.txt").write_text("A text.")

@@ -17,6 +17,7 @@ from checkpoint import NotSavedError, newest_whole_checkpoint, read_state, resum
 from config import Config, load_config
 from runtime.cli import ConfigError, parse, parse_command_line
 from runtime.errors import UserError
+from runtime.files import write_whole
 from runtime.runlog import RunFolder
 from tests.conftest import ALONE, TINY, flags, fork_server, run, run_from_nothing, tiny_run, write_tiny_corpus
 from tests.test_resume import folder_of, limit_file_size, log, newest, same_end
@@ -242,6 +243,13 @@ def test_a_run_that_cannot_write_its_first_files_leaves_all_as_it_was(earlier, t
     after = {path: path.read_bytes() for path in tmp_path.glob("logs/**/*") if path.is_file()}
     assert after == before
     assert [path.name for path in tmp_path.glob("logs/*")] == ["train"] * earlier
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_unfinished(tmp_path):
+    (tmp_path / "log.csv").mkdir()
+    with pytest.raises(OSError, match="cannot be written"):
+        write_whole(tmp_path / "log.csv", "step\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
 
 
 def _full_after_500_bytes():
