@@ -7,6 +7,11 @@
     python bench.py --compare logs/reference/timeit.csv    beside earlier results, or the published ones
 """
 
+from runtime.interrupt import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # first of all, as imports take seconds
+
 import datetime
 import itertools
 import os
@@ -20,7 +25,6 @@ from pydantic import BeforeValidator, model_validator
 from config import Config, load_config
 from runtime.cli import ContradictionError, Options, Positive, ZeroIsOff, parse_command_line
 from runtime.errors import UserError, reported
-from runtime.interrupt import end_at_ctrl_c
 
 # layers, heads and width
 SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024), "large": (36, 20, 1280), "xl": (48, 25, 1600)}

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -207,3 +208,11 @@ def test_sampling_from_a_model_of_another_vocabulary_is_refused(tiny_config, tmp
     done = run("sample.py", "train", cwd=tmp_path)
     assert done.returncode == 2
     assert f"a vocabulary of {TINY['vocab_size']} is not that of GPT-2's tokenizer" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["sample.py", "bench.py"])
+def test_ctrl_c_is_heard_from_the_first_import_on(script, tmp_path):
+    (tmp_path / "pydantic.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = subprocess.run([sys.executable, ROOT / script, "x"], env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,
+                          stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert (done.returncode, done.stderr) == (130, "\nerror: interrupted\n")
