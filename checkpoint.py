@@ -358,8 +358,10 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
 
     Every process has to call this, and every one gets what rank 0 finds. Processes that torchrun started again after one of
     them died go on from the run's newest checkpoint. Raises UserError or CheckpointError if `resume` names a checkpoint that
-    is not there, damaged or not the newest, ConfigError for options that contradict it or, in a new run, each other.
+    is not there, damaged or not the newest, ConfigError for options that contradict it or, in a new run, each other, or that are
+    not the same on every process.
     """
+    _check_same(config, world)
     # an agent counts the restarts of its own machine only
     restarted = any(world.gather(launch().restarts > 0))
     resumed, notes = world.on_first(lambda: _find_checkpoint(config, restarted))
@@ -373,6 +375,21 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
         changes.append(f"the corpus is no longer in {config.data_dir}: it is read from {Path(moved) / config.dataset}")
         config = config.model_copy(update={"data_dir": moved})
     return resumed, config, notes + changes
+
+
+def _check_same(config: Config, world: World) -> None:
+    """Raises ConfigError unless all processes have the same options; folders may have other places on another machine."""
+    everyones = world.gather(config.model_dump(mode="json", exclude={"data_dir", "log_dir"}))
+    differ = [f"{name}: the processes of a run need the same options, but it is {mine} on rank 0 and {theirs[name]} on rank {rank}"
+              for rank, theirs in enumerate(everyones) for name, mine in everyones[0].items() if theirs[name] != mine]
+    if differ:
+        raise ConfigError("\n".join(differ))
+
+
+def check_same_tokens(folder: Path, corpus: str, world: World) -> None:
+    """Raises UserError unless all processes find the same corpus in their `folder`. `corpus`: the training tokens' fingerprint."""
+    if len(set(world.gather(corpus))) > 1:
+        raise UserError(f"{folder}: the processes of this run do not find the same tokens there; copy one corpus to all machines")
 
 
 def _moved_data_dir(config: Config) -> str | None:

@@ -7,11 +7,12 @@ import signal
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import NoReturn, TextIO
 
 from runtime.interrupt import raise_at_ctrl_c
-from runtime.world import end_process, launch
+from runtime.world import end_process, has_joined, is_first_to_tell, launch
 
 
 class UserError(Exception):
@@ -33,19 +34,20 @@ class TrainingError(UserError):
     status = 1
 
 
-def exit_with(error: UserError, status: int | None = None) -> NoReturn:
+def exit_with(error: UserError, status: int | None = None, *, of_others: bool = False) -> NoReturn:
     """Print each line of the error on stderr and end the process with its status.
 
-    Under torchrun, what one process finds the others mostly find too. Rank 0 speaks and ends first, and torchrun then ends the
-    others; another rank speaks only if it is the only one that failed.
+    Of several processes one speaks. What one finds the others mostly find too: then it is rank 0, which ends first, and torchrun
+    then ends the others. One that fails alone speaks before it ends, so those that only notice its end (`of_others`) need not.
     """
     rank = launch().rank
-    if rank:
+    if rank and not of_others:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # this is how torchrun ends it
-        time.sleep(5)
-    prefix = f"error: rank {rank}: " if rank else "error: "
-    with contextlib.suppress(OSError):  # nobody may read it
-        print("\n".join(prefix + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        time.sleep(1 if has_joined() else 5)
+    if is_first_to_tell():
+        prefix = f"error: rank {rank}: " if rank else "error: "
+        with contextlib.suppress(OSError):  # nobody may read it
+            print("\n".join(prefix + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
     end_process(error.status if status is None else status)
 
 
@@ -74,11 +76,22 @@ def reported(place: str, *, status: int | None = None, interrupted: str = "inter
     except (RuntimeError, MemoryError) as error:
         kind, reason = kind_of_failure(error)
         if kind not in (advice or {}):
-            raise
-        exit_with(_noted(TrainingError((advice or {})[kind].replace("{reason}", reason)), error))
+            _end_unforeseen(error)
+        exit_with(_noted(TrainingError((advice or {})[kind].replace("{reason}", reason)), error), of_others=kind == "other process")
+    except Exception as error:
+        _end_unforeseen(error)
     finally:
         drop_unread(sys.stdout)
         drop_unread(sys.stderr)
+
+
+def _end_unforeseen(error: Exception) -> NoReturn:
+    """Let an error that nobody foresaw end the process with its traceback."""
+    if not has_joined():
+        raise error
+    if is_first_to_tell():
+        traceback.print_exception(error)
+    end_process(1)
 
 
 def _noted(said: UserError, error: BaseException) -> UserError:
@@ -150,5 +163,5 @@ def _compiler_said(text: str) -> str | None:
 
 def _first_sentence(text: str) -> str:
     """The first sentence of an error of torch.distributed, without the place in PyTorch's source that may stand before it."""
-    sentence = re.sub(r"^\[[^]]*:\d+\] ", "", text.strip()).partition("\n")[0].partition(". ")[0]
+    sentence = re.sub(r"^\[[^]]*:\d+\] (\S+ != \S+\. )?", "", text.strip()).partition("\n")[0].partition(". ")[0].rstrip(".")
     return textwrap.shorten(sentence, 200, placeholder=" ...")

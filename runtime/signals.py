@@ -19,17 +19,21 @@ ENDS_WITH = "RUN_ENDS_WITH_PROCESS"  # in the environment: the number of the pro
 def end_with(process: int | None = None) -> None:
     """End this process, without saving, within a second after `process` has ended (default: the one that ENDS_WITH names, if any).
 
-    So what a command started does not outlive it, however the command ended.
+    So what a command started does not outlive it, however the command ended. One of several processes whose torchrun has been
+    killed is asked to stop: they end as at SIGTERM.
     """
     number = process or int(os.environ.get(ENDS_WITH, "0"))
-    if not number:
+    under_torchrun = launch().call is not None and launch().world_size > 1
+    if not number and not under_torchrun:
         return
     parent = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent and _is_alive(number):
+        while os.getppid() == parent and (not number or _is_alive(number)):
             time.sleep(0.3)
-        os._exit(1)
+        if number:
+            os._exit(1)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -62,11 +66,19 @@ class StopRequest:
         self.received: float | None = None  # when it came, on the clock time.monotonic
         self.phase = phase
         self._before: dict[Any, Any] = {}  # the handlers that were there
+        self._pipe: int | None = None  # Python writes there which signals come, see _end_if_stuck
+        self._answered = threading.Event()  # there is nothing left to end
 
     def hear(self, phase: Phase) -> "StopRequest":
         """Answer the signals from here on, as in this phase. During imports the process ends, as nothing could handle an exception.
         """
         self.phase = phase
+        if self._pipe is None and os.name != "nt":
+            reading, self._pipe = os.pipe()
+            os.set_blocking(self._pipe, False)
+            signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+            self._answered.clear()
+            threading.Thread(target=self._end_if_stuck, args=(reading,), daemon=True).start()
         for number in SIGNALS:
             before = signal.getsignal(number)
             under_nohup = number == getattr(signal, "SIGHUP", None) and before is signal.SIG_IGN
@@ -81,6 +93,26 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         while self._before:
             signal.signal(*self._before.popitem())
+        self._answered.set()
+        if self._pipe is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._pipe)
+            self._pipe = None
+
+    def _end_if_stuck(self, reading: int) -> None:
+        """End the process if it does not answer a second signal within three seconds: while PyTorch waits for another process, or
+        the system for a disk, Python answers none."""
+        first: float | None = None
+        while came := os.read(reading, 1):
+            now = time.monotonic()
+            if first is None and came[0] in SIGNALS:
+                first = now
+            elif first is not None and now - first > 1 and came[0] in SIGNALS:
+                if not self._answered.wait(3):
+                    _say("error: stopped at once, while waiting for another process, a device or a disk")
+                    os._exit(128 + came[0])
+                break
+        os.close(reading)
 
     def end_early(self, asked: float) -> None:
         """End the run before its first step, if one of its processes was `asked` to. Raises Stopped."""

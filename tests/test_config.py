@@ -249,6 +249,7 @@ def test_under_torchrun_rank_0_speaks_at_once_and_another_rank_only_if_it_is_not
     slept = []
     monkeypatch.setattr("runtime.errors.time.sleep", slept.append)
     printed = {}
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit, match="2"):

@@ -572,6 +572,8 @@ def test_a_compiler_without_pythons_headers_is_told_from_a_real_compilation(tiny
      "possible application crash on rank 0 or a network set up issue.", "Connection closed by peer [127.0.0.1]:31415"),
     ("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete",
      "Timed out waiting 5000ms for recv operation to complete"),
+    ("[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth7",
+     "Unable to find address for: eth7"),
     ("gloo: " + "a word " * 60, "gloo: " + "a word " * 27 + "a ..."),
 ])
 def test_why_another_process_did_not_answer_is_told_in_a_whole_sentence(text, told):
