@@ -109,7 +109,7 @@ class StopRequest:
                 first = now
             elif first is not None and now - first > 1 and came[0] in SIGNALS:
                 if not self._answered.wait(3):
-                    _say("error: stopped at once, while waiting for another process, a device or a disk")
+                    say_at_once("error: stopped at once, while waiting for another process, a device or a disk")
                     os._exit(128 + came[0])
                 break
         os.close(reading)
