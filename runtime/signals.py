@@ -9,8 +9,10 @@ from typing import Any, Literal
 from runtime.interrupt import say_at_once
 from runtime.world import launch
 
-# SIGHUP is what a closed terminal sends, SIGUSR1 what Slurm can be asked to send before the time is up; Windows has neither
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+# SIGHUP is what a closed terminal sends; SIGUSR1 or SIGUSR2 what Slurm or Grid Engine can be asked to send before the time is up;
+# SIGXCPU what a limit of CPU time (`ulimit -S -t`) sends, every second. Windows has none of these.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+           if hasattr(signal, name)]
 
 
 ENDS_WITH = "RUN_ENDS_WITH_PROCESS"  # in the environment: the number of the process that started this one, see end_with
@@ -56,9 +58,10 @@ Phase = Literal["imports", "set-up", "steps"]
 
 
 class StopRequest:
-    """A user's wish to end the run, by Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (a closed terminal; nohup keeps it ignored).
+    """A user's wish to end the run, by Ctrl-C or one of the other SIGNALS (of these, nohup keeps SIGHUP ignored).
 
-    While entered, the first such signal sets `received`, and the run ends after its step. A second one acts as it would outside.
+    While entered, the first such signal sets `received`, and the run ends after its step. A second one acts as it would outside,
+    except SIGXCPU, which comes again by itself.
     In its first two phases a run has nothing to save: alone, it ends at once; one of several processes waits for `end_early`.
     """
 
@@ -107,7 +110,7 @@ class StopRequest:
             now = time.monotonic()
             if first is None and came[0] in SIGNALS:
                 first = now
-            elif first is not None and now - first > 1 and came[0] in SIGNALS:
+            elif first is not None and now - first > 1 and came[0] in SIGNALS and came[0] != SIGXCPU:
                 if not self._answered.wait(3):
                     say_at_once("error: stopped at once, while waiting for another process, a device or a disk")
                     os._exit(128 + came[0])
@@ -130,6 +133,7 @@ class StopRequest:
                 self.end_early(launch().world_size == 1)
             elif launch().rank == 0:
                 say_at_once("stopping after this step; once more to stop at once")
-        elif time.monotonic() - self.received > 1:  # sooner, it is torchrun passing the same Ctrl-C on
+        elif number != SIGXCPU and time.monotonic() - self.received > 1:
+            # sooner, it is torchrun passing the same Ctrl-C on
             self.__exit__()
             signal.raise_signal(number)
