@@ -165,7 +165,9 @@ def map_tokens(path: Path, count: int, expected: Stamp) -> np.ndarray:
         return np.empty(0, dtype="<u2")
     try:
         return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
-    except (OSError, ValueError):
+    except OSError as error:
+        raise TokenFileChangedError(f"{path}: cannot be read any more: {error.strerror}; {RESTORE}") from None
+    except ValueError:  # shorter than it was
         raise TokenFileChangedError(f"{path}: cannot be read any more; {RESTORE}") from None
 
 

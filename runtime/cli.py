@@ -39,8 +39,11 @@ class ContradictionError(ValueError):
     """Options that exclude each other: pairs of (option to blame, message). Validators raise it, `load` makes it a ConfigError."""
 
     def __init__(self, problems: list[tuple[str, str]]):
-        super().__init__("; ".join(message for _, message in problems))
+        super().__init__(problems)  # alone: so it can be sent to another process
         self.problems = problems
+
+    def __str__(self) -> str:
+        return "; ".join(message for _, message in self.problems)
 
 
 class Options(BaseModel):
@@ -74,6 +77,7 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, *, d
     reconfigure_output()
     given = sys.argv[1:] if argv is None else argv
     with reported("stdout"):
+        _check_working_directory()
         values, origin, print_config = _parse(options, given, description, positional, config_file, elsewhere)
         if print_config:
             print(to_yaml(values, origin=origin), end="")
@@ -81,6 +85,14 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, *, d
         raise SystemExit(0)
     end_with()  # a ladder that started this run
     return values
+
+
+def _check_working_directory() -> None:
+    """Raises UserError in a folder that is gone: PyTorch cannot even be imported there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory has been deleted; cd to one that is there") from None
 
 
 def parse(options: type[O], argv: Sequence[str], *, description: str = "", positional: str | None = None,

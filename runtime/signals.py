@@ -133,7 +133,6 @@ class StopRequest:
                 self.end_early(launch().world_size == 1)
             elif launch().rank == 0:
                 say_at_once("stopping after this step; once more to stop at once")
-        elif number != SIGXCPU and time.monotonic() - self.received > 1:
-            # sooner, it is torchrun passing the same Ctrl-C on
+        elif number != SIGXCPU and time.monotonic() - self.received > 1:  # sooner, it is torchrun passing the same Ctrl-C on
             self.__exit__()
             signal.raise_signal(number)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from config import Config
+from runtime.cli import parse_command_line
 from tests.conftest import (
     ALONE,
     COMPILED,
@@ -165,6 +167,27 @@ def test_a_corpus_smaller_than_one_batch_says_how_much_is_needed(tiny_config, tm
 def test_no_compiler_for_compile(tiny_config, tmp_path):
     line = failure("train.py", *flags(tiny_config(compile=True)), cwd=tmp_path, PATH=str(tmp_path), CXX="no-such-compiler")
     assert "no C++ compiler found" in line
+
+
+def test_a_compilers_cache_that_cannot_be_made_names_what_to_set(tiny_config, tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = f"{tmp_path}/file/x"
+    done = run_from_nothing("train.py", *flags(tiny_config()), cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=cache)
+    assert done.returncode == 2
+    assert done.stderr == (f"error: {cache}: PyTorch cannot make this folder, its compiler's cache: Not a directory; set "
+                           f"TORCHINDUCTOR_CACHE_DIR to a folder that can be written\n")
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="deletes no folder in use")
+def test_a_working_directory_that_is_gone_is_told_before_pytorch_fails_in_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as stopped:
+        parse_command_line(Config, [])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: the working directory has been deleted; cd to one that is there\n"
 
 
 def test_out_of_memory_says_which_options_lower_it(tiny_config, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 
 from config import Config, DataConfig, ModelConfig, OptimizationConfig, RunConfig, SpeedConfig, load_config
 from model import GPTConfig
-from runtime.cli import CONFIG_DIR, ConfigError, parse_command_line, sections, to_yaml
+from runtime.cli import CONFIG_DIR, ConfigError, ContradictionError, parse_command_line, sections, to_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 YAMLS = sorted(CONFIG_DIR.rglob("*.yaml"))
@@ -225,6 +226,12 @@ def test_several_wrong_values_are_all_reported(mistakes):
 def test_several_unknown_flags_are_all_reported_and_their_values_are_not(mistakes):
     lines = mistakes("--batchsize", "4", "--lr", "1e-3", "--n_layr", "2", "stray")
     assert [line.partition(":")[0] for line in lines] == ["--batchsize", "--n_layr", "stray"]
+
+
+def test_contradictions_can_be_sent_to_another_process():
+    error = ContradictionError([("lr", "too high"), ("min_lr", "too low")])
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.problems) == ("too high; too low", error.problems)
 
 
 def test_several_contradictions_are_all_reported(mistakes):
