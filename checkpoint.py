@@ -36,7 +36,7 @@ from model import GPT
 from runtime.cli import ConfigError, ContradictionError, load
 from runtime.errors import TrainingError, UserError
 from runtime.files import delete, flush_to_disk, sha256, whole_folder
-from runtime.runlog import RunFolder, all_checkpoints, not_kept, step_of
+from runtime.runlog import LogRow, RunFolder, all_checkpoints, not_kept, step_of
 from runtime.world import World, launch
 from weights import ARCHITECTURE, MODEL, OPTIMIZER, STATE, SUMS, CheckpointError, read_json, read_tensors, verify
 
@@ -127,6 +127,7 @@ class SavedState(BaseModel):
     config: dict[str, Any]
     scaler: dict[str, int | float]  # the loss scaler's state; empty without fp16
     random: list[RandomState]  # of each process
+    not_logged: LogRow | None = None  # the row of a step that log.csv did not take
 
 
 # ---- saving
@@ -147,7 +148,7 @@ def save(run: RunFolder, state: State, config: Config, corpus: str, world: World
     saved = SavedState(
         step=state.step, tokens=state.step * tokens_per_step, tokens_per_step=tokens_per_step, best_val_loss=state.best_val_loss,
         skipped_steps=state.skipped_steps, corpus=corpus, scaler=state.scaler.state_dict(),
-        random=world.gather(RandomState.take(world.device)),
+        random=world.gather(RandomState.take(world.device)), not_logged=run.not_logged,
         config=config.model_dump(mode="json") | {"data_dir": str(Path(config.data_dir).resolve())})
     state.checkpoint = folder = world.on_first(lambda: save_checkpoint(
         run.path, state.model, state.optimizers, saved, keep_last=config.keep_last, whole=state.checkpoint))
@@ -169,10 +170,11 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
         del weights["lm_head.weight"]
     try:
         if keep_last and whole:
-            delete(not_kept(run, keep_last - 1, before=saved.step, whole=whole))
+            with contextlib.suppress(OSError):  # one that cannot be deleted: there may be room all the same
+                delete(not_kept(run, keep_last - 1, before=saved.step, whole=whole))
         with whole_folder(folder, replace=True) as unfinished:
-            if (run / "log.csv").exists():
-                flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
+            with contextlib.suppress(OSError):  # a checkpoint's steps are in the log, if that can be written
+                flush_to_disk(run / "log.csv")
             with ThreadPoolExecutor() as pool:  # one file's copying overlaps with the other's hashing and the disk
                 files = {MODEL: weights, OPTIMIZER: optimizer_tensors(model, optimizers)}
                 sums = dict(zip(files, pool.map(lambda file: _write_tensors(unfinished / file, files[file]), files), strict=True))
@@ -254,7 +256,7 @@ def saved_at_fault(run: RunFolder, state: State, config: Config, corpus: str, wo
             except Exception as another:  # the first error is the one to tell
                 if state.step > _saved_step(state):
                     error.add_note(f"the state after step {state.step} could not be saved: {another}")
-        if state.checkpoint:
+        if state.checkpoint and state.before_step:  # a resume that failed before its first step needs no more than a mended cause
             error.add_note(run.how_to_go_on())
         if isinstance(error, UserError) and state.before_step:
             error.status = 1  # a step has begun: it is a run that failed, not a mistake in its options
@@ -513,7 +515,7 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
         if resumed:
             step, is_over = resumed.saved.step, resumed.saved.step >= config.max_steps
             log_every = 1 if is_over else config.log_every  # if it is over, its last row stays, whatever log_every says
-            notes = run.go_on(step, log_every, resumed.folder, keep_last=0 if is_over else config.keep_last)
+            notes = run.go_on(step, log_every, resumed.folder, 0 if is_over else config.keep_last, resumed.saved.not_logged)
             run.write_config(config.to_yaml())
             return notes
         aside = run.begin()

@@ -100,7 +100,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     stop = stop or StopRequest("set-up")
     device, started = world.device, datetime.datetime.now(datetime.UTC)
     resumed, config, notes = find_checkpoint(config, world)
-    run = RunFolder(Path(config.log_dir) / str(config.run_name), world.rank)
+    run = RunFolder(Path(config.log_dir) / str(config.run_name), world.rank, config.advice())
     if resumed and resumed.saved.step >= config.max_steps and world.broadcast(run.is_finished()):
         run.say(f"nothing to do: {resumed.folder} is step {resumed.saved.step} of {config.max_steps}; raise max_steps to go on")
         return {"steps": resumed.saved.step}

@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 class TrainingError(UserError):
-    """A run that cannot go on; the message says why and what may help."""
+    """A run that cannot go on, or another command; the message says why and what may help."""
 
     status = 1
 
@@ -69,15 +69,12 @@ def reported(place: str, *, status: int | None = None, interrupted: str = "inter
         exit_with(error, status)
     except KeyboardInterrupt:
         exit_with(UserError(interrupted), status=130)
-    except OSError as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # of stdout
             raise SystemExit(141) from None  # 128 + SIGPIPE
-        exit_with(_noted(UserError(f"{error.filename or place}: {error.strerror or error}"), error), 1)
-    except (RuntimeError, MemoryError) as error:
-        kind, reason = kind_of_failure(error)
-        if kind not in (advice or {}):
+        if (said := foreseen(error, place, advice or {})) is None:
             _end_unforeseen(error)
-        exit_with(_noted(TrainingError((advice or {})[kind].replace("{reason}", reason)), error), of_others=kind == "other process")
+        exit_with(said, of_others=isinstance(error, RuntimeError) and kind_of_failure(error)[0] == "other process")
     except Exception as error:
         _end_unforeseen(error)
     finally:
@@ -94,10 +91,19 @@ def _end_unforeseen(error: Exception) -> NoReturn:
     end_process(1)
 
 
-def _noted(said: UserError, error: BaseException) -> UserError:
-    """What is said of an error, with the error's notes."""
-    for note in getattr(error, "__notes__", []):
-        said.add_note(note)
+def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> UserError | None:
+    """What is said of an error, with its notes, if it is of a kind that can be foreseen; `place` and `advice` as for `reported`."""
+    if isinstance(error, UserError):
+        return error
+    said = None
+    if isinstance(error, OSError):
+        said = TrainingError(f"{error.filename or place}: {error.strerror or error}")
+    elif isinstance(error, RuntimeError | MemoryError):
+        kind, reason = kind_of_failure(error)
+        said = TrainingError(advice[kind].replace("{reason}", reason)) if kind in advice else None
+    if said:
+        for note in getattr(error, "__notes__", []):
+            said.add_note(note)
     return said
 
 
