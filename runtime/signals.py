@@ -13,7 +13,7 @@ from runtime.world import launch
 # SIGXCPU what a limit of CPU time (`ulimit -S -t`) sends, every second. Windows has none of these.
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
            if hasattr(signal, name)]
-
+SIGXCPU = getattr(signal, "SIGXCPU", None)
 
 ENDS_WITH = "RUN_ENDS_WITH_PROCESS"  # in the environment: the number of the process that started this one, see end_with
 
