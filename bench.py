@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from config import Config, load_config
-from runtime.cli import ContradictionError, Options, Positive, ZeroIsOff, parse_command_line
+from runtime.cli import ContradictionError, Name, Options, Positive, ZeroIsOff, parse_command_line
 from runtime.errors import UserError, reported
 
 # layers, heads and width
@@ -80,7 +80,7 @@ class HowOptions(Options):
     """tokens/s and memory of training steps over values of batch_size or seq_len, such as batch_size=1,2,4"""
     compare: str | None = None
     """results.json or results.csv of an earlier call, or logs/reference/timeit.csv"""
-    log_dir: str = "logs"
+    log_dir: Name = "logs"
     """results go to bench/<time>/ in this folder"""
 
 

@@ -9,14 +9,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from runtime.cli import Options, Positive, parse_command_line, reconfigure_output
+from runtime.cli import Name, Options, Positive, parse_command_line, reconfigure_output
 from runtime.errors import UserError, reported
 
 
 class SampleOptions(Options):
     """options"""
 
-    run: str
+    run: Name
     """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a Hugging Face model folder"""
     prompt: str = ""
     """text to continue (empty: the model begins a new document)"""
@@ -32,7 +32,7 @@ class SampleOptions(Options):
     """texts to generate"""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """auto, cuda, mps or cpu"""
-    log_dir: str = "logs"
+    log_dir: Name = "logs"
     """folder that holds the runs"""
 
 

@@ -11,6 +11,7 @@ import difflib
 import io
 import os
 import re
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"  # where a confi
 
 Positive = Annotated[int, Field(ge=1)]
 ZeroIsOff = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]  # of a file or folder: "" would be the folder that the command was typed in
 
 
 class ConfigError(UserError):
@@ -181,7 +183,7 @@ def find_config(name: str, folder: Path | None = None) -> Path:
                     return path
     known = sorted(path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in CONFIG_DIR.rglob("*.yaml"))
     hint = did_you_mean(name.removesuffix(".yaml"), known) or f"; configs/ has {', '.join(n for n in known if '/' not in n)}"
-    raise ConfigError(f"{name}: no such config file, here or in configs/{hint}")
+    raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{hint}")
 
 
 def read_yaml(path: Path, chain: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
@@ -198,7 +200,7 @@ def read_yaml(path: Path, chain: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
     if base is not None:
-        if not isinstance(base, str):
+        if not isinstance(base, str) or not base:
             raise ConfigError(f"{path}: base: must name one config file")
         try:
             base_path = find_config(base, path.parent)
@@ -237,6 +239,8 @@ class _StringLoader(yaml.BaseLoader):
         text = str(super().construct_scalar(node))
         if not text.isprintable() and any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in text):
             raise yaml.constructor.ConstructorError(None, None, "an escape that is half a character", node.start_mark)
+        if "\0" in text:
+            raise yaml.constructor.ConstructorError(None, None, "an escape that is no text: NUL", node.start_mark)
         return text
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -278,6 +282,8 @@ def _parse_flags(options: type[Options], argv: Sequence[str], description: str, 
         for name, field in section.model_fields.items():
             _add_argument(group, name, field, name == positional)
     known, unknown = parser.parse_known_args(_without_commas(options, argv))
+    if "--" in unknown:  # what follows is no option, whatever it looks like
+        unknown = unknown[:unknown.index("--") + 1]
     # a value after an unknown flag belongs to that flag: it is not a second mistake
     mistakes = [_unknown_argument(options, argument, positional, config_file, elsewhere)
                 for argument, before in zip(unknown, ["", *unknown], strict=False)
@@ -369,6 +375,10 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
+SHOWN = reprlib.Repr()  # a value as a message shows it: a file's may be large, and with aliases in aliases larger than any memory
+SHOWN.maxlevel, SHOWN.maxstring, SHOWN.maxother = 2, 200, 200
+
+
 def _error_lines(options: type[Options], error: ValidationError, origin: Mapping[str, str]) -> list[str]:
     """One line for each problem that pydantic found."""
     lines = []
@@ -386,12 +396,12 @@ def _error_lines(options: type[Options], error: ValidationError, origin: Mapping
         if get_origin(kind) is tuple and kind.__args__[-1] is Ellipsis:
             kind = kind.__args__[0]
         elif get_origin(kind) is tuple and (len(problem["loc"]) == 1 or problem["type"] in ("missing", "too_long")):
-            lines.append(f"{where}: takes {len(get_args(kind))} values, not {problem['input']!r}")
+            lines.append(f"{where}: takes {len(get_args(kind))} values, not {SHOWN.repr(problem['input'])}")
             continue
         message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]
         message = re.sub(r"\d{7,}", lambda bound: f"{int(bound[0]):,}" if len(bound[0]) < 16 else f"{float(bound[0]):g}", message)
         hint = ""
         if problem["type"] == "literal_error":
             hint = did_you_mean(str(problem["input"]), get_args(kind))
-        lines.append(f"{where}: {message}, not {problem['input']!r}{hint}")
+        lines.append(f"{where}: {message}, not {SHOWN.repr(problem['input'])}{hint}")
     return lines

@@ -141,6 +141,9 @@ FLAG_MISTAKES = {
     "missing config, near a known one": ("--config speedup99", ["speedup99: no such config file", "did you mean speedup9?"]),
     "missing config, near none": ("--config zzz", ["zzz: no such config file", "configs/ has baseline,", "quickstart"]),
     "directory as config": ("--config .", ["no such config file"]),
+    "empty folder": ("--log_dir=", ["--log_dir: ", "at least 1 character"]),
+    "empty config": ("--config=", ["(empty): no such config file"]),
+    "what stands after --": ("-- --lr 1", ["--: not understood"]),
     "config name longer than names can be": ("--config " + "x" * 300, ["xxx: no such config file"]),
 }
 
@@ -166,6 +169,11 @@ YAML_MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     "bad choice": ("norm: LayerNorm", ["f.yaml: norm: ", "'layernorm' or 'rmsnorm'", "did you mean layernorm?"]),
     "out of range": ("dropout: 1.5", ["f.yaml: dropout: ", "less than 1", "'1.5'"]),
     "contradiction": ("seq_len: 99\nblock_size: 64", ["f.yaml: seq_len: ", "99", "block_size 64"]),
+    "NUL in a name": ('run_name: "a\\0b"', ["f.yaml:1: not valid YAML", "NUL"]),
+    "empty folder": ("data_dir:", ["f.yaml: data_dir: ", "at least 1 character"]),
+    "empty base": ("base:", ["f.yaml: base: must name one config file"]),
+    "aliases of aliases": (f"lr: [&a0 [x], {', '.join(f'&a{i} [*a{i - 1}, *a{i - 1}]' for i in range(1, 60))}]",
+                           ["f.yaml: lr: input should be a valid number, not [['x'], [[...], [...]], "]),
     "missing base, near a known one": ("base: speedup77", ["f.yaml: base: speedup77: no such", "did you mean speedup7?"]),
     "missing base, near none": ("base: zzz.yaml", ["f.yaml: base: zzz.yaml: no such config file"]),
     "base is a list": ("base: [a, b]", ["f.yaml: base: must name one config file"]),
