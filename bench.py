@@ -117,7 +117,7 @@ class BenchOptions(HowOptions, WhatOptions):
 if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help, mistakes and Ctrl-C answer at once
     OPTIONS = parse_command_line(BenchOptions, description=__doc__)
-    end_at_ctrl_c()
+    end_at_ctrl_c()  # again: reading the options ended it
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in train.py
 
 from benchmarks.parts import Wanted, inspect_models

@@ -39,7 +39,7 @@ class SampleOptions(Options):
 if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help, mistakes and Ctrl-C answer at once
     OPTIONS = parse_command_line(SampleOptions, description=__doc__, positional="run")
-    end_at_ctrl_c()
+    end_at_ctrl_c()  # again: reading the options ended it
 
 import torch
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.errors import TrainingError
+
 # Okabe and Ito (2008): told apart by the colour-blind too
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # told apart in print too
@@ -114,11 +116,15 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, drawing to files; imported only where a picture is drawn, as that takes a second."""
-    import matplotlib
+    """matplotlib.pyplot, drawing to files; imported only where a picture is drawn, as that takes a second.
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
+    Raises TrainingError where it cannot be imported.
+    """
+    os.environ["MPLBACKEND"] = "Agg"  # what the user's says may not be there
+    try:
+        import matplotlib.pyplot
+    except (ImportError, ValueError) as error:
+        raise TrainingError(f"no picture can be drawn: {error}; pip install -r requirements.txt, then the same command") from None
 
     return matplotlib.pyplot
 

@@ -39,7 +39,7 @@ class LogRow(NamedTuple):
 LOG_COLUMNS = LogRow._fields
 EVAL_COLUMNS = ("step", "val_loss")
 STYLES = {"step": "d", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # every other column is written to the last digit
-STEP = r"\d{1,18}"  # what a step looks like
+STEP = r"[0-9]{1,18}"  # what a step looks like
 START_PATIENCE = 60.0  # seconds that a run waits for another one to begin
 
 
