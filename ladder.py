@@ -6,7 +6,8 @@
     python ladder.py --plot logs/a logs/b           the loss curves of any runs in one picture
 """
 
-from runtime.signals import ENDS_WITH, end_at_ctrl_c
+from runtime.interrupt import end_at_ctrl_c
+from runtime.signals import ENDS_WITH
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # also during the imports

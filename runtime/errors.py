@@ -114,12 +114,17 @@ def drop_unread(stream: TextIO | None) -> OSError | None:
         if stream:
             stream.flush()
     except OSError as error:
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())  # type: ignore[union-attr]  # it was flushed
+        drop(stream)  # type: ignore[arg-type]  # it was flushed
         return error
     except ValueError:  # closed
         pass
     return None
+
+
+def drop(stream: TextIO) -> None:
+    """Let what is printed on the stream from here on go nowhere."""
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def in_a_line(error: BaseException) -> str:

@@ -6,13 +6,14 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
-from runtime.errors import TrainingError
+from runtime.errors import TrainingError, drop
 
 # Okabe and Ito (2008): told apart by the colour-blind too
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
@@ -97,7 +98,31 @@ def console() -> Any:
     from rich.console import Console
 
     width, height = shutil.get_terminal_size()
-    return Console(markup=False, width=width, height=height)
+    return Console(file=cast(TextIO, Heedless(sys.stdout)), markup=False, width=width, height=height)
+
+
+class Heedless:
+    """A stream whose reader may go, or whose disk may be full: what is measured meanwhile goes on, and its files are written."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write at once, or drop what cannot be written."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError as error:
+            drop(self._stream)
+            if not isinstance(error, BrokenPipeError):
+                print(f"note: what is printed goes nowhere ({error.strerror})", file=sys.stderr)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left to write."""
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
@@ -105,7 +130,7 @@ def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
     body = [[column.cell(row) for column in columns] for row in rows]
     rulers = ("---:" if _are_figures([line[i] for line in body]) else "---" for i in range(len(columns)))
     return ["| " + " | ".join(column.heading for column in columns) + " |", "|" + "|".join(rulers) + "|",
-            *("| " + " | ".join(line) + " |" for line in body)]
+            *("| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in line) + " |" for line in body)]
 
 
 def _are_figures(cells: Sequence[str]) -> bool:

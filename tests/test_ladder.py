@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -408,3 +409,21 @@ def test_a_stages_name_may_begin_with_a_dash(rungs, tmp_path):
     (tmp_path / "-x.yaml").write_text("lr: 1e-3\n")
     _, (stage,) = ladder.plan([str(tmp_path / "-x.yaml")], str(tmp_path), rungs[3:])
     assert (stage.name, stage.config.run_name) == ("-x", "-x")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no /dev/full")
+@pytest.mark.parametrize("full", [True, False], ids=["a full disk", "a reader that has gone"])
+def test_a_table_that_nobody_reads_costs_no_report(full, tmp_path):
+    _, stages = ladder.plan(["baseline"], str(tmp_path / "logs"), [])
+    fake_run(stages[0], 100.0)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") if full else os.fdopen(writer, "w") as unread:
+        done = subprocess.run([sys.executable, ROOT / "ladder.py", "--report_only", "baseline", "--log_dir", tmp_path / "logs"],
+                              stdout=unread, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "note: what is printed goes nowhere (No space left on device)\n" if full else "")
+    assert (tmp_path / "logs/ladder/speed.png").is_file()
+
+
+def test_a_name_may_not_break_a_table():
+    assert reports.markdown_table(reports.items("stage", "n"), [("a|b\nc", "1")])[-1] == r"| a\|b c | 1 |"
