@@ -35,11 +35,11 @@ def machine() -> str:
 
 
 def git_commit() -> str | None:
-    """Commit of this code, with -dirty if it was changed since; None where there is no git."""
+    """Commit of this code, with -dirty if it was changed since; None where there is no git, or one that does not answer."""
     try:
         return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], text=True, check=True,
-                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+                              errors="replace", timeout=10, capture_output=True, cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
 
 

@@ -427,3 +427,11 @@ def test_a_table_that_nobody_reads_costs_no_report(full, tmp_path):
 
 def test_a_name_may_not_break_a_table():
     assert reports.markdown_table(reports.items("stage", "n"), [("a|b\nc", "1")])[-1] == r"| a\|b c | 1 |"
+
+
+def test_a_git_that_does_not_answer_costs_no_run_its_summary(monkeypatch):
+    def hangs(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(reports.subprocess, "run", hangs)
+    assert reports.git_commit() is None
