@@ -7,7 +7,6 @@
 """
 
 from runtime.interrupt import end_at_ctrl_c
-from runtime.signals import ENDS_WITH
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # also during the imports
@@ -40,6 +39,7 @@ from runtime.errors import TrainingError, UserError, exit_with, reported
 from runtime.files import BeingWrittenError, aside, sole_writer, write_whole
 from runtime.report import BLUE, COLOURS, ORANGE, Column
 from runtime.runlog import LOG_COLUMNS, duration, read_rows
+from runtime.signals import ENDS_WITH
 
 ROOT = Path(__file__).resolve().parent
 REFERENCE = ROOT / "logs" / "reference"
