@@ -7,20 +7,25 @@
     python bench.py --compare logs/reference/timeit.csv    beside earlier results, or the published ones
 """
 
+from runtime.interrupt import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # first of all, as imports take seconds
+
 import datetime
 import itertools
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from config import Config, load_config
-from runtime.cli import ContradictionError, Options, Positive, ZeroIsOff, parse_command_line
-from runtime.errors import UserError, reported
-from runtime.signals import end_at_ctrl_c
+from config import Config, Count, ZeroIsOff, load_config
+from runtime.cli import ContradictionError, Name, Options, Positive, parse_command_line
+from runtime.errors import TrainingError, UserError, reported
 
 # layers, heads and width
 SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024), "large": (36, 20, 1280), "xl": (48, 25, 1600)}
@@ -47,7 +52,7 @@ class WhatOptions(Options):
     """untimed passes before the timed ones, each number its own row"""
     mixed_precision: bool | None = None
     """only with, or only without, autocast to bf16, or to fp16 on a GPU without bf16 (none: both; with --config: as it says)"""
-    steps: Positive = 5
+    steps: Count = 5
     """timed passes"""
     batch_size: Positive | None = None
     """sequences per pass (none: 16; with --config: as it says)"""
@@ -59,7 +64,7 @@ class WhatOptions(Options):
     """fused attention (none: no; with --config: as it says)"""
     device: Literal["auto", "cuda", "mps", "cpu"] | None = None
     """auto: cuda, else mps, else cpu (none: auto; with --config: as it says)"""
-    seed: ZeroIsOff | None = None
+    seed: int | None = Field(None, ge=0, lt=2**63)
     """seed of weights and tokens (none: 20230310; with --config: as it says)"""
 
 
@@ -76,7 +81,7 @@ class HowOptions(Options):
     """tokens/s and memory of training steps over values of batch_size or seq_len, such as batch_size=1,2,4"""
     compare: str | None = None
     """results.json or results.csv of an earlier call, or logs/reference/timeit.csv"""
-    log_dir: str = "logs"
+    log_dir: Name = "logs"
     """results go to bench/<time>/ in this folder"""
 
 
@@ -93,7 +98,7 @@ class BenchOptions(HowOptions, WhatOptions):
             problems.append(("size", f"size and config exclude each other: the model is that of {self.config}"))
         if self.scan is not None:
             name, _, values = self.scan.partition("=")
-            if name not in ("batch_size", "seq_len") or not all(v.isdecimal() and int(v) for v in values.split(",")):
+            if name not in ("batch_size", "seq_len") or not all(re.fullmatch(r"0*[1-9][0-9]{0,15}", v) for v in values.split(",")):
                 problems.append(("scan", f"scan {self.scan!r} is not understood; write batch_size=1,2,4 or seq_len=128,256"))
             elif getattr(self, name) is not None:
                 problems.append((name, f"{name} and scan {self.scan} exclude each other"))
@@ -113,7 +118,7 @@ class BenchOptions(HowOptions, WhatOptions):
 if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help, mistakes and Ctrl-C answer at once
     OPTIONS = parse_command_line(BenchOptions, description=__doc__)
-    end_at_ctrl_c()
+    end_at_ctrl_c()  # again: reading the options ended it
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in train.py
 
 from benchmarks.parts import Wanted, inspect_models
@@ -211,6 +216,8 @@ def time_grid(options: BenchOptions, jobs: Sequence[Job], folder: Path, theirs: 
     if measured and not options.config:
         lines += published_section(measured, PROFILE)
     write_whole(folder / "report.md", "\n".join(lines).rstrip("\n") + "\n")
+    if not measured:
+        raise TrainingError(f"nothing could be measured: {rows[0].error}")
 
 
 # ---- the scan: one option's values, up to out of memory
@@ -241,7 +248,7 @@ def scan(options: BenchOptions, folder: Path) -> None:
                 print(f"{label}: {name} {value}: {row.tokens_per_sec:,.0f} tokens/s, {row.peak_memory_mb:,.0f} MB", flush=True)
     measured = [row for row in rows if not row.error]
     if not measured:
-        raise UserError(f"--scan {options.scan}: nothing could be measured: {rows[0].error}")
+        raise TrainingError(f"--scan {options.scan}: nothing could be measured: {rows[0].error}")
     order = [row.key for row in rows]
     measured.sort(key=lambda row: order.index(row.key))  # one model and precision after the other, each by value
     print_table(f"over {name}", scan_columns(name), measured)

@@ -17,6 +17,7 @@ import os
 import random
 import shlex
 import shutil
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from model import GPT
 from runtime.cli import ConfigError, ContradictionError, load
 from runtime.errors import TrainingError, UserError
 from runtime.files import delete, flush_to_disk, sha256, whole_folder
-from runtime.runlog import RunFolder, all_checkpoints, not_kept, step_of
+from runtime.runlog import LogRow, RunFolder, all_checkpoints, not_kept, step_of
 from runtime.world import World, launch
 from weights import ARCHITECTURE, MODEL, OPTIMIZER, STATE, SUMS, CheckpointError, read_json, read_tensors, verify
 
@@ -126,6 +127,7 @@ class SavedState(BaseModel):
     config: dict[str, Any]
     scaler: dict[str, int | float]  # the loss scaler's state; empty without fp16
     random: list[RandomState]  # of each process
+    not_logged: LogRow | None = None  # the row of a step that log.csv did not take
 
 
 # ---- saving
@@ -139,13 +141,14 @@ def save(run: RunFolder, state: State, config: Config, corpus: str, world: World
     """
     if not config.keep_last:
         return None
-    if not all(parameter.isfinite().all() for parameter in state.model.parameters()):
+    # the extremes rather than isfinite of all: that would take as much memory as the largest matrix
+    if not all(torch.stack(parameter.aminmax()).isfinite().all() for parameter in state.model.parameters()):
         raise TrainingError(f"step {state.step}: the weights are no longer finite and are not saved; {remedy(run.path, config.lr)}")
     tokens_per_step = config.tokens_per_step(world.world_size)
     saved = SavedState(
         step=state.step, tokens=state.step * tokens_per_step, tokens_per_step=tokens_per_step, best_val_loss=state.best_val_loss,
         skipped_steps=state.skipped_steps, corpus=corpus, scaler=state.scaler.state_dict(),
-        random=world.gather(RandomState.take(world.device)),
+        random=world.gather(RandomState.take(world.device)), not_logged=run.not_logged,
         config=config.model_dump(mode="json") | {"data_dir": str(Path(config.data_dir).resolve())})
     state.checkpoint = folder = world.on_first(lambda: save_checkpoint(
         run.path, state.model, state.optimizers, saved, keep_last=config.keep_last, whole=state.checkpoint))
@@ -167,10 +170,11 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
         del weights["lm_head.weight"]
     try:
         if keep_last and whole:
-            delete(not_kept(run, keep_last - 1, before=saved.step, whole=whole))
+            with contextlib.suppress(OSError):  # one that cannot be deleted: there may be room all the same
+                delete(not_kept(run, keep_last - 1, before=saved.step, whole=whole))
         with whole_folder(folder, replace=True) as unfinished:
-            if (run / "log.csv").exists():
-                flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
+            with contextlib.suppress(OSError):  # a checkpoint's steps are in the log, if that can be written
+                flush_to_disk(run / "log.csv")
             with ThreadPoolExecutor() as pool:  # one file's copying overlaps with the other's hashing and the disk
                 files = {MODEL: weights, OPTIMIZER: optimizer_tensors(model, optimizers)}
                 sums = dict(zip(files, pool.map(lambda file: _write_tensors(unfinished / file, files[file]), files), strict=True))
@@ -246,13 +250,16 @@ def saved_at_fault(run: RunFolder, state: State, config: Config, corpus: str, wo
     except Exception as error:
         if config.keep_last and state.is_whole and not world.distributed and state.step > _saved_step(state):
             try:
+                traceback.clear_frames(error.__traceback__)  # they hold the step's activations, and memory may be the fault
                 state.undo_step(world.device)
                 save(run, state, config, corpus, world)
             except Exception as another:  # the first error is the one to tell
                 if state.step > _saved_step(state):
                     error.add_note(f"the state after step {state.step} could not be saved: {another}")
-        if state.checkpoint:
+        if state.checkpoint and state.before_step:  # a resume that failed before its first step needs no more than a mended cause
             error.add_note(run.how_to_go_on())
+        if isinstance(error, UserError) and state.before_step:
+            error.status = 1  # a step has begun: it is a run that failed, not a mistake in its options
         raise
 
 
@@ -353,8 +360,10 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
 
     Every process has to call this, and every one gets what rank 0 finds. Processes that torchrun started again after one of
     them died go on from the run's newest checkpoint. Raises UserError or CheckpointError if `resume` names a checkpoint that
-    is not there, damaged or not the newest, ConfigError for options that contradict it or, in a new run, each other.
+    is not there, damaged or not the newest, ConfigError for options that contradict it or, in a new run, each other, or that are
+    not the same on every process.
     """
+    _check_same(config, world)
     # an agent counts the restarts of its own machine only
     restarted = any(world.gather(launch().restarts > 0))
     resumed, notes = world.on_first(lambda: _find_checkpoint(config, restarted))
@@ -368,6 +377,21 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
         changes.append(f"the corpus is no longer in {config.data_dir}: it is read from {Path(moved) / config.dataset}")
         config = config.model_copy(update={"data_dir": moved})
     return resumed, config, notes + changes
+
+
+def _check_same(config: Config, world: World) -> None:
+    """Raises ConfigError unless all processes have the same options; folders may have other places on another machine."""
+    everyones = world.gather(config.model_dump(mode="json", exclude={"data_dir", "log_dir"}))
+    differ = [f"{name}: the processes of a run need the same options, but it is {mine} on rank 0 and {theirs[name]} on rank {rank}"
+              for rank, theirs in enumerate(everyones) for name, mine in everyones[0].items() if theirs[name] != mine]
+    if differ:
+        raise ConfigError("\n".join(differ))
+
+
+def check_same_tokens(folder: Path, corpus: str, world: World) -> None:
+    """Raises UserError unless all processes find the same corpus in their `folder`. `corpus`: the training tokens' fingerprint."""
+    if len(set(world.gather(corpus))) > 1:
+        raise UserError(f"{folder}: the processes of this run do not find the same tokens there; copy one corpus to all machines")
 
 
 def _moved_data_dir(config: Config) -> str | None:
@@ -491,7 +515,7 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
         if resumed:
             step, is_over = resumed.saved.step, resumed.saved.step >= config.max_steps
             log_every = 1 if is_over else config.log_every  # if it is over, its last row stays, whatever log_every says
-            notes = run.go_on(step, log_every, resumed.folder, keep_last=0 if is_over else config.keep_last)
+            notes = run.go_on(step, log_every, resumed.folder, 0 if is_over else config.keep_last, resumed.saved.not_logged)
             run.write_config(config.to_yaml())
             return notes
         aside = run.begin()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from runtime.cli import ContradictionError, Options, load, to_yaml
+from runtime.cli import ContradictionError, Name, Options, load, to_yaml
 
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
 
@@ -52,16 +52,16 @@ class ModelConfig(Options):
     """initial weights: PyTorch's defaults, or GPT-2's N(0, 0.02)"""
     residual_scaling: bool = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
-    init_from: str = "scratch"
+    init_from: Name = "scratch"
     """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a Hugging Face model folder"""
 
 
 class DataConfig(Options):
     """data"""
 
-    dataset: str = "pydocs"
+    dataset: Name = "pydocs"
     """corpus: a folder of token files below data_dir; pydocs and shakespeare are prepared when first asked for"""
-    data_dir: str = "data"
+    data_dir: Name = "data"
     """folder that holds the corpora"""
     batch_size: Size = 4
     """sequences per process and micro-step"""
@@ -140,7 +140,7 @@ class RunConfig(Options):
     """seed of the weights, the order of the data, and dropout"""
     run_name: str | None = None
     """the run's folder below log_dir (none: the config file's stem, else train)"""
-    log_dir: str = "logs"
+    log_dir: Name = "logs"
     """folder that holds the runs"""
     log_every: Count = 1
     """steps per line of the log"""
@@ -305,8 +305,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             "compiler": "--compile failed: {reason}; run without --compile",
             "C++": "--compile failed: {reason}, or run without --compile",
             "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), weight_decay or betas",
-            "other process": f"another process died or did not answer within {self.timeout} s ({{reason}}); --resume auto goes on "
-                             f"from the last checkpoint",
+            "other process": f"another process died or did not answer within {self.timeout} s ({{reason}})",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. These lower it: a smaller "
                       f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, --compile, a smaller "
                       f"--seq_len or model"}

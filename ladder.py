@@ -8,8 +8,14 @@
     python ladder.py --plot logs/a logs/b           the loss curves of any runs in one picture
 """
 
+from runtime.interrupt import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # also during the imports
+
 import contextlib
 import csv
+import io
 import itertools
 import json
 import math
@@ -28,6 +34,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field, ValidationError
+
 import runtime.report as reports
 from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
 from runtime.cli import (
@@ -41,8 +49,8 @@ from runtime.cli import (
     parse_command_line,
     read_yaml_mapping,
 )
-from runtime.errors import UserError, exit_with, reported
-from runtime.files import aside, write_whole
+from runtime.errors import TrainingError, UserError, exit_with, reported
+from runtime.files import BeingWrittenError, aside, sole_writer, write_whole
 from runtime.ratio import FEWEST, Ratio, median_ratio, product
 from runtime.report import BLUE, COLOURS, ORANGE, Column
 from runtime.runlog import LOG_COLUMNS, duration, read_rows
@@ -104,6 +112,22 @@ class Published:
     tokens_per_sec: float | None = None  # likewise
 
 
+class Summary(BaseModel, extra="allow", allow_inf_nan=False):
+    """What a report needs of a run's summary.json."""
+
+    steps: int
+    median_dt_ms: float = Field(gt=0)
+    median_tokens_per_sec: float = Field(gt=0)
+    first_step_s: float
+    peak_memory_mb: float
+    utilization: float
+    final_loss: float | None
+    device: str
+    torch: str
+    git: str | None
+    started: str
+
+
 @dataclass
 class Stage:
     """One run of a ladder, and the files that it leaves."""
@@ -122,18 +146,24 @@ class Stage:
         return Path(self.config.log_dir) / self.name
 
     @property
+    def side(self) -> list[str]:
+        """Its config, and the options that change it."""
+        config, *options, _log_dir, _run_name = self.given
+        return [config.removeprefix("--config="), *options]
+
+    @property
     def command(self) -> list[str]:
         """What starts its run."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.processes}"]
         return [sys.executable, *(torchrun if self.processes > 1 else []), str(ROOT / "train.py"), *self.given]
 
     def summary(self) -> dict[str, Any] | None:
-        """summary.json of the finished run with these very settings; None where there is none."""
+        """summary.json of the finished run with these very settings; None where there is none, or a damaged one."""
         try:
-            summary = json.loads((self.folder / "summary.json").read_text())
+            summary = Summary.model_validate_json((self.folder / "summary.json").read_bytes()).model_dump()
             same = _options(load_config(str(self.folder / "config.yaml"))) == _options(self.config)
             read_rows(self.folder / "log.csv")
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError, UserError):
+        except (OSError, ValidationError, UserError):
             return None
         return summary if same and not summary.get("interrupted") else None
 
@@ -177,7 +207,7 @@ def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) 
     if taken := [flag for flag in OF_THE_LADDER if any(word.partition("=")[0] == flag for word in extra)]:
         raise UserError(f"{taken[0]} after --: the ladder sets it for each run; configs and --log_dir are given before --")
     # a ladder is climbed for its figures: no stage leaves its weights
-    given = ["--config", config, "--keep_last", "0", *extra, "--log_dir", str(Path(log_dir) / ladder), "--run_name", name]
+    given = [f"--config={config}", "--keep_last=0", *extra, f"--log_dir={Path(log_dir) / ladder}", f"--run_name={name}"]
     resolved = parse(Config, given, config_file=True)
     stage = Stage(name, resolved, given, base=Path(str(read_yaml_mapping(path).get("base"))).stem)
     if path.is_relative_to(CONFIG_DIR) and _same_training(resolved, load_config(config)):
@@ -242,14 +272,20 @@ def bf16_warning(stages: Sequence[Stage], slowdown: float | None, command: Seque
             f"{', '.join(slow)} slow; without bf16: {without}")
 
 
+@contextlib.contextmanager
+def only_ladder(folder: Path) -> Iterator[None]:
+    """No other ladder climbs in the folder meanwhile: it would move this one's stages aside. Raises UserError if one does."""
+    try:
+        with sole_writer(folder):
+            yield
+    except BeingWrittenError:
+        raise UserError(f"{folder}: another ladder is being climbed there; wait for it, or give another --log_dir") from None
+
+
 def make_way(folder: Path, stages: Sequence[Stage]) -> Path | None:
     """Move a ladder of entirely other configs aside, so that each keeps its report; returns where it is now, if there was one."""
-    try:
-        with open(folder / "results.csv", newline="") as file:
-            there = {row.get("stage") for row in csv.DictReader(file)}
-    except (OSError, csv.Error):
-        return None
-    if there & {stage.name for stage in stages}:
+    there = {log.parent.name for log in folder.glob("*/log.csv")}
+    if not there or there & {stage.name for stage in stages}:
         return None
     return folder.rename(aside(folder))
 
@@ -299,7 +335,7 @@ def _run(stage: Stage, tell: Callable[[int, str], None]) -> str | None:
     started = time.time()
     tell(0, "starting")
     error = _watch(stage.command, lambda: _tell_progress(stage, started, tell), threads)
-    return error or (None if stage.summary() else "it was stopped before its last step")
+    return error or (None if stage.summary() else "stopped by a signal before its last step; the same command runs it again")
 
 
 def _watch(command: Sequence[str], look: Callable[[], None], environment: Mapping[str, str] | None = None) -> str | None:
@@ -321,10 +357,16 @@ def _watch(command: Sequence[str], look: Callable[[], None], environment: Mappin
         look()
         errors.seek(0)
         lines = [line.strip() for line in errors if line.strip()]
-    if process.returncode == 0:
-        return None
-    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (named or lines or [f"exit status {process.returncode}"])[-1]
+    return None if process.returncode == 0 else _why(process.returncode, lines)
+
+
+def _why(status: int, lines: Sequence[str]) -> str:
+    """Why a command failed, from its exit status and what it printed on stderr."""
+    if named := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
+        return named[-1]
+    if status < 0:
+        return f"killed by signal {-status}" + (", as the system does when memory runs out" if status == -9 else "")
+    return (lines or [f"exit status {status}"])[-1]
 
 
 def _tell_progress(stage: Stage, started: float, tell: Callable[[int, str], None]) -> None:
@@ -358,7 +400,7 @@ class Pair:
 
     def settings(self) -> list[dict[str, Any]]:
         """What makes a comparison another one: both configs' options."""
-        both = [_options(parse(Config, ["--config", *side], config_file=True)) for side in (self.base, self.other)]
+        both = [_options(parse(Config, [f"--config={side[0]}", *side[1:]], config_file=True)) for side in (self.base, self.other)]
         return json.loads(json.dumps(both))
 
     def found(self) -> dict[str, Any]:
@@ -388,7 +430,7 @@ class Pair:
 
 def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
     """For each finished stage whose base is finished too, both in turn. What runs on several processes is left out."""
-    return {stage.name: Pair(stage.name, base.given[1:-4], stage.given[1:-4], stage.folder / "in_turn.json",
+    return {stage.name: Pair(stage.name, base.side, stage.side, stage.folder / "in_turn.json",
                              (ours["peak_memory_mb"], theirs["peak_memory_mb"]))
             for stage, base in with_bases(stages)
             if stage is not base and stage.processes == base.processes == 1
@@ -568,19 +610,23 @@ def report(ladder: str, stages: list[Stage], folder: Path, pairs: Sequence[Pair]
     failed = [f"{one.name}: {one.error}" for one in stages if one.error]
     failed += [f"{pair.name} in turn with its base: {pair.error}" for pair in pairs if pair.error]
     if not rows:
-        raise UserError("\n".join([f"{folder}: no finished stage to report", *(f"failed: {line}" for line in failed)]))
+        kind = TrainingError if failed else UserError
+        raise kind("\n".join([f"{folder}: no finished stage to report", *(f"failed: {line}" for line in failed)]))
     reports.print_table(f"{ladder}: what each stage is worth here", filled(IN_TERMINAL, rows), rows)
     for line in failed:
         print(f"failed: {line}")
 
     write_csv(folder / "results.csv", rows)
+    curves = with_published_curve(stages)
+    write_whole(folder / "report.md", markdown(ladder, stages, rows, failed, bool(curves)))
+    # the pictures last: what is wrong with matplotlib costs no figures
     reports.draw_bars(folder / "speed.png", [row.stage for row in rows], [row.over_first.median for row in rows],
                       [f"{row.over_first}" for row in rows],
                       f"speed over {rows[0].stage}, which does {rows[0].tokens_per_sec:,.0f} tokens/s",
                       whiskers=[row.over_first.ends for row in rows])
-    plotted = plot_losses(stages, folder / "loss.png")
-    (folder / "report.md").write_text(markdown(ladder, stages, rows, failed, plotted))
-    print(f"{folder}/ has report.md, results.csv, speed.png" + (" and loss.png" if plotted else ""))
+    if curves:
+        plot_losses(curves, folder / "loss.png")
+    print(f"{folder}/ has report.md, results.csv, speed.png" + (" and loss.png" if curves else ""))
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
@@ -588,15 +634,16 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
     columns: list[str] = []
     for name, declared in rows[0].__dataclass_fields__.items():
         columns += [name, f"{name}_low", f"{name}_high"] if "Ratio" in str(declared.type) else [name]
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=columns, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            values = dict(vars(row))
-            for name, ratio in vars(row).items():
-                if isinstance(ratio, Ratio):
-                    values |= {name: ratio.median, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
-            writer.writerow(values)
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, fieldnames=columns, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        values = dict(vars(row))
+        for name, ratio in vars(row).items():
+            if isinstance(ratio, Ratio):
+                values |= {name: ratio.median, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
+        writer.writerow(values)
+    write_whole(path, lines.getvalue())
 
 
 def read_factors(path: Path) -> dict[str, Ratio | None]:
@@ -667,11 +714,13 @@ def curve(log: dict[int, dict[str, float | None]]) -> tuple[list[int], list[Any]
     return list(log), [row["loss"] for row in log.values()]
 
 
-def plot_losses(stages: list[Stage], path: Path) -> bool:
-    """A small picture for each stage with a published log, measured over published. Returns whether there was one."""
-    shown = [(stage, stage.published.log) for stage in stages if stage.published.log and stage.summary()]
-    if not shown:
-        return False
+def with_published_curve(stages: Sequence[Stage]) -> list[tuple[Stage, str]]:
+    """The finished stages with a published log, and its name."""
+    return [(stage, stage.published.log) for stage in stages if stage.published.log and stage.summary()]
+
+
+def plot_losses(shown: Sequence[tuple[Stage, str]], path: Path) -> None:
+    """A small picture for each stage with a published log, measured over published."""
     columns = min(4, len(shown))
     height = -(-len(shown) // columns)
     figure, grid = reports.pyplot().subplots(height, columns, figsize=(3 * columns, 2.4 * height + 0.5), layout="constrained",
@@ -692,7 +741,6 @@ def plot_losses(stages: list[Stage], path: Path) -> bool:
     figure.supylabel("loss, nats per token")
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     reports.save_picture(figure, path)
-    return True
 
 
 def plot_runs(folders: Sequence[str], path: Path) -> None:
@@ -855,25 +903,26 @@ def main(argv: Sequence[str]) -> None:
             print(f"note: the stage ddp is left out: its corpus {ddp.data_dir}/{ddp.dataset} is not there; write it with: "
                   f"python data/fineweb.py", flush=True)
     folder = Path(options.log_dir) / ladder
-    if ladder == "ladder" and not options.report_only and (moved := make_way(folder, stages)):
-        print(f"note: the ladder of other configs that was {folder} is now {moved}", flush=True)
-    runs = [stage for i, stage in enumerate(stages) if stage.name not in [earlier.name for earlier in stages[:i]]]
-    pairs: list[Pair] = []
-    if not options.report_only:
-        try:
-            climb(runs, options.rerun)
-            pairs = list(pairs_of(stages).values())
-            if options.rounds and pairs:
-                take_turns(pairs, options.rounds, options.rerun, found.get("memory_mb", 0))
-        except KeyboardInterrupt:
-            finished = sum(stage.summary() is not None for stage in runs)
-            exit_with(UserError(f"interrupted; {finished} of {len(runs)} stages are finished and kept, "
-                                f"the same command goes on"), status=130)
-    report(ladder, stages, folder, pairs)
+    with contextlib.nullcontext() if options.report_only else only_ladder(folder):
+        if ladder == "ladder" and not options.report_only and (moved := make_way(folder, stages)):
+            print(f"note: the ladder of other configs that was {folder} is now {moved}", flush=True)
+        runs = [stage for i, stage in enumerate(stages) if stage.name not in [earlier.name for earlier in stages[:i]]]
+        pairs: list[Pair] = []
+        if not options.report_only:
+            try:
+                climb(runs, options.rerun)
+                pairs = list(pairs_of(stages).values())
+                if options.rounds and pairs:
+                    take_turns(pairs, options.rounds, options.rerun, found.get("memory_mb", 0))
+            except KeyboardInterrupt:
+                finished = sum(stage.summary() is not None for stage in runs)
+                exit_with(UserError(f"interrupted; {finished} of {len(runs)} stages are finished and kept, "
+                                    f"the same command goes on"), status=130)
+        report(ladder, stages, folder, pairs)
     if any(stage.error for stage in stages) or any(pair.error for pair in pairs):
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    with reported("the report"):
+    with reported("the report", interrupted="interrupted; finished stages are kept, the same command goes on"):
         main(sys.argv[1:])

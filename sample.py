@@ -1,18 +1,22 @@
 """Text from a trained model: `python sample.py quickstart --prompt "Python is"`."""
 
+from runtime.interrupt import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # first of all: imports take a moment
+
 from typing import Literal
 
 from pydantic import Field
 
-from runtime.cli import Options, Positive, parse_command_line, reconfigure_output
+from runtime.cli import Name, Options, Positive, parse_command_line, reconfigure_output
 from runtime.errors import UserError, reported
-from runtime.signals import end_at_ctrl_c
 
 
 class SampleOptions(Options):
     """options"""
 
-    run: str
+    run: Name
     """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a Hugging Face model folder"""
     prompt: str = ""
     """text to continue (empty: the model begins a new document)"""
@@ -28,14 +32,14 @@ class SampleOptions(Options):
     """texts to generate"""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """auto, cuda, mps or cpu"""
-    log_dir: str = "logs"
+    log_dir: Name = "logs"
     """folder that holds the runs"""
 
 
 if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help, mistakes and Ctrl-C answer at once
     OPTIONS = parse_command_line(SampleOptions, description=__doc__, positional="run")
-    end_at_ctrl_c()
+    end_at_ctrl_c()  # again: reading the options ended it
 
 import torch
 

@@ -15,8 +15,8 @@ from runtime.errors import TrainingError, reported
 if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help and mistakes answer at once
     CONFIG = parse_command_line(Config, description=__doc__, config_file=True)
-    # PyTorch's CPU allocator then asks Linux for large pages: fewer page faults, faster steps on a CPU
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # PyTorch's CPU allocator then asks Linux for large pages, which makes steps on a CPU faster; no C++ stacks in warnings
+    os.environ.update({"THP_MEM_ALLOC_ENABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ)
 
 import datetime
 import math
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from checkpoint import State, find_checkpoint, keep_best, open_run, remedy, save, saved_at_fault
+from checkpoint import State, check_same_tokens, find_checkpoint, keep_best, open_run, remedy, save, saved_at_fault
 from data.prepare import prepare_if_missing
 from data.token_file import TokenFileError
 from data.tokenizer import get_encoding
@@ -84,6 +84,7 @@ def open_data(config: Config, run: RunFolder, world: World, n_vocab: int) -> tup
                              f"or add a *_val_*.bin file")
     if config.val_fraction and val.spans and is_validation(val.spans[0].path):
         run.say(f"note: val_fraction has no effect: {folder} has validation files of its own")
+    check_same_tokens(folder, split.fingerprint(), world)
     run.say(f"loaded {split.tokens:,} tokens of {folder}" + (f", and {val.tokens:,} for validation" if val.tokens else ""))
     run.say(loader.in_words())
     return loader, val
@@ -99,7 +100,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     stop = stop or StopRequest("set-up")
     device, started = world.device, datetime.datetime.now(datetime.UTC)
     resumed, config, notes = find_checkpoint(config, world)
-    run = RunFolder(Path(config.log_dir) / str(config.run_name), world.rank)
+    run = RunFolder(Path(config.log_dir) / str(config.run_name), world.rank, config.advice())
     if resumed and resumed.saved.step >= config.max_steps and world.broadcast(run.is_finished()):
         run.say(f"nothing to do: {resumed.folder} is step {resumed.saved.step} of {config.max_steps}; raise max_steps to go on")
         return {"steps": resumed.saved.step}

@@ -17,13 +17,14 @@ from torch import Tensor
 from model import GPT, GPTConfig, ModelError
 from runtime.cli import ConfigError, Options
 from runtime.cli import load as load_options
-from runtime.errors import UserError
+from runtime.errors import UserError, in_a_line
 from runtime.files import sha256
 from runtime.runlog import all_checkpoints
 
 HUGGING_FACE = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 # what has to be the same for weights to fit a model
 ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "norm", "activation", "tie_weights")
+EMBEDDING_AND_HEAD = ("transformer.wte.weight", "lm_head.weight")  # one tensor where weights are tied
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"
 
 O = TypeVar("O", bound=Options)
@@ -49,8 +50,7 @@ def build_model(config: O, checkpoint: Path | None = None) -> tuple[O, GPT]:
         return config, _model_of(GPTConfig.of(config), weights, str(checkpoint))
     if values["init_from"] == "scratch":
         return config, GPT(GPTConfig.of(config))
-    folder = find_weights(values["init_from"], values["log_dir"])
-    theirs, weights = read_weights(folder)
+    folder, theirs, weights = _find_and_read(values["init_from"], values["log_dir"])
     given = config.model_dump(include=config.model_fields_set)
     fixed = {name: theirs[name] for name in ARCHITECTURE}
     if wrong := [name for name in fixed if name in given and given[name] != fixed[name]]:
@@ -69,7 +69,7 @@ def build_model(config: O, checkpoint: Path | None = None) -> tuple[O, GPT]:
 
 def load_model(source: str, log_dir: str = "logs") -> GPT:
     """The model of `source`, as `find_weights` takes it, in evaluation mode on the CPU. Raises CheckpointError."""
-    options, weights = read_weights(find_weights(source, log_dir))
+    _, options, weights = _find_and_read(source, log_dir)
     return _model_of(_config_of(options, source), weights, source).eval()
 
 
@@ -99,11 +99,16 @@ def load_weights(model: GPT, weights: dict[str, Tensor], source: str) -> None:
     ours = model.state_dict()
     problems = [f"lacks {name}" for name in ours if name not in weights]
     problems += [f"has an unknown {name}" for name in weights if name not in ours]
+    wte, head = (weights.get(name, torch.empty(0)) for name in EMBEDDING_AND_HEAD)
+    if model.config.tie_weights and head is not wte and not torch.equal(head, wte):
+        problems.append("has an lm_head.weight other than its transformer.wte.weight, and the model ties them")
     for name in ours.keys() & weights.keys():
-        rows = model.config.n_vocab if name in ("transformer.wte.weight", "lm_head.weight") else None
+        rows = model.config.n_vocab if name in EMBEDDING_AND_HEAD else None
         rows = None if ours[name].shape == weights[name].shape else rows
-        if ours[name][:rows].shape != weights[name][:rows].shape:
+        if not weights[name].dim() or ours[name][:rows].shape != weights[name][:rows].shape:
             problems.append(f"has {name} of shape {tuple(weights[name].shape)}, the model {tuple(ours[name].shape)}")
+        elif not weights[name].is_floating_point():
+            problems.append(f"has {name} of type {str(weights[name].dtype).removeprefix('torch.')}, no floating-point numbers")
         elif not problems:
             ours[name][:rows].copy_(weights[name][:rows])
     if problems:
@@ -129,8 +134,20 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     if folder.absolute().name == "checkpoints" and not (folder / "checkpoints").is_dir():
         folder = folder.absolute().parent
     if not (checkpoints := all_checkpoints(folder)):
-        raise CheckpointError(f"{folder}: has no checkpoint (one is saved at the end of a run, or by --checkpoint_every N)")
+        raise CheckpointError(f"{folder}: has no checkpoint (one is saved at the end of a run, or by --checkpoint_every N), "
+                              f"nor the config.json of a Hugging Face model")
     return checkpoints[-1]
+
+
+def _find_and_read(source: str, log_dir: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """The folder that `source` means, and what `read_weights` gives of it."""
+    while True:
+        folder = find_weights(source, log_dir)
+        try:
+            return folder, *read_weights(folder)
+        except CheckpointError:
+            if folder.is_dir():
+                raise  # else the run is training, and has just deleted this checkpoint after a newer one
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -162,7 +179,7 @@ def _check_size(options: dict[str, Any], weights: dict[str, Tensor], folder: Pat
     theirs = {"n_layer": len(layers), "vocab_size": wte.shape[0], "n_embd": wte.shape[-1], "block_size": wpe.shape[0]}
     for name, value in theirs.items():
         if options[name] != value:
-            raise CheckpointError(f"{folder}: weights that do not fit the model: {name} is {str(options[name])[:40]} in its "
+            raise CheckpointError(f"{folder}: weights that do not fit the model: {name} is {repr(options[name])[:40]} in its "
                                   f"options, {value} in its weights")
 
 
@@ -202,11 +219,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU. Raises CheckpointError."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise CheckpointError(f"{path}: cannot be read: not a file")
         if not _is_utf8(path):  # safetensors writes to such a path, but cannot open it: the file is read into memory instead
             return load(path.read_bytes())
         return load_file(path)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing; only weights in safetensors are read") from None
+        raise CheckpointError(f"{path}: is missing; weights are read from this one file, not from several or from *.bin "
+                              f"(transformers' save_pretrained(..., max_shard_size='100GB') writes it)") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
 
@@ -224,12 +244,12 @@ def _is_utf8(path: Path) -> bool:
 
 def _download(name: str) -> Path:
     """The folder of OpenAI's weights, gpt2 .. gpt2-xl, downloaded once."""
-    from huggingface_hub import snapshot_download
-
     try:
+        from huggingface_hub import snapshot_download
+
         return Path(snapshot_download(HUGGING_FACE[name], allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # its HTTP library's, or its own
-        raise CheckpointError(f"{name} could not be downloaded from Hugging Face ({type(error).__name__}); "
+        raise CheckpointError(f"{name} could not be downloaded from Hugging Face ({in_a_line(error)}); "
                               f"give the folder of a copy instead") from None
 
 
@@ -242,19 +262,20 @@ def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 def _our_options(theirs: dict[str, Any], folder: Path) -> dict[str, Any]:
     """transformers' config.json as fields of GPTConfig. Raises CheckpointError for what this project's model cannot be."""
+    n_embd = theirs.get("n_embd", 768)
     activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
     unsupported = {
         "model_type": theirs.get("model_type") != "gpt2",
         "activation_function": str(theirs.get("activation_function", "gelu_new")) not in activations,
         "layer_norm_epsilon": theirs.get("layer_norm_epsilon", 1e-5) != 1e-5,
-        "n_inner": theirs.get("n_inner") not in (None, 4 * theirs.get("n_embd", 768)),
+        "n_inner": theirs.get("n_inner") not in (None, 4 * n_embd if isinstance(n_embd, int) else None),
         "scale_attn_weights": not theirs.get("scale_attn_weights", True),
         "scale_attn_by_inverse_layer_idx": bool(theirs.get("scale_attn_by_inverse_layer_idx")),
     }
-    if wrong := [f"{name} {theirs.get(name)}" for name, is_wrong in unsupported.items() if is_wrong]:
+    if wrong := [f"{name} {theirs.get(name)!r}" for name, is_wrong in unsupported.items() if is_wrong]:
         raise CheckpointError(f"{folder}: not a GPT-2 that this project can load: {', '.join(wrong)}")
     return {
-        "n_layer": theirs.get("n_layer", 12), "n_head": theirs.get("n_head", 12), "n_embd": theirs.get("n_embd", 768),
+        "n_layer": theirs.get("n_layer", 12), "n_head": theirs.get("n_head", 12), "n_embd": n_embd,
         "block_size": theirs.get("n_positions", 1024), "vocab_size": theirs.get("vocab_size", 50257), "bias": True,
         "norm": "layernorm", "activation": activations[theirs.get("activation_function", "gelu_new")],
         "tie_weights": theirs.get("tie_word_embeddings", True),
@@ -267,7 +288,7 @@ def _our_weights(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in theirs.items():
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # the causal mask of older files
-        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) and tensor.dim() == 2:
             tensor = tensor.t().contiguous()  # transformers' Conv1D keeps (in, out), nn.Linear (out, in)
         weights[name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"] = tensor
     return weights

@@ -180,7 +180,7 @@ def side_arguments(options: InTurnOptions, extra: Sequence[str]) -> list[tuple[s
     sides = []
     for text in texts:
         config, *own = shlex.split(text) or [""]
-        sides.append((text, ["--config", config, *extra, *own], ROOT))
+        sides.append((text, [f"--config={config}", *extra, *own], ROOT))
         parse(Config, sides[-1][1], config_file=True)  # a mistake is told before anything starts
     if options.code:
         code = Path(options.code)

@@ -32,12 +32,17 @@ def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
     there = {path.parent.name for path in folder.parent.glob("*/*.bin") if path.parent.suffix != ".tmp"}
     script = "python data/fineweb.py" if folder.name == "fineweb" else f"python data/text.py FILE --name {shlex.quote(folder.name)}"
     if folder.parent != Path("data"):
-        script += f" --data_dir {folder.parent}"
+        script += f" --data_dir {shlex.quote(str(folder.parent))}"
     nearest = did_you_mean(folder.name, sorted(there.union(SMALL_CORPORA)))
     raise TokenFileError(f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: {script}; "
                          f"or say with --data_dir which folder holds it")
 
 
 def is_there(folder: Path) -> bool:
-    """Whether a corpus has been written to the folder."""
-    return any(folder.glob("*.bin"))
+    """Whether a corpus has been written to the folder. Raises TokenFileError if that cannot be seen."""
+    try:
+        return any(path.suffix == ".bin" for path in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise TokenFileError(f"{folder}: cannot be read: {error.strerror}") from None

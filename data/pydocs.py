@@ -5,18 +5,20 @@
 train.py does this by itself the first time it is asked for `dataset: pydocs`.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # found also when run as a script
+
+from runtime.interrupt import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # first of all: imports take a moment
+
 import argparse
 import hashlib
 import itertools
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
-
-from runtime.signals import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()  # also during the imports
 
 from data.token_file import TokenFileError, write_corpus
 from data.tokenizer import END_OF_TEXT, get_encoding
@@ -50,11 +52,13 @@ def prepare(folder: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
     folder = Path(parser.parse_args().data_dir) / "pydocs"
     with reported(str(folder), status=1):
-        print(f"{prepare(folder):,} tokens in {folder}", flush=True)
+        count = prepare(folder)
+    with reported("stdout"):
+        print(f"{count:,} tokens in {folder}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,25 +4,28 @@
     python train.py --config quickstart.yaml --dataset mine
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # found also when run as a script
+
+from runtime.interrupt import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # first of all: imports take a moment
+
 import argparse
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
-
-from runtime.signals import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()  # also during the imports
 
 from data.token_file import TokenFileError, write_corpus
 from data.tokenizer import END_OF_TEXT, encode_text
 from runtime.errors import reported
 
 SEPARATOR = "<|endoftext|>"
+OURS = ("pydocs", "shakespeare", "fineweb")  # corpora that other scripts here write, and that published results are about
 
 
 def prepare(folder: Path, sources: list[Path]) -> int:
@@ -67,10 +70,17 @@ def _pieces(source: Path) -> Iterator[str]:
     """The text a megabyte at a time, so that a file larger than memory works."""
     try:
         with open(source, encoding="utf-8-sig", newline="") as file:
-            empty = True
+            empty, before = True, os.fstat(file.fileno())
             while piece := file.read(2**20):
                 empty = False
+                if "\0" in piece:
+                    raise TokenFileError(f"{source}: not UTF-8 text (it holds NUL characters, as UTF-16 and damaged files do); "
+                                         f"convert it, for example with iconv -f UTF-16LE -t UTF-8, or leave them out with "
+                                         f"tr -d '\\0'")
                 yield piece
+            after = os.fstat(file.fileno())
+        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise TokenFileError(f"{source}: was changed while it was read; run this again once it stays as it is")
         if empty:  # but for a byte order mark
             raise TokenFileError(f"{source}: is empty; give UTF-8 text files")
     except UnicodeDecodeError as error:
@@ -80,17 +90,24 @@ def _pieces(source: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="UTF-8 text files")
     parser.add_argument("--name", help="name of the corpus, for --dataset [the first file's name]")
     parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
     args = parser.parse_args()
-    folder = Path(args.data_dir) / (args.name or args.files[0].stem)
+    name = args.files[0].stem if args.name is None else args.name
+    folder = Path(args.data_dir) / name
     with reported(str(folder), status=1):
-        if folder.parent != Path(args.data_dir) or folder.name == ".." or folder.suffix == ".tmp":
-            raise TokenFileError(f"--name {args.name or folder.name}: must be a plain name, not one that ends in .tmp; "
+        if folder.parent != Path(args.data_dir) or name == ".." or folder.suffix == ".tmp":
+            raise TokenFileError(f"--name {name}: must be a plain name, not one that ends in .tmp; "
                                  f"use --data_dir for the folder it lies in")
+        if name.startswith("-") or not name.isprintable():
+            raise TokenFileError(f"--name {name!a}: begins with - or has characters that cannot be printed, so that --dataset "
+                                 f"could not name it; choose another name")
+        if name in OURS:
+            raise TokenFileError(f"--name {name}: is the corpus that data/{name}.py writes; choose another name")
         count = prepare(folder, args.files)
+    with reported("stdout"):
         print(f"{count:,} tokens in {folder}; train on them with --dataset {shlex.quote(folder.name)}", flush=True)
 
 

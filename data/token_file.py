@@ -32,6 +32,12 @@ class TokenFileError(UserError):
     """A corpus that cannot be read or written; the message says which file, what is wrong and what to do."""
 
 
+class TokenFileChangedError(TokenFileError):
+    """A token file that went bad while in use."""
+
+    status = 1
+
+
 def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
     """Write tokens, which come in parts, to `path`; returns how many.
 
@@ -111,12 +117,14 @@ def _shards(parts: Iterable[Tokens], shard_tokens: int) -> Iterator[Iterator[Tok
 
 def count_tokens(path: Path) -> int:
     """Number of tokens in a token file, from its header. Raises TokenFileError if the file is not a whole token file."""
+    remedy = "write it again with a script in data/"
     try:
         size = path.stat().st_size
+        if not path.is_file():  # a pipe would be waited for
+            raise TokenFileError(f"{path}: cannot be read: not a file; delete it, or {remedy}")
         header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     except OSError as error:
         raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
-    remedy = "write it again with a script in data/"
     if header.size < HEADER_INTS:
         raise TokenFileError(f"{path}: not a token file: its {size} bytes are less than a header's {HEADER_BYTES}; {remedy}")
     magic, version, count = (int(n) for n in header[:3])
@@ -135,12 +143,14 @@ Stamp = tuple[int, int, int]
 RESTORE = "restore it, then go on with --resume auto"
 
 
-def stamp(path: Path) -> Stamp:
-    """What tells whether a file has been changed or replaced since. Raises TokenFileError if it is gone."""
+def stamp(path: Path, *, in_use: bool = True) -> Stamp:
+    """What tells whether a file has been changed or replaced since. Raises TokenFileError if it is not there (any more)."""
     try:
         status = path.stat()
     except OSError as error:
-        raise TokenFileError(f"{path}: has vanished while in use ({error.strerror}); {RESTORE}") from None
+        if in_use:
+            raise TokenFileChangedError(f"{path}: has vanished while in use ({error.strerror}); {RESTORE}") from None
+        raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -150,13 +160,15 @@ def map_tokens(path: Path, count: int, expected: Stamp) -> np.ndarray:
     Raises TokenFileError if it is no longer the file of that stamp.
     """
     if stamp(path) != expected:
-        raise TokenFileError(f"{path}: was changed or replaced while in use; {RESTORE}")
+        raise TokenFileChangedError(f"{path}: was changed or replaced while in use; {RESTORE}")
     if not count:
         return np.empty(0, dtype="<u2")
     try:
         return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
-    except (OSError, ValueError):
-        raise TokenFileError(f"{path}: cannot be read any more; {RESTORE}") from None
+    except OSError as error:
+        raise TokenFileChangedError(f"{path}: cannot be read any more: {error.strerror}; {RESTORE}") from None
+    except ValueError:  # shorter than it was
+        raise TokenFileChangedError(f"{path}: cannot be read any more; {RESTORE}") from None
 
 
 class TokenFile:
@@ -165,7 +177,7 @@ class TokenFile:
     def __init__(self, path: Path):
         """Raises TokenFileError if the file is not a whole token file."""
         self.path = path
-        self._stamp = stamp(path)  # first, so that a change while the file is being opened is noticed
+        self._stamp = stamp(path, in_use=False)  # first, so that a change while the file is being opened is noticed
         self.tokens = count_tokens(path)
         self._content = self._hash()
 

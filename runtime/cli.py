@@ -11,6 +11,7 @@ import difflib
 import io
 import os
 import re
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"  # where a confi
 
 Positive = Annotated[int, Field(ge=1)]
 ZeroIsOff = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]  # of a file or folder: "" would be the folder that the command was typed in
 
 
 class ConfigError(UserError):
@@ -39,8 +41,11 @@ class ContradictionError(ValueError):
     """Options that exclude each other: pairs of (option to blame, message). Validators raise it, `load` makes it a ConfigError."""
 
     def __init__(self, problems: list[tuple[str, str]]):
-        super().__init__("; ".join(message for _, message in problems))
+        super().__init__(problems)  # alone: so it can be sent to another process
         self.problems = problems
+
+    def __str__(self) -> str:
+        return "; ".join(message for _, message in self.problems)
 
 
 class Options(BaseModel):
@@ -74,6 +79,7 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, *, d
     reconfigure_output()
     given = sys.argv[1:] if argv is None else argv
     with reported("stdout"):
+        _check_working_directory()
         values, origin, print_config = _parse(options, given, description, positional, config_file, elsewhere)
         if print_config:
             print(to_yaml(values, origin=origin), end="")
@@ -81,6 +87,14 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, *, d
         raise SystemExit(0)
     end_with()  # a ladder that started this run
     return values
+
+
+def _check_working_directory() -> None:
+    """Raises UserError in a folder that is gone: PyTorch cannot even be imported there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory has been deleted; cd to one that is there") from None
 
 
 def parse(options: type[O], argv: Sequence[str], *, description: str = "", positional: str | None = None,
@@ -169,7 +183,7 @@ def find_config(name: str, folder: Path | None = None) -> Path:
                     return path
     known = sorted(path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in CONFIG_DIR.rglob("*.yaml"))
     hint = did_you_mean(name.removesuffix(".yaml"), known) or f"; configs/ has {', '.join(n for n in known if '/' not in n)}"
-    raise ConfigError(f"{name}: no such config file, here or in configs/{hint}")
+    raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{hint}")
 
 
 def read_yaml(path: Path, chain: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
@@ -186,7 +200,7 @@ def read_yaml(path: Path, chain: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
     if base is not None:
-        if not isinstance(base, str):
+        if not isinstance(base, str) or not base:
             raise ConfigError(f"{path}: base: must name one config file")
         try:
             base_path = find_config(base, path.parent)
@@ -225,6 +239,8 @@ class _StringLoader(yaml.BaseLoader):
         text = str(super().construct_scalar(node))
         if not text.isprintable() and any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in text):
             raise yaml.constructor.ConstructorError(None, None, "an escape that is half a character", node.start_mark)
+        if "\0" in text:
+            raise yaml.constructor.ConstructorError(None, None, "an escape that is no text: NUL", node.start_mark)
         return text
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -266,6 +282,8 @@ def _parse_flags(options: type[Options], argv: Sequence[str], description: str, 
         for name, field in section.model_fields.items():
             _add_argument(group, name, field, name == positional)
     known, unknown = parser.parse_known_args(_without_commas(options, argv))
+    if "--" in unknown:  # what follows is no option, whatever it looks like
+        unknown = unknown[:unknown.index("--") + 1]
     # a value after an unknown flag belongs to that flag: it is not a second mistake
     mistakes = [_unknown_argument(options, argument, positional, config_file, elsewhere)
                 for argument, before in zip(unknown, ["", *unknown], strict=False)
@@ -357,6 +375,10 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
+SHOWN = reprlib.Repr()  # a value as a message shows it: a file's may be large, and with aliases in aliases larger than any memory
+SHOWN.maxlevel, SHOWN.maxstring, SHOWN.maxother = 2, 200, 200
+
+
 def _error_lines(options: type[Options], error: ValidationError, origin: Mapping[str, str]) -> list[str]:
     """One line for each problem that pydantic found."""
     lines = []
@@ -374,12 +396,12 @@ def _error_lines(options: type[Options], error: ValidationError, origin: Mapping
         if get_origin(kind) is tuple and kind.__args__[-1] is Ellipsis:
             kind = kind.__args__[0]
         elif get_origin(kind) is tuple and (len(problem["loc"]) == 1 or problem["type"] in ("missing", "too_long")):
-            lines.append(f"{where}: takes {len(get_args(kind))} values, not {problem['input']!r}")
+            lines.append(f"{where}: takes {len(get_args(kind))} values, not {SHOWN.repr(problem['input'])}")
             continue
         message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]
         message = re.sub(r"\d{7,}", lambda bound: f"{int(bound[0]):,}" if len(bound[0]) < 16 else f"{float(bound[0]):g}", message)
         hint = ""
         if problem["type"] == "literal_error":
             hint = did_you_mean(str(problem["input"]), get_args(kind))
-        lines.append(f"{where}: {message}, not {problem['input']!r}{hint}")
+        lines.append(f"{where}: {message}, not {SHOWN.repr(problem['input'])}{hint}")
     return lines

@@ -65,9 +65,14 @@ def make_repeatable(device: torch.device) -> None:
     """Let the same run give the same numbers, bit for bit, on a CPU, where that costs nothing measurable.
 
     Compiled, the embedding's gradient would be summed by several threads in an order that changes from run to run. On a GPU
-    this would cost speed and refuse operations, so there it is off.
+    this would cost speed and refuse operations, so there it is off. Raises UserError where PyTorch's compiler, which this
+    imports, cannot make its cache.
     """
-    torch.use_deterministic_algorithms(device.type == "cpu")
+    try:
+        torch.use_deterministic_algorithms(device.type == "cpu")
+    except OSError as error:
+        raise UserError(f"{error.filename}: PyTorch cannot make this folder, its compiler's cache: {error.strerror}; set "
+                        f"TORCHINDUCTOR_CACHE_DIR to a folder that can be written") from None
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would cost time
 
 

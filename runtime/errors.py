@@ -7,11 +7,12 @@ import signal
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import NoReturn, TextIO
 
-from runtime.signals import raise_at_ctrl_c
-from runtime.world import end_process, launch
+from runtime.interrupt import raise_at_ctrl_c
+from runtime.world import end_process, has_joined, is_first_to_tell, launch
 
 
 class UserError(Exception):
@@ -28,24 +29,25 @@ class UserError(Exception):
 
 
 class TrainingError(UserError):
-    """A run that cannot go on; the message says why and what may help."""
+    """A run that cannot go on, or another command; the message says why and what may help."""
 
     status = 1
 
 
-def exit_with(error: UserError, status: int | None = None) -> NoReturn:
+def exit_with(error: UserError, status: int | None = None, *, of_others: bool = False) -> NoReturn:
     """Print each line of the error on stderr and end the process with its status.
 
-    Under torchrun, what one process finds the others mostly find too. Rank 0 speaks and ends first, and torchrun then ends the
-    others; another rank speaks only if it is the only one that failed.
+    Of several processes one speaks. What one finds the others mostly find too: then it is rank 0, which ends first, and torchrun
+    then ends the others. One that fails alone speaks before it ends, so those that only notice its end (`of_others`) need not.
     """
     rank = launch().rank
-    if rank:
+    if rank and not of_others:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # this is how torchrun ends it
-        time.sleep(5)
-    prefix = f"error: rank {rank}: " if rank else "error: "
-    with contextlib.suppress(OSError):  # nobody may read it
-        print("\n".join(prefix + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        time.sleep(1 if has_joined() else 5)
+    if is_first_to_tell():
+        prefix = f"error: rank {rank}: " if rank else "error: "
+        with contextlib.suppress(OSError):  # nobody may read it
+            print("\n".join(prefix + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
     end_process(error.status if status is None else status)
 
 
@@ -67,24 +69,41 @@ def reported(place: str, *, status: int | None = None, interrupted: str = "inter
         exit_with(error, status)
     except KeyboardInterrupt:
         exit_with(UserError(interrupted), status=130)
-    except OSError as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # of stdout
             raise SystemExit(141) from None  # 128 + SIGPIPE
-        exit_with(_noted(UserError(f"{error.filename or place}: {error.strerror or error}"), error), 1)
-    except (RuntimeError, MemoryError) as error:
-        kind, reason = kind_of_failure(error)
-        if kind not in (advice or {}):
-            raise
-        exit_with(_noted(TrainingError((advice or {})[kind].replace("{reason}", reason)), error))
+        if (said := foreseen(error, place, advice or {})) is None:
+            _end_unforeseen(error)
+        exit_with(said, of_others=isinstance(error, RuntimeError) and kind_of_failure(error)[0] == "other process")
+    except Exception as error:
+        _end_unforeseen(error)
     finally:
         drop_unread(sys.stdout)
         drop_unread(sys.stderr)
 
 
-def _noted(said: UserError, error: BaseException) -> UserError:
-    """What is said of an error, with the error's notes."""
-    for note in getattr(error, "__notes__", []):
-        said.add_note(note)
+def _end_unforeseen(error: Exception) -> NoReturn:
+    """Let an error that nobody foresaw end the process with its traceback."""
+    if not has_joined():
+        raise error
+    if is_first_to_tell():
+        traceback.print_exception(error)
+    end_process(1)
+
+
+def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> UserError | None:
+    """What is said of an error, with its notes, if it is of a kind that can be foreseen; `place` and `advice` as for `reported`."""
+    if isinstance(error, UserError):
+        return error
+    said = None
+    if isinstance(error, OSError):
+        said = TrainingError(f"{error.filename or place}: {error.strerror or error}")
+    elif isinstance(error, RuntimeError | MemoryError):
+        kind, reason = kind_of_failure(error)
+        said = TrainingError(advice[kind].replace("{reason}", reason)) if kind in advice else None
+    if said:
+        for note in getattr(error, "__notes__", []):
+            said.add_note(note)
     return said
 
 
@@ -95,12 +114,23 @@ def drop_unread(stream: TextIO | None) -> OSError | None:
         if stream:
             stream.flush()
     except OSError as error:
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())  # type: ignore[union-attr]  # it was flushed
+        drop(stream)  # type: ignore[arg-type]  # it was flushed
         return error
     except ValueError:  # closed
         pass
     return None
+
+
+def drop(stream: TextIO) -> None:
+    """Let what is printed on the stream from here on go nowhere."""
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def in_a_line(error: BaseException) -> str:
+    """What an error of any library says, as a part of one line: its kind and the beginning of its message."""
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return "".join(c for c in textwrap.shorten(said, 160, placeholder=" ...") if c.isprintable())
 
 
 # ---- what PyTorch's errors mean
@@ -144,5 +174,5 @@ def _compiler_said(text: str) -> str | None:
 
 def _first_sentence(text: str) -> str:
     """The first sentence of an error of torch.distributed, without the place in PyTorch's source that may stand before it."""
-    sentence = re.sub(r"^\[[^]]*:\d+\] ", "", text.strip()).partition("\n")[0].partition(". ")[0]
+    sentence = re.sub(r"^\[[^]]*:\d+\] (\S+ != \S+\. )?", "", text.strip()).partition("\n")[0].partition(". ")[0].rstrip(".")
     return textwrap.shorten(sentence, 200, placeholder=" ...")

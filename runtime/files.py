@@ -18,7 +18,7 @@ class BeingWrittenError(OSError):
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or as it was. Raises OSError that names it."""
+    """Write a file so that it is there whole or as it was, and nothing else. Raises OSError that names it."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         with open(unfinished, "w", newline="", encoding="utf-8") as file:
@@ -27,6 +27,8 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise cannot_be_written(path, error) from None
 
 
@@ -67,31 +69,18 @@ def sole_writer(folder: Path, on_wait: Callable[[], None] | None = None) -> Iter
     written. Where another process has the right, `on_wait` is called once and then waited for it; without `on_wait`,
     BeingWrittenError is raised. May be entered again by who has it. Raises OSError if nothing can be written there.
     """
-    made = [parent for parent in folder.parents if not parent.exists()]
-    lock = filelock.FileLock(lock_file(folder), is_singleton=True)
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            _acquire(lock, timeout=0)
+            outermost = stack.enter_context(locked(lock_file(folder), patience=0))
         except filelock.Timeout:
             if on_wait is None:
                 raise BeingWrittenError(errno.EBUSY, "another process is writing it", str(folder)) from None
             on_wait()
-            _acquire(lock, timeout=-1)
-        outermost = lock.lock_counter == 1
-        try:
-            for other in [*folder.parent.iterdir()] if outermost else []:
-                if re.fullmatch(rf"{re.escape(folder.name)}\.\d+\.tmp", other.name):
-                    shutil.rmtree(other, ignore_errors=True)
-            yield
-        finally:
-            if outermost:  # deleted while held: who waits for it finds that the file has lost its name, and makes a new one
-                with contextlib.suppress(OSError):
-                    lock_file(folder).unlink()
-            lock.release()
-    finally:
-        for parent in made:
-            with contextlib.suppress(OSError):  # not empty: something was written
-                parent.rmdir()
+            outermost = stack.enter_context(locked(lock_file(folder), patience=-1))
+        for other in [*folder.parent.iterdir()] if outermost else []:
+            if re.fullmatch(rf"{re.escape(folder.name)}\.\d+\.tmp", other.name):
+                shutil.rmtree(other, ignore_errors=True)
+        yield
 
 
 def lock_file(folder: Path) -> Path:
@@ -99,11 +88,43 @@ def lock_file(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.lock"
 
 
-def _acquire(lock: filelock.BaseFileLock, timeout: float) -> None:
+@contextlib.contextmanager
+def locked(path: Path, patience: float) -> Iterator[bool]:
+    """Hold a lock file, whose parents are made: one process has it at a time, and none once it has died.
+
+    Afterwards the file is gone, and so are the folders that were made for it, if nothing else is in them. May be entered again
+    by who has it: what is given tells whether this is the outermost time. Raises filelock.Timeout after `patience` seconds
+    (-1: never), OSError if no such file can be made.
+    """
+    made = missing_parents(path)
+    lock = filelock.FileLock(path, is_singleton=True)
     try:
-        lock.acquire(timeout=timeout)
-    except FileNotFoundError:  # another writer failed at this moment, and has taken back the parent that it had made
-        lock.acquire(timeout=timeout)
+        try:
+            lock.acquire(timeout=patience)
+        except FileNotFoundError:  # another process failed at this moment, and has taken back the parent that it had made
+            lock.acquire(timeout=patience)
+        outermost = lock.lock_counter == 1
+        try:
+            yield outermost
+        finally:
+            if outermost:  # deleted while held: who waits for it finds that the file has lost its name, and makes a new one
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            lock.release()
+    finally:
+        delete_empty(made)
+
+
+def missing_parents(path: Path) -> list[Path]:
+    """The folders that have to be made before a path, the innermost first."""
+    return [parent for parent in path.parents if not parent.exists()]
+
+
+def delete_empty(folders: Iterable[Path]) -> None:
+    """Delete folders as far as nothing is in them."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def delete(folders: Iterable[Path]) -> None:
@@ -120,14 +141,14 @@ def delete(folders: Iterable[Path]) -> None:
 
 def aside(path: Path) -> Path:
     """Where to move what has this name, so that the name is free: the first of `<name>.1`, `.2`, ... that is not there."""
-    return next(free for n in itertools.count(1) if not (free := path.with_name(f"{path.name}.{n}")).exists())
+    return next(free for n in itertools.count(1) if not os.path.lexists(free := path.with_name(f"{path.name}.{n}")))
 
 
 def flush_to_disk(path: Path) -> None:
     """Wait until a file's content, or a folder's list of files, is on the disk."""
     if path.is_dir() and os.name == "nt":  # Windows cannot open a folder
         return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows flushes only what is open for writing
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes only what is open for writing
     try:
         os.fsync(descriptor)
     finally:

@@ -6,12 +6,14 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
+from runtime.errors import TrainingError, drop
 from runtime.ratio import Ratio
 
 # Okabe and Ito (2008): told apart by the colour-blind too
@@ -39,11 +41,11 @@ def physical_memory() -> int:
 
 
 def git_commit() -> str | None:
-    """Commit of this code, with -dirty if it was changed since; None where there is no git."""
+    """Commit of this code, with -dirty if it was changed since; None where there is no git, or one that does not answer."""
     try:
         return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], text=True, check=True,
-                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+                              errors="replace", timeout=10, capture_output=True, cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
 
 
@@ -107,7 +109,31 @@ def console() -> Any:
     from rich.console import Console
 
     width, height = shutil.get_terminal_size()
-    return Console(markup=False, width=width, height=height)
+    return Console(file=cast(TextIO, Heedless(sys.stdout)), markup=False, width=width, height=height)
+
+
+class Heedless:
+    """A stream whose reader may go, or whose disk may be full: what is measured meanwhile goes on, and its files are written."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write at once, or drop what cannot be written."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError as error:
+            drop(self._stream)
+            if not isinstance(error, BrokenPipeError):
+                print(f"note: what is printed goes nowhere ({error.strerror})", file=sys.stderr)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left to write."""
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
@@ -115,7 +141,7 @@ def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
     body = [[column.cell(row) for column in columns] for row in rows]
     rulers = ("---:" if _are_figures([line[i] for line in body]) else "---" for i in range(len(columns)))
     return ["| " + " | ".join(column.heading for column in columns) + " |", "|" + "|".join(rulers) + "|",
-            *("| " + " | ".join(line) + " |" for line in body)]
+            *("| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in line) + " |" for line in body)]
 
 
 def _are_figures(cells: Sequence[str]) -> bool:
@@ -126,11 +152,15 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, drawing to files; imported only where a picture is drawn, as that takes a second."""
-    import matplotlib
+    """matplotlib.pyplot, drawing to files; imported only where a picture is drawn, as that takes a second.
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
+    Raises TrainingError where it cannot be imported.
+    """
+    os.environ["MPLBACKEND"] = "Agg"  # what the user's says may not be there
+    try:
+        import matplotlib.pyplot
+    except (ImportError, ValueError) as error:
+        raise TrainingError(f"no picture can be drawn: {error}; pip install -r requirements.txt, then the same command") from None
 
     return matplotlib.pyplot
 

@@ -1,10 +1,10 @@
 """A run's folder: log.csv, eval.csv, config.yaml, summary.json, console.log and checkpoints/. Nothing here needs torch."""
 
 import contextlib
-import csv
 import datetime
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TextIO
 
 import filelock
 
-from runtime.errors import UserError, drop_unread
-from runtime.files import aside, cannot_be_written, delete, write_whole
+from runtime.errors import UserError, drop_unread, foreseen
+from runtime.files import aside, cannot_be_written, delete, delete_empty, locked, missing_parents, write_whole
 from runtime.report import flops_rate
 from runtime.signals import Stopped
 from runtime.world import launch
@@ -39,6 +39,7 @@ class LogRow(NamedTuple):
 LOG_COLUMNS = LogRow._fields
 EVAL_COLUMNS = ("step", "val_loss")
 STYLES = {"step": "d", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # every other column is written to the last digit
+STEP = r"[0-9]{1,18}"  # what a step looks like
 START_PATIENCE = 60.0  # seconds that a run waits for another one to begin
 
 
@@ -48,10 +49,11 @@ class RunFolder:
     Until `begin` or `go_on`, nothing is written: a run that cannot start leaves no folder.
     """
 
-    def __init__(self, path: Path, rank: int = 0):
-        self.path, self.rank = path, rank
+    def __init__(self, path: Path, rank: int = 0, advice: Mapping[str, str] | None = None):
+        """`advice`: what console.log says at kinds of failure, see runtime/errors.py's `reported`."""
+        self.path, self.rank, self._advice = path, rank, advice or {}
+        self.not_logged: LogRow | None = None  # a row that log.csv did not take: a checkpoint keeps it
         self._lock = filelock.FileLock(path / ".lock", timeout=0)
-        self._start_lock = filelock.FileLock(path.parent / ".begin.lock", timeout=START_PATIENCE)
         self._made = False  # by `begin`
         self._made_for_it: list[Path] = []  # the folders above it
         self._aside: Path | None = None
@@ -66,12 +68,21 @@ class RunFolder:
 
         Raises UserError if another process is writing to the folder. If it cannot be created, all is as it was.
         """
+        for folder, option in ((self.path.parent, "log_dir"), (self.path, "run_name")):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise UserError(f"{folder}: is there and is no folder; move it away or choose another --{option}")
+        self._made_for_it = missing_parents(self.path)
         with self._starting():
             try:
                 if self.path.exists():
                     self._hold("wait for it or choose another --run_name")
                     self._lock.release()  # Windows moves no folder in which a file is open
-                    self._aside = self.path.rename(aside(self.path))
+                    self._aside = aside(self.path)  # known before: a signal may come as the folder has just been moved
+                    try:
+                        self.path.rename(self._aside)
+                    except OSError as error:  # such as a mount point, or a name that gets too long
+                        raise OSError(error.errno, f"cannot be moved aside: {error.strerror}; choose another --run_name",
+                                      str(self.path)) from None
                 self.path.mkdir(parents=True)
                 self._made = True
                 self._hold("wait for it or choose another --run_name")
@@ -88,13 +99,17 @@ class RunFolder:
             self.close()
             if self._made:
                 shutil.rmtree(self.path, ignore_errors=True)
+            delete_empty([self.path])  # a signal may have come as it had just been made
             if self._aside:
                 with contextlib.suppress(OSError):  # what made the run fail is told, and this is seen
                     self._aside.rename(self.path)
             self._made, self._aside = False, None
+        delete_empty(self._made_for_it)
 
-    def go_on(self, step: int, log_every: int, whole: Path | None = None, keep_last: int = 0) -> list[str]:
-        """Take up the folder after `step`: the rows of later steps leave its log, as those steps are taken again.
+    def go_on(self, step: int, log_every: int, whole: Path | None = None, keep_last: int = 0,
+              not_logged: LogRow | None = None) -> list[str]:
+        """Take up the folder after `step`: the rows of later steps leave its log, as those steps are taken again, and the one
+        that it did not take before is added.
 
         First, as the disk may be full, what an interrupted save has left is deleted, and the checkpoints that `keep_last` does
         not keep (0: none of them), but never `whole`, the one to go on from. Returns notes for the user. Raises UserError if
@@ -105,12 +120,12 @@ class RunFolder:
                 raise UserError(f"{whole or self.path}: is gone: the run was moved aside or deleted at this moment; start again")
             self._hold("wait for it")
         try:
-            return self._take_up(step, log_every, whole, keep_last)
+            return self._take_up(step, log_every, whole, keep_last, not_logged)
         except BaseException:
             self.close()
             raise
 
-    def _take_up(self, step: int, log_every: int, whole: Path | None, keep_last: int) -> list[str]:
+    def _take_up(self, step: int, log_every: int, whole: Path | None, keep_last: int, not_logged: LogRow | None) -> list[str]:
         notes = []
         for leftover in (self.path / "checkpoints").glob("*.tmp"):  # of a save that a kill interrupted
             shutil.rmtree(leftover, ignore_errors=True)
@@ -120,10 +135,12 @@ class RunFolder:
             rows, damaged = self._rows(name, columns)
             # what a kill tore is a row of a later step, or has no number; so it is taken again
             lost = [line for line, text, torn in damaged
-                    if (int(found[1]) <= step if (found := re.match(r"(\d+),", text)) else not torn)]
+                    if (int(found[1]) <= step if (found := re.match(f"({STEP}),", text)) else not torn)]
             if lost:
                 which = f"line {lost[0]} is" if len(lost) == 1 else f"lines {', '.join(map(str, lost))} are"
                 notes.append(f"{self.path / name}: {which} damaged and left out")
+            if name == "log.csv" and not_logged:
+                rows.setdefault(not_logged.step, not_logged._asdict())
             kept = [row for at, row in rows.items() if at <= step]
             if name == "log.csv" and step and not kept:
                 notes.append(f"{self.path / name}: has no rows of steps 1 to {step}: it begins after them")
@@ -132,8 +149,8 @@ class RunFolder:
                 kept.pop()  # logged because the run ended there; a step that was left out is logged in any case
             if name == "log.csv" or (self.path / name).exists():
                 write_rows(self.path / name, columns, kept)
-        (self.path / "summary.json").unlink(missing_ok=True)
         self._open()
+        (self.path / "summary.json").unlink(missing_ok=True)
         return notes
 
     @contextlib.contextmanager
@@ -141,31 +158,23 @@ class RunFolder:
         """No other run begins, or is taken up, in the same log_dir meanwhile: it could move this folder aside, or be moved aside
         itself after it has found its folder. May be entered again. Where nothing was begun, nothing is left. Raises UserError if
         the others take too long."""
-        self._made_for_it += [parent for parent in self.path.parents if not parent.exists()]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._start_lock.acquire()
-        except filelock.Timeout:
-            raise UserError(f"{self.path.parent}: another process has been about to begin a run here for {START_PATIENCE:g} s; try "
-                            f"again, or end it if it hangs") from None
-        except OSError:  # no new file can be made here: then no run begins here either, and this one says why
-            pass
-        try:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.path.parent / ".begin.lock", START_PATIENCE))
+            except filelock.Timeout:
+                raise UserError(f"{self.path.parent}: another process has been about to begin a run here for {START_PATIENCE:g} s; "
+                                f"try again, or end it if it hangs") from None
+            except OSError:  # no new file can be made here: then no run begins here either, and this one says why
+                pass
             yield
-        finally:
-            if self._start_lock.lock_counter == 1:
-                with contextlib.suppress(OSError):  # deleted while held: who waits for it finds out, and makes a new one
-                    Path(self._start_lock.lock_file).unlink()
-            self._start_lock.release()
-            for parent in self._made_for_it:
-                with contextlib.suppress(OSError):  # not empty
-                    parent.rmdir()
 
     def _hold(self, remedy: str) -> None:
         try:
             self._lock.acquire()
         except filelock.Timeout:
             raise UserError(f"{self.path}: another process is writing this run; {remedy}") from None
+        except OSError as error:
+            raise cannot_be_written(self.path / ".lock", error) from None
 
     def _open(self) -> None:
         if call := launch().call:
@@ -190,7 +199,8 @@ class RunFolder:
             self.abandon()
         elif self._console and error is not None:
             with contextlib.suppress(OSError):  # a full disk may be the error
-                for line in str(error).splitlines() or [type(error).__name__]:
+                said = foreseen(error, str(self.path.parent), self._advice) or error
+                for line in str(said).splitlines() or [type(error).__name__]:
                     self._console.write(f"error: {line}\n")  # the command prints it when it ends
         self.close()
 
@@ -230,11 +240,13 @@ class RunFolder:
 
     def log(self, row: LogRow, max_steps: int, seconds_left: float | None) -> None:
         """Print a step and add it to log.csv without delay, so that it survives whatever comes next."""
+        self.not_logged = row
         left = "" if seconds_left is None else f" | {duration(seconds_left)} left"
         self.say(f"step {row.step:{len(str(max_steps))}d}/{max_steps} | loss {row.loss:.4f} | lr {row.lr:.2e} | "
                  f"norm {row.norm:.4f} | dt {row.dt_ms:.2f} ms | {row.tokens_per_sec:,.0f} tokens/s{left}")
         if self.rank == 0:
             append_row(self.path / "log.csv", LOG_COLUMNS, row._asdict())
+        self.not_logged = None
 
     def log_evaluation(self, step: int, max_steps: int, val_loss: float) -> None:
         """Print a validation loss and add it to eval.csv."""
@@ -312,18 +324,18 @@ def read_rows(path: Path, columns: Sequence[str] = LOG_COLUMNS) -> dict[int, Row
 def _read(path: Path, columns: Sequence[str]) -> tuple[dict[int, Row], list[tuple[int, str, bool]]]:
     """The rows of a log by step; and the damaged lines: their numbers, their text, and whether it is the torn last one."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")  # an editor may have put a mark first
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     *lines, torn = text.split("\n")  # a kill may have torn the last line
-    header = next(csv.reader(lines[:1]), [])
+    header = lines[0].rstrip("\r").split(",") if lines else []
     if missing := [column for column in columns if column not in header]:
         raise UserError(f"{path}: has no column {missing[0]}; a log has {','.join(columns)}")
     rows: dict[int, Row] = {}
     damaged = [(len(lines) + 1, torn, True)] if torn else []
     for number, line in enumerate(lines[1:], 2):
         cells = line.split(",")
-        if len(cells) == len(header) and cells[header.index("step")].isdecimal() and all(map(_is_number, cells)):
+        if len(cells) == len(header) and re.fullmatch(STEP, cells[header.index("step")]) and all(map(_is_number, cells)):
             row: Row = {column: float(cell) if cell else None for column, cell in zip(header, cells, strict=True)}
             rows[int(cells[header.index("step")])] = row
         elif line:
@@ -346,8 +358,8 @@ def write_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, f
 
 def append_row(path: Path, columns: Sequence[str], row: Mapping[str, float | None]) -> None:
     """Add a row to a log without delay; a new file begins with its header. Raises OSError that names the file."""
-    header = "" if path.exists() else ",".join(columns) + "\n"
     try:
+        header = "" if path.exists() else ",".join(columns) + "\n"
         with open(path, "a", newline="", encoding="utf-8") as file:
             file.write(f"{header}{_line(columns, row)}\n")
     except OSError as error:
@@ -367,9 +379,18 @@ def _line(columns: Sequence[str], row: Mapping[str, float | None]) -> str:
 
 
 def all_checkpoints(run: Path, name: str = "step") -> list[Path]:
-    """The run's checkpoints `<name>_<step>`, by step."""
-    return sorted((path for path in (run / "checkpoints").glob(f"{name}_*") if path.name.removeprefix(f"{name}_").isdecimal()),
-                  key=step_of)
+    """The run's checkpoints `<name>_<step>`, by step.
+
+    Raises OSError, naming it, if checkpoints/ is there and cannot be read: what cannot be seen is not taken for nothing.
+    """
+    folder = run / "checkpoints"
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not folder.is_symlink():  # a link may lead to a disk that is not there now
+            return []
+        raise OSError(error.errno, f"cannot be read: {error.strerror}", str(folder)) from None
+    return sorted((folder / other for other in names if re.fullmatch(rf"{name}_\d+", other)), key=step_of)
 
 
 def not_kept(run: Path, keep: int, *, before: int, whole: Path | None) -> list[Path]:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -238,12 +237,14 @@ TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoi
 
 
 def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
-    """The processes of a run on several ranks, with the environment that torchrun would give them, but without torchrun."""
-    with socket.socket() as any_free:
-        any_free.bind(("localhost", 0))
-        port = any_free.getsockname()[1]
-    return [start(*command, cwd=cwd, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost",
-                  MASTER_PORT=str(port), OMP_NUM_THREADS="1") for rank in range(ranks)]
+    """The processes of a run on several ranks, with the environment and the store of torchrun, but without torchrun."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    processes = [start(*command, cwd=cwd, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost",
+                       MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
+                 for rank in range(ranks)]
+    for process in processes:
+        process.store = store  # lives as long as they do
+    return processes
 
 
 def run_ranks(ranks: int, *command: str | Path, cwd: Path, timeout: float = 100) -> list[subprocess.CompletedProcess[str]]:

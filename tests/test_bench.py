@@ -232,6 +232,8 @@ def test_a_training_config_gives_model_batch_and_precision(tiny_yaml):
     ({"steps": "3", "trace": True}, "steps has no effect with trace"),
     ({"scan": "batch_size=1", "warmup_steps": "0,1"}, "scan takes one number of warm-up steps"),
     ({"scan": "batch_size=\u00b2"}, "write batch_size=1,2,4"),
+    ({"scan": "batch_size=" + "9" * 5000}, "write batch_size=1,2,4"),
+    ({"steps": "9999999999999"}, "--steps: input should be less than or equal to 1,000,000,000"),
     ({"stepz": "1"}, "did you mean --steps?"),
 ])
 def test_mistakes_are_one_line(options, message, capsys):
@@ -312,6 +314,16 @@ def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(tmp_pa
     assert means == tables.read_results(tmp_path / "results.csv")[0]
     assert set(means) == {row.key for row in rows[2:]}
     assert settings["n_embd"] == 32
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_grid_of_which_nothing_could_be_measured_has_failed_and_says_why(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "time_job", lambda job: workload.failed_rows(job, "out of memory"))
+    with pytest.raises(SystemExit) as ended:
+        bench.main(BenchOptions(log_dir=str(tmp_path), size=("small",), device="cpu"))
+    assert ended.value.code == 1
+    assert "error: nothing could be measured: out of memory" in capsys.readouterr().err
+    assert next(tmp_path.glob("bench/*/report.md")).is_file()
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from config import Config
+from runtime.cli import parse_command_line
 from tests.conftest import (
     ALONE,
     COMPILED,
@@ -166,6 +169,27 @@ def test_no_compiler_for_compile(tiny_config, tmp_path):
     assert "no C++ compiler found" in line
 
 
+def test_a_compilers_cache_that_cannot_be_made_names_what_to_set(tiny_config, tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = f"{tmp_path}/file/x"
+    done = run_from_nothing("train.py", *flags(tiny_config()), cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=cache)
+    assert done.returncode == 2
+    assert done.stderr == (f"error: {cache}: PyTorch cannot make this folder, its compiler's cache: Not a directory; set "
+                           f"TORCHINDUCTOR_CACHE_DIR to a folder that can be written\n")
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="deletes no folder in use")
+def test_a_working_directory_that_is_gone_is_told_before_pytorch_fails_in_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as stopped:
+        parse_command_line(Config, [])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: the working directory has been deleted; cd to one that is there\n"
+
+
 def test_out_of_memory_says_which_options_lower_it(tiny_config, tmp_path):
     # 40 TB of embedding
     line = failure("train.py", *flags(tiny_config(n_layer=1, n_head=1, n_embd=10**11)), cwd=tmp_path, status=1)
@@ -207,3 +231,11 @@ def test_sampling_from_a_model_of_another_vocabulary_is_refused(tiny_config, tmp
     done = run("sample.py", "train", cwd=tmp_path)
     assert done.returncode == 2
     assert f"a vocabulary of {TINY['vocab_size']} is not that of GPT-2's tokenizer" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["sample.py", "bench.py"])
+def test_ctrl_c_is_heard_from_the_first_import_on(script, tmp_path):
+    (tmp_path / "pydantic.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = subprocess.run([sys.executable, ROOT / script, "x"], env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,
+                          stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert (done.returncode, done.stderr) == (130, "\nerror: interrupted\n")

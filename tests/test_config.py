@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 
 from config import Config, DataConfig, ModelConfig, OptimizationConfig, RunConfig, SpeedConfig, load_config
 from model import GPTConfig
-from runtime.cli import CONFIG_DIR, ConfigError, parse_command_line, sections, to_yaml
+from runtime.cli import CONFIG_DIR, ConfigError, ContradictionError, parse_command_line, sections, to_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 YAMLS = sorted(CONFIG_DIR.rglob("*.yaml"))
@@ -140,6 +141,9 @@ FLAG_MISTAKES = {
     "missing config, near a known one": ("--config speedup99", ["speedup99: no such config file", "did you mean speedup9?"]),
     "missing config, near none": ("--config zzz", ["zzz: no such config file", "configs/ has baseline,", "quickstart"]),
     "directory as config": ("--config .", ["no such config file"]),
+    "empty folder": ("--log_dir=", ["--log_dir: ", "at least 1 character"]),
+    "empty config": ("--config=", ["(empty): no such config file"]),
+    "what stands after --": ("-- --lr 1", ["--: not understood"]),
     "config name longer than names can be": ("--config " + "x" * 300, ["xxx: no such config file"]),
 }
 
@@ -165,6 +169,11 @@ YAML_MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     "bad choice": ("norm: LayerNorm", ["f.yaml: norm: ", "'layernorm' or 'rmsnorm'", "did you mean layernorm?"]),
     "out of range": ("dropout: 1.5", ["f.yaml: dropout: ", "less than 1", "'1.5'"]),
     "contradiction": ("seq_len: 99\nblock_size: 64", ["f.yaml: seq_len: ", "99", "block_size 64"]),
+    "NUL in a name": ('run_name: "a\\0b"', ["f.yaml:1: not valid YAML", "NUL"]),
+    "empty folder": ("data_dir:", ["f.yaml: data_dir: ", "at least 1 character"]),
+    "empty base": ("base:", ["f.yaml: base: must name one config file"]),
+    "aliases of aliases": (f"lr: [&a0 [x], {', '.join(f'&a{i} [*a{i - 1}, *a{i - 1}]' for i in range(1, 60))}]",
+                           ["f.yaml: lr: input should be a valid number, not [['x'], [[...], [...]], "]),
     "missing base, near a known one": ("base: speedup77", ["f.yaml: base: speedup77: no such", "did you mean speedup7?"]),
     "missing base, near none": ("base: zzz.yaml", ["f.yaml: base: zzz.yaml: no such config file"]),
     "base is a list": ("base: [a, b]", ["f.yaml: base: must name one config file"]),
@@ -227,6 +236,12 @@ def test_several_unknown_flags_are_all_reported_and_their_values_are_not(mistake
     assert [line.partition(":")[0] for line in lines] == ["--batchsize", "--n_layr", "stray"]
 
 
+def test_contradictions_can_be_sent_to_another_process():
+    error = ContradictionError([("lr", "too high"), ("min_lr", "too low")])
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.problems) == ("too high; too low", error.problems)
+
+
 def test_several_contradictions_are_all_reported(mistakes):
     lines = mistakes("--n_head", "7", "--seq_len", "2048", "--bf16", "--fp16", "--total_batch_tokens", "5")
     assert [line.partition(":")[0] for line in lines] == ["--n_head", "--seq_len", "--fp16", "--total_batch_tokens"]
@@ -249,6 +264,7 @@ def test_under_torchrun_rank_0_speaks_at_once_and_another_rank_only_if_it_is_not
     slept = []
     monkeypatch.setattr("runtime.errors.time.sleep", slept.append)
     printed = {}
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit, match="2"):

@@ -252,18 +252,36 @@ def test_a_read_only_place_is_one_line_and_what_is_there_already_can_be_used(tmp
         tmp_path.chmod(0o755)
 
 
+UNUSABLE = "begins with - or has characters that cannot be printed, so that --dataset could not name it; choose another name"
+
+
 @pytest.mark.parametrize(("name", "message"), [
     ("x" * 260, f"{'x' * 20}...: a corpus's name may have {LONGEST_NAME} bytes, and this one has 260; choose a shorter one"),
     ("ü" * 130, f"{'ü' * 20}...: a corpus's name may have {LONGEST_NAME} bytes, and this one has 260; choose a shorter one"),
     ("a/b", "--name a/b: must be a plain name, not one that ends in .tmp; use --data_dir for the folder it lies in"),
     ("..", "--name ..: must be a plain name, not one that ends in .tmp; use --data_dir for the folder it lies in"),
     ("mine.1.tmp", "--name mine.1.tmp: must be a plain name, not one that ends in .tmp; use --data_dir for the folder it lies in"),
-], ids=["long", "long in bytes", "path", "dots", "tmp"])
+    ("", "--name : must be a plain name, not one that ends in .tmp; use --data_dir for the folder it lies in"),
+    ("-x", f"--name '-x': {UNUSABLE}"),
+    ("a\nb", rf"--name 'a\nb': {UNUSABLE}"),
+    ("shakespeare", "--name shakespeare: is the corpus that data/shakespeare.py writes; choose another name"),
+], ids=["long", "long in bytes", "path", "dots", "tmp", "empty", "dash", "two lines", "another corpus's"])
 def test_a_name_that_no_corpus_can_have_is_one_line(name, message, tmp_path):
     (tmp_path / "a.txt").write_text("A text.")
-    done = run("data/text.py", "a.txt", "--name", name, cwd=tmp_path)
+    done = run("data/text.py", "a.txt", f"--name={name}", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {message}\n")
     assert names(tmp_path) == ["a.txt"]
+
+
+def test_a_corpus_that_cannot_be_looked_into_is_not_taken_for_a_missing_one(tmp_path):
+    (tmp_path / "pydocs").symlink_to("pydocs")
+    with pytest.raises(TokenFileError, match="pydocs: cannot be read: "):
+        prepare_if_missing(tmp_path / "pydocs", print)
+
+
+def test_the_command_that_writes_a_missing_corpus_is_quoted_for_the_shell(tmp_path):
+    with pytest.raises(TokenFileError, match=r"--data_dir '.*my corpora';"):
+        prepare_if_missing(tmp_path / "my corpora" / "mine", print)
 
 
 def test_the_longest_name_works(tmp_path):
@@ -281,6 +299,23 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
         os.close(writer)
         assert "Traceback" not in done.stderr
         assert "Exception ignored" not in done.stderr
+    assert names(tmp_path / "data" / "a") == ["a_train_000000.bin"]
+
+
+def test_a_corpus_is_written_without_docstrings_too(tmp_path):
+    (tmp_path / "a.txt").write_text("A text.")
+    subprocess.run([sys.executable, "-OO", ROOT / "data/text.py", "a.txt"], cwd=tmp_path, capture_output=True, check=True)
+    assert names(tmp_path / "data" / "a") == ["a_train_000000.bin"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_not_told_as_a_fault_of_the_corpus(tmp_path):
+    (tmp_path / "a.txt").write_text("A text.")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, ROOT / "data/text.py", "a.txt"], cwd=tmp_path, text=True, stdout=full,
+                              stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: stdout: No space left on device\n")
     assert names(tmp_path / "data" / "a") == ["a_train_000000.bin"]
 
 
@@ -311,6 +346,16 @@ def test_a_text_that_is_nothing_but_a_byte_order_mark_is_empty(content, tmp_path
     with pytest.raises(TokenFileError, match=r"a\.txt: is empty"):
         text.prepare(tmp_path / "mine", [tmp_path / "a.txt"])
     assert names(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("content", ["", "other words" * 2**18], ids=["cut short", "rewritten"])
+def test_a_text_that_is_changed_while_it_is_read_is_refused(content, tmp_path):
+    (tmp_path / "a.txt").write_text("A text." * 2**19)
+    pieces = text._pieces(tmp_path / "a.txt")
+    next(pieces)
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(TokenFileError, match=r"a\.txt: was changed while it was read"):
+        list(pieces)
 
 
 def test_end_of_text_in_a_text_stays_text_and_is_told_once(tmp_path, capsys):

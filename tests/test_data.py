@@ -2,6 +2,7 @@
 
 import hashlib
 import http.client
+import io
 import os
 import random
 import subprocess
@@ -105,6 +106,17 @@ def test_a_file_that_is_not_a_whole_token_file_is_refused_not_trained_on(case, t
     assert [part for part in [str(path), "write it again", *parts] if part not in str(refused.value)] == []
 
 
+NO_FILES = [lambda path: os.mkfifo(path), lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path.name)]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
+@pytest.mark.parametrize("make", NO_FILES, ids=["pipe", "link that leads nowhere", "link to itself"])
+def test_a_shard_that_is_no_file_is_refused_and_not_waited_for(make, tmp_path):
+    make(write_shards(tmp_path / "c", (50,)) / "corpus_train_000001.bin")
+    with pytest.raises(TokenFileError, match=r"corpus_train_000001\.bin: cannot be read: "):
+        open_corpus(tmp_path / "c", 4, 2**16)
+
+
 def test_a_folder_named_like_a_token_file_is_refused(tmp_path):
     (tmp_path / "x.bin").mkdir()
     with pytest.raises(TokenFileError, match=r"x\.bin: cannot be read"):
@@ -203,8 +215,9 @@ def test_a_file_that_goes_bad_while_in_use_is_an_error_not_a_crash(harm, tmp_pat
     loader = DataLoader(open_corpus(tmp_path / "c", 4, 128)[0], batch_size=1)
     loader.batch(1)
     harm(tmp_path / "c" / "c_train_000000.bin")
-    with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: (has vanished|was changed or replaced) while in use"):
+    with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: (has vanished|was changed or replaced) while in use") as lost:
         loader.batch(1)
+    assert lost.value.status == 1  # nobody typed anything wrong
 
 
 def test_an_empty_shard_among_others_is_skipped(tmp_path):
@@ -551,6 +564,8 @@ BAD_TEXTS = {
     "empty": (b"", "is empty"),
     "not UTF-8": ("Müller\n".encode("latin-1") * 9, "not UTF-8"),
     "not UTF-8, far in": (b"good text\n" * 300_000 + b"\xff", "not UTF-8"),
+    "UTF-16 of ASCII letters": ("good text".encode("utf-16-le"), "NUL"),
+    "zeros of a damaged file": (b"good text\n" * 300_000 + b"\0" * 9, "NUL"),
     "cut within a character": ("good 😀".encode()[:-1], "not UTF-8"),
 }
 
@@ -617,6 +632,37 @@ def test_a_failing_download_of_shakespeare_says_what_to_run(urlopen, tmp_path, m
     with pytest.raises(TokenFileError, match=r"could not be downloaded from https://.*python data/shakespeare.py --source FILE"):
         shakespeare.prepare(tmp_path / "shakespeare")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [http.client.BadStatusLine("\0\n"), UnicodeError("label too long"), OSError(28, "No space left")],
+                         ids=["garbage", "a proxy that is no address", "full disk"])
+@pytest.mark.parametrize("corpus", [shakespeare, fineweb])
+def test_whatever_a_download_fails_with_is_one_line_with_the_reason(corpus, error, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(urllib.request, "urlopen", fail)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    with pytest.raises(TokenFileError, match=rf"^[^\n\0]*could not be downloaded from .*{type(error).__name__}.*python data/"):
+        corpus.prepare(tmp_path / "corpus", *[1][:corpus is fineweb])
+
+
+def test_a_page_instead_of_shakespeare_says_what_to_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO(b"<html>log in to this network</html>"))
+    with pytest.raises(TokenFileError, match=r"not tiny Shakespeare: .*python data/shakespeare.py --source FILE"):
+        shakespeare.prepare(tmp_path / "shakespeare")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs a device without end")
+def test_a_shakespeare_source_without_end_is_refused(tmp_path):
+    with pytest.raises(TokenFileError, match="/dev/zero: not tiny Shakespeare"):
+        shakespeare.prepare(tmp_path / "shakespeare", Path("/dev/zero"))
+
+
+def test_a_hugging_face_package_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(TokenFileError, match=r"could not be downloaded .*ModuleNotFoundError"):
+        fineweb.prepare(tmp_path / "fineweb", 1)
 
 
 @pytest.mark.skipif("TINY_SHAKESPEARE" not in os.environ, reason="needs the text: TINY_SHAKESPEARE=FILE")

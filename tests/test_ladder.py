@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -411,11 +412,15 @@ def test_an_option_of_the_runs_goes_after_the_dashes_and_what_the_ladder_sets_is
 
 def test_a_ladder_of_entirely_other_configs_is_moved_aside_and_one_that_shares_a_stage_is_not(tmp_path):
     folder = tmp_path / "ladder"
-    folder.mkdir()
     _, stages = ladder.plan(["baseline", "speedup1"], str(tmp_path), [])
-    (folder / "results.csv").write_text("stage,ms_per_step\nspeedup1,1\n")
+    (folder / "other").mkdir(parents=True)
+    assert ladder.make_way(folder, stages) is None, "nothing has run there"
+    (folder / "speedup1").mkdir()
+    for name in ("other", "speedup1"):
+        (folder / name / "log.csv").touch()
+    (folder / "results.csv").write_bytes(b"\xff")  # the folders say what has run, whatever became of the report
     assert ladder.make_way(folder, stages) is None
-    (folder / "results.csv").write_text("stage,ms_per_step\nother,1\n")
+    (folder / "speedup1" / "log.csv").unlink()
     assert ladder.make_way(folder, stages) == tmp_path / "ladder.1"
     assert not folder.exists()
     assert ladder.make_way(folder, stages) is None
@@ -463,3 +468,84 @@ def test_odd_names_are_drawn_as_they_are_and_narrow_terminals_keep_the_names(tmp
         assert "speedup5_max_autotune" in printed
         assert "12,345" in printed
         assert "\u2026" not in printed
+
+
+@pytest.mark.parametrize("damage", ["[]", "null", "{}", "[" * 100_000, '{"steps": 1}', "9" * 5000, b"\xff",
+                                    ("median_tokens_per_sec", 0), ("median_tokens_per_sec", None), ("median_dt_ms", float("nan")),
+                                    ("started", None)], ids=lambda damage: str(damage)[:30])
+def test_a_stage_whose_summary_is_damaged_counts_as_not_finished(damage, tmp_path):
+    _, stages = ladder.plan(["baseline"], str(tmp_path), [])
+    fake_run(stages[0], 100.0)
+    path = stages[0].folder / "summary.json"
+    summary = stages[0].summary()
+    assert summary
+    if isinstance(damage, tuple):
+        damage = json.dumps(summary | {damage[0]: damage[1]})
+    path.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+    assert stages[0].summary() is None
+
+
+def test_why_a_stage_is_not_finished_is_told_in_words():
+    assert ladder._why(-9, ["a warning"]) == "killed by signal 9, as the system does when memory runs out"
+    assert ladder._why(0, ["stopping after this step"]).startswith("stopped by a signal before its last step; the same command")
+    assert ladder._why(1, ["a warning", "error: full", "more"]) == "full"
+    assert ladder._why(1, []) == "exit status 1"
+
+
+def test_a_ladder_of_which_no_stage_could_run_has_failed_and_one_not_run_is_a_mistake(tmp_path):
+    _, stages = ladder.plan(["baseline"], str(tmp_path), [])
+    for error, status in (("boom", 1), (None, 2)):
+        stages[0].error = error
+        with pytest.raises(UserError, match="no finished stage to report") as raised:
+            ladder.report("ladder", stages, tmp_path)
+        assert raised.value.status == status
+
+
+def test_two_ladders_do_not_climb_in_one_folder(rungs, tmp_path):
+    with ladder.only_ladder(tmp_path / "logs" / "ladder"):
+        done = run("ladder.py", *rungs, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: logs/ladder: another ladder is being climbed there; wait for it, or give another --log_dir\n"
+    assert not (tmp_path / "logs").exists()
+
+
+def test_what_is_wrong_with_matplotlib_costs_no_figures(tmp_path, monkeypatch):
+    _, stages = ladder.plan(["baseline"], str(tmp_path), [])
+    fake_run(stages[0], 100.0)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it fails
+    with pytest.raises(UserError, match=r"no picture can be drawn: .*matplotlib.*pip install -r requirements.txt"):
+        ladder.report("ladder", stages, tmp_path / "ladder")
+    assert "| baseline |" in (tmp_path / "ladder/report.md").read_text()
+    assert (tmp_path / "ladder/results.csv").is_file()
+
+
+def test_a_stages_name_may_begin_with_a_dash(rungs, tmp_path):
+    (tmp_path / "-x.yaml").write_text("lr: 1e-3\n")
+    _, (stage,) = ladder.plan([str(tmp_path / "-x.yaml")], str(tmp_path), rungs[3:])
+    assert (stage.name, stage.config.run_name) == ("-x", "-x")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no /dev/full")
+@pytest.mark.parametrize("full", [True, False], ids=["a full disk", "a reader that has gone"])
+def test_a_table_that_nobody_reads_costs_no_report(full, tmp_path):
+    _, stages = ladder.plan(["baseline"], str(tmp_path / "logs"), [])
+    fake_run(stages[0], 100.0)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") if full else os.fdopen(writer, "w") as unread:
+        done = subprocess.run([sys.executable, ROOT / "ladder.py", "--report_only", "baseline", "--log_dir", tmp_path / "logs"],
+                              stdout=unread, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "note: what is printed goes nowhere (No space left on device)\n" if full else "")
+    assert (tmp_path / "logs/ladder/speed.png").is_file()
+
+
+def test_a_name_may_not_break_a_table():
+    assert reports.markdown_table(reports.items("stage", "n"), [("a|b\nc", "1")])[-1] == r"| a\|b c | 1 |"
+
+
+def test_a_git_that_does_not_answer_costs_no_run_its_summary(monkeypatch):
+    def hangs(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(reports.subprocess, "run", hangs)
+    assert reports.git_commit() is None

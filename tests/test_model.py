@@ -1,14 +1,17 @@
 """GPT-2's arithmetic: against transformers, against itself with each option switched, and the traps of its construction."""
 
+import json
 import math
+import os
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT, GPTConfig, KVCache, _draw
-from weights import load_weights, read_weights
+from weights import CheckpointError, load_model, load_weights, read_weights
 
 
 def tokens(B=2, T=16, vocab=128, seed=0):
@@ -36,6 +39,56 @@ def test_logits_equal_transformers_so_gelu_norms_and_conv1d_transposes_are_right
     ours, theirs = pair
     idx = tokens(vocab=200)
     torch.testing.assert_close(ours(idx), theirs(idx).logits, rtol=1e-4, atol=1e-4)
+
+
+BAD_WEIGHTS = {
+    "quantized": (lambda weight: (weight * 100).to(torch.int8), "of type int8"),
+    "a number": (lambda weight: torch.tensor(1.0), r"of shape \(\)"),
+    "of three dimensions": (lambda weight: weight[None].clone(), "of shape"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WEIGHTS)
+@pytest.mark.parametrize("name", ["transformer.h.0.attn.c_attn.weight", "lm_head.weight"])
+def test_weights_that_are_no_matrices_of_numbers_are_refused(name, case, pair, tmp_path):
+    change, message = BAD_WEIGHTS[case]
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {name: change(weights.get(name, weights["transformer.wte.weight"]))}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('embeddings": true', 'embeddings": false'))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(str(tmp_path))
+
+
+def test_a_tied_model_with_a_head_of_its_own_is_refused_as_either_could_be_meant(pair, tmp_path):
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["transformer.wte.weight"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has an lm_head\.weight other than its transformer\.wte"):
+        load_model(str(tmp_path))
+
+
+def test_a_hugging_face_folder_in_several_files_says_how_to_write_one(pair, tmp_path):
+    _, theirs = pair
+    theirs.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is missing; .*max_shard_size"):
+        load_model(str(tmp_path / "sharded"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("n_embd", {}), ("n_layer", "3"), ("model_type", "a\nb"), ("n_inner", [1])])
+def test_a_hugging_face_config_of_odd_values_is_one_line_that_shows_them_as_they_are(key, value, pair, tmp_path):
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(CheckpointError) as refused:
+        load_model(str(tmp_path))
+    assert repr(value) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
+def test_a_pipe_instead_of_weights_is_refused_and_not_waited_for(pair, tmp_path):
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not a file"):
+        load_model(str(tmp_path))
 
 
 def test_loss_and_gradients_equal_transformers(pair):

@@ -300,6 +300,8 @@ def test_a_second_signal_acts_at_once():
         signal.raise_signal(signal.SIGINT)
         assert stop.received is not None
         stop.received -= 2  # later than torchrun's copy of the same Ctrl-C
+        if hasattr(signal, "SIGXCPU"):  # comes every second, once the limit is reached
+            signal.raise_signal(signal.SIGXCPU)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -428,7 +430,7 @@ def test_a_checkpoint_holds_plain_names_and_all_state(speed, tiny_config):
 # ---- signals
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
 def test_a_signal_ends_the_run_with_status_0_and_how_to_go_on(name, tiny_config, tmp_path):
     options = flags(tiny_config(max_steps=100_000))
     with ended([start("train.py", *options, cwd=tmp_path)]) as (process,):

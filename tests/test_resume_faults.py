@@ -1,5 +1,7 @@
 """Going on, and beginning, where something is in the way: odd folder names, full disks, links, other runs, damaged logs."""
 
+import contextlib
+import errno
 import json
 import os
 import re
@@ -7,8 +9,10 @@ import shutil
 import stat
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import checkpoint
 import runtime.runlog
@@ -16,11 +20,13 @@ from checkpoint import NotSavedError, newest_whole_checkpoint, read_state, resum
 from config import Config, load_config
 from runtime.cli import ConfigError, parse, parse_command_line
 from runtime.errors import UserError
+from runtime.files import write_whole
 from runtime.runlog import RunFolder
+from runtime.signals import Stopped
 from tests.conftest import ALONE, TINY, flags, fork_server, run, run_from_nothing, tiny_run, write_tiny_corpus
 from tests.test_resume import folder_of, limit_file_size, log, newest, same_end
 from train import train
-from weights import CheckpointError, build_model, load_model
+from weights import CheckpointError, build_model, load_model, verify
 
 
 def summary_of(config):
@@ -129,11 +135,12 @@ def test_of_runs_that_start_at_the_same_moment_one_begins_and_the_others_are_tol
 
 def test_a_run_that_hangs_while_it_begins_is_waited_for_a_while_only(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime.runlog, "START_PATIENCE", 0.1)
-    hanging, other = RunFolder(tmp_path / "logs/a"), RunFolder(tmp_path / "logs/b")
-    with hanging._starting(), pytest.raises(UserError, match=r"logs: another process has been about to begin a run here for 0.1 s"):
-        other.begin()
-    assert not (tmp_path / "logs").exists()
-    other.begin()
+    lock = tmp_path / "logs/.begin.lock"
+    with filelock.FileLock(lock), pytest.raises(UserError, match=r"logs: another process has been about to begin .* for 0.1 s"):
+        RunFolder(tmp_path / "logs/b").begin()
+    assert [path.name for path in lock.parent.iterdir()] == [lock.name]
+    RunFolder(tmp_path / "logs/b").begin()
+    assert [path.name for path in lock.parent.iterdir()] == ["b"]
 
 
 def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(tiny_config):
@@ -241,6 +248,13 @@ def test_a_run_that_cannot_write_its_first_files_leaves_all_as_it_was(earlier, t
     after = {path: path.read_bytes() for path in tmp_path.glob("logs/**/*") if path.is_file()}
     assert after == before
     assert [path.name for path in tmp_path.glob("logs/*")] == ["train"] * earlier
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_unfinished(tmp_path):
+    (tmp_path / "log.csv").mkdir()
+    with pytest.raises(OSError, match="cannot be written"):
+        write_whole(tmp_path / "log.csv", "step\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
 
 
 def _full_after_500_bytes():
@@ -389,6 +403,8 @@ def test_a_finished_run_without_its_log_and_summary_is_summed_up_without_times(h
     (lambda lines: [*lines[:3], "3,x,0,1,2,3\n", *lines[4:]], "line 4 is damaged and left out"),
     (lambda lines: [*lines[:3], "\0\0\0\0\n", "4,4.\n", *lines[5:]], "lines 4, 5 are damaged and left out"),
     (lambda lines: [*lines[:-1], "6,4.8"], "line 7 is damaged and left out"),
+    (lambda lines: [*lines, f"{'9' * 5000},1,1,1,1,1\n"], "line 8 is damaged and left out"),
+    (lambda lines: ["\ufeff" + lines[0], *(line.replace("\n", "\r\n") for line in lines[1:])], None),
     (lambda lines: [*lines, "7,4.8"], None), (lambda lines: [*lines, "7,4.8\n", "8,4."], None),
     (lambda lines: [*lines, "7"], None)])
 def test_a_damaged_row_of_a_step_that_is_not_taken_again_is_told(harm, note, tiny_config, capsys):
@@ -459,6 +475,24 @@ def test_checkpoints_that_are_in_no_runs_folder_say_so(place, linked, tmp_path):
         train(load_config(resume=str(tmp_path / place), max_steps=6), ALONE)
 
 
+@pytest.mark.parametrize("there", ["link", "file", "loop"])
+def test_checkpoints_that_cannot_be_seen_now_are_not_taken_for_none(there, tiny_config, tmp_path):
+    config = tiny_config()
+    train(config, ALONE)
+    place = folder_of(config) / "checkpoints"
+    place.rename(tmp_path / "away")
+    place.symlink_to({"link": tmp_path / "disk", "loop": place}[there]) if there != "file" else place.write_text("")
+    for resume in ("auto", str(folder_of(config))):
+        with pytest.raises(OSError, match="cannot be read") as caught:
+            train(tiny_config(resume=resume, max_steps=8), ALONE)
+        assert caught.value.filename == str(place)
+    with pytest.raises(OSError, match="cannot be read"):
+        load_model("train", config.log_dir)
+    place.unlink()
+    (tmp_path / "away").rename(place)
+    assert train(tiny_config(resume="auto", max_steps=8), ALONE)["resumed_after_step"] == 6
+
+
 def test_a_run_without_a_whole_checkpoint_says_what_is_wrong_with_each(tiny_config):
     train(tiny_config(checkpoint_every=3), ALONE)
     for path in (folder_of(tiny_config()) / "checkpoints").iterdir():
@@ -511,9 +545,105 @@ def test_a_stop_while_a_run_begins_leaves_no_folder(tiny_config, monkeypatch):
     assert not Path(tiny_config().log_dir).exists()
 
 
+@pytest.mark.parametrize("call", ["rename", "mkdir"])
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_signal_as_a_folder_has_just_been_moved_or_made_leaves_all_as_it_was(earlier, call, tiny_config, monkeypatch):
+    config = tiny_config(max_steps=1)
+    if earlier:
+        train(config, ALONE)
+    real = getattr(Path, call)
+
+    def then_stop(path, *args, **kwargs):
+        real(path, *args, **kwargs)
+        if path == folder_of(config):
+            raise Stopped(0)
+
+    with monkeypatch.context() as patched, pytest.raises(Stopped) if earlier or call == "mkdir" else contextlib.nullcontext():
+        patched.setattr(Path, call, then_stop)
+        train(config, ALONE)
+    if earlier:
+        assert [path.name for path in folder_of(config).parent.iterdir()] == ["train"]
+        assert read_state(newest(config)).step == 1
+    else:
+        assert folder_of(config).exists() == (call == "rename")
+
+
+@pytest.mark.parametrize(("name", "option"), [("logs", "log_dir"), ("logs/train", "run_name")])
+@pytest.mark.parametrize("what", ["file", "link"])
+def test_what_is_no_folder_in_the_place_of_one_is_named_with_the_option(what, name, option, tiny_config, tmp_path):
+    place = tmp_path / name
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("mine") if what == "file" else place.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=rf"{name}: is there and is no folder; move it away or choose another --{option}"):
+        train(tiny_config(), ALONE)
+    assert place.is_symlink() or place.read_text() == "mine"
+    assert not (tmp_path / "logs/.begin.lock").exists()
+
+
+def test_a_link_that_leads_nowhere_is_no_free_name(tiny_config, tmp_path):
+    train(tiny_config(max_steps=1), ALONE)
+    (tmp_path / "logs/train.1").symlink_to(tmp_path / "nowhere")
+    train(tiny_config(max_steps=1), ALONE)
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["train", "train.1", "train.2"]
+    assert (tmp_path / "logs/train.1").is_symlink()
+
+
+def test_a_run_that_cannot_be_moved_aside_is_left_as_it_is(tiny_config, tmp_path):
+    config = tiny_config(max_steps=1, run_name="r" * 255)
+    train(config, ALONE)
+    with pytest.raises(OSError, match="cannot be moved aside: File name too long; choose another --run_name"):
+        train(config, ALONE)
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["r" * 255]
+    assert read_state(newest(config)).step == 1
+
+
+@pytest.mark.parametrize("name", ["log.csv", "console.log"])
+def test_a_resume_that_cannot_begin_leaves_all_as_it_was_and_gives_no_advice_that_was_followed(name, tiny_config):
+    train(tiny_config(), ALONE)
+    (folder_of(tiny_config()) / name).unlink()
+    (folder_of(tiny_config()) / name).mkdir()
+    before = {path: path.is_file() and path.read_bytes() for path in folder_of(tiny_config()).rglob("*")}
+    with pytest.raises((OSError, UserError), match=r"Is a directory") as caught:
+        train(tiny_config(resume="auto", max_steps=8), ALONE)
+    assert not hasattr(caught.value, "__notes__")
+    assert {path: path.is_file() and path.read_bytes() for path in folder_of(tiny_config()).rglob("*")} == before
+
+
+def test_a_file_that_cannot_be_put_in_its_place_leaves_no_other(tmp_path):
+    (tmp_path / "log.csv").mkdir()
+    with pytest.raises(OSError, match="cannot be written"):
+        write_whole(tmp_path / "log.csv", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+
+
+@pytest.mark.parametrize("what", ["flush_to_disk", "delete"])
+def test_a_log_that_cannot_be_flushed_or_a_checkpoint_that_cannot_be_deleted_hinders_no_save(what, tiny_config, monkeypatch):
+    config, real = tiny_config(checkpoint_every=2, keep_last=1), getattr(checkpoint, what)
+
+    def fail(paths):
+        paths = [*paths] if what == "delete" else paths
+        if paths == folder_of(config) / "log.csv" or (what == "delete" and folder_of(config) / "checkpoints/step_000002" in paths):
+            raise OSError(errno.EPERM, "Operation not permitted", "it")
+        real(paths)
+
+    monkeypatch.setattr(checkpoint, what, fail)
+    with contextlib.nullcontext() if what == "flush_to_disk" else pytest.raises(NotSavedError, match="not permitted"):
+        train(config, ALONE)
+    assert checkpoints(config) == (["step_000006"] if what == "flush_to_disk" else ["step_000002", "step_000004"])
+
+
 def test_a_state_is_plain_ascii_json(tiny_config):
     train(tiny_config(sample_prompt="naïve"), ALONE)
     text = (newest(tiny_config()) / "checkpoint.json").read_bytes().decode("ascii")
     assert json.loads(text)["config"]["sample_prompt"] == "naïve"
     assert read_state(newest(tiny_config())).random[0].torch_cpu
     assert torch.is_tensor(load_model("train", tiny_config().log_dir).lm_head.weight)
+
+
+def test_weights_are_read_from_the_next_checkpoint_where_a_run_deletes_the_newest_meanwhile(tiny_config, monkeypatch):
+    config = tiny_config(checkpoint_every=3)
+    train(config, ALONE)
+    first, second = sorted(Path(config.log_dir).glob("train/checkpoints/step_*"))
+    monkeypatch.setattr("weights.verify", lambda folder, files: shutil.rmtree(second, ignore_errors=True) or verify(folder, files))
+    ours = load_model("train", config.log_dir).state_dict()
+    assert torch.equal(ours["lm_head.weight"], load_file(first / "model.safetensors")["lm_head.weight"])

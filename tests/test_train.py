@@ -735,12 +735,11 @@ def test_console_log_has_what_was_printed_also_of_a_resumed_run(tiny_config, cap
 
 @pytest.mark.parametrize(("error", "printed", "kept"), [
     (TrainingError("too steep"), "error: too steep\n", None), (UserError("one\ntwo"), "error: one\nerror: two\n", None),
-    (OSError(28, "cannot be written: No space left on device", "logs/x"), "error: logs/x: cannot be written: No space left on",
-     "error: [Errno 28] cannot be written: No space left on device: 'logs/x'\n"),
+    (OSError(28, "cannot be written: No space left on device", "logs/x"), "error: logs/x: cannot be written: No space", None),
     (KeyboardInterrupt(), "error: interrupted\n", "error: KeyboardInterrupt\n"),
-    (MemoryError(), "error: out of memory at batch_size 4, seq_len 32.", "error: MemoryError\n"),
+    (MemoryError(), "error: out of memory at batch_size 4, seq_len 32.", None),
 ], ids=lambda value: type(value).__name__)
-def test_console_log_has_the_error_of_a_failed_run(error, printed, kept, tiny_config, monkeypatch, capsys):
+def test_console_log_has_the_error_of_a_failed_run_as_it_was_printed(error, printed, kept, tiny_config, monkeypatch, capsys):
     def fail(call, _):
         if call == 3:
             raise error
