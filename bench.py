@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import datetime
 import itertools
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from config import Config, Count, ZeroIsOff, load_config
 from runtime.cli import ContradictionError, Name, Options, Positive, parse_command_line
 from runtime.errors import TrainingError, UserError, reported
+from runtime.process import before_torch
 
 # layers, heads and width
 SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024), "large": (36, 20, 1280), "xl": (48, 25, 1600)}
@@ -119,7 +119,7 @@ if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help, mistakes and Ctrl-C answer at once
     OPTIONS = parse_command_line(BenchOptions, description=__doc__)
     end_at_ctrl_c()  # again: reading the options ended it
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in train.py
+    before_torch()
 
 from benchmarks.parts import Wanted, inspect_models
 from benchmarks.tables import (

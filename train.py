@@ -1,7 +1,5 @@
 """Train GPT-2: `python train.py --config quickstart.yaml`, or `torchrun --nproc_per_node=N train.py --config ddp.yaml`."""
 
-import os
-
 from runtime.signals import StopRequest
 
 STOP = StopRequest()
@@ -11,12 +9,12 @@ if __name__ == "__main__":
 from config import Config
 from runtime.cli import parse_command_line, reconfigure_output
 from runtime.errors import TrainingError, reported
+from runtime.process import before_torch
 
 if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help and mistakes answer at once
     CONFIG = parse_command_line(Config, description=__doc__, config_file=True)
-    # PyTorch's CPU allocator then asks Linux for large pages, which makes steps on a CPU faster; no C++ stacks in warnings
-    os.environ.update({"THP_MEM_ALLOC_ENABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ)
+    before_torch()
 
 import datetime
 import math

@@ -15,8 +15,9 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    # as in train.py, before torch is imported
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    from runtime.process import before_torch
+
+    before_torch()  # as train.py
 
 SETTLED_AT = 0.1  # of one core, where a process counts as asleep
 
