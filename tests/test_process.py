@@ -31,7 +31,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def faults(how, **environment):
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", CHURN, how], cwd=ROOT, text=True, capture_output=True, env={**plain, **environment})
+    done = subprocess.run([sys.executable, "-c", CHURN, how], cwd=ROOT, text=True, capture_output=True,
+                          env={**plain, **environment})
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
