@@ -125,6 +125,8 @@ class SpeedConfig(Options):
     """fused scaled_dot_product_attention in place of the T x T matrix"""
     fused_adamw: bool = False
     """one kernel for the whole AdamW update"""
+    loss_chunks: Count = 1
+    """compute the loss in this many parts, so that the logits of all tokens never exist at once; 8 saves most of their memory"""
 
 
 class RunConfig(Options):
@@ -247,7 +249,9 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             (self.tf32, "tf32", "tf32"), (self.bf16, "bf16", "bf16"), (self.fp16, "fp16", "fp16"),
             (self.compile, f"compile ({self.compile_mode})", "compile"), (self.flash, "flash", "flash"),
             (padded, f"vocabulary padded to {self.vocab_size}", "padded vocabulary"),
-            (self.fused_adamw, "fused_adamw", "fused_adamw"), (self.grad_clip, f"grad_clip {self.grad_clip:g}", "grad_clip"),
+            (self.fused_adamw, "fused_adamw", "fused_adamw"),
+            (self.loss_chunks > 1, f"loss_chunks {self.loss_chunks}", "loss_chunks"),
+            (self.grad_clip, f"grad_clip {self.grad_clip:g}", "grad_clip"),
             (self.lr_schedule != "constant", f"lr_schedule {self.lr_schedule}", "lr_schedule"),
             (self.warmup_steps, f"warmup_steps {self.warmup_steps}", "warmup_steps"),
             (self.decay_matrices_only and self.weight_decay, "decay_matrices_only", "decay_matrices_only"),
@@ -286,8 +290,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             "other process": f"another process died or did not answer within {self.timeout} s ({{reason}}); --resume auto goes on "
                              f"from the last checkpoint",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. These lower it: a smaller "
-                      f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, --compile, a smaller "
-                      f"--seq_len or model"}
+                      f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, --compile, "
+                      f"--loss_chunks 8, a smaller --seq_len or model"}
 
     def to_yaml(self) -> str:
         """All options as a YAML file that `--config` takes and that repeats the run."""
