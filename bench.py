@@ -62,6 +62,8 @@ class WhatOptions(Options):
     """torch.compile the model (none: no; with --config: as it says)"""
     flash: bool | None = None
     """fused attention (none: no; with --config: as it says)"""
+    loss_chunks: Positive | None = None
+    """parts that the loss is computed in (none: 1; with --config: as it says)"""
     device: Literal["auto", "cuda", "mps", "cpu"] | None = None
     """auto: cuda, else mps, else cpu (none: auto; with --config: as it says)"""
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -148,7 +150,7 @@ from runtime.report import console, markdown_table, print_table
 
 def job_configs(options: BenchOptions, **changed: Any) -> list[tuple[str, Config]]:
     """The models to time, with and without mixed precision: names and training configs. Raises UserError."""
-    given = {name: value for name in ("batch_size", "seq_len", "compile", "flash", "device", "seed")
+    given = {name: value for name in ("batch_size", "seq_len", "compile", "flash", "loss_chunks", "device", "seed")
              if (value := getattr(options, name)) is not None} | changed
     if options.config:
         given |= {"total_batch_tokens": None}  # a pass is one micro-step

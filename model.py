@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.loss import cross_entropy_in_chunks
+
 
 class ModelError(ValueError):
     """Options that do not make a model."""
@@ -35,9 +37,10 @@ class GPTConfig:
     init: str = "torch"
     residual_scaling: bool = False
     flash: bool = False
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
+        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "loss_chunks"):
             value = getattr(self, name)
             if not _is_whole(value) or value < 1:
                 raise ModelError(f"{name} {value!r} is not a positive whole number")
@@ -225,6 +228,8 @@ class GPT(nn.Module):
         x = self.transformer(idx)
         if targets is None:
             return self.lm_head(x)[..., :self.config.n_vocab]
+        if self.config.loss_chunks > 1:
+            return cross_entropy_in_chunks(x, self.lm_head.weight, targets, self.config.n_vocab, self.config.loss_chunks)
         logits = F.linear(x, self.lm_head.weight, self.padding)  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -163,11 +163,11 @@ def _read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     options = read_json(folder / STATE).get("config")
     options = options if isinstance(options, dict) else {}
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
-    if missing := [name for name in fields if name not in options]:
+    if missing := [name for name in fields if name not in options and name != "loss_chunks"]:
         raise CheckpointError(f"{folder / STATE}: not a checkpoint of this project: it lacks {', '.join(missing)}")
     weights = read_tensors(folder / MODEL)
     _check_size(options, weights, folder)
-    return {name: options[name] for name in fields}, weights
+    return {name: options[name] for name in fields if name in options}, weights
 
 
 def _check_size(options: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> None:

@@ -25,15 +25,15 @@ if __name__ == "__main__":
 from config import GPT2_TOKENS
 
 
-def build_ours(tie_weights: bool) -> tuple[object, Callable]:
+def build_ours(tie_weights: bool, loss_chunks: int) -> tuple[object, Callable]:
     """This project's model as `--bf16 --compile --flash --fused_adamw --vocab_size 50304` builds it."""
     from model import GPT, GPTConfig
 
-    model = GPT(GPTConfig(vocab_size=50304, flash=True, tie_weights=tie_weights))
+    model = GPT(GPTConfig(vocab_size=50304, flash=True, tie_weights=tie_weights, loss_chunks=loss_chunks))
     return model, lambda compiled, x, y: compiled(x, y)
 
 
-def build_transformers(_: bool) -> tuple[object, Callable]:
+def build_transformers(*_: object) -> tuple[object, Callable]:
     """transformers' model with its own defaults (tied weights, scaled_dot_product_attention) but no dropout, as ours."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -42,7 +42,7 @@ def build_transformers(_: bool) -> tuple[object, Callable]:
     return model, lambda compiled, x, _: compiled(input_ids=x, labels=x).loss
 
 
-def worker(build: Callable, tie_weights: bool, B: int, T: int, connection: Connection) -> None:
+def worker(build: Callable, tie_weights: bool, loss_chunks: int, B: int, T: int, connection: Connection) -> None:
     """Train one step for each message received; answer with its seconds, its loss and the process's peak memory in MiB."""
     import torch
 
@@ -51,7 +51,7 @@ def worker(build: Callable, tie_weights: bool, B: int, T: int, connection: Conne
 
     torch.manual_seed(1337)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, loss_of = build(tie_weights)
+    model, loss_of = build(tie_weights, loss_chunks)
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     compiled = torch.compile(model)
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--seq_len", type=int, default=1024)
     parser.add_argument("--tie_weights", action=argparse.BooleanOptionalAction, default=True,
                         help="ours with tied weights, as GPT-2 and transformers have them")
+    parser.add_argument("--loss_chunks", type=int, default=1, help="parts that ours computes the loss in")
     parser.add_argument("--output", help="JSON file to write the result to")
     args = parser.parse_args()
 
@@ -85,7 +86,7 @@ def main() -> None:
     for name, build in (("ours", build_ours), ("transformers", build_transformers)):
         sides[name], child = context.Pipe()
         processes.append(context.Process(
-            target=worker, args=(build, args.tie_weights, args.batch_size, args.seq_len, child), daemon=True))
+            target=worker, args=(build, args.tie_weights, args.loss_chunks, args.batch_size, args.seq_len, child), daemon=True))
         processes[-1].start()
         child.close()
 

@@ -215,8 +215,9 @@ def test_a_training_config_gives_model_batch_and_precision(tiny_yaml):
     (name, config), = bench.job_configs(BenchOptions(config="speedup7"))
     assert (name, config.batch_size, config.vocab_size) == ("speedup7", 6, 50304)
     assert (config.bf16, config.compile, config.flash) == (True, True, True)
-    (_, config), = bench.job_configs(BenchOptions(config="speedup7", mixed_precision=False, batch_size=2, compile=False))
-    assert (config.batch_size, config.bf16, config.compile) == (2, False, False)
+    (_, config), = bench.job_configs(BenchOptions(config="speedup7", mixed_precision=False, batch_size=2, compile=False,
+                                                  loss_chunks=8))
+    assert (config.batch_size, config.bf16, config.compile, config.loss_chunks) == (2, False, False, 8)
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -32,7 +32,7 @@ CONTRACT = {
         "eps": 1e-8, "weight_decay": 0.01, "decay_matrices_only": False, "grad_clip": 0.0, "max_steps": 50},
     "speed": {
         "tf32": False, "bf16": False, "fp16": False, "compile": False, "compile_mode": "default", "flash": False,
-        "fused_adamw": False},
+        "fused_adamw": False, "loss_chunks": 1},
     "run": {
         "device": "auto", "seed": 1337, "run_name": None, "log_dir": "logs", "log_every": 1, "eval_every": 0,
         "eval_tokens": None, "sample_every": 0, "sample_prompt": "The", "checkpoint_every": 0},
@@ -552,7 +552,7 @@ def test_every_option_belongs_to_one_section_and_has_one_line_of_help():
 
 
 def test_the_models_own_options_are_those_of_the_command_line_so_the_two_lists_cannot_drift():
-    ours = ModelConfig.model_fields | {"flash": SpeedConfig.model_fields["flash"]}
+    ours = ModelConfig.model_fields | {name: SpeedConfig.model_fields[name] for name in ("flash", "loss_chunks")}
     ours.pop("init_from")  # where weights come from, not what the model is
     assert {field.name: field.default for field in dataclasses.fields(GPTConfig)} == {
         name: field.default for name, field in ours.items()}

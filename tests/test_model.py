@@ -299,6 +299,70 @@ def test_unpadded_weights_load_into_a_padded_model_and_back(tiny_model):
     torch.testing.assert_close(back(tokens(vocab=100)), plain(tokens(vocab=100)), rtol=0, atol=0)
 
 
+# ---- the loss in parts
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 8, 1000])  # 2 x 15 tokens: 5 parts divide them, 8 do not, and they are no 1000
+@pytest.mark.parametrize("options", [
+    {}, {"tie_weights": True}, {"vocab_size": 128, "real_vocab_size": 100, "tie_weights": True},
+    {"dropout": 0.1, "flash": True}], ids=str)
+def test_the_loss_in_parts_and_its_gradients_are_those_of_the_whole(tiny_model, options, chunks):
+    whole, parts = tiny_model(**options), tiny_model(loss_chunks=chunks, **options)
+    losses = []
+    for model in (whole, parts):
+        torch.manual_seed(0)  # for dropout
+        losses.append(model(tokens(T=15, vocab=100), tokens(T=15, vocab=100, seed=1)))
+        (3 * losses[-1]).backward()
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for (name, p), q in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        assert (q.grad - p.grad).norm() <= 1e-6 * p.grad.norm() + 1e-9, name
+
+
+def test_padding_rows_take_no_part_in_the_loss_in_parts(padded, tiny_model):
+    shouting, plain = padded
+    model = tiny_model(loss_chunks=4, vocab_size=128, real_vocab_size=100)
+    model.load_state_dict(shouting.state_dict())
+    x, y = tokens(vocab=100), tokens(vocab=100, seed=1)
+    loss = model(x, y)
+    loss.backward()
+    torch.testing.assert_close(loss, plain(x, y))
+    assert not model.lm_head.weight.grad[100:].any()
+
+
+def test_no_tensor_is_as_large_as_the_logits_of_all_tokens_where_the_loss_is_in_parts(tiny_model):
+    x, y = tokens(4, 32), tokens(4, 32, seed=1)
+
+    def largest(chunks, compile):
+        model = tiny_model(loss_chunks=chunks, n_layer=1, vocab_size=8192, tie_weights=True)
+        trained = torch.compile(model) if compile else model
+        trained(x, y).backward()  # compiles
+        model.zero_grad()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            loss = trained(x, y)
+            loss.backward()
+        return max(event.self_cpu_memory_usage for event in profile.events()), loss, model.lm_head.weight.grad
+
+    logits = 4 * 32 * 8192 * 4
+    whole, loss, grad = largest(1, compile=False)
+    assert whole >= logits
+    for compile in (False, True):
+        parts, loss_of_parts, grad_of_parts = largest(8, compile)
+        assert parts <= logits / 4  # the gradient of the head's weight, here; a part's logits are half of that
+        torch.testing.assert_close(loss_of_parts, loss, rtol=1e-6, atol=0)
+        assert (grad_of_parts - grad).norm() <= 1e-6 * grad.norm()
+
+
+def test_a_loss_in_parts_without_gradients_computes_none(tiny_model):
+    model, plain = tiny_model(loss_chunks=4).eval(), tiny_model().eval()
+    x, y = tokens(), tokens(seed=1)
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss = model(x, y)
+    torch.testing.assert_close(loss, plain(x, y))
+    products = sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
+    assert products == 4
+    assert not loss.requires_grad
+
+
 # ---- generate
 
 

@@ -705,6 +705,14 @@ def test_a_foreign_or_inconsistent_state_is_one_clear_error(change, saved):
     assert str(folder) in str(caught.value)
 
 
+def test_a_checkpoint_from_before_loss_chunks_is_gone_on_with_in_parts_and_gives_a_model(saved, tiny_config):
+    config, folder = saved
+    edit(folder, lambda state: state["config"].pop("loss_chunks"))
+    assert load_model(str(folder)).config.loss_chunks == 1
+    train(load_config(resume=str(folder), max_steps=9, loss_chunks=4), ALONE)
+    assert read_state(newest(config)).config["loss_chunks"] == 4
+
+
 def test_another_architectures_weights_are_refused(saved, tiny_config):
     _, folder = saved
     other = tiny_config(n_embd=64, run_name="other", max_steps=1)

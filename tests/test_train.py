@@ -29,7 +29,7 @@ from runtime.measure import bf16_slowdown, matmul_tflops, summarize
 from runtime.report import flops_rate
 from runtime.runlog import RunFolder
 from runtime.world import World
-from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, run_ranks
+from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, flags, run_ranks
 from train import train
 from weights import CheckpointError, build_model, load_model
 
@@ -97,9 +97,12 @@ def test_four_micro_steps_of_two_make_the_loss_and_gradient_of_one_of_eight(one_
 @pytest.mark.parametrize(("speed", "loss_tolerance", "grad_tolerance"), [
     ({"bf16": True}, 2e-3, 0.03), ({"fp16": True}, 5e-4, 0.01), ({"flash": True}, 1e-6, 1e-5),
     ({"compile": True}, 1e-6, 1e-5), ({"bf16": True, "flash": True, "compile": True}, 2e-3, 0.03),
+    ({"loss_chunks": 4}, 1e-6, 1e-6), ({"bf16": True, "loss_chunks": 4}, 2e-3, 0.03),
+    ({"fp16": True, "loss_chunks": 4}, 5e-4, 0.01), ({"bf16": True, "compile": True, "loss_chunks": 4}, 2e-3, 0.03),
 ], ids=lambda value: "+".join(value) if isinstance(value, dict) else "")
 def test_each_speed_flag_computes_the_same_within_its_precision(one_step, speed, loss_tolerance, grad_tolerance):
     shape = {**COMPILED, "compile": False} if "compile" in speed else {"n_embd": 64, "batch_size": 8}
+    graphs = ("compile" in speed) * (1 + ("loss_chunks" in speed))  # of the model, and of what is done with a part's logits
     plain = one_step(**shape)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -108,7 +111,7 @@ def test_each_speed_flag_computes_the_same_within_its_precision(one_step, speed,
     assert (fast.gradient - plain.gradient).norm() / plain.gradient.norm() < grad_tolerance
     if "bf16" in speed or "fp16" in speed:
         assert fast.loss != plain.loss, "autocast did not reach the model"
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == ("compile" in speed)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_weights_and_gradients_stay_fp32_under_autocast(one_step):
@@ -311,18 +314,18 @@ def test_what_bf16_costs_is_a_ratio_and_measuring_it_draws_nothing_from_the_rand
 
 
 def test_every_optimization_of_the_ladder_is_said_to_be_on_or_off(tiny_config, capsys):
-    every = ["tf32", "bf16", "fp16", "compile", "flash", "padded vocabulary", "fused_adamw", "grad_clip", "lr_schedule",
-             "warmup_steps", "decay_matrices_only", "several processes"]
+    every = ["tf32", "bf16", "fp16", "compile", "flash", "padded vocabulary", "fused_adamw", "loss_chunks", "grad_clip",
+             "lr_schedule", "warmup_steps", "decay_matrices_only", "several processes"]
     assert load_config().optimizations(1) == ([], every)
     on, off = load_config(tf32=True, bf16=True, compile=True, compile_mode="max-autotune", flash=True, vocab_size=50304,
-                          fused_adamw=True, grad_clip=1.0, lr_schedule="cosine", warmup_steps=10,
+                          fused_adamw=True, loss_chunks=8, grad_clip=1.0, lr_schedule="cosine", warmup_steps=10,
                           decay_matrices_only=True).optimizations(2)
-    assert on == ["tf32", "bf16", "compile (max-autotune)", "flash", "vocabulary padded to 50304", "fused_adamw", "grad_clip 1",
-                  "lr_schedule cosine", "warmup_steps 10", "decay_matrices_only", "2 processes"]
+    assert on == ["tf32", "bf16", "compile (max-autotune)", "flash", "vocabulary padded to 50304", "fused_adamw", "loss_chunks 8",
+                  "grad_clip 1", "lr_schedule cosine", "warmup_steps 10", "decay_matrices_only", "2 processes"]
     assert off == ["fp16"]
     run(tiny_config(flash=True, grad_clip=0.5, max_steps=1))
-    assert ("optimizations on: flash, grad_clip 0.5; off: tf32, bf16, fp16, compile, padded vocabulary, fused_adamw, lr_schedule, "
-            "warmup_steps, decay_matrices_only, several processes\n") in capsys.readouterr().out
+    assert ("optimizations on: flash, grad_clip 0.5; off: tf32, bf16, fp16, compile, padded vocabulary, fused_adamw, loss_chunks, "
+            "lr_schedule, warmup_steps, decay_matrices_only, several processes\n") in capsys.readouterr().out
 
 
 # ---- a run
@@ -538,6 +541,17 @@ def test_what_rank_0_finds_or_raises_every_rank_gets(tmp_path):
     for done in run_ranks(2, "-c", ON_FIRST, cwd=tmp_path):
         assert done.returncode == 1
         assert done.stderr.splitlines()[-1] == "data.token_file.TokenFileError: the last"
+
+
+def test_two_processes_with_the_loss_in_parts_make_the_run_of_one_with_the_whole_loss(tiny_config, tmp_path):
+    options = {"real_vocab_size": 100, "tie_weights": True, "max_steps": 3, "val_fraction": 0.1, "eval_every": 2}
+    run(tiny_config(**options, run_name="one"))
+    two = tiny_config(**options, run_name="two", batch_size=1, total_batch_tokens=4 * 32, loss_chunks=3)
+    for done in run_ranks(2, "train.py", *flags(two), cwd=tmp_path):
+        assert done.returncode == 0, done.stderr
+    for name, file in (("loss", "log.csv"), ("norm", "log.csv"), ("val_loss", "eval.csv")):
+        one_run, two_runs = ([float(row[name]) for row in rows(tiny_config(run_name=run), file)] for run in ("one", "two"))
+        assert two_runs == pytest.approx(one_run, rel=1e-5)
 
 
 FAILS = """if True:

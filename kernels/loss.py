@@ -1,0 +1,84 @@
+"""The loss in parts: the logits of a few tokens at a time, so that those of all tokens, (B, T, V), never exist at once.
+
+The forward pass computes the gradients of each part as soon as it has the part's logits; the backward pass only scales them. So
+nothing is computed twice, which recomputing the logits would do with a tenth of a step's arithmetic.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_entropy_in_chunks(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int) -> Tensor:
+    """The mean loss in nats per token of the last layer's output x (B, T, C), given the head's weight (V, C) and targets (B, T).
+
+    The tokens are cut into `chunks` equal parts; where they do not divide, the last one is smaller, and there may be fewer. Rows
+    of the head from n_vocab on are padding. Products run in autocast's dtype.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    total, _, _ = summed_loss(x.flatten(0, 1).to(dtype), weight, targets.flatten(), n_vocab, chunks, torch.is_grad_enabled(),
+                              torch.compiler.is_compiling())
+    return total / targets.numel()
+
+
+# One operator to torch.compile, which otherwise keeps the logits of all parts for the backward pass. Its caches on disk know the
+# operator by its name: give it another one when what `_backward` computes changes.
+@torch.library.custom_op("gpt2::summed_loss", mutates_args=())
+def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int, with_gradients: bool,
+                compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses of N tokens, and its gradients with respect to x (N, C) and weight (V, C), empty if not wanted."""
+    of_part = compiled_part() if compiled else loss_of_part
+    total = torch.zeros((), device=x.device)
+    x_grads, weight_grad = [], torch.zeros_like(weight) if with_gradients else weight.new_empty(0)
+    cast_weight = weight.to(x.dtype)
+    for part, part_targets in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
+        loss, gradient = of_part(part, cast_weight, part_targets, n_vocab, with_gradients)
+        total += loss
+        if gradient is not None:
+            x_grads.append(gradient @ cast_weight)
+            weight_grad += gradient.t() @ part  # adds up in fp32
+        del gradient  # before the next part's
+    return total, torch.cat(x_grads) if with_gradients else x.new_empty(0), weight_grad
+
+
+def loss_of_part(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """The sum of the losses of R tokens, and its gradient with respect to their logits (R, V), in the dtype of x (R, C)."""
+    rows = torch.arange(weight.size(0), device=x.device)  # of the head
+    logits = (x @ weight.t()).float().masked_fill(rows >= n_vocab, float("-inf"))
+    log_p = F.log_softmax(logits, dim=-1)
+    loss = F.nll_loss(log_p, targets, reduction="sum")
+    # not yet divided by the number of tokens: float16 would lose it
+    return loss, (log_p.exp() - (rows == targets[:, None]).float()).to(x.dtype) if with_gradient else None
+
+
+@functools.cache
+def compiled_part() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`loss_of_part` with all that comes after the product fused."""
+    return torch.compile(loss_of_part, dynamic=False)
+
+
+@summed_loss.register_fake
+def _shapes(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int, with_gradients: bool,
+            compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    total = torch.empty((), device=x.device)
+    if not with_gradients:
+        return total, x.new_empty(0), weight.new_empty(0)
+    return total, torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+
+
+def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    x_grad, weight_grad = ctx.saved_tensors
+    return x_grad * grad, weight_grad * grad, None, None, None, None, None
+
+
+summed_loss.register_autograd(_backward, setup_context=_keep_gradients)
