@@ -250,6 +250,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+class _Listed(argparse.Action):
+    """Values separated by spaces, by commas, or by the flag given again: all become one text with commas."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, ",".join([*filter(None, [getattr(namespace, self.dest, None)]), *values]))
+
+
 def _parse_flags(options: type[Options], argv: Sequence[str], description: str, positional: str | None,
                  config_file: bool, elsewhere: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """The options given on the command line, as strings (booleans as bool), and a line for each unknown one."""
@@ -299,8 +306,8 @@ def _add_argument(group: argparse._ArgumentGroup, name: str, field: FieldInfo, p
     if kind is bool:
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=help_text)
     elif get_origin(kind) is tuple:
-        if get_args(kind)[-1] is Ellipsis:  # any number, separated by commas
-            group.add_argument(f"--{name}", metavar="X,Y", help=help_text)
+        if get_args(kind)[-1] is Ellipsis:  # any number, separated by commas or spaces
+            group.add_argument(f"--{name}", nargs="+", action=_Listed, metavar="X", help=help_text)
         else:
             group.add_argument(f"--{name}", nargs=len(get_args(kind)), metavar="X", help=help_text)
     else:
