@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
+import io
 import json
 import math
 import statistics
@@ -187,8 +188,10 @@ def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     write_weights(ours, place / "untied", tied=False)
     loss = loss_in_fp32(ours, lambda model, x, y: model(x, y), loader)
     for peer in peers:
-        model, loss_of = build_peer(peer, config.model_copy(update={"init_from": str(place / "tied")}))
-        compare_losses(shown(peer), loss_in_fp32(model, loss_of, loader), loss, config, rounded=False)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # what they say of themselves
+            model, loss_of = build_peer(peer, config.model_copy(update={"init_from": str(place / "tied")}))
+            theirs = loss_in_fp32(model, loss_of, loader)
+        compare_losses(shown(peer), theirs, loss, config, rounded=False)
 
 
 def compare_losses(name: str, loss: float, ours: float, config: Config, *, rounded: bool) -> None:
@@ -229,7 +232,8 @@ def peers_of(options: PeersOptions) -> list[str]:
         raise UserError(f"--peer: {twice[0]} is named twice; a peer's name is its file's and its folder's")
     for path in options.peer:
         if not Path(path).is_file():
-            raise UserError(f"--peer {path}: no such file; a peer is a Python file with GPT and GPTConfig, such as nanoGPT's model.py")
+            raise UserError(f"--peer {path}: no such file; a peer is a Python file with GPT and GPTConfig, such as nanoGPT's "
+                            f"model.py")
     return peers
 
 
