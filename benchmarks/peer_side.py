@@ -1,6 +1,6 @@
 """A peer's side of a comparison in turn: a GPT-2 that others wrote, trained by the plain loop that one would write around it.
 
-    echo 3 | python -m benchmarks.peer_side --peer transformers --init_from FOLDER --config speedup10.yaml
+    echo 3 | python benchmarks/peer_side.py --peer transformers --init_from FOLDER --config speedup10.yaml
 
 It is asked and answers as benchmarks/side.py; benchmarks/peers.py starts it. A peer is `transformers`, or a nanoGPT-like file: one
 with a `GPT` and a `GPTConfig` that have nanoGPT's fields, parameter names and forward(idx, targets). Tokens, weights at the start,
@@ -9,6 +9,10 @@ precision, and the optimizer's settings are those of the config.
 
 import os
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.side import Turns
 from config import Config
@@ -44,7 +48,6 @@ import importlib.util
 import inspect
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from benchmarks.in_turn import FEWEST, LEFT_OUT, Side, all_sides, narrow_enough, over, take_turns, training_side
+from benchmarks.in_turn import FEWEST, LEFT_OUT, ROOT, Side, all_sides, narrow_enough, over, take_turns, training_side
 from config import Config, load_config
 from runtime.cli import Options, Positive, parse_command_line
 from runtime.errors import TrainingError, UserError, reported
@@ -213,7 +213,8 @@ def plan(options: PeersOptions, config: Config, place: Path) -> tuple[Entry, lis
     def peer_entry(peer: str, with_settings: bool) -> Entry:
         name = shown(peer) + WITH_SETTINGS * with_settings
         path = peer if peer == TRANSFORMERS else str(Path(peer).resolve())
-        command = [sys.executable, "-m", "benchmarks.peer_side", "--peer", path, *["--process_settings"] * with_settings, *given]
+        command = [sys.executable, str(ROOT / "benchmarks" / "peer_side.py"), "--peer", path,
+                   *["--process_settings"] * with_settings, *given]
         return Entry(name, lambda: Side(name, command))
 
     groups = [[peer_entry(peer, with_settings) for with_settings in ((False, True) if options.settings else (False,))]
@@ -261,7 +262,8 @@ class Comparison:
         """A process of the entry; where starts are timed, with a compile cache of its own."""
         side = entry.command()
         if self.options.starts:
-            side.environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.place / "caches" / entry.name.replace("/", "_"))}
+            number = [other.name for other in self.entries].index(entry.name)  # as names have spaces, which break inductor's g++ calls
+            side.environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.place / "caches" / str(number))}
         return side
 
     def check(self, side: Side) -> None:
@@ -393,10 +395,11 @@ def write_report(found: Comparison, folder: Path) -> None:
         lines += ["![ours over each](peers.png)", ""]
     lines += [f"Failed: {line}" for line in found.failed]
     write_whole(folder / "report.md", "\n".join(lines).rstrip("\n") + "\n")
+    kept = options.model_dump(mode="json", exclude={"log_dir", "data_dir"}) | {"peer": [shown(path) for path in options.peer]}
     starts = [{"side": entry.name, "cold_s": entry.cold_s, "warm_s": entry.warm_s, "first_step_s": entry.first_step_s}
               for entry in entries]
     write_whole(folder / "results.json", json.dumps(
-        {"machine": machine(), "git": git_commit(), "versions": versions, "options": options.model_dump(mode="json"),
+        {"machine": machine(), "git": git_commit(), "versions": versions, "options": kept,
          "left_out": LEFT_OUT, "starts": starts, "in_turn": found.rounds, "failed": found.failed}, indent=1) + "\n")
 
 
