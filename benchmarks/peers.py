@@ -262,7 +262,8 @@ class Comparison:
         """A process of the entry; where starts are timed, with a compile cache of its own."""
         side = entry.command()
         if self.options.starts:
-            number = [other.name for other in self.entries].index(entry.name)  # as names have spaces, which break inductor's g++ calls
+            # not by its name: a path with spaces breaks torch.compile's calls of g++
+            number = [other.name for other in self.entries].index(entry.name)
             side.environment = {"TORCHINDUCTOR_CACHE_DIR": str(self.place / "caches" / str(number))}
         return side
 
@@ -387,11 +388,13 @@ def write_report(found: Comparison, folder: Path) -> None:
                   f"Our settings: the peer with them over the peer without. Our code: {found.ours.name} over the peer with them. "
                   f"Both: {found.ours.name} over the peer as a user starts it.", ""]
     if measured:
+        colours = [COLOURS[2] if entry.name == "baseline" else ORANGE if entry.name.endswith(WITH_SETTINGS) else BLUE
+                   for entry in measured]
+        meanings = {BLUE: "as a user starts it", ORANGE: "with our process settings", COLOURS[2]: "this project's baseline"}
         draw_bars(folder / "peers.png", [entry.name for entry in measured],
                   [entry.ours_over.median for entry in measured if entry.ours_over],
                   [str(entry.ours_over) for entry in measured], f"tokens/s of {found.ours.name} over those of each",
-                  colours=[COLOURS[2] if entry.name == "baseline" else ORANGE if entry.name.endswith(WITH_SETTINGS) else BLUE
-                           for entry in measured])
+                  colours=colours, meanings={colour: meaning for colour, meaning in meanings.items() if colour in colours})
         lines += ["![ours over each](peers.png)", ""]
     lines += [f"Failed: {line}" for line in found.failed]
     write_whole(folder / "report.md", "\n".join(lines).rstrip("\n") + "\n")
