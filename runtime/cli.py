@@ -19,8 +19,9 @@ from types import NoneType
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from runtime.errors import UserError, reported
 from runtime.signals import end_with
@@ -30,7 +31,16 @@ CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"  # where a confi
 
 Positive = Annotated[int, Field(ge=1)]
 ZeroIsOff = Annotated[int, Field(ge=0)]
-Name = Annotated[str, Field(min_length=1)]  # of a file or folder: "" would be the folder that the command was typed in
+
+
+def _not_empty(name: str) -> str:
+    if not name:
+        raise PydanticCustomError("string_too_short", "String should have at least 1 character")
+    return name
+
+
+# of a file or folder: "" would be the folder that the command was typed in. (pydantic's min_length refuses paths that are not UTF-8.)
+Name = Annotated[str, AfterValidator(_not_empty)]
 
 
 class ConfigError(UserError):
@@ -266,6 +276,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+class _Listed(argparse.Action):
+    """Values separated by spaces, by commas, or by the flag given again: all become one text with commas."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, ",".join([*filter(None, [getattr(namespace, self.dest, None)]), *values]))
+
+
 def _parse_flags(options: type[Options], argv: Sequence[str], description: str, positional: str | None,
                  config_file: bool, elsewhere: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """The options given on the command line, as strings (booleans as bool), and a line for each unknown one."""
@@ -317,8 +334,8 @@ def _add_argument(group: argparse._ArgumentGroup, name: str, field: FieldInfo, p
     if kind is bool:
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=help_text)
     elif get_origin(kind) is tuple:
-        if get_args(kind)[-1] is Ellipsis:  # any number, separated by commas
-            group.add_argument(f"--{name}", metavar="X,Y", help=help_text)
+        if get_args(kind)[-1] is Ellipsis:  # any number, separated by commas or spaces
+            group.add_argument(f"--{name}", nargs="+", action=_Listed, metavar="X", help=help_text)
         else:
             group.add_argument(f"--{name}", nargs=len(get_args(kind)), metavar="X", help=help_text)
     else:
