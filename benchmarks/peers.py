@@ -394,6 +394,7 @@ def write_report(found: Comparison, folder: Path) -> None:
         draw_bars(folder / "peers.png", [entry.name for entry in measured],
                   [entry.ours_over.median for entry in measured if entry.ours_over],
                   [str(entry.ours_over) for entry in measured], f"tokens/s of {found.ours.name} over those of each",
+                  whiskers=[entry.ours_over.ends for entry in measured if entry.ours_over],
                   colours=colours, meanings={colour: meaning for colour, meaning in meanings.items() if colour in colours})
         lines += ["![ours over each](peers.png)", ""]
     lines += [f"Failed: {line}" for line in found.failed]

@@ -39,7 +39,7 @@ def _not_empty(name: str) -> str:
     return name
 
 
-# of a file or folder: "" would be the folder that the command was typed in. (pydantic's min_length refuses paths that are not UTF-8.)
+# Of a file or folder: "" would be the folder that the command was typed in. pydantic's min_length refuses paths that are no UTF-8.
 Name = Annotated[str, AfterValidator(_not_empty)]
 
 

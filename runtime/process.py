@@ -1,16 +1,14 @@
-"""What a process sets before torch is imported: where its memory comes from, and what C++ may print."""
+"""What a process sets before torch is imported: how it keeps memory, and what C++ may print."""
 
 import ctypes
 import os
 import sys
 
-# glibc's mallopt(3)
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8  # of glibc's mallopt(3)
 
 
 def before_torch() -> None:
     """Settings that make steps on a CPU faster, and warnings short. What the user has set in the environment stands."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's CPU allocator then asks Linux for large pages
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks in warnings
     keep_memory()
 
@@ -28,3 +26,4 @@ def keep_memory() -> None:
         mallopt(M_MMAP_MAX, 0)  # large buffers come from the heap too
         mallopt(M_TRIM_THRESHOLD, -1)  # whose end is never given back
         mallopt(M_TOP_PAD, 256 * 2**20)  # and which grows in large steps
+        mallopt(M_ARENA_MAX, 1)  # one heap for all threads: what one has freed serves the others

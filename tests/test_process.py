@@ -49,8 +49,9 @@ def test_the_environment_that_the_user_has_set_stands(monkeypatch):
     from runtime.process import before_torch
 
     monkeypatch.setenv("GLIBC_TUNABLES", "")  # leaves this process as it is
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
-    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
-    before_torch()
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
-    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    for given, found in ((None, "ERROR"), ("INFO", "INFO")):
+        monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+        if given:
+            monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", given)
+        before_torch()
+        assert os.environ["TORCH_CPP_LOG_LEVEL"] == found
