@@ -2,6 +2,7 @@
 
     python -m benchmarks.in_turn speedup9.yaml speedup10.yaml
     python -m benchmarks.in_turn speedup10.yaml "speedup10.yaml --no-flash"
+    python -m benchmarks.in_turn quickstart.yaml "OMP_NUM_THREADS=1 quickstart.yaml"    ... in another environment
     python -m benchmarks.in_turn speedup10.yaml --code ../other    ... here and in another copy of this code
     python -m benchmarks.in_turn a.yaml b.yaml -- --batch_size 2   options after -- go to all of them
 
@@ -13,6 +14,7 @@ round: the median over the rounds, with an interval.
 import contextlib
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -20,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -44,7 +46,7 @@ class InTurnOptions(Options):
     """options"""
 
     sides: tuple[str, ...] = ()
-    """configs, each with options of its own if quoted together"""
+    """configs, each with options of its own behind it, and variables of the environment before it, if quoted together"""
     rounds: int = Field(20, ge=FEWEST)
     """rounds at most"""
     width: Annotated[float, Field(ge=0, le=1)] = 0.02
@@ -139,10 +141,11 @@ class Side:
         return (named or killed or lines or [f"exit status {status}"])[-1]
 
 
-def training_side(name: str, arguments: Sequence[str], log_dir: str, code: Path = ROOT) -> Side:
+def training_side(name: str, arguments: Sequence[str], log_dir: str, code: Path = ROOT,
+                  environment: Mapping[str, str] | None = None) -> Side:
     """`train.py` with these arguments, in this copy of the code or another."""
     side = [sys.executable, str(code / "benchmarks" / "side.py")]
-    return Side(name, [*side, *arguments, "--log_dir", log_dir, "--run_name", "side"])
+    return Side(name, [*side, *arguments, "--log_dir", log_dir, "--run_name", "side"], environment)
 
 
 @contextlib.contextmanager
@@ -167,8 +170,17 @@ def narrow_enough(width: float) -> Callable[[Mapping[str, Sequence[float]]], boo
 # ---- the command
 
 
-def side_arguments(options: InTurnOptions, extra: Sequence[str]) -> list[tuple[str, list[str], Path]]:
-    """Name, train.py's arguments, and code of each side. Raises UserError for what is no comparison."""
+class Planned(NamedTuple):
+    """What makes a training side."""
+
+    name: str
+    arguments: list[str]  # of train.py
+    environment: dict[str, str]
+    code: Path = ROOT
+
+
+def plan(options: InTurnOptions, extra: Sequence[str]) -> list[Planned]:
+    """The sides that the command line names. Raises UserError for what is no comparison."""
     texts = list(options.sides)
     if options.code and len(texts) != 1:
         raise UserError(f"--code compares one config here and there, not {len(texts)}")
@@ -179,23 +191,25 @@ def side_arguments(options: InTurnOptions, extra: Sequence[str]) -> list[tuple[s
         raise UserError("two sides are the same; give one of them an option: \"speedup10.yaml --no-flash\"")
     sides = []
     for text in texts:
-        config, *own = shlex.split(text) or [""]
-        sides.append((text, [f"--config={config}", *extra, *own], ROOT))
-        parse(Config, sides[-1][1], config_file=True)  # a mistake is told before anything starts
+        words, environment = shlex.split(text) or [""], {}
+        while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
+            name, _, environment[name] = words.pop(0).partition("=")
+        sides.append(Planned(text, [f"--config={words[0]}", *extra, *words[1:]], environment))
+        parse(Config, sides[-1].arguments, config_file=True)  # a mistake is told before anything starts
     if options.code:
         code = Path(options.code)
         if not (code / "benchmarks" / "side.py").is_file():
             raise UserError(f"--code {code}: is no copy of this code: it has no benchmarks/side.py")
-        sides.append((f"{texts[0]} in {code}", sides[0][1], code.resolve()))
+        sides.append(sides[0]._replace(name=f"{texts[0]} in {code}", code=code.resolve()))
     return sides
 
 
-def compare(planned: Sequence[tuple[str, list[str], Path]], rounds: int, width: float, results: Path | None = None,
+def compare(planned: Sequence[Planned], rounds: int, width: float, results: Path | None = None,
             tell: Callable[[str], None] = lambda _: None) -> tuple[dict[str, list[float]], list[Side]]:
     """tokens/s of each side in each round, and the sides with all their answers. Raises UserError if one fails."""
     with tempfile.TemporaryDirectory() as folder:
-        sides = [training_side(name, arguments, str(Path(folder) / str(i)), code)
-                 for i, (name, arguments, code) in enumerate(planned)]
+        sides = [training_side(side.name, side.arguments, str(Path(folder) / str(i)), side.code, side.environment)
+                 for i, side in enumerate(planned)]
 
         def enough(rates: Mapping[str, Sequence[float]]) -> bool:
             done = len(rates[sides[0].name])
@@ -236,7 +250,7 @@ def main(argv: Sequence[str]) -> None:
     """Compare what the command line names. Raises UserError."""
     at = argv.index("--") if "--" in argv else len(argv)
     options = parse_command_line(InTurnOptions, argv[:at], description=__doc__, positional="sides")
-    rates, sides = compare(side_arguments(options, argv[at + 1:]), options.rounds, options.width,
+    rates, sides = compare(plan(options, argv[at + 1:]), options.rounds, options.width,
                            Path(options.output) if options.output else None, tell=lambda line: print(line, flush=True))
     base = sides[0].name
     rows = [(side.name, f"{statistics.median(rates[side.name]):,.0f}",

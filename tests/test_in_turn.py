@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks.in_turn import Side, narrow_enough, ratios, take_turns
+from benchmarks.in_turn import InTurnOptions, Side, narrow_enough, plan, ratios, take_turns, training_side
 from runtime.errors import TrainingError
 from runtime.ratio import Ratio, median_ratio, product
 from tests.conftest import ROOT
@@ -188,3 +188,14 @@ def test_a_turn_has_as_many_steps_as_take_half_a_second():
     with Side("quick", [sys.executable, "-c", quick]) as side:
         assert [side.turn() for _ in range(3)] == pytest.approx([70, 70, 70])
     assert [len(turn["seconds"]) for turn in side.turns] == [1, 1, 5]
+
+
+def test_variables_before_a_config_are_its_environment():
+    here, other = plan(InTurnOptions(sides=("quickstart.yaml", "A_B=1 C= quickstart.yaml --no-flash")), ["--lr", "1e-4"])
+    assert (here.environment, other.environment) == ({}, {"A_B": "1", "C": ""})
+    assert other.arguments == ["--config=quickstart.yaml", "--lr", "1e-4", "--no-flash"]
+    side = training_side("x", [], "logs", environment={"SEEN": "yes"})
+    side.command = [sys.executable, "-c", "import json, os\nfor _ in open(0): print(json.dumps({'seconds': [1], 'asleep': True, "
+                    "'tokens': len(os.environ['SEEN'])}), flush=True)"]
+    with side:
+        assert side.turn() == 3
