@@ -72,11 +72,12 @@ UNSYNCHRONIZED = re.compile(r"rtx3080_speedup")
 HEADROOM = 1.25  # of memory, for what a process needs besides its peak
 ON_ANOTHER_GPU = "cuda_bf16"  # than the stage it changes, which ran on an Apple GPU
 OF_THE_LADDER = ("--config", "--run_name", "--log_dir", "--resume", "--print_config")  # what no run's own options may say
-# The same step in the published series whose times count, for stages of the speedup ladder
+# What stages of the speedup ladder add, and the stages that add it in the published series whose times count
 COUNTERPARTS = {
-    "speedup2": ("a100/opt1", "gpu_ms/tf32"), "speedup3": ("a100/opt2", "gpu_ms/bf16"), "speedup5": ("a100/opt3", "gpu_ms/compile"),
-    "speedup6": ("a100/opt4", "gpu_ms/flash"), "speedup7": ("a100/opt5", "gpu_ms/vocab"), "speedup8": ("a100/opt6", None),
-    "speedup9": ("a100/opt7", None), "speedup10": ("a100/opt8", "gpu_ms/fused_adamw")}
+    "speedup2": ("TF32", "a100/opt1", "gpu_ms/tf32"), "speedup3": ("bf16", "a100/opt2", "gpu_ms/bf16"),
+    "speedup5": ("compile", "a100/opt3", "gpu_ms/compile"), "speedup6": ("flash", "a100/opt4", "gpu_ms/flash"),
+    "speedup7": ("padding", "a100/opt5", "gpu_ms/vocab"), "speedup8": ("clipping", "a100/opt6", None),
+    "speedup9": ("schedule", "a100/opt7", None), "speedup10": ("fused AdamW", "a100/opt8", "gpu_ms/fused_adamw")}
 DDP_PUBLISHED = 211_646  # tokens/s on two RTX 4090, from the same notes as the speedup ladder; there is no log of it
 
 
@@ -836,16 +837,16 @@ def across(folders: Sequence[str], out: Path) -> None:
         machine = Path(folder).resolve().parent.name
         found[folder if machine in found else machine] = read_factors(Path(folder) / "results.csv")
     stages = list(dict.fromkeys(stage for factors in found.values() for stage in factors))
-    for i, name in enumerate(("A100, published", "one GPU, published")):
-        published = {stage: _counterpart(both[i]) for stage, both in COUNTERPARTS.items() if stage in stages}
+    for i, name in enumerate(("A100, published", "one GPU, published"), start=1):
+        published = {stage: _counterpart(counterpart[i]) for stage, counterpart in COUNTERPARTS.items() if stage in stages}
         if any(published.values()):
             found[name] = published
-    columns = [Column("stage", str), *(Column(name, lambda stage, factors=factors: str(factors.get(stage) or ""))  # type: ignore[misc]
+    columns = [Column("stage", _with_what_it_adds), *(Column(name, lambda stage, factors=factors: str(factors.get(stage) or ""))  # type: ignore[misc]
                                        for name, factors in found.items())]
     reports.print_table("speed over the stage that it changes", columns, stages)
     out.mkdir(parents=True, exist_ok=True)
     series = {name: [factors.get(stage) for stage in stages] for name, factors in found.items()}
-    reports.draw_factors(out / "across.png", stages, series, "speed over the stage that it changes")
+    reports.draw_factors(out / "across.png", list(map(_with_what_it_adds, stages)), series, "speed over the stage that it changes")
     write_whole(out / "report.md", "\n".join([
         "# What each optimization is worth where", "", *reports.markdown_table(columns, stages), "",
         "The speed of each stage over that of the stage that it changes. In brackets: the interval that holds the true median with "
@@ -853,6 +854,10 @@ def across(folders: Sequence[str], out: Path) -> None:
         "Published: the same step in the a100 series and in the list of timings on one GPU (`logs/reference/`).", "",
         "![factors by stage and machine](across.png)"]) + "\n")
     print(f"{out}/ has report.md and across.png")
+
+
+def _with_what_it_adds(stage: str) -> str:
+    return f"{stage}: {COUNTERPARTS[stage][0]}" if stage in COUNTERPARTS else stage
 
 
 def _counterpart(name: str | None) -> Ratio | None:

@@ -203,7 +203,7 @@ def draw_bars(path: Path, names: Sequence[str], lengths: Sequence[float], labels
 
 def draw_factors(path: Path, names: Sequence[str], series: Mapping[str, Sequence[Ratio | None]], xlabel: str) -> None:
     """For each name, the first on top, the factor that each series has for it, with a whisker over its interval."""
-    figure, axes = pyplot().subplots(figsize=(8, 1.6 + (0.14 + 0.16 * len(series)) * len(names)), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(8, 1.5 + (0.16 + 0.08 * len(series)) * len(names)), layout="constrained")
     for i, (label, factors) in enumerate(series.items()):
         offset = 0.8 * ((i + 0.5) / len(series) - 0.5)  # so that points of one name do not cover each other
         heights = [y + offset for y, factor in enumerate(factors) if factor]

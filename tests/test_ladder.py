@@ -167,7 +167,7 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
     assert climb("--across", str(tmp_path / "laptop/speedup"), str(tmp_path / "server/speedup"), "--log_dir", str(tmp_path)) == 0
     text = (tmp_path / "across/report.md").read_text()
     assert "| stage | laptop | server | A100, published | one GPU, published |" in text
-    assert "| speedup2 | 1.10 (1.05 to 1.20) | 3.00 | 2.44 | 3.00 |" in text  # 577.7 over 237.2 ms, 1000 over 333 ms
+    assert "| speedup2: TF32 | 1.10 (1.05 to 1.20) | 3.00 | 2.44 | 3.00 |" in text  # 577.7 over 237.2 ms, 1000 over 333 ms
     assert "baseline" not in text
     assert (tmp_path / "across/across.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "server/speedup/results.csv").write_text("stage,over_previous\nbaseline,1\n")
@@ -176,7 +176,7 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
 
 
 def test_every_published_counterpart_has_a_factor():
-    names = [name for both in ladder.COUNTERPARTS.values() for name in both if name]
+    names = [name for _, *both in ladder.COUNTERPARTS.values() for name in both if name]
     assert len(names) == 14
     assert all(ladder._counterpart(name) for name in names)
     assert ladder._counterpart("gpu_ms/fused_adamw").median == pytest.approx(93 / 90)
