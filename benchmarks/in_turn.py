@@ -191,7 +191,10 @@ def plan(options: InTurnOptions, extra: Sequence[str]) -> list[Planned]:
         raise UserError("two sides are the same; give one of them an option: \"speedup10.yaml --no-flash\"")
     sides = []
     for text in texts:
-        words, environment = shlex.split(text) or [""], {}
+        try:
+            words, environment = shlex.split(text) or [""], {}
+        except ValueError as error:
+            raise UserError(f"{text}: {str(error).lower()}; a side is quoted as a whole: \"speedup10.yaml --no-flash\"") from None
         while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
             name, _, environment[name] = words.pop(0).partition("=")
         sides.append(Planned(text, [f"--config={words[0]}", *extra, *words[1:]], environment))

@@ -159,6 +159,7 @@ def test_the_seconds_of_a_turn_are_those_in_the_log(config, tmp_path):
     (["quickstart.yaml", "nowhere.yaml"], "no such config file"),
     (["quickstart.yaml", "quickstart.yaml --flush"], "did you mean --flash"),
     (["quickstart.yaml", "--code", "/tmp"], "no copy of this code"),
+    (["quickstart.yaml", "quickstart.yaml --seed '1"], "no closing quotation; a side is quoted as a whole"),
     (["quickstart.yaml", "speedup1.yaml", "--rounds", "3"], "greater than or equal to 6"),
 ])
 def test_what_cannot_be_compared_is_one_error_line(arguments, said):
