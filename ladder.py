@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import shlex
@@ -137,6 +138,8 @@ class Stage:
     config: Config
     given: list[str]  # train.py's arguments
     base: str | None = None  # the stage that its file changes, as its `base:` says
+    file: Path | None = None
+    base_file: Path | None = None
     published: Published = field(default_factory=Published)  # empty, unless its settings are those of the published run
     twin_of: str | None = None  # the stage whose published run this one's settings are, where they differ from its note
     processes: int = 1
@@ -210,7 +213,9 @@ def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) 
     # a ladder is climbed for its figures: no stage leaves its weights
     given = [f"--config={config}", "--keep_last=0", *extra, f"--log_dir={Path(log_dir) / ladder}", f"--run_name={name}"]
     resolved = parse(Config, given, config_file=True)
-    stage = Stage(name, resolved, given, base=Path(str(read_yaml_mapping(path).get("base"))).stem)
+    base = read_yaml_mapping(path).get("base")
+    stage = Stage(name, resolved, given, base=Path(str(base)).stem, file=path,
+                  base_file=find_config(str(base), path.parent).resolve() if base else None)
     if path.is_relative_to(CONFIG_DIR) and _same_training(resolved, load_config(config)):
         stage.published = _published(path.relative_to(CONFIG_DIR).with_suffix("").as_posix())
     return stage
@@ -256,8 +261,8 @@ def _same_training(a: Config, b: Config) -> bool:
 
 
 def probe(device: str) -> dict[str, Any]:
-    """What a fresh process finds of the device: how many `gpus`, their or this machine's `memory_mb`, and `bf16_slowdown`,
-    bfloat16's time over float32's, None where bfloat16 is not slow. Empty if it fails."""
+    """What a fresh process finds of the `device`: its name, how many `gpus`, their or this machine's `memory_mb`, and
+    `bf16_slowdown`, bfloat16's time over float32's, None where bfloat16 is not slow. Empty if it fails."""
     command = [sys.executable, "-m", "runtime.measure", device]
     found = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
     return json.loads(found.stdout) if found.returncode == 0 else {}
@@ -409,8 +414,9 @@ class Pair:
         both sides. Empty where there is none."""
         try:
             found = json.loads(self.path.read_text())
-            return found if found["settings"] == self.settings() and len(found["factors"]) >= FEWEST else {}
-        except (OSError, ValueError, TypeError, KeyError):
+            same = found["settings"] == self.settings() and len(found["factors"]) >= FEWEST
+            return found if same and not self.error and all(0 < factor < math.inf for factor in found["factors"]) else {}
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return {}
 
     @property
@@ -434,24 +440,25 @@ def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
     return {stage.name: Pair(stage.name, base.side, stage.side, stage.folder / "in_turn.json",
                              (ours["peak_memory_mb"], theirs["peak_memory_mb"]))
             for stage, base in with_bases(stages)
-            if stage is not base and stage.processes == base.processes == 1
+            if stage.side != base.side and stage.processes == base.processes == 1
             and (ours := base.summary()) and (theirs := stage.summary())}
 
 
-def take_turns(pairs: Sequence[Pair], rounds: int, rerun: bool, memory_mb: float) -> None:
-    """Time the pairs that were not timed on this machine with the same settings, as many at once as the device's memory holds.
+def take_turns(pairs: Sequence[Pair], rounds: int, rerun: bool, device: str, memory_mb: float) -> None:
+    """Time the pairs that were not timed on this machine and device with the same settings, as many at once as the device's memory
+    holds.
 
     A failed one is marked, the others go on. Raises KeyboardInterrupt when the user stops; what is finished stays.
     """
-    here = reports.machine()
-    wanted = [pair for pair in pairs if rerun or pair.found().get("machine") != here]
+    here = {"machine": reports.machine(), "device": device}
+    wanted = [pair for pair in pairs if rerun or not here.items() <= pair.found().items()]
     groups = grouped(wanted, memory_mb)
     with bars("rounds") as progress:
         while groups:
             group = groups.pop(0)
             names = ", ".join(pair.name for pair in group)
             task = progress.add_task(f"in turn: {names}", total=rounds, note="")
-            error = _take_turns(group, rounds, partial(_update, progress, task))
+            error = _take_turns(group, rounds, device, partial(_update, progress, task))
             _end(progress, task, f"in turn: {names}", error)
             if error and len(group) > 1:  # one side of it failed, or the memory did not suffice
                 groups[:0] = [[pair] for pair in group]
@@ -477,7 +484,7 @@ def grouped(pairs: Sequence[Pair], memory_mb: float) -> list[list[Pair]]:
     return groups
 
 
-def _take_turns(pairs: Sequence[Pair], rounds: int, tell: Callable[[int, str], None]) -> str | None:
+def _take_turns(pairs: Sequence[Pair], rounds: int, device: str, tell: Callable[[int, str], None]) -> str | None:
     """Time pairs in turn, all at once, and write the file of each; returns the error if a side fails."""
     sides = list(dict.fromkeys(shlex.join(side) for pair in pairs for side in (pair.base, pair.other)))
     with tempfile.TemporaryDirectory() as folder:
@@ -496,7 +503,7 @@ def _take_turns(pairs: Sequence[Pair], rounds: int, tell: Callable[[int, str], N
                 two = [found["sides"][sides.index(shlex.join(side))] for side in (pair.base, pair.other)]
                 rates = [side["tokens_per_sec"] for side in two]
                 factors = [other / base for base, other in zip(*rates, strict=True)]
-                kept = found | {"settings": pair.settings(), "factors": factors, "sides": two}
+                kept = found | {"device": device, "settings": pair.settings(), "factors": factors, "sides": two}
                 write_whole(pair.path, json.dumps(kept, indent=1) + "\n")
         return error
 
@@ -535,11 +542,12 @@ def loss_difference(ours: dict[int, dict], published: dict[int, dict]) -> tuple[
 
 
 def with_bases(stages: Sequence[Stage]) -> list[tuple[Stage, Stage]]:
-    """Each stage that is not another's twin, and what it is compared with: the stage that it changes, or the one before it where
-    that is not in the ladder. The first is compared with itself."""
-    own = {stage.name: stage for stage in stages if not stage.twin_of}
-    in_order = list(own.values())
-    return [(stage, own.get(str(stage.base), before)) for before, stage in zip(in_order[:1] + in_order, in_order, strict=False)]
+    """Each stage that is not another's twin, and what it is compared with: the stage that its file changes, or the one before it
+    where that is not in the ladder; the first is then compared with itself."""
+    own = [stage for stage in stages if not stage.twin_of]
+    bases = (next((other for other in own if stage.base_file and other.file == stage.base_file), before)
+             for before, stage in zip([own[0], *own], own, strict=False))
+    return list(zip(own, bases, strict=True))
 
 
 def compare(stages: list[Stage]) -> list[Row]:
@@ -653,8 +661,12 @@ def read_factors(path: Path) -> dict[str, Ratio | None]:
         with open(path, newline="", encoding="utf-8") as file:
             rows = [row for row in csv.DictReader(file) if row["base"] != row["stage"]]
         ends = [(row["over_base"], row.get("over_base_low"), row.get("over_base_high")) for row in rows]
-        return {row["stage"]: Ratio(float(value), *(float(end) if end else None for end in interval)) if value else None
-                for row, (value, *interval) in zip(rows, ends, strict=True)}
+        factors = {row["stage"]: Ratio(float(value), *(float(end) if end else None for end in interval)) if value else None
+                   for row, (value, *interval) in zip(rows, ends, strict=True)}
+        for stage, factor in factors.items():
+            if factor and not 0 < factor.ends[0] <= factor.median <= factor.ends[1] < math.inf:
+                raise ValueError(f"{stage} has the factor {factor}")
+        return factors
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; --across takes folders that python ladder.py left") from None
     except (csv.Error, KeyError, TypeError, ValueError) as error:
@@ -690,7 +702,7 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
                   "weights were not tied). Their curves are compared with runs that do as logged (`configs/as_logged/`).", ""]
     lines += [f"Failed: {line}\n" for line in failed]
     lines += [f"Not run: {', '.join(missing)}.", ""] if missing else []
-    lines += ["![tokens/s of each stage](speed.png)", ""]
+    lines += ["![speed of each stage over the first](speed.png)", ""]
     lines += ["![loss curves, measured over published](loss.png)", ""] if plotted else []
     ran = {stage.name: f"`{stage.name}`: {summaries[stage.name]['steps']} steps of {stage.config.batch_size} x "
            f"{stage.config.seq_len} tokens" for stage in stages if stage.name in summaries}
@@ -795,10 +807,10 @@ def ablate(config: str, extra: list[str], options: LadderOptions) -> None:
         stem = "_".join(name.split())
         pairs[name] = (Pair(f"{name} first", nothing, alone, folder / f"{stem}_first.json"),
                        Pair(f"{name} last", everything + flags, everything, folder / f"{stem}_last.json"))
-    both = [pair for two in pairs.values() for pair in two]
+    both = [pair for two in pairs.values() for pair in two if operator.ne(*pair.settings())]  # a mode of compile alone is nothing
     if not options.report_only:
         try:
-            take_turns(both, options.rounds, options.rerun, memory_mb=0)
+            take_turns(both, options.rounds, options.rerun, probe(stage.config.device).get("device", ""), memory_mb=0)
         except KeyboardInterrupt:
             exit_with(UserError("interrupted; what is finished is kept, the same command goes on"), status=130)
     rows = [Worth(name, first.ratio, last.ratio, last.memory_mb(0), last.memory_mb(1))
@@ -814,9 +826,10 @@ def ablate(config: str, extra: list[str], options: LadderOptions) -> None:
     reports.draw_factors(folder / "worth.png", [row.optimization for row in rows],
                          {"switched on first": [row.first for row in rows], "switched on last": [row.last for row in rows]},
                          "factor of speed")
-    found = next(found for pair in both if (found := pair.found()))
+    where = dict.fromkeys(f"{found['machine']}; device {found['device']}, commit {found['git']}." for pair in both
+                          if (found := pair.found()))
     write_whole(folder / "report.md", "\n".join([
-        f"# {title}", "", f"{found['machine']}; device {stage.config.device}, commit {found['git']}.", "",
+        f"# {title}", "", *where, "",
         *reports.markdown_table(WORTH, rows), "",
         "on first: the speed with this optimization alone, over that with none. on last: the speed with all of them, over that "
         "with all but this one. Each two were timed in turn; in brackets the interval that holds the true median with 95% "
@@ -837,6 +850,8 @@ def across(folders: Sequence[str], out: Path) -> None:
         machine = Path(folder).resolve().parent.name
         found[folder if machine in found else machine] = read_factors(Path(folder) / "results.csv")
     stages = list(dict.fromkeys(stage for factors in found.values() for stage in factors))
+    if not stages:
+        raise UserError(f"{', '.join(folders)}: no stage there has a base to be compared with; climb more of the ladder first")
     for i, name in enumerate(("A100, published", "one GPU, published"), start=1):
         published = {stage: _counterpart(counterpart[i]) for stage, counterpart in COUNTERPARTS.items() if stage in stages}
         if any(published.values()):
@@ -918,7 +933,7 @@ def main(argv: Sequence[str]) -> None:
                 climb(runs, options.rerun)
                 pairs = list(pairs_of(stages).values())
                 if options.rounds and pairs:
-                    take_turns(pairs, options.rounds, options.rerun, found.get("memory_mb", 0))
+                    take_turns(pairs, options.rounds, options.rerun, found.get("device", ""), found.get("memory_mb", 0))
             except KeyboardInterrupt:
                 finished = sum(stage.summary() is not None for stage in runs)
                 exit_with(UserError(f"interrupted; {finished} of {len(runs)} stages are finished and kept, "

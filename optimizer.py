@@ -13,7 +13,7 @@ def make_optimizers(model: torch.nn.Module, config: Config) -> tuple[list[torch.
     """AdamW over all parameters, or with `optimizer: muon` Muon for the blocks' matrices and AdamW for the rest.
 
     Every parameter is in exactly one group, and each group has `lr_factor`: its learning rate over the step's. Returns the
-    optimizers and lines that say what each group holds.
+    optimizers, and lines that count the parameters that decay and those that do not.
     """
     params = dict(model.named_parameters())  # a tied matrix comes once
     hidden = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2} if config.optimizer == "muon" else {}
@@ -74,31 +74,32 @@ class Muon(torch.optim.Optimizer):
                         weights, direction = weights.T, direction.T
                     updates.setdefault((weights.size(0), weights.size(1)), []).append((weights, direction, size))
         for same_shape in updates.values():
-            all_directions = torch.stack([direction for _, direction, _ in same_shape])  # (matrices, rows, columns)
-            for (weights, _, size), direction in zip(same_shape, self.orthogonalize(all_directions), strict=True):
+            directions = torch.stack([direction for _, direction, _ in same_shape])  # (matrices, rows, columns)
+            dtype = torch.bfloat16 if has_bf16_products(directions.device) else torch.float32
+            for (weights, _, size), direction in zip(same_shape, self.orthogonalize(directions.to(dtype)), strict=True):
                 weights.sub_(direction, alpha=size)
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
+def orthogonalize(x: Tensor) -> Tensor:
     """Each of the matrices (n, rows, columns), rows <= columns, with its singular values moved to between about 0.7 and 1.2, but
     for those below about a thousandth of the matrix's norm.
 
     Five steps of a Newton-Schulz iteration with the coefficients of the post above, which rise steeply from 0 rather than converge.
-    In bfloat16 where the processor has it, as the iteration forgives its rounding.
+    It forgives bfloat16's rounding.
     """
-    x = matrices.to(torch.bfloat16 if has_bf16_products(matrices.device) else torch.float32)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # singular values are at most 1
     for _ in range(5):
         square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.to(matrices.dtype)
+    return x
 
 
 def has_bf16_products(device: torch.device) -> bool:
     """Whether the device has instructions for bfloat16 matrix products, so that they are not slower than float32's."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    known = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of PyTorch's own
+    return device.type == "cpu" and any(getattr(torch.cpu, name, bool)() for name in known)
 
 
 def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:

@@ -141,13 +141,15 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
 
 def _find_and_read(source: str, log_dir: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     """The folder that `source` means, and what `read_weights` gives of it."""
+    before = None
     while True:
         folder = find_weights(source, log_dir)
         try:
             return folder, *read_weights(folder)
         except CheckpointError:
-            if folder.is_dir():
+            if folder.is_dir() or folder == before:
                 raise  # else the run is training, and has just deleted this checkpoint after a newer one
+            before = folder
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

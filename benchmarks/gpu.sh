@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that this project measures on a GPU, in under nine minutes.
+# Everything that this project measures on a GPU, in about nine minutes at most.
 #
 #     benchmarks/gpu.sh OUT                  all parts: OUT/results.tgz unpacks to logs/results/<gpu>/
 #     benchmarks/gpu.sh OUT peers memory     some of them: tests gpu_ms peers memory profile speedup
@@ -17,6 +17,7 @@ shift
 parts=("$@")
 [[ ${#parts[@]} -gt 0 ]] || parts=(tests gpu_ms peers memory profile speedup)
 begun=$SECONDS
+trap 'exit 130' INT
 python=${PYTHON:-python3}
 
 if [[ -d wheels ]]; then
@@ -57,7 +58,7 @@ part() {
     local name=$1 limit=$2 start=$SECONDS status
     shift 2
     echo "\$ $*" >>"$out/$name.txt"
-    timeout --signal=INT --kill-after=15 "$limit" "$@" >>"$out/$name.txt" 2>&1
+    timeout --foreground --signal=INT --kill-after=15 "$limit" "$@" >>"$out/$name.txt" 2>&1
     status=$?
     echo "$name: ended with status $status after $((SECONDS - start)) s of at most $limit"
 }

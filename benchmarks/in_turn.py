@@ -11,23 +11,29 @@ round, and as every other round goes backwards, the last side suffers no more th
 round: the median over the rounds, with an interval.
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from runtime.interrupt import end_at_ctrl_c
+
+    end_at_ctrl_c()  # also during the imports
+
 import contextlib
+import itertools
 import json
+import math
 import os
 import re
 import shlex
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config
 from runtime.cli import Options, parse, parse_command_line
@@ -38,7 +44,8 @@ from runtime.report import git_commit, items, machine, print_table
 from runtime.signals import ENDS_WITH
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = 2  # rounds: the first compiles, the second tells how many steps make a turn
+LEFT_OUT = 3  # rounds: the first compiles, the second may record CUDA graphs, the third tells how many steps make a turn
+FEWEST_FOR_AN_EARLY_END = 10  # rounds: of fewer, narrow intervals are too often so by chance
 TURN_SECONDS = 0.5  # at least, as a shorter turn is lost in what the machine does besides
 
 
@@ -124,11 +131,11 @@ class Side:
         answer = json.loads(line)
         if not answer["asleep"]:
             raise TrainingError(f"{self.name}: its threads keep computing while another side has its turn; unset OMP_WAIT_POLICY "
-                                f"(now {os.environ.get('OMP_WAIT_POLICY', 'not set')})")
+                                f"(now {self.environment.get('OMP_WAIT_POLICY') or os.environ.get('OMP_WAIT_POLICY', 'not set')})")
         self.turns.append(answer)
         seconds = sum(answer["seconds"])
-        if len(self.turns) == LEFT_OUT:  # the first turn compiled
-            self.steps = max(1, round(TURN_SECONDS * self.steps / seconds))
+        if len(self.turns) == LEFT_OUT:
+            self.steps = max(1, math.ceil(TURN_SECONDS * self.steps / seconds))
         return answer["tokens"] / seconds
 
     def last_words(self) -> str:
@@ -156,13 +163,14 @@ def all_sides(sides: Sequence[Side]) -> Iterator[dict[str, Callable[[], float]]]
 
 
 def narrow_enough(width: float) -> Callable[[Mapping[str, Sequence[float]]], bool]:
-    """Whether the interval of each side over the first is narrower than `width`.
+    """Whether the interval of every side over every other is narrower than `width`.
 
     Only the width ends the rounds, not where the interval lies: stopping at a pleasant ratio would make it a false one.
     """
     def enough(rates: Mapping[str, Sequence[float]]) -> bool:
-        base, *others = rates
-        return len(rates[base]) >= FEWEST and all(median_ratio(ratios(rates, side, base)).width <= width for side in others)
+        pairs = itertools.combinations(rates, 2)
+        return (len(next(iter(rates.values()))) >= FEWEST_FOR_AN_EARLY_END
+                and all(over(rates, side, base).width <= width for base, side in pairs))
 
     return enough
 
@@ -253,6 +261,8 @@ def main(argv: Sequence[str]) -> None:
     """Compare what the command line names. Raises UserError."""
     at = argv.index("--") if "--" in argv else len(argv)
     options = parse_command_line(InTurnOptions, argv[:at], description=__doc__, positional="sides")
+    if options.output and not Path(options.output).absolute().parent.is_dir():
+        raise UserError(f"--output {options.output}: no such folder")
     rates, sides = compare(plan(options, argv[at + 1:]), options.rounds, options.width,
                            Path(options.output) if options.output else None, tell=lambda line: print(line, flush=True))
     base = sides[0].name

@@ -42,7 +42,7 @@ import contextlib
 import importlib.util
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def load_file(path: str) -> Any:
 
 
 @contextlib.contextmanager
-def told(path: str, what: str) -> Any:
+def told(path: str, what: str) -> Iterator[None]:
     """Make whatever the peer's own code raises one line."""
     try:
         yield

@@ -242,7 +242,7 @@ def peers_of(options: PeersOptions) -> list[str]:
 
 
 class Comparison:
-    """What is measured, and written as soon as it is."""
+    """What is measured; it is written after the starts and after each group."""
 
     def __init__(self, options: PeersOptions, config: Config, place: Path):
         """`place`: a folder that lasts as long as the comparison, with the weights that `check_peers` wrote."""
@@ -252,6 +252,7 @@ class Comparison:
         self.gains: list[tuple[str, Ratio, Ratio, Ratio]] = []  # peer: by the settings, by our code beside them, by both
         self.rounds: list[list[dict[str, Any]]] = []  # of each group, what each side did
         self.failed: list[str] = []
+        self.at = ""  # the name of the side whose turn it is
 
     @property
     def entries(self) -> list[Entry]:
@@ -293,15 +294,17 @@ class Comparison:
         try:
             yield
         except UserError as error:
-            if self.ours in entries:
+            if self.at == self.ours.name:
                 raise
             for entry in entries:
-                entry.error = str(error)
+                if entry.name == self.at:
+                    entry.error = str(error)
             self.failed.append(str(error))
             say(f"failed: {error}")
 
     def start(self, entry: Entry) -> None:
         """Time its first step from the process's start, with an empty compile cache, then with the one that this has filled."""
+        self.at = entry.name
         for what in ("cold_s", "warm_s"):
             begun = time.perf_counter()
             with self.side(entry) as side:
@@ -318,6 +321,7 @@ class Comparison:
         sides = [self.side(entry) for entry in entries]
 
         def checked(side: Side) -> float:
+            self.at = side.name
             rate = side.turn()
             if len(side.turns) == 1:
                 self.check(side)
@@ -434,5 +438,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    with reported("the comparison", interrupted="interrupted; what was measured is kept"):
+    with reported("the comparison", interrupted="interrupted; the groups that were finished are kept"):
         main(sys.argv[1:])

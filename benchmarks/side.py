@@ -1,6 +1,6 @@
 """One side of a comparison in turn: `train.py` with the options given, taking a few of its steps each time it is asked to.
 
-    echo 3 | python -m benchmarks.side --config speedup10.yaml
+    echo 3 | python -m benchmarks.side --config speedup10.yaml --log_dir /tmp/side
 
 A line of stdin is a number of steps; the answer is a line of JSON. benchmarks/in_turn.py starts it; any program that answers
 likewise can be a side.
@@ -103,9 +103,9 @@ def main() -> None:
         from runtime.world import World
         from train import train
 
-        # as many steps as it takes; at this rate the weights hardly move, so that none of them diverges
-        config = options.model_copy(update={"max_steps": 10**9, "lr": 1e-6, "min_lr": None, "log_every": 1, "eval_every": 0,
-                                            "sample_every": 0, "checkpoint_every": 0, "keep_last": 0})
+        # as many steps as it takes; at these rates the weights hardly move, so that none of them diverges
+        config = options.model_copy(update={"max_steps": 10**9, "lr": 1e-6, "min_lr": None, "muon_lr": 1e-6, "log_every": 1,
+                                            "eval_every": 0, "sample_every": 0, "checkpoint_every": 0, "keep_last": 0})
         tokens_per_step, log = config.tokens_per_step(1), Path(config.log_dir) / str(config.run_name) / "log.csv"
         device, pace = choose_device(config.device), Pace()
         train(config, World(device), clock=pace.clock, stop=pace)

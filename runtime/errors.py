@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn, TextIO
 
 from runtime.interrupt import raise_at_ctrl_c
+from runtime.signals import StopRequest
 from runtime.world import end_process, has_joined, is_first_to_tell, launch
 
 
@@ -44,7 +45,8 @@ def exit_with(error: UserError, status: int | None = None, *, of_others: bool = 
     if rank and not of_others:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # this is how torchrun ends it
         time.sleep(1 if has_joined() else 5)
-    if is_first_to_tell():
+    ended_already = rank and not has_joined() and StopRequest.came  # by torchrun, as another process has failed and told why
+    if not ended_already and is_first_to_tell():
         prefix = f"error: rank {rank}: " if rank else "error: "
         with contextlib.suppress(OSError):  # nobody may read it
             print("\n".join(prefix + line for line in str(error).splitlines()), file=sys.stderr, flush=True)

@@ -147,7 +147,8 @@ def main() -> None:
     device = choose_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
     slowdown = bf16_slowdown(device) if device.type == "cpu" else 0.0
     memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else physical_memory()
-    print(json.dumps({"gpus": torch.cuda.device_count() if device.type == "cuda" else 0, "memory_mb": memory / 2**20,
+    print(json.dumps({"device": device_name(device), "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
+                      "memory_mb": memory / 2**20,
                       "bf16_slowdown": slowdown if slowdown > NOTED_SLOWDOWN else None}))
 
 

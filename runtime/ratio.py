@@ -22,7 +22,7 @@ class Ratio:
         low, high = self.ends
         if self.low is None:
             return f"{self.median:.2f}"
-        digits = 2 if high - low >= 0.02 else 3
+        digits = 2 if high - low >= 0.02 and (low <= 1 <= high or "1.00" not in (f"{low:.2f}", f"{high:.2f}")) else 3
         shown = "about 1" if low <= 1 <= high else f"{self.median:.{digits}f}"
         return f"{shown} ({low:.{digits}f} to {high:.{digits}f})"
 
@@ -57,7 +57,7 @@ def median_ratio(pairs: Sequence[float]) -> Ratio:
 
 
 def product(factors: Sequence[Ratio]) -> Ratio:
-    """The product of ratios that were measured independently, with its interval.
+    """The product of ratios, with its interval. Ratios that share a side's turns count as independent too.
 
     Below and above the median, the logarithms' distances to the ends add up as independent errors do: by the root of the sum of
     their squares.

@@ -65,6 +65,8 @@ class StopRequest:
     In its first two phases a run has nothing to save: alone, it ends at once; one of several processes waits for `end_early`.
     """
 
+    came = False  # whether any such signal has come to this process
+
     def __init__(self, phase: Phase = "steps") -> None:
         self.received: float | None = None  # when it came, on the clock time.monotonic
         self.phase = phase
@@ -127,6 +129,7 @@ class StopRequest:
             raise Stopped(0)
 
     def _on_signal(self, number: int, _: Any) -> None:
+        StopRequest.came = True
         if self.received is None:
             self.received = time.monotonic()
             if self.phase != "steps":

@@ -59,7 +59,7 @@ def test_every_other_round_goes_backwards_and_the_first_rounds_are_left_out():
 
 def test_rounds_end_when_the_interval_is_narrow_enough_and_not_before_there_is_one():
     rates = take_turns({"a": lambda: 1.0, "b": lambda: 1.2}, rounds=50, enough=narrow_enough(0.02))
-    assert len(rates["a"]) == 6
+    assert len(rates["a"]) == 10
     chance = random.Random(3)
     rates = take_turns({"a": lambda: 1.0, "b": lambda: chance.uniform(1, 3)}, rounds=50, enough=narrow_enough(0.02))
     assert len(rates["a"]) == 50
@@ -100,7 +100,8 @@ def test_a_product_of_ratios_has_an_interval_that_holds_the_product_19_times_in_
 
 @pytest.mark.parametrize(("ratio", "text"), [(Ratio(1.14, 1.09, 1.19), "1.14 (1.09 to 1.19)"),
                                              (Ratio(1.01, 0.97, 1.04), "about 1 (0.97 to 1.04)"),
-                                             (Ratio(1.012, 1.008, 1.016), "1.012 (1.008 to 1.016)")])
+                                             (Ratio(1.012, 1.008, 1.016), "1.012 (1.008 to 1.016)"),
+                                             (Ratio(1.03, 1.004, 1.05), "1.030 (1.004 to 1.050)"), (Ratio(1.4), "1.40")])
 def test_a_ratio_is_told_with_its_interval(ratio, text):
     assert str(ratio) == text
 
@@ -133,9 +134,9 @@ def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path):
     assert "--n_layer 2" not in one["command"]
     for side in (one, two):
         assert len(side["tokens_per_sec"]) == 6
-        assert len(side["turns"]) == 8
-        assert [len(turn["seconds"]) for turn in side["turns"][:2]] == [1, 1]
-        assert len({len(turn["seconds"]) for turn in side["turns"][2:]}) == 1
+        assert len(side["turns"]) == 9
+        assert [len(turn["seconds"]) for turn in side["turns"][:3]] == [1, 1, 1]
+        assert len({len(turn["seconds"]) for turn in side["turns"][3:]}) == 1
         last = side["turns"][-1]
         assert last["tokens"] == 2 * 16 * len(last["seconds"])
         assert side["tokens_per_sec"][-1] == pytest.approx(last["tokens"] / sum(last["seconds"]))
@@ -159,6 +160,7 @@ def test_the_seconds_of_a_turn_are_those_in_the_log(config, tmp_path):
     (["quickstart.yaml", "nowhere.yaml"], "no such config file"),
     (["quickstart.yaml", "quickstart.yaml --flush"], "did you mean --flash"),
     (["quickstart.yaml", "--code", "/tmp"], "no copy of this code"),
+    (["quickstart.yaml", "speedup1.yaml", "--output", "nowhere/x.json"], "--output nowhere/x.json: no such folder"),
     (["quickstart.yaml", "quickstart.yaml --seed '1"], "no closing quotation; a side is quoted as a whole"),
     (["quickstart.yaml", "speedup1.yaml", "--rounds", "3"], "greater than or equal to 6"),
 ])
@@ -187,8 +189,8 @@ def test_a_turn_has_as_many_steps_as_take_half_a_second():
     quick = ("import json\nfor steps in map(int, open(0)):"
              "print(json.dumps({'seconds': [0.1] * steps, 'tokens': 7 * steps, 'asleep': True}), flush=True)")
     with Side("quick", [sys.executable, "-c", quick]) as side:
-        assert [side.turn() for _ in range(3)] == pytest.approx([70, 70, 70])
-    assert [len(turn["seconds"]) for turn in side.turns] == [1, 1, 5]
+        assert [side.turn() for _ in range(4)] == pytest.approx([70] * 4)
+    assert [len(turn["seconds"]) for turn in side.turns] == [1, 1, 1, 5]
 
 
 def test_variables_before_a_config_are_its_environment():

@@ -102,7 +102,7 @@ def test_each_stage_and_its_base_are_timed_in_turn_once(rungs, tmp_path, monkeyp
     assert rows["plain"]["over_base_low"] == ""
 
     # with other settings a comparison does not count
-    (tmp_path / "plain.yaml").write_text("lr: 1e-3\nbatch_size: 2\n")
+    (tmp_path / "plain.yaml").write_text("lr: 2e-3\n")
     _, stages = ladder.plan(rungs[:2], "logs", rungs[at + 3:])
     assert not any(pair.factors for pair in ladder.pairs_of(stages).values())
 
@@ -132,14 +132,15 @@ def test_a_side_that_fails_in_turn_is_told_and_the_rest_is_reported(rungs, tmp_p
 def test_a_config_without_each_of_its_optimizations_is_timed_in_turn(tmp_path, corpus, monkeypatch, capsys):
     """What `--ablate` takes turns with; the turns themselves are tested above."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "both.yaml").write_text(f"dataset: tiny\ndata_dir: {corpus}\nflash: true\ngrad_clip: 1.0\n")
+    (tmp_path / "both.yaml").write_text(f"device: cpu\ndataset: tiny\ndata_dir: {corpus}\nflash: true\ngrad_clip: 1.0\n")
     taken = []
 
-    def take_turns(pairs, rounds, rerun, memory_mb):
+    def take_turns(pairs, rounds, rerun, device, memory_mb):
         for i, pair in enumerate(pairs):
             taken.append((pair.name, pair.base[1:], pair.other[1:]))
             turns = [{"peak_memory_mb": 10.0 * (i + 1)}]
             pair.path.write_text(json.dumps({"settings": pair.settings(), "factors": [1.5 + i] * 6, "machine": "here", "git": "0",
+                                             "device": device,
                                              "sides": [{"turns": turns}, {"turns": turns}]}))
 
     monkeypatch.setattr(ladder, "take_turns", take_turns)
@@ -157,6 +158,16 @@ def test_a_config_without_each_of_its_optimizations_is_timed_in_turn(tmp_path, c
     assert (folder / "worth.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_stages_are_paired_by_their_files_and_a_config_is_not_timed_against_itself(tmp_path):
+    _, stages = ladder.plan(["baseline", "a100/baseline", "a100/opt0", "a100/opt0"], str(tmp_path), [])
+    assert [(stage.name, base.name) for stage, base in ladder.with_bases(stages)] == [
+        ("baseline", "baseline"), ("baseline_2", "baseline"), ("opt0", "baseline_2"), ("opt0_4", "baseline_2")]
+    _, stages = ladder.plan(["speedup1", "speedup1"], str(tmp_path), [])
+    for stage in stages:
+        fake_run(stage, 100.0)
+    assert not ladder.pairs_of(stages)
+
+
 def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     header = "stage,base,over_base,over_base_low,over_base_high\n"
@@ -170,9 +181,12 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
     assert "| speedup2: TF32 | 1.10 (1.05 to 1.20) | 3.00 | 2.44 | 3.00 |" in text  # 577.7 over 237.2 ms, 1000 over 333 ms
     assert "baseline" not in text
     assert (tmp_path / "across/across.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "server/speedup/results.csv").write_text("stage,over_previous\nbaseline,1\n")
-    with pytest.raises(UserError, match="is not the table of a ladder"):
-        ladder.main(["--across", str(tmp_path / "server/speedup")])
+    for damaged, said in (("stage,over_previous\nbaseline,1\n", "is not the table of a ladder"),
+                          (header, "no stage there has a base"),
+                          (f"{header}speedup2,speedup1,1.0,1.5,2.0\n", "is not the table of a ladder: speedup2 has the factor")):
+        (tmp_path / "server/speedup/results.csv").write_text(damaged)
+        with pytest.raises(UserError, match=said):
+            ladder.main(["--across", str(tmp_path / "server/speedup")])
 
 
 def test_every_published_counterpart_has_a_factor():
@@ -487,7 +501,6 @@ def test_a_stage_whose_summary_is_damaged_counts_as_not_finished(damage, tmp_pat
 
 def test_why_a_stage_is_not_finished_is_told_in_words():
     assert ladder._why(-9, ["a warning"]) == "killed by signal 9, as the system does when memory runs out"
-    assert ladder._why(0, ["stopping after this step"]).startswith("stopped by a signal before its last step; the same command")
     assert ladder._why(1, ["a warning", "error: full", "more"]) == "full"
     assert ladder._why(1, []) == "exit status 1"
 
@@ -521,7 +534,7 @@ def test_what_is_wrong_with_matplotlib_costs_no_figures(tmp_path, monkeypatch):
 
 def test_a_stages_name_may_begin_with_a_dash(rungs, tmp_path):
     (tmp_path / "-x.yaml").write_text("lr: 1e-3\n")
-    _, (stage,) = ladder.plan([str(tmp_path / "-x.yaml")], str(tmp_path), rungs[3:])
+    _, (stage,) = ladder.plan([str(tmp_path / "-x.yaml")], str(tmp_path), rungs[rungs.index("--") + 1:])
     assert (stage.name, stage.config.run_name) == ("-x", "-x")
 
 

@@ -162,14 +162,18 @@ def test_matrices_of_one_shape_are_made_orthogonal_as_each_alone():
     values = torch.linalg.svdvals(batched)
     assert values.min() > 0.6
     assert values.max() < 1.3
-    assert batched.dtype == torch.float32
 
 
-def test_muon_keeps_float32_where_bfloat16_is_emulated(monkeypatch):
-    monkeypatch.setattr(optimizer, "has_bf16_products", lambda _: False)
-    matrices = torch.eye(8)[None] + 0.01 * torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(0))
-    exact = orthogonalize(matrices.double().float())
-    assert not torch.equal(exact, exact.bfloat16().float())
+def test_muon_computes_in_a_precision_that_the_processor_has(tiny_model, monkeypatch):
+    dtypes = []
+    for has_bf16 in (False, True):
+        monkeypatch.setattr(optimizer, "has_bf16_products", lambda _, has_bf16=has_bf16: has_bf16)
+        _, muon = make_optimizers(tiny_model(), load_config(optimizer="muon"))[0]
+        muon.orthogonalize = lambda x: dtypes.append(x.dtype) or orthogonalize(x)
+        p = muon.param_groups[0]["params"][0]
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+        muon.step()
+    assert dtypes == [torch.float32, torch.bfloat16]
 
 
 def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):

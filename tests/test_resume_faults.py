@@ -647,3 +647,11 @@ def test_weights_are_read_from_the_next_checkpoint_where_a_run_deletes_the_newes
     monkeypatch.setattr("weights.verify", lambda folder, files: shutil.rmtree(second, ignore_errors=True) or verify(folder, files))
     ours = load_model("train", config.log_dir).state_dict()
     assert torch.equal(ours["lm_head.weight"], load_file(first / "model.safetensors")["lm_head.weight"])
+
+
+def test_weights_behind_a_link_that_leads_nowhere_are_told_and_not_looked_for_without_end(tmp_path):
+    checkpoints = tmp_path / "run/checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "step_000010").symlink_to(tmp_path / "a disk that is not there")
+    with pytest.raises(CheckpointError, match="step_000010"):
+        load_model("run", str(tmp_path))
