@@ -211,7 +211,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             problems.append(("fp16", "bf16 and fp16 exclude each other; choose one"))
         if self.min_lr is not None and self.min_lr > self.lr:
             problems.append(("min_lr", f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr"))
-        if self.sample_every and (self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)) != GPT2_TOKENS:
+        if self.sample_every and self.n_vocab != GPT2_TOKENS:
             problems.append(("sample_every", f"sample_every {self.sample_every} needs GPT-2's vocabulary: set vocab_size to at "
                              f"least {GPT2_TOKENS}, or sample_every to 0"))
         if self.fp16 and self.optimizer == "muon":
@@ -222,6 +222,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         except ContradictionError as error:
             problems += error.problems
         return problems
+
+    @property
+    def n_vocab(self) -> int:
+        """Tokens that exist, as the model counts them (GPTConfig)."""
+        return self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)
 
     def accumulation_steps(self, world_size: int) -> int:
         """Micro-steps per step that make up `total_batch_tokens` over `world_size` processes.
@@ -258,7 +263,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     def _switches(self) -> list[tuple[object, str, str, list[str]]]:
         """For each optimization: whether it is on, how it is called on ("": it is not told) and off, the flags that switch
         it off."""
-        real_vocab = self.real_vocab_size or GPT2_TOKENS
         searched = self.compile and self.compile_mode != "default"
         return [
             (self.tie_weights, "", "tie_weights", ["--no-tie_weights"]),
@@ -267,8 +271,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             (self.compile, f"compile ({self.compile_mode})", "compile", ["--no-compile", "--compile_mode", "default"]),
             (searched, "", f"compile_mode {self.compile_mode}", ["--compile_mode", "default"]),
             (self.flash, "flash", "flash", ["--no-flash"]),
-            (self.vocab_size > real_vocab, f"vocabulary padded to {self.vocab_size}", "padded vocabulary",
-             ["--vocab_size", str(real_vocab)]),
+            (self.vocab_size > self.n_vocab, f"vocabulary padded to {self.vocab_size}", "padded vocabulary",
+             ["--vocab_size", str(self.n_vocab)]),
             (self.fused_adamw, "fused_adamw", "fused_adamw", ["--no-fused_adamw"]),
             (self.loss_chunks > 1, f"loss_chunks {self.loss_chunks}", "loss_chunks", ["--loss_chunks", "1"]),
             (self.grad_clip, f"grad_clip {self.grad_clip:g}", "grad_clip", ["--grad_clip", "0"]),

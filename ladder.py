@@ -50,7 +50,7 @@ from runtime.cli import (
     parse_command_line,
     read_yaml_mapping,
 )
-from runtime.errors import TrainingError, UserError, exit_with, reported
+from runtime.errors import TrainingError, UserError, exit_with, reported, why_it_failed
 from runtime.files import BeingWrittenError, aside, sole_writer, write_whole
 from runtime.ratio import FEWEST, Ratio, median_ratio, product
 from runtime.report import BLUE, COLOURS, ORANGE, Column
@@ -137,13 +137,17 @@ class Stage:
     name: str
     config: Config
     given: list[str]  # train.py's arguments
-    base: str | None = None  # the stage that its file changes, as its `base:` says
-    file: Path | None = None
-    base_file: Path | None = None
+    file: Path  # of its config
+    base_file: Path | None  # of the config that it changes, as its `base:` says
     published: Published = field(default_factory=Published)  # empty, unless its settings are those of the published run
     twin_of: str | None = None  # the stage whose published run this one's settings are, where they differ from its note
     processes: int = 1
     error: str | None = None
+
+    @property
+    def base(self) -> str | None:
+        """The name of the config that its own changes."""
+        return self.base_file.stem if self.base_file else None
 
     @property
     def folder(self) -> Path:
@@ -214,8 +218,7 @@ def _stage(name: str, config: str, ladder: str, log_dir: str, extra: list[str]) 
     given = [f"--config={config}", "--keep_last=0", *extra, f"--log_dir={Path(log_dir) / ladder}", f"--run_name={name}"]
     resolved = parse(Config, given, config_file=True)
     base = read_yaml_mapping(path).get("base")
-    stage = Stage(name, resolved, given, base=Path(str(base)).stem, file=path,
-                  base_file=find_config(str(base), path.parent).resolve() if base else None)
+    stage = Stage(name, resolved, given, path, find_config(base, path.parent).resolve() if base else None)
     if path.is_relative_to(CONFIG_DIR) and _same_training(resolved, load_config(config)):
         stage.published = _published(path.relative_to(CONFIG_DIR).with_suffix("").as_posix())
     return stage
@@ -361,18 +364,7 @@ def _watch(command: Sequence[str], look: Callable[[], None], environment: Mappin
             process.wait()
             raise
         look()
-        errors.seek(0)
-        lines = [line.strip() for line in errors if line.strip()]
-    return None if process.returncode == 0 else _why(process.returncode, lines)
-
-
-def _why(status: int, lines: Sequence[str]) -> str:
-    """Why a command failed, from its exit status and what it printed on stderr."""
-    if named := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
-        return named[-1]
-    if status < 0:
-        return f"killed by signal {-status}" + (", as the system does when memory runs out" if status == -9 else "")
-    return (lines or [f"exit status {status}"])[-1]
+        return None if process.returncode == 0 else why_it_failed(process.returncode, errors)
 
 
 def _tell_progress(stage: Stage, started: float, tell: Callable[[int, str], None]) -> None:
@@ -856,8 +848,8 @@ def across(folders: Sequence[str], out: Path) -> None:
         published = {stage: _counterpart(counterpart[i]) for stage, counterpart in COUNTERPARTS.items() if stage in stages}
         if any(published.values()):
             found[name] = published
-    columns = [Column("stage", _with_what_it_adds), *(Column(name, lambda stage, factors=factors: str(factors.get(stage) or ""))  # type: ignore[misc]
-                                       for name, factors in found.items())]
+    columns = [Column("stage", _with_what_it_adds)]
+    columns += [Column(name, partial(_factor_of, factors)) for name, factors in found.items()]
     reports.print_table("speed over the stage that it changes", columns, stages)
     out.mkdir(parents=True, exist_ok=True)
     series = {name: [factors.get(stage) for stage in stages] for name, factors in found.items()}
@@ -869,6 +861,10 @@ def across(folders: Sequence[str], out: Path) -> None:
         "Published: the same step in the a100 series and in the list of timings on one GPU (`logs/reference/`).", "",
         "![factors by stage and machine](across.png)"]) + "\n")
     print(f"{out}/ has report.md and across.png")
+
+
+def _factor_of(factors: Mapping[str, Ratio | None], stage: str) -> str:
+    return str(factors.get(stage) or "")
 
 
 def _with_what_it_adds(stage: str) -> str:

@@ -25,6 +25,7 @@ HUGGING_FACE = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medi
 # what has to be the same for weights to fit a model
 ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "norm", "activation", "tie_weights")
 EMBEDDING_AND_HEAD = ("transformer.wte.weight", "lm_head.weight")  # one tensor where weights are tied
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # which transformers keeps as (in, out), nn.Linear as (out, in)
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"
 
 O = TypeVar("O", bound=Options)
@@ -290,7 +291,7 @@ def _our_weights(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in theirs.items():
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # the causal mask of older files
-        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) and tensor.dim() == 2:
-            tensor = tensor.t().contiguous()  # transformers' Conv1D keeps (in, out), nn.Linear (out, in)
+        if name.endswith(CONV1D) and tensor.dim() == 2:
+            tensor = tensor.t().contiguous()
         weights[name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"] = tensor
     return weights

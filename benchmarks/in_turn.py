@@ -37,7 +37,7 @@ from pydantic import Field
 
 from config import Config
 from runtime.cli import Options, parse, parse_command_line
-from runtime.errors import TrainingError, UserError, reported
+from runtime.errors import TrainingError, UserError, reported, why_it_failed
 from runtime.files import write_whole
 from runtime.ratio import FEWEST, Ratio, median_ratio
 from runtime.report import git_commit, items, machine, print_table
@@ -127,7 +127,7 @@ class Side:
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
-            raise TrainingError(f"{self.name}: {self.last_words()}")
+            raise TrainingError(f"{self.name}: {why_it_failed(self.process.wait(), self.errors)}")
         answer = json.loads(line)
         if not answer["asleep"]:
             raise TrainingError(f"{self.name}: its threads keep computing while another side has its turn; unset OMP_WAIT_POLICY "
@@ -137,15 +137,6 @@ class Side:
         if len(self.turns) == LEFT_OUT:
             self.steps = max(1, math.ceil(TURN_SECONDS * self.steps / seconds))
         return answer["tokens"] / seconds
-
-    def last_words(self) -> str:
-        """Why the process ended."""
-        status = self.process.wait()
-        self.errors.seek(0)
-        lines = [line.strip() for line in self.errors if line.strip()]
-        named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        killed = ["the system killed it: out of memory?"] if status == -9 else []
-        return (named or killed or lines or [f"exit status {status}"])[-1]
 
 
 def training_side(name: str, arguments: Sequence[str], log_dir: str, code: Path = ROOT,

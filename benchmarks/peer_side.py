@@ -69,8 +69,7 @@ def open_loader(config: Config) -> DataLoader:
     """The batches that train.py would take. Raises UserError."""
     folder = Path(config.data_dir) / config.dataset
     prepare_if_missing(folder, lambda line: print(line, file=sys.stderr))
-    n_vocab = config.real_vocab_size or min(config.vocab_size, 50257)
-    stream, _ = open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
+    stream, _ = open_corpus(folder, config.seq_len, config.n_vocab, config.val_fraction)
     return DataLoader(stream, config.batch_size, seed=config.seed, accumulation=config.accumulation_steps(1),
                       shuffle=config.shuffle, overfit_batch=config.overfit_batch)
 

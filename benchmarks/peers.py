@@ -155,13 +155,15 @@ def write_weights(model: Any, folder: Path, *, tied: bool) -> None:
     """Write the model's weights as `transformers` does, which all sides read. Padding rows are left out."""
     from safetensors.torch import save_file
 
+    from weights import CONV1D, EMBEDDING_AND_HEAD
+
     folder.mkdir()
     c, weights = model.config, {}
     for name, tensor in model.state_dict().items():
-        if name in ("transformer.wte.weight", "lm_head.weight"):
+        if name in EMBEDDING_AND_HEAD:
             tensor = tensor[:c.n_vocab].clone()
-        elif name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-            tensor = tensor.t().contiguous()  # transformers' Conv1D keeps (in, out)
+        elif name.endswith(CONV1D):
+            tensor = tensor.t().contiguous()
         if name != "lm_head.weight" or not tied:
             weights[name] = tensor
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -198,7 +200,7 @@ def compare_losses(name: str, loss: float, ours: float, config: Config, *, round
     """Raise a UserError if a side's first loss is not ours."""
     tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
     # rows of padding take part in the softmax of models that do not leave them out, as ours does
-    padding = math.log(config.vocab_size / (config.real_vocab_size or min(config.vocab_size, 50257)))
+    padding = math.log(config.vocab_size / config.n_vocab)
     if not -tolerance <= loss - ours <= tolerance + padding:
         raise UserError(f"{name}: its first loss is {loss:.5f}, ours {ours:.5f}, from equal weights and tokens: a difference of "
                         f"{loss - ours:.2g}, where rounding explains {tolerance:g}"

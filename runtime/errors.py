@@ -109,6 +109,17 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
     return said
 
 
+def why_it_failed(status: int, stderr: TextIO) -> str:
+    """Why a command failed, in a line, from its exit status and the file that its stderr went to."""
+    stderr.seek(0)
+    lines = [line.strip() for line in stderr if line.strip()]
+    if named := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
+        return named[-1]
+    if status < 0:
+        return f"killed by signal {-status}" + (", as the system does when memory runs out" if status == -9 else "")
+    return (lines or [f"exit status {status}"])[-1]
+
+
 def drop_unread(stream: TextIO | None) -> OSError | None:
     """Why a stream takes no more output, if so: a reader that has gone, a closed terminal, a full disk. What is printed from then
     on is dropped, so that Python has nothing left to complain about when it ends."""

@@ -1,6 +1,7 @@
 """A ladder climbed for real on tiny models: what runs, what is kept, what the report says, what a failing stage does."""
 
 import csv
+import io
 import itertools
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 
 import ladder
 import runtime.report as reports
-from runtime.errors import UserError
+from runtime.errors import UserError, why_it_failed
 from runtime.ratio import Ratio, median_ratio, product
 from runtime.runlog import read_rows
 from tests.conftest import ROOT, flags, run
@@ -499,10 +500,13 @@ def test_a_stage_whose_summary_is_damaged_counts_as_not_finished(damage, tmp_pat
     assert stages[0].summary() is None
 
 
-def test_why_a_stage_is_not_finished_is_told_in_words():
-    assert ladder._why(-9, ["a warning"]) == "killed by signal 9, as the system does when memory runs out"
-    assert ladder._why(1, ["a warning", "error: full", "more"]) == "full"
-    assert ladder._why(1, []) == "exit status 1"
+def test_why_a_stage_is_not_finished_is_told_in_words(tmp_path, monkeypatch):
+    assert why_it_failed(-9, io.StringIO("a warning\n")) == "killed by signal 9, as the system does when memory runs out"
+    assert why_it_failed(1, io.StringIO("a warning\nerror: full\nmore\n")) == "full"
+    assert why_it_failed(1, io.StringIO("")) == "exit status 1"
+    monkeypatch.setattr(ladder, "_watch", lambda *_: None)  # it ends with status 0, after a signal
+    _, (stage,) = ladder.plan(["baseline"], str(tmp_path), [])
+    assert str(ladder._run(stage, lambda *_: None)).startswith("stopped by a signal before its last step; the same command")
 
 
 def test_a_ladder_of_which_no_stage_could_run_has_failed_and_one_not_run_is_a_mistake(tmp_path):
