@@ -34,7 +34,7 @@ from evaluate import validation_loss
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import autocast_to, check_compiler, choose_device, device_name, flash_note, prepare, product_dtype, synchronize
 from runtime.measure import TimeLeft, bf16_note, summarize
-from runtime.parallel import gradients_averaged, parallelize
+from runtime.parallel import compiling_told, gradients_averaged, parallelize
 from runtime.runlog import LogRow, RunFolder
 from runtime.world import World, joined_world, launch
 from sample import sample_text
@@ -115,7 +115,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     first_step, step_seconds, loss, stopping = state.step + 1, [], math.nan, False  # of this call
     batches = prefetch(loader, device, range(first_step, config.max_steps + 1))
 
-    with run, stop, saved_at_fault(run, state, config, corpus, world):
+    with run, stop, saved_at_fault(run, state, config, corpus, world), compiling_told(run.say, world, config.compile):
         for note in [*notes, *open_run(run, config, resumed, world)]:
             run.say(f"note: {note}")
         saved, saved_step = resumed.folder if resumed else None, state.step

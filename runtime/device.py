@@ -105,7 +105,11 @@ def check_compiler(device: torch.device, mode: str = "default", micro_steps: int
                         f"gradients; use default or max-autotune-no-cudagraphs, or a batch_size that makes one micro-step")
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+        if any(map(str.isspace, cache_dir())):
+            raise UserError(f"--compile: {cache_dir()!r}: PyTorch cannot compile in a folder with white space in its name; set "
+                            f"TORCHINDUCTOR_CACHE_DIR to one without, or run without --compile")
         try:
             get_cpp_compiler()
         except Exception as error:  # of a class that moves between PyTorch versions

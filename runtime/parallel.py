@@ -2,12 +2,19 @@
 
 import contextlib
 import inspect
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from runtime.world import World
+
+EVERY = 1.0  # seconds after which the time that compiling takes is shown anew
 
 
 def parallelize(model: torch.nn.Module, world: World, compile_mode: str | None) -> Any:
@@ -28,3 +35,60 @@ def gradients_averaged(model: Any, now: bool) -> contextlib.AbstractContextManag
     """Around forward and backward of a micro-step: DDP averages the gradients over the processes only if `now`, which is in the
     last micro-step. It has to cover the forward too: DDP decides there."""
     return contextlib.nullcontext() if now or not isinstance(model, DistributedDataParallel) else model.no_sync()
+
+
+@contextlib.contextmanager
+def compiling_told(say: Callable[[str], None], world: World, compiled: bool) -> Iterator[None]:
+    """Meanwhile `say` that the model is being compiled, once it is; on a terminal, rank 0 shows the seconds so far too.
+
+    Compiling begins in the first step, and may take minutes in which nothing else is heard.
+    """
+    if not compiled:
+        yield
+        return
+    from torch._dynamo.callback import callback_handler
+
+    progress = _Progress(say, shown=sys.stderr.isatty() and world.rank == 0)
+    callback_handler.register_start_callback(progress.start)
+    callback_handler.register_end_callback(progress.end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(progress.start)
+        callback_handler.remove_end_callback(progress.end)
+
+
+class _Progress:
+    """The seconds that compiling has taken so far, shown in one line of a terminal while it goes on."""
+
+    def __init__(self, say: Callable[[str], None], shown: bool):
+        self.say, self.shown = say, shown
+        self.begun: float | None = None
+        self.ended = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def start(self, _: object = None) -> None:
+        """PyTorch begins to compile something."""
+        if self.begun is None:
+            self.begun = time.monotonic()
+            kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            self.say("compiling the model: a minute or more at the first start" + (f"; later ones find it in {kept}" if kept else ""))
+        if self.shown:
+            self.ended.clear()
+            self.thread = threading.Thread(target=self._show, args=(self.begun,), daemon=True)
+            self.thread.start()
+
+    def end(self, _: object = None) -> None:
+        """PyTorch has compiled it, or failed to."""
+        self.ended.set()
+        if self.thread:
+            self.thread.join()  # so that what is printed next finds an empty line
+            self.thread = None
+
+    def _show(self, begun: float) -> None:
+        width = 0
+        while not self.ended.wait(EVERY):
+            line = f"compiling: {time.monotonic() - begun:.0f} s"
+            width = len(line)
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        print(f"\r{' ' * width}\r", end="", file=sys.stderr, flush=True)

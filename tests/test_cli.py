@@ -169,6 +169,12 @@ def test_no_compiler_for_compile(tiny_config, tmp_path):
     assert "no C++ compiler found" in line
 
 
+def test_a_compilers_cache_with_white_space_in_its_name_is_told_before_it_fails(tiny_config, tmp_path):
+    cache = str(tmp_path / "white space")
+    line = failure("train.py", *flags(tiny_config(compile=True)), cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=cache)
+    assert f"--compile: {cache!r}: PyTorch cannot compile in a folder with white space in its name" in line
+
+
 def test_a_compilers_cache_that_cannot_be_made_names_what_to_set(tiny_config, tmp_path):
     (tmp_path / "file").write_text("")
     cache = f"{tmp_path}/file/x"

@@ -1,12 +1,16 @@
-"""What a process sets before torch is imported, seen by the kernel's page faults."""
+"""What a process sets before torch is imported, and what it tells while it compiles."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
-from tests.conftest import ROOT
+import runtime.parallel
+from runtime.parallel import compiling_told
+from runtime.process import before_torch
+from tests.conftest import ALONE, ROOT
 
 # faults of pages while 64 MB are taken and given back ten times, as a step does with its buffers
 CHURN = """
@@ -46,12 +50,51 @@ def test_buffers_that_a_step_frees_are_not_faulted_in_again_by_the_next():
 
 
 def test_the_environment_that_the_user_has_set_stands(monkeypatch):
-    from runtime.process import before_torch
-
     monkeypatch.setenv("GLIBC_TUNABLES", "")  # leaves this process as it is
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "kept")
     for given, found in ((None, "ERROR"), ("INFO", "INFO")):
         monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
         if given:
             monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", given)
         before_torch()
         assert os.environ["TORCH_CPP_LOG_LEVEL"] == found
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "kept"
+
+
+@pytest.mark.parametrize(("environment", "kept"), [
+    ({}, ".cache/torch/inductor"),
+    ({"XDG_CACHE_HOME": "xdg"}, "xdg/torch/inductor"),
+    ({"XDG_CACHE_HOME": "xdg", "TORCH_HOME": "hub"}, "hub/inductor"),
+    ({"XDG_CACHE_HOME": "white space"}, None),
+    ({"XDG_CACHE_HOME": "file"}, None),
+], ids=["home", "xdg", "torch's home", "white space, which breaks the compiler", "not a folder"])
+def test_what_is_compiled_is_kept_in_the_users_own_cache_if_that_is_possible(environment, kept, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GLIBC_TUNABLES", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "TORCH_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, folder in environment.items():
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    before_torch()
+    found = os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    assert found == (kept and str(tmp_path / kept))
+    assert not kept or (tmp_path / kept).is_dir()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_seconds_that_compiling_takes_are_shown_on_a_terminal_and_wiped_away_after(is_terminal, monkeypatch, capsys):
+    monkeypatch.setattr(runtime.parallel, "EVERY", 0.01)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    said = []
+    with compiling_told(said.append, ALONE, compiled=True):
+        for _ in range(2):  # forward and backward
+            with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/0"):
+                shown = ""
+                while is_terminal and "compiling: 0 s" not in shown:
+                    shown += capsys.readouterr().err
+        assert capsys.readouterr().err.endswith(f"\r{' ' * len('compiling: 0 s')}\r" if is_terminal else "")
+    assert len(said) == 1
+    assert said[0].startswith("compiling the model: ")
+    callback_handler.run_start_callbacks(CallbackArgs(CallbackTrigger.DYNAMO, "0/0"))
+    assert len(said) == 1, "the run is over"

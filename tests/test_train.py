@@ -228,6 +228,7 @@ def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(t
     config = tiny_config(**COMPILED, max_steps=5, eval_every=1, val_fraction=0.05)
     run(config.model_copy(update={"sample_every": 2, "sample_tokens": 2}))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert (Path(config.log_dir) / str(config.run_name) / "console.log").read_text().count("compiling the model: ") == 1
     assert [tuple(tokens.shape) for tokens in sampled] == [(1, 5)] * 3
     assert len(rows(config, "eval.csv")) == 6
     assert set(load_model(f"{config.log_dir}/{config.run_name}").state_dict()) == set(build_model(config)[1].state_dict())
