@@ -72,7 +72,8 @@ class _Progress:
         if self.begun is None:
             self.begun = time.monotonic()
             kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-            self.say("compiling the model: a minute or more at the first start" + (f"; later ones find it in {kept}" if kept else ""))
+            self.say("compiling the model: a minute or more at the first start"
+                     + (f"; later ones find it in {kept}" if kept else ""))
         if self.shown:
             self.ended.clear()
             self.thread = threading.Thread(target=self._show, args=(self.begun,), daemon=True)
