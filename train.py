@@ -9,7 +9,7 @@ if __name__ == "__main__":
 from config import Config
 from runtime.cli import parse_command_line, reconfigure_output
 from runtime.errors import TrainingError, reported
-from runtime.process import before_torch
+from runtime.process import before_torch, give_back_if_short
 
 if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help and mistakes answer at once
@@ -149,12 +149,12 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
                 break
 
             # ---- one step
+            give_back_if_short()
             step, stop.phase = step + 1, "steps"
             state.begin_step(device)
             lr = learning_rate(step, config)
             synchronize(device)
-            start = clock()
-            losses = []
+            start, losses = clock(), []
             for micro_step in range(loader.accumulation):
                 x, y = next(batches)  # (B, T) each
                 with gradients_averaged(model, now=micro_step == loader.accumulation - 1):

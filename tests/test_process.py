@@ -1,5 +1,6 @@
 """What a process sets before torch is imported, and what it tells while it compiles."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,14 +10,14 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 
 import runtime.parallel
 from runtime.parallel import compiling_told
-from runtime.process import before_torch
+from runtime.process import before_torch, memory_left
 from tests.conftest import ALONE, ROOT
 
 # faults of pages while 64 MB are taken and given back ten times, as a step does with its buffers
 CHURN = """
 import resource, sys
 if sys.argv[1] == "settled":
-    from runtime.process import before_torch
+    from runtime.process import before_torch, memory_left
     before_torch()
 import ctypes
 libc = ctypes.CDLL(None)
@@ -41,12 +42,58 @@ def faults(how, **environment):
     return int(done.stdout)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux") or not hasattr(os, "confstr") or "glibc" not in str(
+glibc_only = pytest.mark.skipif(not sys.platform.startswith("linux") or not hasattr(os, "confstr") or "glibc" not in str(
     os.confstr("CS_GNU_LIBC_VERSION")), reason="the C library is not glibc")
+
+
+@glibc_only
 def test_buffers_that_a_step_frees_are_not_faulted_in_again_by_the_next():
     assert faults("plain") > 1000
     assert faults("settled") < 100
     assert faults("settled", MALLOC_TRIM_THRESHOLD_="131072") > 1000, "what the user has set stands"
+
+
+# MB that the process has beyond what it began with, once 64 buffers of 4 MB have been freed but for the newest, after a step
+FREED = """
+import sys
+import runtime.process as process
+process.before_torch()
+process.memory_left = lambda: process.resident_memory() * float(sys.argv[1])
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+before = process.resident_memory()
+buffers = [libc.malloc(4 * 2**20) for _ in range(64)]
+for buffer in buffers:
+    ctypes.memset(buffer, 1, 4 * 2**20)
+for buffer in buffers[:-1]:
+    libc.free(buffer)
+process.give_back_if_short()
+print((process.resident_memory() - before) >> 20)
+"""
+
+
+@glibc_only
+@pytest.mark.parametrize(("left", "kept"), [("0.6", range(200, 300)), ("0.4", range(20))], ids=["enough left", "little left"])
+def test_what_is_kept_is_given_back_between_steps_where_memory_is_short(left, kept):
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", FREED, left], cwd=ROOT, text=True, capture_output=True, env=plain)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) in kept
+
+
+def test_the_memory_that_is_left_is_the_machines_or_the_containers(tmp_path):
+    assert memory_left(tmp_path) == math.inf, "a system that does not tell"
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       8000 kB\nMemFree:        1000 kB\nMemAvailable:   3000 kB\n")
+    assert memory_left(tmp_path) == 3000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.stat").write_text("anon 5\ninactive_file 1000000\n")
+    (group / "memory.current").write_text("3000000\n")
+    for limit, left in (("max", 3000 * 1024), ("9000000", 3000 * 1024), ("4000000", 2_000_000)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        assert memory_left(tmp_path) == left
 
 
 def test_the_environment_that_the_user_has_set_stands(monkeypatch):
