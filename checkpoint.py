@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from config import Config
@@ -38,7 +37,7 @@ from runtime.errors import TrainingError, UserError
 from runtime.files import delete, flush_to_disk, sha256, whole_folder
 from runtime.runlog import LogRow, RunFolder, all_checkpoints, not_kept, step_of
 from runtime.world import World, launch
-from weights import ARCHITECTURE, MODEL, OPTIMIZER, STATE, SUMS, CheckpointError, read_json, read_tensors, verify
+from weights import ARCHITECTURE, MODEL, OPTIMIZER, STATE, SUMS, CheckpointError, read_json, read_tensors, verify, write_tensors
 
 # What a run cannot change without being another run: the model, and which tokens a step trains on. All else may change.
 FIXED = (*ARCHITECTURE, "vocab_size", "real_vocab_size", "seq_len", "shuffle", "overfit_batch", "val_fraction", "seed", "optimizer")
@@ -177,7 +176,7 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
                 flush_to_disk(run / "log.csv")
             with ThreadPoolExecutor() as pool:  # one file's copying overlaps with the other's hashing and the disk
                 files = {MODEL: weights, OPTIMIZER: optimizer_tensors(model, optimizers)}
-                sums = dict(zip(files, pool.map(lambda file: _write_tensors(unfinished / file, files[file]), files), strict=True))
+                sums = dict(zip(files, pool.map(lambda file: write_tensors(unfinished / file, files[file]), files), strict=True))
             # json rather than pydantic: in ASCII, so it also takes a path that is not UTF-8
             (unfinished / STATE).write_text(json.dumps(saved.model_dump()) + "\n", encoding="ascii", newline="\n")
             sums[STATE] = sha256(unfinished / STATE)
@@ -191,16 +190,6 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
                 else "the run has no checkpoint yet")
         raise NotSavedError(f"{folder}: cannot be written: {error}; {left}") from None
     return folder
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors to disk; returns the file's checksum."""
-    path.touch()
-    mode = path.stat().st_mode  # as the umask has it; save_file puts a file in its place that only its owner may read
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    path.chmod(mode)
-    flush_to_disk(path)
-    return sha256(path)
 
 
 def keep_best(run: RunFolder, folder: Path | None, world: World) -> None:
@@ -427,6 +416,8 @@ def _run_and_checkpoint(resume: str, log_dir: str) -> tuple[Path, Path | None]:
     path = next((p for p in (Path(log_dir) / resume, Path(resume)) if p.is_dir()), Path(resume))
     if not path.is_dir():
         what = "is a file, and a checkpoint is a folder" if path.exists() else "no such run or checkpoint"
+        if path.suffix == ".pt" and path.exists():
+            what += f" (a new run begins with it by --init_from {shlex.quote(resume)})"
         raise UserError(f"--resume {resume}: {what}; give auto, a run's folder or one of its checkpoints/step_*")
     # links are not followed yet: where checkpoints/ is one, to a larger disk, the run is where the link is
     path = path.resolve() if ".." in path.parts else path.absolute()

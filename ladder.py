@@ -53,7 +53,7 @@ from runtime.cli import (
 from runtime.errors import TrainingError, UserError, exit_with, reported, why_it_failed
 from runtime.files import BeingWrittenError, aside, sole_writer, write_whole
 from runtime.ratio import FEWEST, Ratio, median_ratio, product
-from runtime.report import BLUE, COLOURS, ORANGE, Column
+from runtime.report import BLUE, ORANGE, Column
 from runtime.runlog import LOG_COLUMNS, duration, read_rows
 from runtime.signals import ENDS_WITH
 
@@ -751,14 +751,7 @@ def plot_losses(shown: Sequence[tuple[Stage, str]], path: Path) -> None:
 def plot_runs(folders: Sequence[str], path: Path) -> None:
     """The loss curves of any runs in one picture. Raises UserError for a folder without a log."""
     logs = {folder: read_rows(Path(folder) / "log.csv", LOG_COLUMNS) for folder in folders}
-    figure, axes = reports.pyplot().subplots(figsize=(8, 5), layout="constrained")
-    axes.set_prop_cycle(color=COLOURS)
-    for folder, log in logs.items():
-        axes.plot(*curve(log), linewidth=1.4, label=reports.plain(folder))
-    axes.set(xlabel="step", ylabel="loss, nats per token")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
-    reports.save_picture(figure, path)
+    reports.draw_losses(path, {folder: curve(log) for folder, log in logs.items()}, {})
     print(f"wrote {path}")
 
 

@@ -1,24 +1,30 @@
-"""A model's weights: fresh, from a run of this project, or from Hugging Face; and the model that they make.
+"""A model's weights: fresh, from a run of this project, from and to Hugging Face, or from a `.pt` file of nanoGPT or build-nanogpt;
+and the model that they make.
 
-Nothing that is read here is ever unpickled.
+No code that a file names is ever run or imported: of a `.pt` file, which is a pickle, only tensors and plain values are taken.
 """
 
 import dataclasses
+import errno
 import json
-from collections.abc import Iterable
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from model import GPT, GPTConfig, ModelError
 from runtime.cli import ConfigError, Options
 from runtime.cli import load as load_options
 from runtime.errors import UserError, in_a_line
-from runtime.files import sha256
+from runtime.files import flush_to_disk, sha256, write_whole
 from runtime.runlog import all_checkpoints
 
 HUGGING_FACE = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
@@ -26,6 +32,8 @@ HUGGING_FACE = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medi
 ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "norm", "activation", "tie_weights")
 EMBEDDING_AND_HEAD = ("transformer.wte.weight", "lm_head.weight")  # one tensor where weights are tied
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # which transformers keeps as (in, out), nn.Linear as (out, in)
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # transformers' names: ours
+THEIR_GPT_CONFIG = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")  # the dataclass, by the file it was pickled in
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"
 
 O = TypeVar("O", bound=Options)
@@ -70,8 +78,13 @@ def build_model(config: O, checkpoint: Path | None = None) -> tuple[O, GPT]:
 
 def load_model(source: str, log_dir: str = "logs") -> GPT:
     """The model of `source`, as `find_weights` takes it, in evaluation mode on the CPU. Raises CheckpointError."""
-    _, options, weights = _find_and_read(source, log_dir)
-    return _model_of(_config_of(options, source), weights, source).eval()
+    return find_model(source, log_dir)[1]
+
+
+def find_model(source: str, log_dir: str = "logs") -> tuple[Path, GPT]:
+    """Where the weights of `source` lie, and the model that `load_model` gives. Raises CheckpointError."""
+    path, options, weights = _find_and_read(source, log_dir)
+    return path, _model_of(_config_of(options, source), weights, source).eval()
 
 
 def _config_of(options: dict[str, Any], source: str) -> GPTConfig:
@@ -122,10 +135,15 @@ def load_weights(model: GPT, weights: dict[str, Tensor], source: str) -> None:
 
 def find_weights(source: str, log_dir: str = "logs") -> Path:
     """The folder that `source` means: OpenAI's weights for gpt2 .. gpt2-xl (downloaded once), else the newest checkpoint of
-    the run of that name or folder, else a checkpoint's or a Hugging Face model's folder itself. Raises CheckpointError."""
+    the run of that name or folder, else a checkpoint's or a Hugging Face model's folder itself; or the `.pt` file that it names.
+    Raises CheckpointError."""
     if source in HUGGING_FACE:
         return _download(source)
     folder = next((path for path in (Path(log_dir) / source, Path(source)) if path.is_dir()), None)
+    if folder is None and Path(source).is_file():
+        if Path(source).suffix != ".pt":
+            raise CheckpointError(f"{source}: is a file; give the folder it lies in, or a .pt file of nanoGPT or build-nanogpt")
+        return Path(source)
     if folder is None:
         runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
         raise CheckpointError(f"{source}: no such run or folder; {log_dir}/ has {', '.join(runs) or 'no runs with checkpoints'}"
@@ -135,29 +153,32 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     if folder.absolute().name == "checkpoints" and not (folder / "checkpoints").is_dir():
         folder = folder.absolute().parent
     if not (checkpoints := all_checkpoints(folder)):
+        files = "".join(f"; give {path} itself, if that is meant" for path in sorted(folder.glob("*.pt"))[-1:])
         raise CheckpointError(f"{folder}: has no checkpoint (one is saved at the end of a run, or by --checkpoint_every N), "
-                              f"nor the config.json of a Hugging Face model")
+                              f"nor the config.json of a Hugging Face model{files}")
     return checkpoints[-1]
 
 
 def _find_and_read(source: str, log_dir: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """The folder that `source` means, and what `read_weights` gives of it."""
+    """The folder or file that `source` means, and what `read_weights` gives of it."""
     before = None
     while True:
         folder = find_weights(source, log_dir)
         try:
             return folder, *read_weights(folder)
         except CheckpointError:
-            if folder.is_dir() or folder == before:
+            if folder.exists() or folder == before:
                 raise  # else the run is training, and has just deleted this checkpoint after a newer one
             before = folder
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Options of the model (fields of GPTConfig) and weights, on the CPU, of a folder that `find_weights` gives.
+    """Options of the model (fields of GPTConfig) and weights, on the CPU, of a folder or file that `find_weights` gives.
 
     Raises CheckpointError.
     """
+    if folder.is_file():
+        return _read_pt(folder)
     return _read_hugging_face(folder) if (folder / "config.json").is_file() else _read_checkpoint(folder)
 
 
@@ -234,6 +255,16 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: damaged: {error}") from None
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors to a safetensors file on disk; returns its checksum. Raises OSError or SafetensorError."""
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; save_file puts a file in its place that only its owner may read
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    path.chmod(mode)
+    flush_to_disk(path)
+    return sha256(path)
+
+
 def _is_utf8(path: Path) -> bool:
     try:
         str(path).encode()
@@ -258,7 +289,8 @@ def _download(name: str) -> Path:
 
 def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     options = _our_options(read_json(folder / "config.json"), folder)
-    weights = _our_weights(read_tensors(folder / MODEL))
+    weights = {name: tensor.t().contiguous() if name.endswith(CONV1D) and tensor.dim() == 2 else tensor
+               for name, tensor in _under_our_names(read_tensors(folder / MODEL)).items()}
     _check_size(options, weights, folder)
     return options, weights
 
@@ -266,10 +298,9 @@ def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
 def _our_options(theirs: dict[str, Any], folder: Path) -> dict[str, Any]:
     """transformers' config.json as fields of GPTConfig. Raises CheckpointError for what this project's model cannot be."""
     n_embd = theirs.get("n_embd", 768)
-    activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
     unsupported = {
         "model_type": theirs.get("model_type") != "gpt2",
-        "activation_function": str(theirs.get("activation_function", "gelu_new")) not in activations,
+        "activation_function": str(theirs.get("activation_function", "gelu_new")) not in ACTIVATIONS,
         "layer_norm_epsilon": theirs.get("layer_norm_epsilon", 1e-5) != 1e-5,
         "n_inner": theirs.get("n_inner") not in (None, 4 * n_embd if isinstance(n_embd, int) else None),
         "scale_attn_weights": not theirs.get("scale_attn_weights", True),
@@ -280,18 +311,98 @@ def _our_options(theirs: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "n_layer": theirs.get("n_layer", 12), "n_head": theirs.get("n_head", 12), "n_embd": n_embd,
         "block_size": theirs.get("n_positions", 1024), "vocab_size": theirs.get("vocab_size", 50257), "bias": True,
-        "norm": "layernorm", "activation": activations[theirs.get("activation_function", "gelu_new")],
-        "tie_weights": theirs.get("tie_word_embeddings", True),
+        "norm": "layernorm", "activation": ACTIVATIONS[theirs.get("activation_function", "gelu_new")],
+        "tie_weights": theirs.get("tie_word_embeddings", True), "dropout": theirs.get("resid_pdrop", 0.1),
     }
 
 
-def _our_weights(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' weights under this project's names and in its shapes."""
-    weights = {}
-    for name, tensor in theirs.items():
-        if name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # the causal mask of older files
-        if name.endswith(CONV1D) and tensor.dim() == 2:
-            tensor = tensor.t().contiguous()
-        weights[name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"] = tensor
-    return weights
+def _under_our_names(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights without what torch.compile and DDP put before their names, and without the causal masks of older files."""
+    plain = {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in theirs.items()}
+    return {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
+            for name, tensor in plain.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+
+
+def write_hugging_face(folder: Path, config: GPTConfig, weights: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors into a folder as `transformers` writes its GPT2LMHeadModel: without padding rows,
+    a tied head stored once. `weights` are a model's state_dict().
+
+    Raises CheckpointError for a model that GPT-2 in `transformers` cannot be, OSError or SafetensorError if it cannot be written.
+    """
+    if wrong := [f"{name} {getattr(config, name)}" for name, its in (("norm", "layernorm"), ("bias", True))
+                 if getattr(config, name) != its]:
+        raise CheckpointError(f"the model has {', '.join(wrong)}; GPT-2 in transformers has LayerNorm and biases, and cannot be it")
+    end_of_text = 50256 if config.n_vocab == 50257 else None  # another vocabulary may have none
+    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+    options = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32", "activation_function": activation,
+        "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "n_inner": None,
+        "n_positions": config.block_size, "n_ctx": config.block_size, "vocab_size": config.n_vocab,
+        "tie_word_embeddings": config.tie_weights, "bos_token_id": end_of_text, "eos_token_id": end_of_text,
+        "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": config.dropout,
+        "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "scale_attn_weights": True, "use_cache": True}
+    write_whole(folder / "config.json", json.dumps(options, indent=2) + "\n")
+    theirs = {}
+    for name, tensor in weights.items():
+        if name in EMBEDDING_AND_HEAD:
+            tensor = tensor[:config.n_vocab]
+        elif name.endswith(CONV1D):
+            tensor = tensor.t()
+        if name != "lm_head.weight" or not config.tie_weights:
+            theirs[name] = tensor
+    write_tensors(folder / MODEL, theirs)
+
+
+# ---- nanoGPT's and build-nanogpt's checkpoints
+
+
+class _TheirGPTConfig:
+    """Stands for their dataclass of that name where a file holds one: its fields become attributes."""
+
+
+def _read_pt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """nanoGPT's file has its model's options as a dict `model_args`, build-nanogpt's as its dataclass, `config`."""
+    content = _load_pt(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a checkpoint of nanoGPT or build-nanogpt: it holds a {type(content).__name__}")
+    theirs, config = content.get("model_args"), content.get("config")
+    activation = "gelu"  # nanoGPT's is the exact one
+    if not isinstance(theirs, dict) and isinstance(config, _TheirGPTConfig):
+        theirs, activation = vars(config), "gelu_tanh"
+    weights = content.get("model")
+    if not isinstance(theirs, dict) or not isinstance(weights, dict):
+        has = ", ".join(sorted(map(str, content)))[:80]
+        raise CheckpointError(f"{path}: not a checkpoint of nanoGPT (model, model_args) or build-nanogpt (model, config): "
+                              f"it has {has or 'nothing'}")
+    sizes = {name: theirs.get(name) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+    if wrong := [f"{name} {value!r:.40}" for name, value in sizes.items() if type(value) is not int]:
+        raise CheckpointError(f"{path}: its model's options are no GPT-2's: {', '.join(wrong)}")
+    if unknown := sorted(str(name)[:40] for name in theirs if name not in (*sizes, "bias", "dropout")):
+        raise CheckpointError(f"{path}: its model has options that this project's has not: {', '.join(unknown)}")
+    for name, tensor in weights.items():
+        is_plain = isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout is torch.strided
+        if not is_plain or tensor.is_nested or tensor.device.type != "cpu":
+            raise CheckpointError(f"{path}: damaged: {str(name)[:40]} in its model is no plain tensor")
+    weights = _under_our_names(weights)
+    wte, head = (weights.get(name) for name in EMBEDDING_AND_HEAD)
+    options = sizes | {"bias": theirs.get("bias", True), "norm": "layernorm", "activation": activation,
+                       "tie_weights": wte is None or head is None or torch.equal(wte, head)}
+    _check_size(options, weights, path)
+    return options, weights
+
+
+def _load_pt(path: Path) -> Any:
+    """What torch.save wrote, of tensors and plain values. Nothing else is taken but the two projects' GPTConfig, by its name."""
+    try:
+        with warnings.catch_warnings(), torch.serialization.safe_globals([(_TheirGPTConfig, name) for name in THEIR_GPT_CONFIG]):
+            warnings.simplefilter("ignore")
+            mapped = _is_utf8(path) and zipfile.is_zipfile(path)  # then the optimizer's state, twice the model, is never read
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # a damaged pickle can fail in any way
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is a damaged file's, which has no such place
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            raise CheckpointError(f"{path}: refused: it names {named[1][:80]}, which is code; of a .pt file only tensors, plain "
+                                  f"values and the GPTConfig of nanoGPT and build-nanogpt are read") from None
+        why = "" if isinstance(error, pickle.UnpicklingError) else f" ({in_a_line(error)})"
+        raise CheckpointError(f"{path}: damaged, or not written by torch.save{why}") from None

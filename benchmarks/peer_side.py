@@ -85,7 +85,7 @@ def transformers_model(folder: Path) -> tuple[torch.nn.Module, LossOf]:
         raise UserError("transformers is not installed: pip install -r requirements-dev.txt") from None
 
     # shift_labels are targets that are already one token further on; from labels alone it would shift them itself
-    return (GPT2LMHeadModel.from_pretrained(folder).train(),
+    return (GPT2LMHeadModel.from_pretrained(folder, use_cache=False).train(),  # keys and values are for generating
             lambda model, x, y: model(input_ids=x, labels=y, shift_labels=y).loss)
 
 

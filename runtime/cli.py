@@ -84,7 +84,8 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, *, d
     """Options from the command line (default: sys.argv), as `parse` reads them.
 
     Mistakes are printed, one line each, and end the process with status 2; `--print_config` prints the options and ends it too.
-    `elsewhere`: for names that are no options here, what to say of them.
+    `positional`: the field that is given without a flag, or several, with spaces between. `elsewhere`: for names that are no
+    options here, what to say of them.
     """
     reconfigure_output()
     given = sys.argv[1:] if argv is None else argv
@@ -297,7 +298,7 @@ def _parse_flags(options: type[Options], argv: Sequence[str], description: str, 
     for section in sections(options):
         group = parser.add_argument_group(_title(section))
         for name, field in section.model_fields.items():
-            _add_argument(group, name, field, name == positional)
+            _add_argument(group, name, field, name in (positional or "").split())
     known, unknown = parser.parse_known_args(_without_commas(options, argv))
     if "--" in unknown:  # what follows is no option, whatever it looks like
         unknown = unknown[:unknown.index("--") + 1]
@@ -351,9 +352,10 @@ def _unknown_argument(options: type[Options], argument: str, positional: str | N
     name = argument.partition("=")[0]
     if said := elsewhere.get(name.removeprefix("--").removeprefix("no-")):
         return f"{name}: {said}"
-    if positional and name == f"--{positional}":
+    positionals = (positional or "").split()
+    if name.removeprefix("--") in positionals:
         return f"{name}: is given without a flag, see --help"
-    names = [f"--{name}" for name in options.model_fields if name != positional] + ["--config", "--print_config"] * config_file
+    names = [f"--{name}" for name in options.model_fields if name not in positionals] + ["--config", "--print_config"] * config_file
     switches = [f"--no-{name}" for name, field in options.model_fields.items() if _value_type(field) is bool]
     return f"{name}: unknown option{did_you_mean(name, names + switches) or '; --help lists them all'}"
 

@@ -1,5 +1,6 @@
 """Tables, pictures, and the machine in words. Importing it imports neither torch nor matplotlib."""
 
+import itertools
 import operator
 import os
 import platform
@@ -20,6 +21,7 @@ from runtime.ratio import Ratio
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # told apart in print too
 BLUE, ORANGE = COLOURS[:2]
+Curve = tuple[Sequence[int], Sequence[Any]]  # steps, and the value at each
 
 
 # ---- the machine
@@ -166,8 +168,9 @@ def pyplot() -> Any:
 
 
 def plain(name: str) -> str:
-    """A name as matplotlib shows it unchanged: $ begins no formula, and a legend does not leave out what begins with _."""
-    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+    """A name as matplotlib shows it: $ begins no formula, a legend does not leave out what begins with _, and what is no text,
+    as in a folder's name, is a question mark."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$").encode(errors="replace").decode()
 
 
 def save_picture(figure: Any, path: Path) -> None:
@@ -176,6 +179,20 @@ def save_picture(figure: Any, path: Path) -> None:
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it is drawn as a box
         figure.savefig(path, dpi=130)
     pyplot().close(figure)
+
+
+def draw_losses(path: Path, training: Mapping[str, Curve], validation: Mapping[str, Curve]) -> None:
+    """Loss curves of runs, by name, and those of their validation losses."""
+    figure, axes = pyplot().subplots(figsize=(8, 5), layout="constrained")
+    colours = dict(zip(dict.fromkeys([*training, *validation]), itertools.cycle(COLOURS), strict=False))
+    for name, curve in training.items():
+        axes.plot(*curve, color=colours[name], linewidth=1.4, label=plain(name))
+    for name, curve in validation.items():
+        axes.plot(*curve, "o--", color=colours[name], markersize=3, linewidth=1, label=plain(f"{name}, validation"))
+    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    save_picture(figure, path)
 
 
 def draw_bars(path: Path, names: Sequence[str], lengths: Sequence[float], labels: Sequence[str], xlabel: str, *,

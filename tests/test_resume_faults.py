@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 import runtime.runlog
+import weights
 from checkpoint import NotSavedError, newest_whole_checkpoint, read_state, resumed_config
 from config import Config, load_config
 from runtime.cli import ConfigError, parse, parse_command_line
@@ -162,7 +163,7 @@ def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(tiny_con
 def disk(monkeypatch):
     """Makes a disk that is full once a run's checkpoints would take more than so many times what the first one takes."""
     def make(config, checkpoints):
-        real, place, sizes = checkpoint.save_file, folder_of(config) / "checkpoints", {}
+        real, place, sizes = weights.save_file, folder_of(config) / "checkpoints", {}
 
         def save_file(tensors, path, **options):
             used = sum(file.stat().st_size for file in place.rglob("*.safetensors"))
@@ -177,7 +178,7 @@ def disk(monkeypatch):
                 super().__init__(max_workers=1)
 
         monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", InTurn)
-        monkeypatch.setattr(checkpoint, "save_file", save_file)
+        monkeypatch.setattr(weights, "save_file", save_file)
 
     return make
 

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "checkpoint.py": ["model", "config", "weights", "runtime"],
     "evaluate.py": ["model", "dataloader", "runtime"],
     "sample.py": ["model", "weights", "data", "runtime"],
+    "export.py": ["model", "weights", "checkpoint", "config", "data", "runtime"],
     "train.py": [*HEART, "config", "weights", "checkpoint", "evaluate", "sample", "data", "runtime"],
     "ladder.py": ["config", "runtime"],
     "bench.py": [*HEART, "config", "weights", "checkpoint", "evaluate", "data", "runtime", "benchmarks"],
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "data": ["data", "runtime"],
 }
 ANYTHING = ("benchmarks", "tests")
-COMMANDS = ("train.py", "ladder.py", "bench.py", "sample.py")
+COMMANDS = ("train.py", "ladder.py", "bench.py", "sample.py", "export.py")
 WITHOUT_TORCH = ("config", "ladder", "runtime.cli", "runtime.errors", "runtime.files", "runtime.report", "runtime.runlog",
                  "runtime.signals", "runtime.world")
 
