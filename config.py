@@ -53,7 +53,7 @@ class ModelConfig(Options):
     residual_scaling: bool = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
     init_from: Name = "scratch"
-    """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a Hugging Face model folder"""
+    """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a .pt file of nanoGPT"""
 
 
 class DataConfig(Options):

@@ -13,7 +13,7 @@ class ExportOptions(Options):
     """options"""
 
     run: Name
-    """a run's name or folder, one of its checkpoints, gpt2 .. gpt2-xl, a Hugging Face folder, or a .pt file of nanoGPT's"""
+    """a run's name or folder, one of its checkpoints, gpt2 .. gpt2-xl, a Hugging Face folder, or a .pt file of nanoGPT"""
     folder: Name
     """the new folder"""
     log_dir: Name = "logs"

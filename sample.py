@@ -17,7 +17,7 @@ class SampleOptions(Options):
     """options"""
 
     run: Name
-    """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a Hugging Face model folder"""
+    """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a .pt file of nanoGPT"""
     prompt: str = ""
     """text to continue (empty: the model begins a new document)"""
     max_new_tokens: int = Field(100, ge=1, le=1_000_000)

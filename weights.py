@@ -371,24 +371,29 @@ def _read_pt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         theirs, activation = vars(config), "gelu_tanh"
     weights = content.get("model")
     if not isinstance(theirs, dict) or not isinstance(weights, dict):
-        has = ", ".join(sorted(map(str, content)))[:80]
         raise CheckpointError(f"{path}: not a checkpoint of nanoGPT (model, model_args) or build-nanogpt (model, config): "
-                              f"it has {has or 'nothing'}")
-    sizes = {name: theirs.get(name) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
-    if wrong := [f"{name} {value!r:.40}" for name, value in sizes.items() if type(value) is not int]:
-        raise CheckpointError(f"{path}: its model's options are no GPT-2's: {', '.join(wrong)}")
-    if unknown := sorted(str(name)[:40] for name in theirs if name not in (*sizes, "bias", "dropout")):
-        raise CheckpointError(f"{path}: its model has options that this project's has not: {', '.join(unknown)}")
+                              f"it has {_listed(content) or 'nothing'}")
+    options = {name: theirs.get(name) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+    options["bias"] = theirs.get("bias", True)
+    if wrong := [name for name, value in options.items() if type(value) is not (bool if name == "bias" else int)]:
+        raise CheckpointError(f"{path}: its model's options are no GPT-2's: {wrong[0]} is {_listed([repr(theirs.get(wrong[0]))])}")
+    if unknown := [name for name in theirs if name not in (*options, "dropout")]:
+        raise CheckpointError(f"{path}: its model has options that this project's has not: {_listed(unknown)}")
     for name, tensor in weights.items():
         is_plain = isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout is torch.strided
         if not is_plain or tensor.is_nested or tensor.device.type != "cpu":
-            raise CheckpointError(f"{path}: damaged: {str(name)[:40]} in its model is no plain tensor")
+            raise CheckpointError(f"{path}: damaged: {_listed([name])} in its model is no plain tensor")
     weights = _under_our_names(weights)
     wte, head = (weights.get(name) for name in EMBEDDING_AND_HEAD)
-    options = sizes | {"bias": theirs.get("bias", True), "norm": "layernorm", "activation": activation,
-                       "tie_weights": wte is None or head is None or torch.equal(wte, head)}
+    options |= {"norm": "layernorm", "activation": activation,
+                "tie_weights": wte is None or head is None or torch.equal(wte, head)}
     _check_size(options, weights, path)
     return options, weights
+
+
+def _listed(names: Iterable[Any]) -> str:
+    """Names from a file, which may hold anything, as a part of one line."""
+    return "".join(c for c in ", ".join(map(str, names)) if c.isprintable())[:80]
 
 
 def _load_pt(path: Path) -> Any:

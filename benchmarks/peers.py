@@ -165,9 +165,11 @@ def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     loader = open_loader(config)
     torch.manual_seed(config.seed)
     ours = GPT(GPTConfig.of(config))
+    weights = ours.state_dict()
+    weights["lm_head.weight"] = weights["lm_head.weight"].clone()
     for name, tied in (("tied", True), ("untied", False)):
         (place / name).mkdir()
-        write_hugging_face(place / name, replace(ours.config, tie_weights=tied), ours.state_dict())
+        write_hugging_face(place / name, replace(ours.config, tie_weights=tied), weights)
     loss = loss_in_fp32(ours, lambda model, x, y: model(x, y), loader)
     for peer in peers:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # what they say of themselves
