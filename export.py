@@ -30,6 +30,7 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,11 @@ from config import Config
 from data.token_file import TokenFileError, count_tokens
 from data.tokenizer import END_OF_TEXT, vocabulary_files
 from model import GPT
-from runtime.cli import load
+from runtime.cli import ConfigError, load
 from runtime.files import BeingWrittenError, flush_to_disk, sole_writer, whole_folder, write_whole
 from runtime.report import draw_losses, items, markdown_table
-from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, Row, duration, read_rows
-from weights import HUGGING_FACE, STATE, find_model, read_json, write_hugging_face
+from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, Row, curve, duration, read_rows
+from weights import HUGGING_FACE, STATE, CheckpointError, find_model, read_json, write_hugging_face
 
 OF_THIS_MACHINE = ("data_dir", "log_dir", "resume")  # not told to those who get the model
 KNOWN_DATA = {
@@ -107,9 +108,14 @@ def run_of(checkpoint: Path) -> Run | None:
     if not (checkpoint / STATE).is_file():
         return None
     saved, checkpoint = read_state(checkpoint), checkpoint.absolute()
-    values = {name: value for name, value in saved.config.items() if name in Config.model_fields}
-    by_repository = {repository: name for name, repository in HUGGING_FACE.items()}
-    values["init_from"] = by_repository.get(str(hub_name(values["init_from"])), values["init_from"])  # not its place in the cache
+    values = {name: value for name, value in saved.config.items() if name in Config.model_fields and name not in OF_THIS_MACHINE}
+    try:
+        config = load(Config, values)
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint}: its options are not those of a run: {str(error).splitlines()[0]}") from None
+    short_names = {repository: name for name, repository in HUGGING_FACE.items()}
+    if short_name := short_names.get(hub_name(config.init_from) or ""):  # rather than their place in this machine's cache
+        config = config.model_copy(update={"init_from": short_name})
     folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
     log, evaluations = ({step: row for step, row in read_rows(folder / file, columns).items() if step <= saved.step}
                         if folder and (folder / file).is_file() else {}
@@ -117,9 +123,9 @@ def run_of(checkpoint: Path) -> Run | None:
     summary = read_json(folder / "summary.json") if folder and (folder / "summary.json").is_file() else {}
     corpus_tokens = None
     with contextlib.suppress(OSError, TokenFileError):
-        corpus_tokens = sum(map(count_tokens, Path(values["data_dir"], values["dataset"]).glob("*.bin"))) or None
-    return Run(folder.name if folder else checkpoint.name, saved,
-               load(Config, {name: value for name, value in values.items() if name not in OF_THIS_MACHINE}), log, evaluations,
+        corpus = Path(saved.config.get("data_dir", config.data_dir)) / config.dataset
+        corpus_tokens = sum(map(count_tokens, corpus.glob("*.bin"))) or None
+    return Run(folder.name if folder else checkpoint.name, saved, config, log, evaluations,
                summary if summary.get("steps") == saved.step else {}, corpus_tokens)
 
 
@@ -216,8 +222,8 @@ def recipe(run: Run) -> list[tuple[str, str]]:
                       else "float32" + ", TF32 products" * c.tf32),
         ("seed", str(c.seed))]
     if run.summary:
-        rows += [("machine", f"{run.summary['device']}; {run.summary['machine']}"),
-                 ("software", f"PyTorch {run.summary['torch']}, commit {run.summary['git'] or 'unknown'}")]
+        rows += [("machine", f"{run.summary.get('device')}; {run.summary.get('machine')}"),
+                 ("software", f"PyTorch {run.summary.get('torch')}, commit {run.summary.get('git') or 'unknown'}")]
     return rows
 
 
@@ -243,11 +249,10 @@ def figures(run: Run) -> list[tuple[str, str]]:
                          (f"validation perplexity, step {step:,}", f"{math.exp(min(value, 700)):,.2f}")]
             elif column != "step" and value is not None:
                 rows.append((f"{column}, step {step:,}", f"{value:.4f}"))
-    if run.summary and run.summary["median_tokens_per_sec"]:
-        rows += [("speed", f"{run.summary['median_tokens_per_sec']:,.0f} tokens/s"),
-                 ("time of the last call", duration(run.summary["seconds"])),
-                 ("peak memory", f"{run.summary['peak_memory_mb']:,.0f} MB")]
-    return rows
+    said: dict[str, tuple[str, Callable[[float], str]]] = {
+        "median_tokens_per_sec": ("speed", lambda value: f"{value:,.0f} tokens/s"), "seconds": ("time of the last call", duration),
+        "peak_memory_mb": ("peak memory", lambda value: f"{value:,.0f} MB")}
+    return rows + [(name, in_words(run.summary[key])) for key, (name, in_words) in said.items() if run.summary.get(key) is not None]
 
 
 # ---- the folder
@@ -284,9 +289,8 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
             if run:
                 write_whole(unfinished / "config.yaml", run.config.to_yaml())
             if run and run.log:
-                curves = [{run.name: ([*rows], [row[column] for row in rows.values()])} if rows else {}
-                          for column, rows in (("loss", run.log), ("val_loss", run.evaluations))]
-                draw_losses(unfinished / "loss.png", *curves)
+                validation = {run.name: curve(run.evaluations, "val_loss")} if run.evaluations else {}
+                draw_losses(unfinished / "loss.png", {run.name: curve(run.log)}, validation)
             text = card(folder.name, model, str(path), run, has_tokenizer)
             write_whole(unfinished / "README.md", text.encode(errors="replace").decode())  # a name may be no text
             for file in unfinished.iterdir():

@@ -54,7 +54,7 @@ from runtime.errors import TrainingError, UserError, exit_with, reported, why_it
 from runtime.files import BeingWrittenError, aside, sole_writer, write_whole
 from runtime.ratio import FEWEST, Ratio, median_ratio, product
 from runtime.report import BLUE, ORANGE, Column
-from runtime.runlog import LOG_COLUMNS, duration, read_rows
+from runtime.runlog import LOG_COLUMNS, curve, duration, read_rows
 from runtime.signals import ENDS_WITH
 
 ROOT = Path(__file__).resolve().parent
@@ -712,11 +712,6 @@ def _how_timed(rows: Sequence[Row]) -> str:
 
 
 # ---- loss curves
-
-
-def curve(log: dict[int, dict[str, float | None]]) -> tuple[list[int], list[Any]]:
-    """Steps and losses of a log."""
-    return list(log), [row["loss"] for row in log.values()]
 
 
 def with_published_curve(stages: Sequence[Stage]) -> list[tuple[Stage, str]]:

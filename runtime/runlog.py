@@ -321,6 +321,11 @@ def read_rows(path: Path, columns: Sequence[str] = LOG_COLUMNS) -> dict[int, Row
     return _read(path, columns)[0]
 
 
+def curve(rows: Mapping[int, Row], column: str = "loss") -> tuple[list[int], list[Any]]:
+    """The steps of a log, and a column's value at each."""
+    return list(rows), [row[column] for row in rows.values()]
+
+
 def _read(path: Path, columns: Sequence[str]) -> tuple[dict[int, Row], list[tuple[int, str, bool]]]:
     """The rows of a log by step; and the damaged lines: their numbers, their text, and whether it is the torn last one."""
     try:

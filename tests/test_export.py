@@ -3,6 +3,7 @@
 import builtins
 import dataclasses
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import weights
 from checkpoint import find_checkpoint
@@ -100,6 +101,16 @@ def test_a_run_exported_taken_up_and_exported_again_has_the_same_files(tiny_conf
     second, _ = exported(taken_up, "second")
     for folder, name in itertools.product((again, second), OF_THE_WEIGHTS):
         assert (folder / name).read_bytes() == (first / name).read_bytes(), (folder, name)
+
+
+def test_what_transformers_wrote_is_exported_as_transformers_wrote_it(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "theirs")
+    export(str(tmp_path / "theirs"), tmp_path / "ours")
+    theirs, ours = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("theirs", "ours"))
+    assert {name: theirs.get(name) for name in ours if name != "n_ctx"} == {name: ours[name] for name in ours if name != "n_ctx"}
+    assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "theirs/model.safetensors").read_bytes()
 
 
 def test_the_tokenizer_in_the_folder_cuts_texts_as_ours_does(tiny_config):
