@@ -160,6 +160,10 @@ class RunConfig(Options):
     """steps per checkpoint; one is always saved at the end (0: only there)"""
     keep_last: ZeroIsOff = 3
     """checkpoints to keep, the newest ones; the best by validation loss is kept too (0: save none at all)"""
+    tensorboard: bool = False
+    """write what is logged for TensorBoard too, into the run's folder (pip install -r requirements-track.txt)"""
+    wandb: bool = False
+    """send what is logged to Weights & Biases too; without an account it is kept offline (pip install -r requirements-track.txt)"""
     resume: str | None = None
     """auto: go on from the run's newest whole checkpoint, or begin where there is none; or a run's folder, or a checkpoint"""
     timeout: Count = 600
@@ -246,6 +250,10 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     def tokens_per_step(self, world_size: int) -> int:
         """Tokens of a step over `world_size` processes."""
         return self.total_batch_tokens or self.batch_size * self.seq_len * world_size
+
+    def trackers(self) -> list[str]:
+        """The packages that follow the run."""
+        return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
 
     def final_lr(self) -> float:
         """Learning rate that a decaying schedule goes down to: `min_lr`, or a tenth of `lr` where that is not set."""

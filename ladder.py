@@ -249,7 +249,8 @@ def published_rows(log: str) -> dict[int, dict[str, float | None]]:
 
 def _options(config: Config) -> dict[str, Any]:
     """What makes a run another run: not what it is called or what it saves."""
-    return config.model_dump(exclude={"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every", "keep_last"})
+    return config.model_dump(exclude={"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every", "keep_last",
+                                      "tensorboard", "wandb"})
 
 
 def _same_training(a: Config, b: Config) -> bool:

@@ -33,7 +33,7 @@ from dataloader import DataLoader, TokenStream, is_validation, open_corpus, pref
 from evaluate import validation_loss
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import autocast_to, check_compiler, choose_device, device_name, flash_note, prepare, product_dtype, synchronize
-from runtime.measure import TimeLeft, bf16_note, summarize
+from runtime.measure import TimeLeft, bf16_note, live_figures, summarize
 from runtime.parallel import compiling_told, gradients_averaged, parallelize
 from runtime.runlog import LogRow, RunFolder
 from runtime.world import World, joined_world, launch
@@ -98,7 +98,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     stop = stop or StopRequest("set-up")
     device, started = world.device, datetime.datetime.now(datetime.UTC)
     resumed, config, notes = find_checkpoint(config, world)
-    run = RunFolder(Path(config.log_dir) / str(config.run_name), world.rank, config.advice())
+    run = RunFolder(Path(config.log_dir) / str(config.run_name), world.rank, config.advice(), config.trackers())
     if resumed and resumed.saved.step >= config.max_steps and world.broadcast(run.is_finished()):
         run.say(f"nothing to do: {resumed.folder} is step {resumed.saved.step} of {config.max_steps}; raise max_steps to go on")
         return {"steps": resumed.saved.step}
@@ -118,8 +118,9 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     with run, stop, saved_at_fault(run, state, config, corpus, world), compiling_told(run.say, world, config.compile):
         for note in [*notes, *open_run(run, config, resumed, world)]:
             run.say(f"note: {note}")
-        saved, saved_step = resumed.folder if resumed else None, state.step
-        evaluated = world.broadcast(run.evaluations())
+        run.follow(config.model_dump(mode="json"), lambda: live_figures(
+            state.model.flops_per_token(config.seq_len), product_dtype(bf16=config.bf16, fp16=config.fp16), world))
+        saved, saved_step, evaluated = resumed.folder if resumed else None, state.step, world.broadcast(run.evaluations())
         if resumed:
             run.say(f"going on from {resumed.folder}, after step {state.step}")
         stop.end_early(world.sum(stop.received is not None))
@@ -143,8 +144,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
                     state.best_val_loss = evaluated[step]
                     keep_best(run, saved, world)
             if config.sample_every and step and (last or is_due(config.sample_every, step)):
-                text = sample_text(state.model, config.sample_prompt, config.sample_tokens, seed=config.seed)[0]
-                run.say(f"sample after step {step}: {text}")
+                run.log_sample(step, sample_text(state.model, config.sample_prompt, config.sample_tokens, seed=config.seed)[0])
             if last:
                 break
 

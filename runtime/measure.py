@@ -14,6 +14,7 @@ import torch
 
 from runtime.device import choose_device, device_name, synchronize
 from runtime.report import git_commit, machine, physical_memory
+from runtime.world import World
 
 NOTED_SLOWDOWN = 1.5  # of bfloat16; less may be noise
 
@@ -120,6 +121,17 @@ def utilization(reached: float, matmul: float) -> float:
     At most 1: a computation that reached more has shown that the device does too.
     """
     return reached / max(matmul, reached)
+
+
+def live_figures(flops_per_token: int, dtype: torch.dtype, world: World) -> Callable[[float], dict[str, float]]:
+    """What tells utilization and peak memory after a step, given its tokens/s. Measures the device now, for half a second."""
+    rate = matmul_tflops(world.device, dtype)
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)  # the measurement's matrices are none of the run's
+    return lambda tokens_per_sec: {
+        "utilization": utilization(flops_per_token * tokens_per_sec / world.world_size / 1e12, rate),
+        "memory_mb": peak_memory_mb(world.device)}
 
 
 def summarize(step_seconds: list[float], tokens_per_step: int, flops_per_token: int, device: torch.device, dtype: torch.dtype,

@@ -1,4 +1,7 @@
-"""A run's folder: log.csv, eval.csv, config.yaml, summary.json, console.log and checkpoints/. Nothing here needs torch."""
+"""A run's folder: log.csv, eval.csv, config.yaml, summary.json, console.log and checkpoints/; and the trackers that follow it.
+
+Nothing here needs torch.
+"""
 
 import contextlib
 import datetime
@@ -9,7 +12,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
@@ -20,6 +23,7 @@ from runtime.errors import UserError, drop_unread, foreseen
 from runtime.files import aside, cannot_be_written, delete, delete_empty, locked, missing_parents, write_whole
 from runtime.report import flops_rate
 from runtime.signals import Stopped
+from runtime.track import Trackers
 from runtime.world import launch
 
 Row = dict[str, float | None]  # a row of a CSV file by column; an empty cell is None
@@ -49,9 +53,15 @@ class RunFolder:
     Until `begin` or `go_on`, nothing is written: a run that cannot start leaves no folder.
     """
 
-    def __init__(self, path: Path, rank: int = 0, advice: Mapping[str, str] | None = None):
-        """`advice`: what console.log says at kinds of failure, see runtime/errors.py's `reported`."""
+    def __init__(self, path: Path, rank: int = 0, advice: Mapping[str, str] | None = None, trackers: Sequence[str] = ()):
+        """`advice`: what console.log says at kinds of failure, see runtime/errors.py's `reported`. `trackers`: see `follow`.
+
+        Raises UserError for a tracker that is not installed.
+        """
         self.path, self.rank, self._advice = path, rank, advice or {}
+        self._trackers = Trackers(trackers if rank == 0 else (), self.say)
+        self._live: Callable[[float], Mapping[str, float]] = lambda _: {}
+        self._after_step = 0  # the run goes on
         self.not_logged: LogRow | None = None  # a row that log.csv did not take: a checkpoint keeps it
         self._lock = filelock.FileLock(path / ".lock", timeout=0)
         self._made = False  # by `begin`
@@ -119,6 +129,7 @@ class RunFolder:
             if not (whole or self.path).is_dir():
                 raise UserError(f"{whole or self.path}: is gone: the run was moved aside or deleted at this moment; start again")
             self._hold("wait for it")
+        self._after_step = step
         try:
             return self._take_up(step, log_every, whole, keep_last, not_logged)
         except BaseException:
@@ -185,11 +196,14 @@ class RunFolder:
 
     def close(self) -> None:
         """Let other processes write to the folder."""
-        if self._console:
-            with contextlib.suppress(OSError):  # what a full disk did not take has been an error before
-                self._console.close()
-            self._console = None
-        self._lock.release()
+        try:
+            self._trackers.close(failed=True)  # unless `finish` has closed them
+        finally:
+            if self._console:
+                with contextlib.suppress(OSError):  # what a full disk did not take has been an error before
+                    self._console.close()
+                self._console = None
+            self._lock.release()
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -205,6 +219,20 @@ class RunFolder:
         self.close()
 
     # ---- writing: called on every process
+
+    def follow(self, config: Mapping[str, Any], live: Callable[[], Callable[[float], Mapping[str, float]]]) -> None:
+        """Open the trackers, if there are any, and hand them what the logs have and they lack.
+
+        `live()` returns what tells further figures of a step that has just ended, given its tokens/s.
+        """
+        if not self._trackers.names:
+            return
+        self._live = live()
+        self._trackers.open(self.path, self._after_step, config)
+        rows = {"train": self.rows("log.csv", LOG_COLUMNS), "eval": self.rows("eval.csv", EVAL_COLUMNS)}
+        for step in sorted({*rows["train"], *rows["eval"]}):
+            for group, of_step in rows.items():
+                self._trackers.log(step, of_step.get(step, {}), group)
 
     def say(self, text: str) -> None:
         """Print, and keep in console.log. That nobody reads what is printed is no error; a console.log that cannot be written is
@@ -247,12 +275,19 @@ class RunFolder:
         if self.rank == 0:
             append_row(self.path / "log.csv", LOG_COLUMNS, row._asdict())
         self.not_logged = None
+        self._trackers.log(row.step, {**row._asdict(), **self._live(row.tokens_per_sec)}, "train")
 
     def log_evaluation(self, step: int, max_steps: int, val_loss: float) -> None:
         """Print a validation loss and add it to eval.csv."""
         self.say(f"step {step:{len(str(max_steps))}d}/{max_steps} | validation loss {val_loss:.4f}")
         if self.rank == 0:
             append_row(self.path / "eval.csv", EVAL_COLUMNS, {"step": step, "val_loss": val_loss})
+        self._trackers.log(step, {"val_loss": val_loss}, "eval")
+
+    def log_sample(self, step: int, text: str) -> None:
+        """Print a sample."""
+        self.say(f"sample after step {step}: {text}")
+        self._trackers.text(step, "sample", text)
 
     def finish(self, summary: Mapping[str, Any], *, has_checkpoints: bool) -> None:
         """Write summary.json, and print the figures that people look for and what can be done next."""
@@ -275,6 +310,7 @@ class RunFolder:
             self.say(self.how_to_go_on())
         self.say(f"{self.path}/ has log.csv, summary.json, config.yaml and console.log"
                  + (f", and checkpoints/; for text: python sample.py {shlex.quote(str(self.path))}" if has_checkpoints else ""))
+        self._trackers.close()
 
     def how_to_go_on(self) -> str:
         """What to type to go on from the run's newest checkpoint."""
