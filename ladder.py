@@ -5,7 +5,7 @@
     python ladder.py speedup -- --max_steps 10      options after -- go to every run
     python ladder.py --ablate speedup10.yaml        what each optimization of a config is worth at the top of the ladder
     python ladder.py --across logs/results/*/speedup    climbed ladders of several machines beside each other
-    python ladder.py --plot logs/a logs/b           the loss curves of any runs in one picture
+    python ladder.py --plot logs/a logs/b           the loss curves of any runs in one picture, validation dashed
 """
 
 from runtime.interrupt import end_at_ctrl_c
@@ -745,9 +745,13 @@ def plot_losses(shown: Sequence[tuple[Stage, str]], path: Path) -> None:
 
 
 def plot_runs(folders: Sequence[str], path: Path) -> None:
-    """The loss curves of any runs in one picture. Raises UserError for a folder without a log."""
+    """The loss curves of any runs in one picture, with the validation losses of those that have some. Raises UserError for a
+    folder without a log."""
     logs = {folder: read_rows(Path(folder) / "log.csv", LOG_COLUMNS) for folder in folders}
-    reports.draw_losses(path, {folder: curve(log) for folder, log in logs.items()}, {})
+    evaluated = {folder: read_rows(Path(folder) / "eval.csv", ("step", "val_loss")) for folder in folders
+                 if (Path(folder) / "eval.csv").exists()}
+    reports.draw_losses(path, {folder: curve(log) for folder, log in logs.items()},
+                        {folder: curve(log, "val_loss") for folder, log in evaluated.items()})
     print(f"wrote {path}")
 
 

@@ -266,6 +266,22 @@ def test_plot_compares_any_runs_and_names_a_missing_column(tmp_path):
         read_rows(tmp_path / "b" / "log.csv")
 
 
+def test_plot_draws_validation_dashed_in_the_colour_of_its_run_where_there_is_one(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.csv").write_text("step,loss,lr,norm,dt_ms,tokens_per_sec\n1,5.0,0.1,1.0,10,9\n2,4.0,0.1,1,10,9\n")
+    (tmp_path / "b" / "eval.csv").write_text("step,val_loss,hellaswag\n0,6.0,\n1,,0.25\n2,4.5,0.3\n")
+    drawn = []
+    monkeypatch.setattr(reports, "save_picture", lambda figure, path: drawn.extend(figure.axes[0].get_lines()))
+    monkeypatch.chdir(tmp_path)
+    ladder.main(["--plot", "a", "b"])
+    a, b, validation = drawn
+    assert [line.get_label() for line in drawn] == ["a", "b", "b, validation"]
+    assert [line.get_linestyle() for line in drawn] == ["-", "-", "--"]
+    assert a.get_color() != b.get_color() == validation.get_color()
+    assert [list(axis) for axis in validation.get_data()] == [[0, 2], [6.0, 4.5]]
+
+
 def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
     published = {}
     for name in ladder.SERIES:
