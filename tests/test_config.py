@@ -620,3 +620,33 @@ def test_the_model_configs_have_gpt2s_published_shapes(name, n_layer, n_head, n_
     assert config.tie_weights
     assert config.residual_scaling
     assert config.init == "gpt2"
+
+
+# ---- the recipes
+
+
+@pytest.mark.parametrize(("recipe", "shape", "parameters", "lr", "steps"), [
+    ("gpt2_124m", "gpt2", 124, 6e-4, 19073), ("gpt2_350m", "gpt2-medium", 355, 3e-4, 19073),
+    ("gpt2_774m", "gpt2-large", 774, 2.5e-4, 19073), ("gpt2_1558m", "gpt2-xl", 1558, 2e-4, 9536)])
+def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion_tokens(recipe, shape, parameters, lr, steps):
+    config, model = load_config(recipe), load_config(f"model/{shape}")
+    for name in ("n_layer", "n_head", "n_embd", "block_size", "tie_weights", "init", "residual_scaling"):
+        assert getattr(config, name) == getattr(model, name), name
+    size = config.n_layer * (12 * config.n_embd**2 + 13 * config.n_embd) + (50257 + 1024 + 2) * config.n_embd
+    assert round(size / 1e6) == parameters
+    assert (config.lr, config.final_lr(), config.max_steps) == (lr, lr / 10, steps)
+    tokens = config.tokens_per_step(1)
+    assert steps * tokens == pytest.approx(10e9, rel=1e-4)
+    assert config.warmup_steps * tokens == pytest.approx(375e6, rel=2e-3)
+    assert (config.lr_schedule, config.betas, config.weight_decay, config.grad_clip) == ("cosine", (0.9, 0.95), 0.1, 1.0)
+    assert (config.shuffle, config.decay_matrices_only) == (True, True)
+    assert config.optimizations(1)[1] == ["fp16", "loss_chunks", "several processes"]
+    for world_size in (1, 2, 4, 8):
+        assert config.accumulation_steps(world_size) >= 1
+    assert config.compile_mode == "max-autotune-no-cudagraphs"  # with micro-steps, graphs would be refused
+
+
+def test_the_recipe_of_124m_is_the_one_that_is_known():
+    config = load_config("gpt2_124m")
+    assert (config.max_steps, config.total_batch_tokens, config.batch_size, config.seq_len) == (19073, 524288, 64, 1024)
+    assert (config.lr, config.warmup_steps, config.eval_every, config.checkpoint_every) == (6e-4, 715, 250, 1000)

@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import checkpoint
 import runtime.measure
 import train as train_module
-from config import load_config
-from data.token_file import TokenFileError
+from config import Config, load_config
+from data.token_file import TokenFileError, write_corpus
 from dataloader import open_corpus
 from evaluate import validation_loss
 from model import GPT
-from runtime.cli import CONFIG_DIR, ConfigError
+from runtime.cli import CONFIG_DIR, ConfigError, parse
 from runtime.device import attention_kernel, autocast_to, check_compiler, product_dtype, set_precision
 from runtime.errors import TrainingError, UserError
 from runtime.measure import bf16_slowdown, matmul_tflops, summarize
@@ -412,13 +412,37 @@ def test_muon_trains(tiny_config):
     assert run(config)["final_loss"] < column(config)[0] - 1.0
 
 
-@pytest.mark.parametrize("stage", [path.stem for path in sorted(CONFIG_DIR.glob("*.yaml"))])
+RECIPES = ("gpt2_124m", "gpt2_350m", "gpt2_774m", "gpt2_1558m", "finetune")
+
+
+@pytest.mark.parametrize("stage", [path.stem for path in sorted(CONFIG_DIR.glob("*.yaml")) if path.stem not in RECIPES])
 def test_every_stage_takes_steps_on_a_tiny_model_with_its_own_vocabulary(stage, corpus, tmp_path):
     config = load_config(stage, n_layer=1, n_head=1, n_embd=16, block_size=32, seq_len=32, batch_size=2, total_batch_tokens=128,
                          dataset="tiny", data_dir=str(corpus), log_dir=str(tmp_path), max_steps=2, eval_every=0, sample_every=0,
                          compile=False, device="cpu", **fast_precision())
     run(config)
     assert column(config) == pytest.approx([math.log(50257)] * 2, abs=0.5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_runs_to_its_end_on_a_corpus_of_ones_own(recipe, tmp_path, capsys):
+    write_corpus(tmp_path / "data/mine", [[token * 7 % 50257 for token in range(4000)]])
+    small = "--n_layer 2 --n_head 2 --n_embd 64 --block_size 64 --seq_len 64 --batch_size 2 --total_batch_tokens 512 --max_steps 4"
+    words = [f"--config={recipe}", *small.split(), "--dataset=mine", "--val_fraction=0.1", "--sample_tokens=2", "--no-compile",
+             "--device=cpu", *(["--no-bf16"] if fast_precision() else []),
+             f"--data_dir={tmp_path / 'data'}", f"--log_dir={tmp_path / 'logs'}"]
+    if recipe == "finetune":  # another run's weights stand for OpenAI's
+        run(parse(Config, ["--config=gpt2_124m", "--run_name=first", "--keep_last=1", *words[1:]], config_file=True))
+        words.append("--init_from=first")
+    capsys.readouterr()
+    config = parse(Config, words, config_file=True)
+    summary = run(config)
+    assert (config.run_name, summary["steps"], summary["tokens"]) == (recipe, 4, 4 * 512)
+    assert summary["val_loss"] < 11
+    printed = capsys.readouterr().out
+    assert "flash" in printed.partition("optimizations on: ")[2].partition("; off")[0]
+    assert "sample after step 4" in printed
+    assert (Path(config.log_dir) / recipe / "checkpoints/step_000004").is_dir()
 
 
 # ---- timing
