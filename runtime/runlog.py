@@ -358,8 +358,9 @@ def read_rows(path: Path, columns: Sequence[str] = LOG_COLUMNS) -> dict[int, Row
 
 
 def curve(rows: Mapping[int, Row], column: str = "loss") -> tuple[list[int], list[Any]]:
-    """The steps of a log, and a column's value at each."""
-    return list(rows), [row[column] for row in rows.values()]
+    """The steps at which a log has a value in the column, and the values."""
+    found = {step: row[column] for step, row in rows.items() if row[column] is not None}
+    return list(found), list(found.values())
 
 
 def _read(path: Path, columns: Sequence[str]) -> tuple[dict[int, Row], list[tuple[int, str, bool]]]:

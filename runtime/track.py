@@ -52,7 +52,7 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], say: Callable[[str], None]):
         """Raises UserError for one that is not installed."""
-        if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        if missing := [name for name in names if not is_installed(name)]:
             raise UserError("\n".join(f"{name}: the package is not installed; install it with `{TO_INSTALL}`, or go without: "
                                       f"--no-{name}" for name in missing))
         self.names, self._say, self._open = names, say, dict[str, Tracker]()
@@ -118,7 +118,8 @@ class TensorBoard:
         earlier = [int(path.name.split(".")[3]) for path in folder.glob(f"{EVENTS}.*")]
         # files are read in the order of their names, which begin with the time
         begun = max([int(time.time()), *(seconds + 1 for seconds in earlier)])
-        self._file = RecordWriter(open(folder / f"{EVENTS}.{begun:010d}.{socket.gethostname()}.{os.getpid()}.0", "xb"))
+        path = folder / f"{EVENTS}.{begun:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = RecordWriter(open(path, "xb"))  # noqa: SIM115  # closed by close
         self._first = step if earlier else 0
         self._write(file_version="brain.Event:2")
         # what the files before this one have of this step and later ones does not count any more
@@ -177,7 +178,8 @@ class WandB:
 
         # nothing of it on the console, nothing of the console in it: console.log is the run's own
         settings = wandb.setup(wandb.Settings(silent=True, console="off", init_timeout=PATIENCE["open"] / 3)).settings
-        mode, why = settings.mode, ""
+        mode: Any = "offline" if settings.mode == "dryrun" else settings.mode
+        why = ""
         if mode == "online" and not wbauth.authenticate_session(host=settings.base_url, source="", prompt=False):
             mode, why = "offline", " as no account is configured here (`wandb login`)"
         file = self._folder / ".wandb_id"
@@ -186,7 +188,8 @@ class WandB:
             file.write_text(secrets.token_hex(4))
 
         def start() -> Any:
-            return wandb.init(id=file.read_text(), resume="allow", name=self._folder.name, dir=self._folder, config={**config}, mode=mode)
+            return wandb.init(id=file.read_text(), resume="allow", name=self._folder.name, dir=self._folder, config={**config},
+                              mode=mode)
 
         try:
             run = start()
@@ -227,7 +230,8 @@ class WandB:
         try:
             within(PATIENCE["close"], finish)
         except TimeoutError as error:
-            raise TimeoutError(f"{error}; what it has not sent: wandb sync {shlex.quote(str(self._folder / 'wandb'))}/*run-*") from None
+            raise TimeoutError(f"{error}; for what it has not sent: wandb sync "
+                               f"{shlex.quote(str(self._folder / 'wandb'))}/*run-*") from None
 
     def abandon(self) -> None:
         """End W&B's process, for which Python would wait when it ends."""
@@ -273,6 +277,12 @@ def wandb_records(file: bytes) -> Iterator[bytes]:
         if kind in (1, 4):
             yield record
             record = b""
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package can be imported. A mere folder of that name, as W&B leaves where it has been used, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def within(seconds: float, act: Callable[[], Any]) -> Any:
