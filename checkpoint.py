@@ -41,7 +41,7 @@ from weights import ARCHITECTURE, MODEL, OPTIMIZER, STATE, SUMS, CheckpointError
 
 # What a run cannot change without being another run: the model, and which tokens a step trains on. All else may change.
 FIXED = (*ARCHITECTURE, "vocab_size", "real_vocab_size", "seq_len", "shuffle", "overfit_batch", "val_fraction", "seed", "optimizer")
-OF_THIS_CALL = ("resume", "device", "timeout", "log_dir", "run_name")  # never taken from the checkpoint
+OF_THIS_CALL = ("resume", "device", "timeout", "log_dir", "run_name", "estimate")  # never taken from the checkpoint
 WITHOUT_EFFECT = ("init_from", "init", "residual_scaling")  # they made the first weights
 
 

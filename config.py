@@ -166,6 +166,8 @@ class RunConfig(Options):
     """send what is logged to Weights & Biases too; without an account it is kept offline (pip install -r requirements-track.txt)"""
     resume: str | None = None
     """auto: go on from the run's newest whole checkpoint, or begin where there is none; or a run's folder, or a checkpoint"""
+    estimate: bool = False
+    """say what the run would take (tokens, hours, disk), and end"""
     timeout: Count = 600
     """seconds after which a process gives up waiting for another one"""
 
@@ -186,6 +188,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         if self.run_name is not None and (Path(self.run_name).name != self.run_name or self.run_name == ".."):
             problems.append(("run_name", f"run_name {self.run_name!r} is not a plain folder name; "
                              f"use log_dir for the folder it lies in"))
+        if self.estimate and self.resume is not None:
+            problems.append(("estimate", "estimate and resume exclude each other: an estimate is of a whole run"))
         # a run moved aside, <run_name>.1, has its old name in its config.yaml
         if self.resume not in (None, "auto") and "run_name" in (info.context or {}).get("given", ()) and not any(
                 re.fullmatch(rf"{re.escape(str(self.run_name))}(\.\d+)?", name) for name in _names_of_run(str(self.resume))):

@@ -72,7 +72,8 @@ FIRST_TIMED = 6  # published times: medians from this step on
 UNSYNCHRONIZED = re.compile(r"rtx3080_speedup")
 HEADROOM = 1.25  # of memory, for what a process needs besides its peak
 ON_ANOTHER_GPU = "cuda_bf16"  # than the stage it changes, which ran on an Apple GPU
-OF_THE_LADDER = ("--config", "--run_name", "--log_dir", "--resume", "--print_config")  # what no run's own options may say
+# what no run's own options may say
+OF_THE_LADDER = ("--config", "--run_name", "--log_dir", "--resume", "--print_config", "--estimate")
 # What stages of the speedup ladder add, and the stages that add it in the published series whose times count
 COUNTERPARTS = {
     "speedup2": ("TF32", "a100/opt1", "gpu_ms/tf32"), "speedup3": ("bf16", "a100/opt2", "gpu_ms/bf16"),

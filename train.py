@@ -30,6 +30,7 @@ from data.prepare import prepare_if_missing
 from data.token_file import TokenFileError
 from data.tokenizer import get_encoding
 from dataloader import DataLoader, TokenStream, is_validation, open_corpus, prefetch
+from estimate import estimate
 from evaluate import validation_loss
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import autocast_to, check_compiler, choose_device, device_name, flash_note, prepare, product_dtype, synchronize
@@ -217,11 +218,11 @@ def is_due(every: int, step: int) -> bool:
 
 
 def main(config: Config, stop: StopRequest | None = None) -> None:
-    """Train; ends the process with a message and a status other than 0 if that fails."""
+    """Train, or say what that would take; ends the process with a message and a status other than 0 if that fails."""
     reconfigure_output()
     with (reported(config.log_dir, advice=config.advice()),
           joined_world(choose_device(config.device, launch()), config.timeout) as world):
-        train(config, world, stop=stop.hear("set-up") if stop else None)
+        (estimate if config.estimate else train)(config, world, stop=stop.hear("set-up") if stop else None)
 
 
 if __name__ == "__main__":
