@@ -42,6 +42,7 @@ from weights import ARCHITECTURE, MODEL, OPTIMIZER, STATE, SUMS, CheckpointError
 # What a run cannot change without being another run: the model, and which tokens a step trains on. All else may change.
 FIXED = (*ARCHITECTURE, "vocab_size", "real_vocab_size", "seq_len", "shuffle", "overfit_batch", "val_fraction", "seed", "optimizer")
 OF_THIS_CALL = ("resume", "device", "timeout", "log_dir", "run_name", "estimate")  # never taken from the checkpoint
+PLACES = ("data_dir", "hellaswag_file")  # what a run reads, in a checkpoint with its whole path
 WITHOUT_EFFECT = ("init_from", "init", "residual_scaling")  # they made the first weights
 
 
@@ -148,7 +149,8 @@ def save(run: RunFolder, state: State, config: Config, corpus: str, world: World
         step=state.step, tokens=state.step * tokens_per_step, tokens_per_step=tokens_per_step, best_val_loss=state.best_val_loss,
         skipped_steps=state.skipped_steps, corpus=corpus, scaler=state.scaler.state_dict(),
         random=world.gather(RandomState.take(world.device)), not_logged=run.not_logged,
-        config=config.model_dump(mode="json") | {"data_dir": str(Path(config.data_dir).resolve())})
+        config=config.model_dump(mode="json") | {  # from wherever the run is resumed
+            name: str(Path(value).resolve()) for name in PLACES if (value := getattr(config, name)) is not None})
     state.checkpoint = folder = world.on_first(lambda: save_checkpoint(
         run.path, state.model, state.optimizers, saved, keep_last=config.keep_last, whole=state.checkpoint))
     run.say(f"saved {folder}")
@@ -476,7 +478,7 @@ def resumed_config(config: Config, folder: Path, saved: SavedState, world_size: 
         raise ConfigError("\n".join(f"{folder}: its options and those given do not fit together: {line}"
                                     for line in str(error).splitlines())) from None
     changed = [f"{name} {theirs[name]} -> {new}" for name, new in resumed.model_dump(mode="json").items()
-               if name in theirs and name not in (*OF_THIS_CALL, *WITHOUT_EFFECT, "data_dir") and theirs[name] != new]
+               if name in theirs and name not in (*OF_THIS_CALL, *WITHOUT_EFFECT, *PLACES) and theirs[name] != new]
     return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 

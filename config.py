@@ -150,6 +150,10 @@ class RunConfig(Options):
     """steps per evaluation of the validation loss, also before the first and after the last step (0: never)"""
     eval_tokens: Size | None = None
     """tokens that the validation loss is the mean of, always the same ones (none: the whole validation split)"""
+    hellaswag_every: ZeroIsOff = 0
+    """steps per score in HellaSwag, also before the first and after the last step (0: never)"""
+    hellaswag_file: Name | None = None
+    """items of HellaSwag's form (none: data_dir/hellaswag/hellaswag_val.jsonl, which data/hellaswag.py downloads)"""
     sample_every: ZeroIsOff = 0
     """steps per generated sample, also after the last step (0: never)"""
     sample_prompt: str = "The"
@@ -219,9 +223,10 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             problems.append(("fp16", "bf16 and fp16 exclude each other; choose one"))
         if self.min_lr is not None and self.min_lr > self.lr:
             problems.append(("min_lr", f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr"))
-        if self.sample_every and self.n_vocab != GPT2_TOKENS:
-            problems.append(("sample_every", f"sample_every {self.sample_every} needs GPT-2's vocabulary: set vocab_size to at "
-                             f"least {GPT2_TOKENS}, or sample_every to 0"))
+        for name in ("sample_every", "hellaswag_every"):
+            if getattr(self, name) and self.n_vocab != GPT2_TOKENS:
+                problems.append((name, f"{name} {getattr(self, name)} needs GPT-2's vocabulary: set vocab_size to at least "
+                                 f"{GPT2_TOKENS}, or {name} to 0"))
         if self.fp16 and self.optimizer == "muon":
             problems.append(("fp16", "fp16 and optimizer muon exclude each other: at an overflow only one of its two optimizers "
                              "would skip the step; use bf16"))
@@ -307,6 +312,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             ("muon_weight_decay", self.optimizer == "muon", "optimizer is adamw"),
             ("checkpoint_every", self.keep_last, "keep_last is 0"),
             ("eval_tokens", self.eval_every, "eval_every is 0"),
+            ("hellaswag_file", self.hellaswag_every, "hellaswag_every is 0"),
             ("sample_tokens", self.sample_every, "sample_every is 0"),
             ("sample_prompt", self.sample_every, "sample_every is 0"),
             ("init", self.init_from == "scratch", f"the weights come from {self.init_from}"),

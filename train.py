@@ -31,7 +31,7 @@ from data.token_file import TokenFileError
 from data.tokenizer import get_encoding
 from dataloader import DataLoader, TokenStream, is_validation, open_corpus, prefetch
 from estimate import estimate
-from evaluate import validation_loss
+from evaluate import HellaSwag, validation_loss
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import autocast_to, check_compiler, choose_device, device_name, flash_note, prepare, product_dtype, synchronize
 from runtime.measure import TimeLeft, bf16_note, live_figures, summarize
@@ -67,8 +67,8 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
     return config, State(raw_model, optimizers, scaler), model, autocast_to(dtype, device)
 
 
-def open_data(config: Config, run: RunFolder, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream]:
-    """The training batches and the validation split; prepares a small corpus that is not there yet. Raises UserError."""
+def open_data(config: Config, run: RunFolder, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream, HellaSwag]:
+    """The training batches, the validation split and HellaSwag; prepares a small corpus that is not there yet. Raises UserError."""
     if config.sample_every:
         get_encoding()  # fails now rather than at the first sample
     folder = Path(config.data_dir) / config.dataset
@@ -86,7 +86,7 @@ def open_data(config: Config, run: RunFolder, world: World, n_vocab: int) -> tup
     check_same_tokens(folder, split.fingerprint(), world)
     run.say(f"loaded {split.tokens:,} tokens of {folder}" + (f", and {val.tokens:,} for validation" if val.tokens else ""))
     run.say(loader.in_words())
-    return loader, val
+    return loader, val, HellaSwag(config, world)
 
 
 def train(config: Config, world: World, clock: Callable[[], float] = time.perf_counter,
@@ -96,8 +96,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     Raises UserError for what cannot be trained, before anything is written unless a corpus goes bad or a checkpoint cannot be
     saved later on, TrainingError at a non-finite loss, norm or weight, and Stopped at a signal before the first step.
     """
-    stop = stop or StopRequest("set-up")
-    device, started = world.device, datetime.datetime.now(datetime.UTC)
+    device, started, stop = world.device, datetime.datetime.now(datetime.UTC), stop or StopRequest("set-up")
     resumed, config, notes = find_checkpoint(config, world)
     run = RunFolder(Path(config.log_dir) / str(config.run_name), world.rank, config.advice(), config.trackers())
     if resumed and resumed.saved.step >= config.max_steps and world.broadcast(run.is_finished()):
@@ -106,7 +105,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
 
     run.say(f"device: {device_name(device)}, processes: {world.world_size}, torch {torch.__version__}")
     config, state, model, autocast = build(config, world, run.say, resumed.folder if resumed else None)
-    loader, val = open_data(config, run, world, state.model.config.n_vocab)
+    loader, val, hellaswag = open_data(config, run, world, state.model.config.n_vocab)
     corpus, tokens_per_step = loader.stream.fingerprint(), loader.global_batch * config.seq_len
     if resumed:
         resumed.restore(state, config, corpus, world)
@@ -121,7 +120,8 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
             run.say(f"note: {note}")
         run.follow(config.model_dump(mode="json"), lambda: live_figures(
             state.model.flops_per_token(config.seq_len), product_dtype(bf16=config.bf16, fp16=config.fp16), world))
-        saved, saved_step, evaluated = resumed.folder if resumed else None, state.step, world.broadcast(run.evaluations())
+        saved, saved_step = resumed.folder if resumed else None, state.step
+        evaluated, hellaswag.scores = world.broadcast(run.evaluations())
         if resumed:
             run.say(f"going on from {resumed.folder}, after step {state.step}")
         stop.end_early(world.sum(stop.received is not None))
@@ -138,12 +138,13 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
                     evaluated[step] = validation_loss(state.model, val, config.batch_size, config.eval_tokens, world, autocast)
                     if not math.isfinite(evaluated[step]):
                         raise TrainingError(f"step {step}: the validation loss is {evaluated[step]}; {remedy(run.path, config.lr)}")
-                    run.log_evaluation(step, config.max_steps, evaluated[step])
+                    run.log_evaluation(step, config.max_steps, val_loss=evaluated[step])
                 if step and evaluated[step] < (math.inf if state.best_val_loss is None else state.best_val_loss):
                     if step != saved_step:
                         saved, saved_step = save(run, state, config, corpus, world), step
                     state.best_val_loss = evaluated[step]
                     keep_best(run, saved, world)
+            hellaswag.score_if_due(step, state.model, run, autocast)
             if config.sample_every and step and (last or is_due(config.sample_every, step)):
                 run.log_sample(step, sample_text(state.model, config.sample_prompt, config.sample_tokens, seed=config.seed)[0])
             if last:
@@ -196,7 +197,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
         summary = summary_of(run, config, state, world, step_seconds, loss) | {
             "resumed_after_step": first_step - 1 or None, "val_loss": evaluated[max(evaluated)] if evaluated else None,
             "seconds": clock() - begun, "steps_this_call": len(step_seconds), "interrupted": stopping,
-            "started": started.isoformat(timespec="seconds")}
+            "started": started.isoformat(timespec="seconds")} | hellaswag.latest()
         run.finish(summary, has_checkpoints=config.keep_last > 0)
     return summary
 

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
@@ -41,7 +41,7 @@ class LogRow(NamedTuple):
 
 
 LOG_COLUMNS = LogRow._fields
-EVAL_COLUMNS = ("step", "val_loss")
+EVAL_COLUMNS = ("step", "val_loss")  # and those of other evaluations, where a run has any
 STYLES = {"step": "d", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # every other column is written to the last digit
 STEP = r"[0-9]{1,18}"  # what a step looks like
 START_PATIENCE = 60.0  # seconds that a run waits for another one to begin
@@ -158,8 +158,10 @@ class RunFolder:
             only_as_last = step > 1 and step % log_every and kept and kept[-1]["step"] == step
             if name == "log.csv" and only_as_last and all(math.isfinite(kept[-1][key] or 0) for key in ("loss", "lr", "norm")):
                 kept.pop()  # logged because the run ended there; a step that was left out is logged in any case
-            if name == "log.csv" or (self.path / name).exists():
-                write_rows(self.path / name, columns, kept)
+            if name == "log.csv" or kept:
+                write_rows(self.path / name, columns if name == "log.csv" else _columns(columns, kept), kept)
+            else:
+                (self.path / name).unlink(missing_ok=True)
         self._open()
         (self.path / "summary.json").unlink(missing_ok=True)
         return notes
@@ -277,12 +279,20 @@ class RunFolder:
         self.not_logged = None
         self._trackers.log(row.step, {**row._asdict(), **self._live(row.tokens_per_sec)}, "train")
 
-    def log_evaluation(self, step: int, max_steps: int, val_loss: float) -> None:
-        """Print a validation loss and add it to eval.csv."""
-        self.say(f"step {step:{len(str(max_steps))}d}/{max_steps} | validation loss {val_loss:.4f}")
+    def log_evaluation(self, step: int, max_steps: int, **figures: float) -> None:
+        """Print figures of an evaluation, by column of eval.csv, and add them there to the step's row."""
+        said = (f"{name.replace('val_', 'validation ').replace('hellaswag_', 'HellaSwag ')} {figure:.4f}"
+                for name, figure in figures.items())
+        self.say(f"step {step:{len(str(max_steps))}d}/{max_steps} | {' | '.join(said)}")
         if self.rank == 0:
-            append_row(self.path / "eval.csv", EVAL_COLUMNS, {"step": step, "val_loss": val_loss})
-        self._trackers.log(step, {"val_loss": val_loss}, "eval")
+            path, rows = self.path / "eval.csv", self.rows("eval.csv", EVAL_COLUMNS)
+            row: Row = {"step": step, **figures}
+            columns = _columns(EVAL_COLUMNS, [*rows.values(), row])
+            if step in rows or (rows and columns != _columns(EVAL_COLUMNS, rows.values())):
+                write_rows(path, columns, [*(rows | {step: rows.get(step, {}) | row}).values()])
+            else:
+                append_row(path, columns, row)
+        self._trackers.log(step, figures, "eval")
 
     def log_sample(self, step: int, text: str) -> None:
         """Print a sample."""
@@ -331,10 +341,13 @@ class RunFolder:
         rows = [*self.rows("log.csv", LOG_COLUMNS).values()]
         return [(row["dt_ms"] or 0.0) / 1e3 for row in rows], (rows[-1]["loss"] if rows else None) or math.nan
 
-    def evaluations(self) -> dict[int, float]:
-        """The validation losses so far, by step."""
+    def evaluations(self) -> tuple[dict[int, float], dict[int, dict[str, float]]]:
+        """The validation losses so far, and HellaSwag's scores, by step."""
         rows = self.rows("eval.csv", EVAL_COLUMNS)
-        return {step: loss for step, row in rows.items() if (loss := row["val_loss"]) is not None}
+        losses = {step: loss for step, row in rows.items() if (loss := row["val_loss"]) is not None}
+        scores = {step: {name: figure for name, figure in row.items() if name.startswith("hellaswag_") and figure is not None}
+                  for step, row in rows.items()}
+        return losses, {step: found for step, found in scores.items() if found}
 
     def is_finished(self) -> bool:
         """Whether a run has ended here."""
@@ -398,6 +411,11 @@ def write_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, f
     write_whole(path, "".join(f"{line}\n" for line in (",".join(columns), *(_line(columns, row) for row in rows))))
 
 
+def _columns(first: Sequence[str], rows: Iterable[Mapping[str, float | None]]) -> list[str]:
+    """The columns of a file with these rows, of which it has `first` in any case."""
+    return [*dict.fromkeys([*first, *(name for row in rows for name in row)])]
+
+
 def append_row(path: Path, columns: Sequence[str], row: Mapping[str, float | None]) -> None:
     """Add a row to a log without delay; a new file begins with its header. Raises OSError that names the file."""
     try:
@@ -411,7 +429,7 @@ def append_row(path: Path, columns: Sequence[str], row: Mapping[str, float | Non
 def _line(columns: Sequence[str], row: Mapping[str, float | None]) -> str:
     cells = []
     for column in columns:
-        value = row[column]
+        value = row.get(column)
         whole = int(value) if column == "step" and value is not None else value
         cells.append("" if whole is None else format(whole, STYLES[column]) if column in STYLES else repr(whole))
     return ",".join(cells)

@@ -239,7 +239,7 @@ def test_sampling_from_a_model_of_another_vocabulary_is_refused(tiny_config, tmp
     assert f"a vocabulary of {TINY['vocab_size']} is not that of GPT-2's tokenizer" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["sample.py", "bench.py", "export.py"])
+@pytest.mark.parametrize("script", ["sample.py", "bench.py", "evaluate.py", "export.py"])
 def test_ctrl_c_is_heard_from_the_first_import_on(script, tmp_path):
     (tmp_path / "pydantic.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     done = subprocess.run([sys.executable, ROOT / script, "x"], env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,

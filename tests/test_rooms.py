@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "config.py": ["runtime.cli"],
     "weights.py": ["model", "runtime"],
     "checkpoint.py": ["model", "config", "weights", "runtime"],
-    "evaluate.py": ["model", "dataloader", "runtime"],
+    "evaluate.py": ["model", "dataloader", "weights", "data", "runtime"],
     "sample.py": ["model", "weights", "data", "runtime"],
     "export.py": ["model", "weights", "checkpoint", "config", "data", "runtime"],
     "estimate.py": ["model", "dataloader", "config", "weights", "data", "runtime"],
@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "data": ["data", "runtime"],
 }
 ANYTHING = ("benchmarks", "tests")
-COMMANDS = ("train.py", "ladder.py", "bench.py", "sample.py", "export.py")
+COMMANDS = ("train.py", "ladder.py", "bench.py", "sample.py", "evaluate.py", "export.py")
 WITHOUT_TORCH = ("config", "ladder", "runtime.cli", "runtime.errors", "runtime.files", "runtime.report", "runtime.runlog",
                  "runtime.signals", "runtime.world")
 
@@ -82,9 +82,9 @@ def test_the_table_of_rooms_names_nothing_that_is_gone():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_imports_no_command_but_training_its_sampler(name):
+def test_a_command_imports_no_command_but_training_its_sampler_and_evaluation(name):
     commands = {command.removesuffix(".py") for command in COMMANDS}
-    assert commands & set(imports(name)) == ({"sample"} if name == "train.py" else set())
+    assert commands & set(imports(name)) == ({"sample", "evaluate"} if name == "train.py" else set())
 
 
 def test_only_the_world_reads_torchruns_environment():

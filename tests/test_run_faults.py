@@ -393,7 +393,7 @@ SLOW_IMPORT = "print('importing', flush=True)\nimport time\ntime.sleep(60)\n"
 @pytest.mark.parametrize(("command", "name", "status", "said"), [
     (["train.py", "--dataset", "none"], "SIGINT", 0, EARLY), (["train.py", "--dataset", "none"], "SIGTERM", 0, EARLY),
     (["train.py", "--dataset", "none"], "SIGHUP", 0, EARLY), (["sample.py", "any"], "SIGINT", 130, "\nerror: interrupted\n"),
-    (["bench.py"], "SIGINT", 130, "\nerror: interrupted\n"),
+    (["bench.py"], "SIGINT", 130, "\nerror: interrupted\n"), (["evaluate.py", "any"], "SIGINT", 130, "\nerror: interrupted\n"),
     (["ladder.py", "none"], "SIGINT", 130, "\nerror: interrupted\n"),
 ], ids=lambda value: value[0] if isinstance(value, list) else None)
 def test_a_signal_during_imports_ends_a_command_in_one_line(command, name, status, said, slow, tmp_path):
@@ -412,7 +412,8 @@ def test_a_signal_during_imports_ends_a_command_in_one_line(command, name, statu
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
 @pytest.mark.parametrize(("command", "module"), [
-    *((f"data/{corpus}.py", "argparse") for corpus in ("text", "pydocs", "shakespeare", "fineweb")), ("sample.py", "typing")])
+    *((f"data/{corpus}.py", "argparse") for corpus in ("text", "pydocs", "shakespeare", "fineweb", "hellaswag")),
+    ("sample.py", "typing"), ("evaluate.py", "json")])
 def test_ctrl_c_while_the_first_module_is_imported_ends_a_command_in_one_line(command, module, tmp_path):
     (tmp_path / f"{module}.py").write_text(SLOW_IMPORT)
     process = subprocess.Popen([sys.executable, ROOT / command, "any"], cwd=tmp_path, text=True, stderr=subprocess.PIPE,

@@ -1,0 +1,133 @@
+"""HellaSwag (Zellers et al. 2019): 10,042 situations from videos and how-to articles, each with four endings, one of them right.
+
+    python data/hellaswag.py    downloads the validation split to data/hellaswag/hellaswag_val.jsonl
+
+`train.py --hellaswag_every N` reads it there; `evaluate.py --hellaswag` also takes any other file of that form.
+"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # found also when run as a script
+
+from runtime.interrupt import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # first of all: imports take a moment
+
+import argparse
+import hashlib
+import json
+import re
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runtime.errors import UserError, in_a_line, reported
+from runtime.files import write_whole
+
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+ENDINGS = 4
+
+
+class Item(NamedTuple):
+    """A situation and its endings, in the two wordings that published scores are of."""
+
+    context: str  # as EleutherAI's harness words it, with what the situation is about first
+    endings: list[str]
+    plain_context: str  # as the file has it, which is what build-nanogpt scores
+    plain_endings: list[str]
+    label: int  # the right ending, from 0
+
+
+def default_path(data_dir: str) -> Path:
+    """Where the validation split lies in a folder of corpora."""
+    return Path(data_dir) / "hellaswag" / "hellaswag_val.jsonl"
+
+
+def download(data_dir: str) -> Path:
+    """The validation split, downloaded if it is not there yet. Raises UserError if it cannot be had."""
+    path = default_path(data_dir)
+    if path.exists():
+        return path
+    try:
+        content = urllib.request.urlopen(URL, timeout=20).read()
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: a proxy or redirection that is no address
+        raise UserError(f"HellaSwag could not be downloaded from {URL} ({in_a_line(error)}); fetch that file by other means and "
+                        f"put it at {path}") from None
+    if (digest := hashlib.sha256(content).hexdigest()) != SHA256:
+        raise UserError(f"{URL}: not HellaSwag's validation split: SHA-256 {digest}, expected {SHA256}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content.decode())
+    return path
+
+
+def read_items(path: Path) -> list[Item]:
+    """The items of a file in HellaSwag's form: a JSON object on each line. Raises UserError, naming the line of the first mistake.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise UserError(f"{path}: cannot be read: not a file")
+        lines = path.read_bytes().split(b"\n")  # splitlines would also cut at U+2028, which may stand in a text
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; HellaSwag's validation split is downloaded to data/hellaswag/ by: "
+                        f"python data/hellaswag.py") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    items = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                items.append(_item(json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            said = "not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError) else error
+            raise UserError(f"{path}, line {number}: {said}; an item of HellaSwag is one JSON object with activity_label, ctx_a, "
+                            f"ctx_b, {ENDINGS} endings and the label of the right one, 0 to {ENDINGS - 1}") from None
+    if not items:
+        raise UserError(f"{path}: has no items")
+    return items
+
+
+def _item(values: Any) -> Item:
+    """Raises ValueError for what is no item."""
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    for name in ("activity_label", "ctx_a", "ctx_b"):
+        if not isinstance(values.get(name), str):
+            raise ValueError(f"{name} is {_shown(values[name])}, no text" if name in values else f"lacks {name}")
+    endings, label = values.get("endings"), values.get("label")
+    if not isinstance(endings, list) or len(endings) != ENDINGS or not all(isinstance(ending, str) for ending in endings):
+        raise ValueError(f"endings: {len(endings)} of them, not {ENDINGS}" if isinstance(endings, list) and len(endings) != ENDINGS
+                         else f"endings are {_shown(endings)}, not {ENDINGS} texts")
+    if not isinstance(label, int | str) or str(label) not in map(str, range(ENDINGS)):  # Hugging Face's copy has labels as text
+        raise ValueError(f"label is {_shown(label)}" + (" (the test split has no labels)" if label in ("", None) else ""))
+    ctx_a, ctx_b = values["ctx_a"], values["ctx_b"]
+    plain = values.get("ctx")
+    return Item(clean(f"{values['activity_label']}: {ctx_a} {ctx_b.capitalize()}"), [clean(ending) for ending in endings],
+                plain if isinstance(plain, str) else f"{ctx_a} {ctx_b}" if ctx_b else ctx_a, endings, int(label))
+
+
+def clean(text: str) -> str:
+    """A text without the marks that the how-to articles came with, such as [header], [title] and [step]."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:60]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
+    args = parser.parse_args()
+    with reported(str(default_path(args.data_dir)), status=1):
+        path = download(args.data_dir)
+        count = len(read_items(path))
+    with reported("stdout"):
+        print(f"{count:,} items in {path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
