@@ -161,8 +161,8 @@ class Scores(NamedTuple):
         return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
-METRICS = {"acc": "likeliest ending", "acc_norm": "likeliest per character", "acc_bytes": "likeliest per byte",
-           "acc_token": "likeliest per token, of the text as build-nanogpt words it"}
+METRICS = {"acc": "likeliest ending, as EleutherAI's harness has it", "acc_norm": "likeliest per character, the same",
+           "acc_bytes": "likeliest per byte, the same", "acc_token": "likeliest per token, as build-nanogpt has it"}
 
 
 def read_questions(path: Path, block_size: int, world: World) -> list[Question]:
@@ -309,8 +309,9 @@ class Subject(NamedTuple):
 def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     """Print what a model has learned; returns what --json holds. Every process has to call this. Raises UserError."""
     def say(text: str) -> None:
-        if world.rank == 0:
-            print(text, flush=True)
+        with reported("stdout"):
+            if world.rank == 0:
+                print(text, flush=True)
 
     def progress(what: str) -> Progress:
         shown = world.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()
@@ -319,7 +320,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
     subject, results = _load(options, world, say)
     # all that is read, before anything is computed: mistakes are told at once
-    questions = _questions(options, subject, world) if options.hellaswag else []
+    file, questions = _questions(options, subject, world) if options.hellaswag else (None, [])
     validation = _open_validation(options, subject, world, say) if options.dataset or subject.trained else None
     if validation:
         corpus, stream, tokens = validation
@@ -332,10 +333,10 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
                                  "perplexity": perplexity}
         say(f"{corpus}: validation loss {loss:.4f} nats per token, perplexity {perplexity:,.2f}, over {count:,} tokens in "
             f"sequences of {stream.seq_len}")
-    if options.hellaswag:
+    if file:
         at_once = subject.batch_size * subject.model.config.block_size
         scores = score(subject.model, questions, at_once, world, subject.autocast, progress("HellaSwag"))
-        results["hellaswag"] = {"file": options.hellaswag, "items": scores.items} | {
+        results["hellaswag"] = {"file": str(file), "items": scores.items} | {
             metric: {"score": right / scores.items, "interval": scores.interval(metric)} for metric, right in scores.right.items()}
         say(f"HellaSwag, {scores.items:,} items, each score with its 95% interval:")
         for metric, words in METRICS.items():
@@ -381,8 +382,8 @@ def _check_writable(path: Path) -> None:
                         + ("is a folder" if path.is_dir() else f"{folder} is not there, or nothing may be written to it"))
 
 
-def _questions(options: EvaluateOptions, subject: Subject, world: World) -> list[Question]:
-    """This process's share of the items that --hellaswag means."""
+def _questions(options: EvaluateOptions, subject: Subject, world: World) -> tuple[Path, list[Question]]:
+    """The file that --hellaswag means, and this process's share of its items."""
     config, n_vocab = subject.model.config, get_encoding().n_vocab
     if config.n_vocab != n_vocab:
         raise UserError(f"--hellaswag: a vocabulary of {config.n_vocab} is not that of GPT-2's tokenizer, {n_vocab}")
@@ -390,7 +391,7 @@ def _questions(options: EvaluateOptions, subject: Subject, world: World) -> list
     if options.hellaswag == "download":
         data_dir = options.data_dir or "data"
         file = world.on_first(lambda: download(data_dir))
-    return read_questions(file, config.block_size, world)
+    return file, read_questions(file, config.block_size, world)
 
 
 def _open_validation(options: EvaluateOptions, subject: Subject, world: World, say: Callable[[str], None],

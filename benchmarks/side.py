@@ -105,8 +105,8 @@ def main() -> None:
 
         # as many steps as it takes; at these rates the weights hardly move, so that none of them diverges
         config = options.model_copy(update={"max_steps": 10**9, "lr": 1e-6, "min_lr": None, "muon_lr": 1e-6, "log_every": 1,
-                                            "eval_every": 0, "sample_every": 0, "checkpoint_every": 0, "keep_last": 0,
-                                            "tensorboard": False, "wandb": False})
+                                            "eval_every": 0, "hellaswag_every": 0, "sample_every": 0, "checkpoint_every": 0,
+                                            "keep_last": 0, "tensorboard": False, "wandb": False})
         tokens_per_step, log = config.tokens_per_step(1), Path(config.log_dir) / str(config.run_name) / "log.csv"
         device, pace = choose_device(config.device), Pace()
         train(config, World(device), clock=pace.clock, stop=pace)

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.errors import UserError, in_a_line, reported
-from runtime.files import write_whole
+from runtime.files import locked, write_whole
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # as several public projects give it
 ENDINGS = 4
 
 
@@ -50,8 +50,13 @@ def default_path(data_dir: str) -> Path:
 def download(data_dir: str) -> Path:
     """The validation split, downloaded if it is not there yet. Raises UserError if it cannot be had."""
     path = default_path(data_dir)
-    if path.exists():
-        return path
+    with locked(path.with_name(f".{path.name}.lock"), patience=-1):
+        if not path.exists():
+            _download(path)
+    return path
+
+
+def _download(path: Path) -> None:
     try:
         content = urllib.request.urlopen(URL, timeout=20).read()
     except (OSError, HTTPException, ValueError) as error:  # ValueError: a proxy or redirection that is no address
@@ -59,9 +64,7 @@ def download(data_dir: str) -> Path:
                         f"put it at {path}") from None
     if (digest := hashlib.sha256(content).hexdigest()) != SHA256:
         raise UserError(f"{URL}: not HellaSwag's validation split: SHA-256 {digest}, expected {SHA256}")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, content.decode())
-    return path
 
 
 def read_items(path: Path) -> list[Item]:
