@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import json
 import re
+import shlex
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
@@ -75,8 +76,10 @@ def read_items(path: Path) -> list[Item]:
             raise UserError(f"{path}: cannot be read: not a file")
         lines = path.read_bytes().split(b"\n")  # splitlines would also cut at U+2028, which may stand in a text
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; HellaSwag's validation split is downloaded to data/hellaswag/ by: "
-                        f"python data/hellaswag.py") from None
+        data_dir = str(path.parent.parent)
+        elsewhere = f" --data_dir {shlex.quote(data_dir)}" * (path == default_path(data_dir) != default_path("data"))
+        raise UserError(f"{path}: no such file; HellaSwag's validation split is downloaded by: python data/hellaswag.py{elsewhere}"
+                        ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     items = []
