@@ -5,6 +5,7 @@ C = n_embd, nh heads of size hs = C / nh, V = vocab_size.
 """
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.cache import KVCache
 from kernels.loss import cross_entropy_in_chunks
 
 
@@ -74,23 +76,6 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class KVCache:
-    """Keys and values of the tokens that a model has already read, for `GPT.generate`."""
-
-    def __init__(self, model: "GPT", batch_size: int):
-        c, weight = model.config, model.lm_head.weight
-        shape = (c.n_layer, 2, batch_size, c.n_head, c.block_size, c.n_embd // c.n_head)
-        self.store = torch.empty(shape, device=weight.device, dtype=weight.dtype)
-        self.length = 0
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k and v (B, nh, T, hs) of the newest tokens; returns those of all tokens so far, (B, nh, length + T, hs)."""
-        end = self.length + k.size(2)
-        self.store[layer, 0, :, :, self.length:end] = k
-        self.store[layer, 1, :, :, self.length:end] = v
-        return self.store[layer, 0, :, :, :end], self.store[layer, 1, :, :, :end]
-
-
 def make_norm(config: GPTConfig) -> nn.Module:
     """LayerNorm or RMSNorm over the last dimension, with GPT-2's epsilon."""
     if config.norm == "rmsnorm":
@@ -112,22 +97,19 @@ class CausalSelfAttention(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """(B, T, C) to (B, T, C); with a cache, x are the tokens after the ones it holds."""
+        """(B, T, C) to (B, T, C); with a cache, x also see the tokens that it holds before them."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (t.view(B, T, self.config.n_head, -1).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
-        past = 0
         if cache is not None:
-            past = cache.length
             k, v = cache.append(self.layer, k, v)
         dropout = self.config.dropout if self.training else 0.0
         if self.config.flash:
-            # queries with no past see a triangle, a single one after a cache sees everything, several need a mask
-            mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past) if past and T > 1 else None
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=past == 0)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask if cache else None, dropout_p=dropout,
+                                               is_causal=cache is None)
         else:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, past + T)
-            scores = scores.masked_fill(~self.mask[past:past + T, :past + T], float("-inf"))
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T), or the cache's span in place of the last T
+            scores = scores.masked_fill(~(cache.mask if cache else self.mask[:T, :T]), float("-inf"))
             y = F.dropout(F.softmax(scores, dim=-1), dropout, self.training) @ v  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
@@ -172,17 +154,17 @@ class Transformer(nn.Module):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
 
-    def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The normalized residual stream (B, T, C) for tokens idx (B, T), which follow those in the cache."""
-        past = cache.length if cache is not None else 0
+    def forward(self, idx: Tensor, cache: KVCache | None = None, positions: Tensor | None = None) -> Tensor:
+        """The normalized residual stream (B, T, C) for tokens idx (B, T). With a cache they stand at `positions` (B, T), and see
+        what it holds before them."""
         T = idx.size(1)
-        if past + T > self.config.block_size:
-            raise ValueError(f"{past + T} tokens are longer than the model's context, block_size {self.config.block_size}")
-        x = self.drop(self.wte(idx) + self.wpe.weight[past:past + T])  # (B, T, C)
+        if self.config.block_size < T:
+            raise ValueError(f"{T} tokens are longer than the model's context, block_size {self.config.block_size}")
+        if cache is not None and positions is not None:
+            cache.begin(positions)
+        x = self.drop(self.wte(idx) + (self.wpe.weight[:T] if positions is None else self.wpe(positions)))  # (B, T, C)
         for block in self.h:
             x = block(x, cache)
-        if cache is not None:
-            cache.length += T
         return self.ln_f(x)
 
 
@@ -248,50 +230,83 @@ class GPT(nn.Module):
             lookups += self.transformer.wte.weight.numel()
         return 6 * (self.num_parameters() - lookups) + 12 * self.config.n_layer * self.config.n_embd * seq_len
 
-    @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
                  generator: torch.Generator | None = None, stop_token: int | None = None) -> Tensor:
-        """Continue the tokens idx (B, T) by up to max_new_tokens, drawn one after the other.
+        """Continue the tokens idx (B, T) by up to max_new_tokens, drawn from the scores that `scores_of` makes with `generator` (on
+        the CPU; default: a fresh one with seed 0), never from the global random state.
 
-        Temperature 0 takes the most likely token; top_k keeps the k most likely (all, where k exceeds the vocabulary).
-        Draws come from `generator` (on the CPU; default: a fresh one with seed 0), never from the global random state.
-        Past block_size tokens, the model reads the last block_size. Stops early when every sequence has drawn
-        stop_token. Returns (B, T + number of new tokens). Raises ValueError for an empty prompt or bad settings, ModelError for
-        weights that make no probabilities.
+        Ends early when every row has drawn stop_token; those that are first are filled with it. Returns (B, T + number of new
+        tokens). The rest as for `stream`.
         """
-        if idx.size(1) == 0:
-            raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
-        if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
-            raise ValueError(f"temperature {temperature} must be at least 0 and finite, top_k {top_k} at least 1")
         generator = generator or torch.Generator().manual_seed(0)
-        was_training = self.training
+        steps = list(self.stream(idx.tolist(), max_new_tokens, stop_token, lambda logits, row, text: draw(
+            scores_of(logits, temperature, top_k), generator)))
+        new = idx.new_tensor([[stop_token if token is None else token for token in step] for step in steps])
+        return torch.cat((idx, new.view(len(steps), len(idx)).T), dim=1)
+
+    @torch.no_grad()
+    def stream(self, prompts: Sequence[list[int]], max_new_tokens: int, stop_token: int | None,
+               choose: Callable[[Tensor, int, list[int]], int], decode: Callable[..., Tensor] | None = None,
+               ) -> Iterator[list[int | None]]:
+        """Continue prompts of any lengths together: yields a token for each, time after time; None for those that have ended, at
+        stop_token. `choose` takes the logits (V,) on the CPU, the number of the prompt and its text so far; each gets the logits
+        that it gets alone.
+
+        Past block_size tokens, the model reads the last block_size. `decode` is a compiled `next_logits`, for one token of each
+        and always the same shapes. Raises ValueError for an empty prompt, ModelError for weights that make no probabilities.
+        """
+        if not all(prompts):
+            raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
+        c, weight, was_training = self.config, self.lm_head.weight, self.training
+        texts, unfinished = [list(prompt) for prompt in prompts], list(range(len(prompts)))
+        size = c.block_size if decode else min(c.block_size, max(map(len, texts)) + max_new_tokens)
+        cache = KVCache(weight, c.n_layer, (len(texts), c.n_head, size, c.n_embd // c.n_head))
         self.eval()
         try:
-            cache, new = KVCache(self, idx.size(0)), idx[:, -self.config.block_size:]
-            stopped = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
-            for _ in range(max_new_tokens):
-                if cache.length + new.size(1) > self.config.block_size:
-                    # positions are absolute: once the window slides, every key and value changes
-                    cache, new = KVCache(self, idx.size(0)), idx[:, -self.config.block_size:]
-                logits = self.lm_head(self.transformer(new, cache)[:, -1])[:, :self.config.n_vocab]
-                new = _draw(logits.float().cpu(), temperature, top_k, generator).to(idx.device)
-                idx = torch.cat((idx, new), dim=1)
-                stopped |= new[:, 0] == stop_token
-                if stop_token is not None and stopped.all():
+            for step in range(max_new_tokens):
+                windows = [text[-c.block_size:] for text in texts]
+                # positions are absolute: once a window slides, every key and value changes
+                is_read = step > 0 and max(len(texts[row]) for row in unfinished) <= c.block_size
+                unread = [window[-1:] for window in windows] if is_read else windows
+                next_logits = decode if decode and is_read else self.next_logits
+                cache.span = size if decode and is_read else max(map(len, windows))
+                T = max(map(len, unread))
+                idx = torch.tensor([tokens + [0] * (T - len(tokens)) for tokens in unread], device=weight.device)  # (B, T)
+                ends = torch.tensor([len(tokens) - 1 for tokens in unread], device=weight.device)  # beyond is padding
+                starts = [len(window) - len(tokens) for window, tokens in zip(windows, unread, strict=True)]
+                positions = torch.tensor([range(start, start + T) for start in starts], device=weight.device)
+                logits = next_logits(idx, cache, positions, ends).float().cpu()
+                if not logits.isfinite().all():
+                    raise ModelError("the model's logits are not finite: its weights are damaged or have diverged")
+                new = {row: choose(logits[row], row, texts[row]) for row in unfinished}
+                for row, token in new.items():
+                    texts[row].append(token)
+                yield [new.get(row) for row in range(len(texts))]
+                unfinished = [row for row, token in new.items() if token != stop_token]
+                if not unfinished:
                     break
         finally:
             self.train(was_training)
-        return idx
+
+    def next_logits(self, idx: Tensor, cache: KVCache, positions: Tensor, ends: Tensor) -> Tensor:
+        """Logits (B, real vocabulary) after the token `ends` (B,) of each row of idx (B, T), which stands at `positions` (B, T)."""
+        x = self.transformer(idx, cache, positions)
+        return self.lm_head(x[torch.arange(len(x), device=x.device), ends])[:, :self.config.n_vocab]
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """One token per row, (B, 1), from logits (B, V)."""
-    if not logits.isfinite().all():
-        raise ModelError("the model's logits are not finite: its weights are damaged or have diverged")
+def scores_of(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """Logits (V,) divided by the temperature, and -inf for all but the top_k likeliest tokens; at temperature 0 for all but one.
+
+    Raises ValueError for bad settings.
+    """
+    if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
+        raise ValueError(f"temperature {temperature} must be at least 0 and finite, top_k {top_k} at least 1")
     if temperature < 1e-6:  # 0, or dividing by it could overflow: the likeliest token is as good as certain
-        return logits.argmax(dim=-1, keepdim=True)
-    scaled = logits / temperature
-    if top_k is not None:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        scaled = scaled.masked_fill(logits < kth, float("-inf"))
-    return torch.multinomial(F.softmax(scaled, dim=-1), 1, generator=generator)
+        return torch.full_like(logits, -math.inf).index_fill(0, logits.argmax(), 0.0)
+    scores = logits / temperature
+    return scores if top_k is None else scores.masked_fill(logits < logits.topk(min(top_k, len(logits))).values[-1], -math.inf)
+
+
+def draw(scores: Tensor, generator: torch.Generator) -> int:
+    """A token, with the probabilities that the softmax of the scores (V,) gives."""
+    return int(torch.multinomial(F.softmax(scores, dim=-1), 1, generator=generator))

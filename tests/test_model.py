@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from model import GPT, GPTConfig, KVCache, _draw
+from model import GPT, GPTConfig, KVCache, draw, scores_of
 from weights import CheckpointError, load_model, load_weights, read_weights
 
 
