@@ -302,8 +302,6 @@ def print_texts(sampler: Sampler, prompts: Sequence[str]) -> None:
 def converse(sampler: Sampler) -> None:
     """Continue what is typed, line by line. Each line goes on after the text so far, on a line of its own; an empty one lets the
     model go on by itself. What the context cannot hold any more, with room for an answer, is forgotten."""
-    if sys.stdin is None:
-        raise UserError("--interactive: there is no stdin to read prompts from; use --prompt or --prompt_file")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     with contextlib.suppress(ImportError):
@@ -343,6 +341,8 @@ def main(options: SampleOptions) -> None:
     """Print the texts. Raises UserError."""
     reconfigure_output()
     prompts = [options.prompt] if options.prompt_file is None else read_prompts(options.prompt_file)
+    if options.interactive and sys.stdin is None:
+        raise UserError("--interactive: there is no stdin to read prompts from; use --prompt or --prompt_file")
     sampler = Sampler(options)
     with reported("stdout", advice=options.advice()):
         if options.interactive:

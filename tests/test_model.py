@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from model import GPT, GPTConfig, KVCache, draw, scores_of
+from kernels.cache import KVCache
+from model import GPT, GPTConfig, draw, scores_of
 from weights import CheckpointError, load_model, load_weights, read_weights
 
 
@@ -379,8 +380,9 @@ def test_the_key_value_cache_changes_nothing_also_past_the_context(tiny_model):
 def test_several_tokens_behind_a_cache_do_not_see_later_ones(tiny_model):
     for flash in (False, True):
         model = tiny_model(flash=flash).eval()
-        cache, idx = KVCache(model, 2), tokens(T=9)
-        parts = torch.cat([model.transformer(part, cache) for part in idx.split((4, 4, 1), dim=1)], dim=1)
+        cache, idx = KVCache(model.lm_head.weight, 2, (2, 2, 32, 16)), tokens(T=9)
+        at = torch.arange(9).expand(2, 9)
+        parts = torch.cat([model.transformer(idx[:, a:b], cache, at[:, a:b]) for a, b in ((0, 4), (4, 8), (8, 9))], dim=1)
         torch.testing.assert_close(parts, model.transformer(idx), rtol=1e-4, atol=1e-5)
 
 
@@ -416,9 +418,8 @@ def test_top_k_above_the_vocabulary_draws_from_all_and_top_k_1_is_greedy(tiny_mo
 
 
 def test_draws_follow_temperature_and_top_k():
-    logits = torch.tensor([[0.0, 1.0, 2.0, -5.0]]).expand(20_000, 4)
-    drawn = _draw(logits, 0.5, 2, torch.Generator().manual_seed(0)).flatten()
-    share = drawn.bincount(minlength=4) / len(drawn)
+    scores, generator = scores_of(torch.tensor([0.0, 1.0, 2.0, -5.0]), 0.5, 2), torch.Generator().manual_seed(0)
+    share = torch.tensor([draw(scores, generator) for _ in range(20_000)]).bincount(minlength=4) / 20_000
     expected = torch.tensor([0.0, math.exp(2.0), math.exp(4.0), 0.0])
     torch.testing.assert_close(share, expected / expected.sum(), rtol=0, atol=0.02)
 
@@ -430,6 +431,17 @@ def test_generation_ends_at_the_stop_token(tiny_model):
     ended = model.generate(tokens(1), 30, temperature=0, stop_token=stop)
     first = greedy[0, 16:].tolist().index(stop)
     assert ended.tolist() == greedy[:, :16 + first + 1].tolist()
+
+
+def test_a_sequence_that_has_ended_is_filled_with_its_stop_token(tiny_model):
+    model = tiny_model(init="gpt2")
+    both = model.generate(tokens(), 12, temperature=0)
+    stop = both[0, 17].item()  # the first one ends there
+    assert stop not in both[1, 16:].tolist()
+    ended = model.generate(tokens(), 12, temperature=0, stop_token=stop)
+    at = both[0, 16:].tolist().index(stop)
+    assert ended[0, 16:].tolist() == both[0, 16:16 + at].tolist() + [stop] * (12 - at)
+    assert torch.equal(ended[1], both[1])
 
 
 @pytest.mark.parametrize(("prompt", "options", "message"), [
