@@ -124,7 +124,7 @@ def penalized(logits: Tensor, text: list[int], penalty: float) -> Tensor:
     """
     if penalty == 1:
         return logits
-    seen = torch.tensor(sorted(set(text)))
+    seen = torch.tensor(list(set(text)))
     return logits.index_copy(0, seen, torch.where(logits > 0, logits / penalty, logits * penalty)[seen])
 
 
@@ -181,6 +181,15 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def continued(model: GPT, prompts: Sequence[list[int]], max_new_tokens: int, choose: Callable[[Tensor, int, list[int]], int],
+              decode: Callable[..., Tensor] | None = None) -> Iterator[list[int | None]]:
+    """The tokens that `GPT.stream` continues the prompts with, each up to its <|endoftext|>. Raises UserError."""
+    try:
+        yield from model.stream(prompts, max_new_tokens, END_OF_TEXT, choose, decode)
+    except ModelError as error:
+        raise UserError(str(error)) from None
+
+
 def sample_text(model: GPT, prompt: str, max_new_tokens: int, temperature: float = 0.8, top_k: int | None = 50, seed: int = 0,
                 num_samples: int = 1) -> list[str]:
     """Continuations of the prompt, which they begin with, each up to its <|endoftext|>. The first is drawn with the seed, the next
@@ -190,7 +199,7 @@ def sample_text(model: GPT, prompt: str, max_new_tokens: int, temperature: float
     """
     texts, tokens = [prompt] * num_samples, [encode(model, prompt)] * num_samples
     choose = chooser([seeded(seed + i) for i in range(num_samples)], temperature, top_k)
-    for pieces in decoded(model.stream(tokens, max_new_tokens, END_OF_TEXT, choose)):
+    for pieces in decoded(continued(model, tokens, max_new_tokens, choose)):
         texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
     return texts
 
@@ -207,7 +216,7 @@ class Sampler:
         notes = options.notes() + set_precision(device, bf16=options.bf16) + (bf16_note(device) if options.bf16 else [])
         notes += check_compiler(device) if options.compile else []
         for note in notes:
-            print(f"note: {note}", file=sys.stderr, flush=True)
+            tell(f"note: {note}")
         self.options, self.tokens, self.seconds = options, 0, 0.0
         self.model = load_model(options.run, options.log_dir).to(device, torch.bfloat16 if options.bf16 else torch.float32)
         encode(self.model, "")  # fails now rather than at the first prompt
@@ -224,8 +233,8 @@ class Sampler:
                 times.append(time.perf_counter())
             seconds.append([after - before for before, after in itertools.pairwise(times)][1:])
         compiled, plain = (min(times[1:]) for times in seconds)
-        print(f"note: compiled in {seconds[0][0]:.0f} s: a token now takes {compiled * 1e3:.1f} ms, {plain * 1e3:.1f} ms without "
-              f"--compile" + ("; it does not pay here" if compiled > 0.95 * plain else ""), file=sys.stderr, flush=True)
+        tell(f"note: compiled in {seconds[0][0]:.0f} s: a token now takes {compiled * 1e3:.1f} ms, {plain * 1e3:.1f} ms without "
+             f"--compile" + ("; it does not pay here" if compiled > 0.95 * plain else ""))
         self.decode = decode
 
     def draw(self, prompts: Sequence[list[int]], generators: Sequence[torch.Generator]) -> Iterator[list[int | None]]:
@@ -233,18 +242,13 @@ class Sampler:
         o = self.options
         choose = chooser(generators, o.temperature, o.top_k, o.top_p, o.repetition_penalty)
         decode = self.decode if self.decode and len(prompts) == self.batch_size else None  # it is for this many texts
-        steps = self.model.stream(prompts, o.max_new_tokens, END_OF_TEXT, choose, decode)
-        while True:
-            start = time.perf_counter()
-            try:
-                tokens = next(steps, None)
-            except ModelError as error:
-                raise UserError(str(error)) from None
+        steps = continued(self.model, prompts, o.max_new_tokens, choose, decode)
+        start = time.perf_counter()
+        for tokens in steps:
             self.seconds += time.perf_counter() - start
-            if tokens is None:
-                return
             self.tokens += sum(token is not None for token in tokens)
             yield tokens
+            start = time.perf_counter()
 
 
 def read_prompts(path: str) -> list[str]:
@@ -265,6 +269,13 @@ def read_prompts(path: str) -> list[str]:
 def show(text: str) -> None:
     """Print a piece of text at once."""
     print(text, end="", flush=True)
+
+
+def tell(line: str) -> None:
+    """Print a line about the texts on stderr, if anybody reads it."""
+    with contextlib.suppress(OSError):
+        if sys.stderr:
+            print(line, file=sys.stderr, flush=True)
 
 
 def in_order(texts: Sequence[str], steps: Iterable[list[str | None]]) -> Iterator[str]:
@@ -315,7 +326,7 @@ def converse(sampler: Sampler) -> None:
         try:
             line = input("> " if sys.stdin.isatty() else "") if line is None else line
         except (EOFError, KeyboardInterrupt):
-            show("\n")
+            show("\n" if sys.stdin.isatty() else "")
             return
         if not context:
             context = encode(sampler.model, line)
@@ -349,8 +360,7 @@ def main(options: SampleOptions) -> None:
             converse(sampler)
         else:
             print_texts(sampler, prompts)
-    print(f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: {sampler.tokens / max(sampler.seconds, 1e-9):.1f} tokens/s",
-          file=sys.stderr)
+    tell(f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: {sampler.tokens / max(sampler.seconds, 1e-9):.1f} tokens/s")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def set_precision(device: torch.device, *, tf32: bool = False, bf16: bool = Fals
     takes_effect = tf32 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if takes_effect else "highest")  # sticky, so set in every run
     if bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"--bf16: {device_name(device)} has no bfloat16; use --fp16")
+        raise UserError(f"--bf16: {device_name(device)} has no bfloat16; run without it, or train with --fp16")
     if tf32 and not takes_effect:
         return [f"tf32 has no effect on {device_name(device)}: fp32 products stay fp32"]
     return []

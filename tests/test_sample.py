@@ -166,6 +166,13 @@ def test_the_second_sample_of_a_prompt_is_the_first_one_of_the_next_seed(tiny_mo
     assert len(set(several)) == 3
 
 
+def test_a_model_of_weights_that_are_no_numbers_is_an_error_of_the_user(tiny_model):
+    model = tiny_model(vocab_size=50257)
+    torch.nn.init.constant_(model.lm_head.weight, float("nan"))
+    with pytest.raises(UserError, match="logits are not finite"):
+        sample_text(model, "Hello", 3)
+
+
 # ---- the command
 
 
@@ -341,7 +348,7 @@ def test_ctrl_c_at_the_prompt_ends_a_conversation(conversation, monkeypatch):
     monkeypatch.setattr("builtins.input", interrupted)
     said, contexts, _ = conversation(b"")
     assert contexts == []
-    assert said.out == "\n"
+    assert said.err == "0 tokens in 0.00 s: 0.0 tokens/s\n"
 
 
 def test_a_conversation_without_a_stdin_is_refused(run_folder, capsys, monkeypatch):
