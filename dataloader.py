@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.manifest import check_shards
 from data.token_file import SAMPLE, TokenFile, TokenFileError, sample_starts
 
 CHECKED_AT_ONCE = 2**20  # tokens per file whose ids are checked when it is opened; all are checked when read
@@ -94,9 +95,10 @@ def open_corpus(folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 
     """The training and the validation split of the token files in `folder`.
 
     Validation is the files with `_val_` in their name; where there are none, the last `val_fraction` of the tokens.
-    Raises TokenFileError for a folder without training files, or a bad file.
+    Raises TokenFileError for a folder without training files, a bad file, or one that is missing by the corpus's manifest.
     """
     files = [TokenFile(path) for path in sorted(folder.glob("*.bin"))]
+    check_shards(folder, {file.path.name: file.tokens for file in files})
     spans: dict[bool, list[Span]] = {True: [], False: []}  # keyed by: is it for validation?
     for file in files:
         spans[is_validation(file.path)].append(Span(file, 0, file.tokens))

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from data.manifest import in_words, unfinished
 from data.token_file import TokenFileError, corpus_writer
 from runtime.cli import did_you_mean
 from runtime.files import lock_file
@@ -15,8 +16,8 @@ SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
 def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
     """Write the corpus of `folder` if it is a small one that is not there yet, telling `say`.
 
-    Where another process is writing the corpus, whichever it is, that is waited for. Raises TokenFileError, naming the nearest
-    corpus and what to run, if it is not there and no small one.
+    Where another process is writing the corpus, whichever it is, that is waited for. Raises TokenFileError if it is not
+    there and no small one, or not finished: it names what to run, and the nearest corpus.
     """
     if is_there(folder):
         return
@@ -29,6 +30,8 @@ def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
                 say(f"preparing {folder}")
                 importlib.import_module(f"data.{folder.name}").prepare(folder)
                 return
+    if begun := unfinished(folder):
+        raise TokenFileError(f"{folder}: {in_words(begun)}")
     there = {path.parent.name for path in folder.parent.glob("*/*.bin") if path.parent.suffix != ".tmp"}
     script = "python data/fineweb.py" if folder.name == "fineweb" else f"python data/text.py FILE --name {shlex.quote(folder.name)}"
     if folder.parent != Path("data"):

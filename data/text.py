@@ -15,10 +15,12 @@ if __name__ == "__main__":
     end_at_ctrl_c()  # first of all: imports take a moment
 
 import argparse
+import io
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from data.token_file import TokenFileError, write_corpus
 from data.tokenizer import END_OF_TEXT, encode_text
@@ -43,12 +45,20 @@ def prepare(folder: Path, sources: list[Path]) -> int:
             raise TokenFileError(f"{source}: is empty or not a file; give UTF-8 text files")
     spelled_out: Counter[Path] = Counter()
     count = write_corpus(folder, _documents(sources, spelled_out))
-    if files := [source for source in spelled_out if spelled_out[source]]:
-        times = "once" if spelled_out.total() == 1 else f"{spelled_out.total():,} times"
-        others = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        print(f"note: {SEPARATOR} stands {times} in {files[0]}{others}: it was written as ordinary text, in 7 tokens, not as the "
-              f"one token that begins a document; for that, give each document as a file of its own", file=sys.stderr)
+    if note := spelled_out_note({str(source): n for source, n in spelled_out.items() if n}):
+        print(note, file=sys.stderr)
     return count
+
+
+def spelled_out_note(times: Mapping[str, int]) -> str | None:
+    """What to say of the files whose text has the separator of documents, and how often; None if there are none."""
+    if not times:
+        return None
+    total = sum(times.values())
+    others = f" and {len(times) - 1} more" if len(times) > 1 else ""
+    return (f"note: {SEPARATOR} stands {'once' if total == 1 else f'{total:,} times'} in {next(iter(times))}{others}: it was "
+            f"written as ordinary text, in 7 tokens, not as the one token that begins a document; for that, give each document as "
+            f"a file of its own")
 
 
 def _documents(sources: list[Path], spelled_out: Counter[Path]) -> Iterator[list[int]]:
@@ -69,24 +79,53 @@ def _counted(pieces: Iterable[str], source: Path, spelled_out: Counter[Path]) ->
 def _pieces(source: Path) -> Iterator[str]:
     """The text a megabyte at a time, so that a file larger than memory works."""
     try:
-        with open(source, encoding="utf-8-sig", newline="") as file:
+        with open(source, "rb") as file:
             empty, before = True, os.fstat(file.fileno())
-            while piece := file.read(2**20):
+            for piece in decoded(source, file):
                 empty = False
-                if "\0" in piece:
-                    raise TokenFileError(f"{source}: not UTF-8 text (it holds NUL characters, as UTF-16 and damaged files do); "
-                                         f"convert it, for example with iconv -f UTF-16LE -t UTF-8, or leave them out with "
-                                         f"tr -d '\\0'")
                 yield piece
-            after = os.fstat(file.fileno())
-        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            raise TokenFileError(f"{source}: was changed while it was read; run this again once it stays as it is")
+            check_unchanged(source, before, os.fstat(file.fileno()))
         if empty:  # but for a byte order mark
             raise TokenFileError(f"{source}: is empty; give UTF-8 text files")
-    except UnicodeDecodeError as error:
-        raise TokenFileError(f"{source}: not UTF-8 text ({error.reason}); convert it, for example with iconv") from None
     except OSError as error:
         raise TokenFileError(f"{source}: cannot be read: {error.strerror}") from None
+
+
+def decoded(source: Path, file: BinaryIO, encoding: str = "utf-8-sig") -> Iterator[str]:
+    """The text of an open file a megabyte at a time; `source` is what errors name. Raises TokenFileError if it is no text."""
+    text = io.TextIOWrapper(file, encoding=encoding, newline="")
+    try:
+        while piece := text.read(2**20):
+            if "\0" in piece:
+                raise TokenFileError(f"{source}: not UTF-8 text (it holds NUL characters, as UTF-16 and damaged files do); "
+                                     f"convert it, for example with iconv -f UTF-16LE -t UTF-8, or leave them out with "
+                                     f"tr -d '\\0'")
+            yield piece
+    except UnicodeDecodeError as error:
+        raise TokenFileError(f"{source}: not UTF-8 text ({error.reason}); convert it, for example with iconv") from None
+    finally:
+        if not text.closed:
+            text.detach()  # the file stays open
+
+
+def check_unchanged(source: Path, before: os.stat_result, after: os.stat_result) -> None:
+    """Raises TokenFileError if a file was changed while it was read."""
+    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        raise TokenFileError(f"{source}: was changed while it was read; run this again once it stays as it is")
+
+
+def corpus_folder(data_dir: str, name: str) -> Path:
+    """The folder of a corpus of the user's own. Raises TokenFileError for a name that it cannot have."""
+    folder = Path(data_dir) / name
+    if folder.parent != Path(data_dir) or name == ".." or folder.suffix == ".tmp":
+        raise TokenFileError(f"--name {name}: must be a plain name, not one that ends in .tmp; "
+                             f"use --data_dir for the folder it lies in")
+    if name.startswith("-") or not name.isprintable():
+        raise TokenFileError(f"--name {name!a}: begins with - or has characters that cannot be printed, so that --dataset "
+                             f"could not name it; choose another name")
+    if name in OURS:
+        raise TokenFileError(f"--name {name}: is the corpus that data/{name}.py writes; choose another name")
+    return folder
 
 
 def main() -> None:
@@ -96,16 +135,8 @@ def main() -> None:
     parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
     args = parser.parse_args()
     name = args.files[0].stem if args.name is None else args.name
-    folder = Path(args.data_dir) / name
-    with reported(str(folder), status=1):
-        if folder.parent != Path(args.data_dir) or name == ".." or folder.suffix == ".tmp":
-            raise TokenFileError(f"--name {name}: must be a plain name, not one that ends in .tmp; "
-                                 f"use --data_dir for the folder it lies in")
-        if name.startswith("-") or not name.isprintable():
-            raise TokenFileError(f"--name {name!a}: begins with - or has characters that cannot be printed, so that --dataset "
-                                 f"could not name it; choose another name")
-        if name in OURS:
-            raise TokenFileError(f"--name {name}: is the corpus that data/{name}.py writes; choose another name")
+    with reported(str(Path(args.data_dir) / name), status=1):
+        folder = corpus_folder(args.data_dir, name)
         count = prepare(folder, args.files)
     with reported("stdout"):
         print(f"{count:,} tokens in {folder}; train on them with --dataset {shlex.quote(folder.name)}", flush=True)

@@ -47,11 +47,8 @@ def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
     with open(path, "wb") as file:
         file.write(bytes(HEADER_BYTES))
         for part in parts:
-            tokens = np.asarray(part, dtype=np.int64)
-            if tokens.size and not 0 <= tokens.min() <= tokens.max() < MAX_VOCAB:
-                raise TokenFileError(f"{path.name}: token ids {tokens.min()} to {tokens.max()} do not fit this format, "
-                                     f"which holds 0 to {MAX_VOCAB - 1}; use a tokenizer with a smaller vocabulary")
-            file.write(tokens.astype("<u2").tobytes())
+            tokens = part if isinstance(part, np.ndarray) and part.dtype == "<u2" else _checked(part, path)
+            file.write(tokens.tobytes())
             count += tokens.size
         header = np.zeros(HEADER_INTS, dtype="<i4")
         header[:3] = MAGIC, VERSION, count
@@ -60,6 +57,14 @@ def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
         file.flush()
         os.fsync(file.fileno())
     return count
+
+
+def _checked(part: Tokens, path: Path) -> np.ndarray:
+    tokens = np.asarray(part, dtype=np.int64)
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < MAX_VOCAB:
+        raise TokenFileError(f"{path.name}: token ids {tokens.min()} to {tokens.max()} do not fit this format, "
+                             f"which holds 0 to {MAX_VOCAB - 1}; use a tokenizer with a smaller vocabulary")
+    return tokens.astype("<u2")
 
 
 def write_corpus(folder: Path, parts: Iterable[Tokens], shard_tokens: int = SHARD_TOKENS) -> int:

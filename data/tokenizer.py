@@ -20,6 +20,7 @@ from runtime.errors import UserError, in_a_line, reported
 
 END_OF_TEXT = 50256
 CHUNK_CHARS = 2**16
+WORD_END = re.compile(r"(?<=\S)(?=\s)")
 # GPT-2's vocabulary: the hashes that tiktoken itself expects of the two files
 SHA256 = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
           "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
@@ -93,9 +94,9 @@ def encode_text(pieces: Iterable[str], n_bytes: int, name: str) -> Iterator[list
     """
     encoding = get_encoding()
     threads = os.cpu_count() or 1
-    chunks, done, in_place = _chunks(pieces), 0, bool(sys.stderr) and sys.stderr.isatty()
+    cut, done, in_place = chunks(pieces), 0, bool(sys.stderr) and sys.stderr.isatty()
     try:
-        while batch := list(itertools.islice(chunks, 8 * threads)):
+        while batch := list(itertools.islice(cut, 8 * threads)):
             yield from encoding.encode_ordinary_batch(batch, num_threads=threads)
             done += sum(len(chunk.encode()) for chunk in batch)
             if in_place:
@@ -112,18 +113,19 @@ def size(n_bytes: int) -> str:
     return f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:.3g} kB"
 
 
-def _chunks(pieces: Iterable[str]) -> Iterator[str]:
+def chunks(pieces: Iterable[str]) -> Iterator[str]:
     """Cut a text only where white space follows something else.
 
     GPT-2's pattern starts a new word at every such place and does not look back past it, so the tokens of the chunks,
-    one after the other, are those of the text.
+    one after the other, are those of the text. Where a text is cut depends on what follows the cut before, not on the pieces.
     """
     rest = ""
     for piece in pieces:
-        rest += piece
-        while len(rest) > CHUNK_CHARS and (cut := re.compile(r"(?<=\S)(?=\s)").search(rest, CHUNK_CHARS)):
-            yield rest[:cut.start()]
-            rest = rest[cut.start():]
+        rest, start = rest + piece, 0
+        while len(rest) - start > CHUNK_CHARS and (cut := WORD_END.search(rest, start + CHUNK_CHARS)):
+            yield rest[start:cut.start()]
+            start = cut.start()
+        rest = rest[start:]
     if rest:
         yield rest
 

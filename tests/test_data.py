@@ -472,7 +472,7 @@ def test_a_text_encoded_in_chunks_has_the_tokens_of_the_text_encoded_at_once(cas
 
 def test_a_long_text_really_is_cut_into_chunks(monkeypatch):
     monkeypatch.setattr(tokenizer, "CHUNK_CHARS", 64)
-    assert len(list(tokenizer._chunks([NASTY["words"]]))) > 10
+    assert len(list(tokenizer.chunks([NASTY["words"]]))) > 10
 
 
 def test_a_tampered_package_is_not_used_and_a_failing_download_says_what_to_install(fresh_encoding, monkeypatch):

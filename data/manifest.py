@@ -1,0 +1,131 @@
+"""manifest.json: what a corpus that data/documents.py writes is made of, and, while it is unfinished, how to go on with it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pydantic
+
+from data.token_file import TokenFileError
+from runtime.files import write_whole
+
+MANIFEST = "manifest.json"
+
+
+class Part(pydantic.BaseModel):
+    """A part of a manifest. What it does not know is refused."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+
+class Shard(Part):
+    """A token file of the corpus."""
+
+    file: str
+    tokens: int
+    sha256: str
+
+
+class SourceFile(Part):
+    """A file that documents are read from. What is not known before it has been read is None until then."""
+
+    file: str
+    bytes: int
+    sha256: str | None = None
+    documents: int | None = None
+    skipped: int | None = None  # what stood in place of a document and was none
+    end_of_text_spelled_out: int | None = None  # how often the text of documents has the separator of documents
+
+
+class Options(Part):
+    """The options that decide the tokens and how they are divided up."""
+
+    text_column: str
+    shard_tokens: int
+    val_shards: int
+    val_shard_tokens: int
+
+
+class Unfinished(Part):
+    """How to go on with a corpus after its last whole shard."""
+
+    command: str
+    place: list[int]  # see data/sources.py
+    into: int  # tokens of the text that begins at `place` that are in the shards already
+
+
+class Manifest(Part):
+    """A corpus: its counts, its files, and the files that it was made from."""
+
+    corpus: str
+    tokenizer: str = "gpt2"
+    options: Options
+    documents: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    val_tokens: int = 0
+    train_tokens: int = 0
+    shards: list[Shard] = []
+    sources: list[SourceFile]
+    unfinished: Unfinished | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json, whole or not at all. Raises OSError."""
+        write_whole(folder / MANIFEST, json.dumps(self.model_dump(exclude_none=True), indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a corpus; None where there is none. Raises TokenFileError if it cannot be understood."""
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
+    except pydantic.ValidationError:
+        raise TokenFileError(f"{path}: damaged, or not written by data/documents.py; restore it, or delete it to take the token "
+                             f"files beside it as they are") from None
+
+
+def check_shards(folder: Path, there: Mapping[str, int]) -> None:
+    """Raises TokenFileError unless all token files that the manifest names are `there`, with the numbers of tokens that it names.
+
+    A corpus without a manifest is taken as it is.
+    """
+    manifest = read_manifest(folder)
+    if not manifest:
+        return
+    if manifest.unfinished:
+        raise TokenFileError(f"{folder}: {in_words(manifest)}")
+    missing = [shard.file for shard in manifest.shards if shard.file not in there]
+    if missing:
+        others = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        raise TokenFileError(f"{folder}: {missing[0]}{others} missing: {MANIFEST} names {len(manifest.shards)} token files; "
+                             f"restore what is missing, or delete {MANIFEST} to train on the files that are there")
+    for shard in manifest.shards:
+        if there[shard.file] != shard.tokens:
+            raise TokenFileError(f"{folder / shard.file}: holds {there[shard.file]:,} tokens, not the {shard.tokens:,} that "
+                                 f"{MANIFEST} names; restore it, or delete {MANIFEST} to train on the files that are there")
+
+
+# ---- a corpus that is not finished
+
+
+def unfinished_folder(folder: Path) -> Path:
+    """Where the shards of a corpus lie until it is finished."""
+    return folder.with_name(f"{folder.name}.unfinished.tmp")
+
+
+def unfinished(folder: Path) -> Manifest | None:
+    """The manifest of an unfinished corpus that can be gone on with. Raises TokenFileError if it cannot be understood."""
+    manifest = read_manifest(unfinished_folder(folder))
+    return manifest if manifest and manifest.shards else None
+
+
+def in_words(manifest: Manifest) -> str:
+    """How far an unfinished corpus is, and how to go on."""
+    shards = "1 shard is" if len(manifest.shards) == 1 else f"{len(manifest.shards)} shards are"
+    command = manifest.unfinished.command if manifest.unfinished else ""
+    return (f"is not finished: {shards} written, {sum(shard.tokens for shard in manifest.shards):,} tokens; go on with: "
+            f"{command or 'the command that wrote them'}")
