@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -44,7 +44,7 @@ from runtime.files import flush_to_disk, sha256
 from runtime.runlog import duration
 
 BATCH_CHARS, BATCH_PIECES = 2**19, 2**12  # that are handed to a worker at once: 30 ms of work
-SAMPLED_FILES, SAMPLED_CHARS = 8, 2**18  # from how much the number of tokens is estimated: so many files, so much of each
+SAMPLED_FILES, SAMPLED_CHARS = 8, 2**22  # the number of tokens is estimated from so many files, and so much of them together
 VAL_SHARE = 10  # of a small corpus at most one part in so many is for validation
 BEING_WRITTEN = "shard.tmp"
 AGAIN = "run the same command again to go on"
@@ -111,8 +111,7 @@ def _write(folder: Path, manifest: Manifest, sources: list[Source], workers: int
             raise TokenFileError(f"{problem}; {before}correct it, or leave out up to N like it with --skip_bad N")
 
     pieces = read_documents(sources, options.text_column, on_bad, place)
-    progress = _Progress(sources, place)
-    with Workers(workers) as pool, _Hashes(sources) as hashes:
+    with Workers(workers) as pool, _Hashes(sources) as hashes, _Progress(sources, place) as progress:
         stream = _Stream(pool.encode(_batches(pieces, hashes.begin)), place, manifest.unfinished.into if manifest.unfinished else 0,
                          progress.after)
         for i in itertools.count(len(manifest.shards)):
@@ -137,7 +136,7 @@ def _write(folder: Path, manifest: Manifest, sources: list[Source], workers: int
                 manifest.unfinished.place, manifest.unfinished.into = list(stream.place), stream.into
             flush_to_disk(path.parent)
             manifest.write(path.parent)
-    progress.end()
+        progress.end()
 
 
 def _finish(folder: Path, manifest: Manifest) -> None:
@@ -150,8 +149,8 @@ def _finish(folder: Path, manifest: Manifest) -> None:
     manifest.unfinished = None
     if not manifest.train_tokens:
         manifest.shards.clear()  # none of them is of use
-        if not manifest.tokens:
-            raise TokenFileError(f"{folder}: there are no documents to write")
+        if manifest.tokens == manifest.documents:  # nothing but what begins a document
+            raise TokenFileError(f"{folder}: there is no text to write: {manifest.documents:,} documents, all of them empty")
         smaller = max(1, manifest.tokens // VAL_SHARE // manifest.options.val_shards)
         raise TokenFileError(f"{folder}: all {manifest.tokens:,} tokens go into the validation shards, of "
                              f"{manifest.options.val_shard_tokens:,} tokens each, and none are left to train on; run this again "
@@ -228,12 +227,13 @@ def _name(path: Path) -> str:
 def _tokens_per_byte(sources: list[Source], column: str) -> float:
     """The tokens of a source by its size, estimated from the beginnings of some."""
     tokens = read = 0
-    for source in sources[::-(-len(sources) // SAMPLED_FILES)]:
+    sampled = sources[::-(-len(sources) // SAMPLED_FILES)]
+    for source in sampled:
         chars, piece = 0, None
         for piece in read_documents([source], column, lambda problem: None):
             tokens += int(encode(get_encoding(), [(piece.text, piece.begins)])[0][0])
             chars += len(piece.text or "")
-            if chars > SAMPLED_CHARS:
+            if chars > SAMPLED_CHARS // len(sampled):
                 break
         read += piece.read if piece else 0
     return tokens / max(1, read)
@@ -329,7 +329,7 @@ class _Hashes:
         self.sources, self.digests = sources, dict[int, Future[str]]()
         self.thread, self.stop = ThreadPoolExecutor(1), threading.Event()
 
-    def __enter__(self) -> "_Hashes":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -367,6 +367,13 @@ class _Progress:
         self.documents = self.tokens = 0
         self.first: int | None = None  # bytes read when this began
         self.in_place = bool(sys.stderr) and sys.stderr.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error and self.in_place:
+            print(file=sys.stderr)  # what is said next begins a line
 
     def after(self, pieces: Sequence[Piece], tokens: int) -> None:
         self.documents += sum(piece.begins for piece in pieces)

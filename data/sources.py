@@ -87,8 +87,8 @@ def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
             source = Source(path, *_ending(path), _size(path))
             twice += (real := os.path.realpath(path)) in sources
             sources.setdefault(real, source)
-    notes = [f"{others:,} files in the folders were left out: their names do not end in {ENDINGS}"] if others else []
-    notes += [f"{twice:,} files are named more than once: each is taken once, at its first place"] if twice else []
+    notes = [f"files in the folders that are left out, as their names do not end in {ENDINGS}: {others:,}"] if others else []
+    notes += [f"files that are named more than once, and taken once, at their first place: {twice:,}"] if twice else []
     return list(sources.values()), notes
 
 
@@ -189,10 +189,10 @@ def _text(source: Source, file: BinaryIO, start: Place) -> Iterator[Piece]:
         bom = len(BOM) if start.offset == 0 and unpacked.peek(len(BOM)).startswith(BOM) else 0
         unpacked.read(bom)
         for chunk in chunks(decoded(source.path, unpacked, "utf-8")):
-            yield Piece(chunk, place.offset == 0, place, file.tell())
-            place = place._replace(offset=place.offset + len(chunk.encode()) + bom,
+            after = place._replace(offset=place.offset + len(chunk.encode()) + bom,
                                    spelled_out=place.spelled_out + chunk.count(SEPARATOR))
-            bom = 0
+            yield Piece(chunk, place.offset == 0, place, file.tell() if source.packed else after.offset)
+            place, bom = after, 0
     if place.offset == 0:
         yield Piece("", True, place, source.size)
     yield Piece(None, False, place._replace(documents=1), source.size)
@@ -217,11 +217,11 @@ def _json_text(line: bytes, column: str) -> tuple[str | None, str]:
     try:
         value = json.loads(line.decode())
     except json.JSONDecodeError as error:
-        return None, f"not JSON: {error.msg}, column {error.colno}"
+        return None, f"not a line of JSON: {error.msg}, column {error.colno}"
     except UnicodeDecodeError as error:
         return None, f"not UTF-8: {error.reason}, byte {error.start + 1}"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets in brackets
-        return None, f"not JSON that can be read: {in_a_line(error)}"
+        return None, f"not a line of JSON that can be read: {in_a_line(error)}"
     if not isinstance(value, dict):
         return None, f"must be a JSON object with the text under {json.dumps(column)}, and is {_json_kind(value)}"
     if column not in value:

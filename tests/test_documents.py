@@ -7,11 +7,13 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -155,8 +157,8 @@ def test_a_folder_is_read_in_the_order_of_its_paths_with_folders_in_it_formats_m
     (tmp_path / "elsewhere" / "round").symlink_to(raw)  # in a circle
     assert written(tmp_path, raw, raw / "b.parquet", val_shards=0) == expected(["1", "2", "3", "4", "5", "6", "7"])
     said = capsys.readouterr().err
-    assert "note: 1 files in the folders were left out" in said
-    assert "note: 1 files are named more than once: each is taken once, at its first place" in said
+    assert re.search(r"note: files in the folders that are left out, as their names do not end in \.parquet.*: 1\n", said)
+    assert "note: files that are named more than once, and taken once, at their first place: 1\n" in said
 
 
 @pytest.mark.parametrize("chunk_chars", [1, 50])
@@ -328,7 +330,7 @@ def fail_after(monkeypatch, shards: int) -> None:
 
 
 def go_on(tmp_path: Path, *more: Path, **options):
-    usual = {"shard_tokens": 1000, "command": "python documents.py a b"}
+    usual: dict[str, Any] = {"shard_tokens": 1000, "command": "python documents.py a b"}
     return prepare(tmp_path / "data" / "mine", [tmp_path / "a.jsonl", tmp_path / "b.jsonl", *more], **(usual | options))
 
 
@@ -421,15 +423,15 @@ def test_a_worker_that_is_killed_is_one_line(processes, tmp_path, monkeypatch):
 
 LINE = '{"text": "good"}\n'
 BAD_LINES = {
-    "no JSON": ('{"text": "bad"', "not JSON: Expecting ',' delimiter, column"),
+    "no JSON": ('{"text": "bad"', "not a line of JSON: Expecting ',' delimiter, column"),
     "no object": ('["text"]', 'must be a JSON object with the text under "text", and is a list'),
     "no such key": ('{"content": "x", "id": 1}', 'has no "text"; it has "content", "id"; say with --text_column where the text is'),
     "no keys": ("{}", 'has no "text"; it has nothing'),
     "null": ('{"text": null}', '"text" is null, not a text'),
     "a number": ('{"text": 1.5}', '"text" is a number, not a text'),
     "a list": ('{"text": ["a"]}', '"text" is a list, not a text'),
-    "brackets in brackets": ("[" * 100_000, "not JSON that can be read: RecursionError"),
-    "a long number": ('{"text": ' + "1" * 5000 + "}", "not JSON that can be read: ValueError"),
+    "brackets in brackets": ("[" * 100_000, "not a line of JSON that can be read: RecursionError"),
+    "a long number": ('{"text": ' + "1" * 5000 + "}", "not a line of JSON that can be read: ValueError"),
     "not UTF-8": (b'{"text": "\xff"}', "not UTF-8: invalid start byte, byte 11"),
 }
 
@@ -454,8 +456,8 @@ def test_more_bad_lines_than_may_be_left_out_end_it_and_with_more_it_goes_on_whe
     for i in (80, 50, 20):
         lines.insert(i, "bad")
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    with pytest.raises(TokenFileError, match=r"line 83: not JSON.*; the 2 before it were left out, as --skip_bad allows; .*; "
-                                             r"\d+ whole shards are kept: run the same command again to go on$"):
+    with pytest.raises(TokenFileError, match=r"line 83: not a line of JSON.*; the 2 before it were left out, as --skip_bad allows; "
+                                             r".*; \d+ whole shards are kept: run the same command again to go on"):
         written(tmp_path, tmp_path / "a.jsonl", skip_bad=2, shard_tokens=100)
     assert written(tmp_path, tmp_path / "a.jsonl", skip_bad=3, shard_tokens=100) == expected(documents)
     assert read_manifest(tmp_path / "data" / "mine").skipped == 3
@@ -496,7 +498,7 @@ def test_a_damaged_file_is_one_line_that_names_it(name, damage, tmp_path):
     with pytest.raises(TokenFileError) as refused:
         written(tmp_path, path)
     if damage == "empty" and name != "a.parquet":  # an empty file unpacks to nothing
-        assert str(refused.value).endswith("there are no documents to write")
+        assert str(refused.value).endswith("there is no text to write: 0 documents, all of them empty")
     else:
         assert str(refused.value).startswith(f"{path}: not a whole {path.suffix} file, but cut short or damaged (")
         assert str(refused.value).endswith("; fetch or write it again")
