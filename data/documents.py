@@ -83,7 +83,7 @@ def prepare(folder: Path, named: Sequence[Path], *, text_column: str = "text", s
                                                 val_shards=val_shards, val_shard_tokens=val_tokens),
                                 unfinished=Unfinished(command=command, place=list(Place()), into=0))
         _check_space(folder, sources, expected, manifest)
-        with _kept(folder, manifest):
+        with _kept(folder):
             if manifest.unfinished:
                 manifest.unfinished.command = command
                 _write(folder, manifest, sources, workers or _cores(), skip_bad)
@@ -148,7 +148,7 @@ def _finish(folder: Path, manifest: Manifest) -> None:
     manifest.train_tokens = manifest.tokens - manifest.val_tokens
     manifest.unfinished = None
     if not manifest.train_tokens:
-        manifest.shards.clear()  # none of them is of use
+        shutil.rmtree(unfinished_folder(folder))  # nothing can go on with it
         if manifest.tokens == manifest.documents:  # nothing but what begins a document
             raise TokenFileError(f"{folder}: there is no text to write: {manifest.documents:,} documents, all of them empty")
         smaller = max(1, manifest.tokens // VAL_SHARE // manifest.options.val_shards)
@@ -159,7 +159,7 @@ def _finish(folder: Path, manifest: Manifest) -> None:
 
 
 @contextlib.contextmanager
-def _kept(folder: Path, manifest: Manifest) -> Iterator[None]:
+def _kept(folder: Path) -> Iterator[None]:
     """Keep the whole shards of a corpus whose writing fails, and say so; without any, leave nothing of it."""
     try:
         try:
@@ -168,9 +168,10 @@ def _kept(folder: Path, manifest: Manifest) -> Iterator[None]:
             remedy = "free some space" if error.errno == errno.ENOSPC else "mend that"
             raise TokenFileError(f"{folder}: cannot be written: {error.strerror}; {remedy}, then {AGAIN}") from None
     except BaseException as error:
-        if n := len(manifest.shards):
+        if begun := unfinished(folder):
             with contextlib.suppress(OSError):
                 (unfinished_folder(folder) / BEING_WRITTEN).unlink(missing_ok=True)  # what it took of a full disk
+            n = len(begun.shards)
             error.add_note(f"{n} whole shard{'s are' if n > 1 else ' is'} kept" + ("" if AGAIN in str(error) else f": {AGAIN}"))
         else:
             shutil.rmtree(unfinished_folder(folder), ignore_errors=True)

@@ -121,7 +121,7 @@ def _files_in(folder: Path) -> list[Path]:
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(place) / name for name in files if not name.startswith(".")]
     return sorted(found)
 
