@@ -70,15 +70,19 @@ class Workers:
         """Each batch with its tokens, in order. Raises TrainingError if a process died, and what `batches` raises: after the
         batches before it."""
         waiting: deque[tuple[Sequence[T], Future[Tokens]]] = deque()
-        fault = None
-        try:
-            for batch in batches:
-                waiting.append((batch, self._threads.submit(self._ask, [(piece.text, piece.begins) for piece in batch])))
-                while len(waiting) > AHEAD * self.n or (waiting and waiting[0][1].done()):
-                    first, answer = waiting.popleft()
-                    yield first, answer.result()
-        except UserError as error:
-            fault = error
+        rest, fault = iter(batches), None
+        while True:
+            try:
+                batch = next(rest, None)
+            except UserError as error:
+                fault = error
+                break
+            if batch is None:
+                break
+            waiting.append((batch, self._threads.submit(self._ask, [(piece.text, piece.begins) for piece in batch])))
+            while len(waiting) > AHEAD * self.n or (waiting and waiting[0][1].done()):
+                first, answer = waiting.popleft()
+                yield first, answer.result()
         for first, answer in waiting:
             yield first, answer.result()
         if fault:

@@ -421,6 +421,24 @@ def test_a_worker_that_is_killed_is_one_line(processes, tmp_path, monkeypatch):
     assert not (tmp_path / "data").exists()
 
 
+def test_a_worker_that_dies_in_the_middle_takes_no_document_with_it(tmp_path, monkeypatch):
+    documents, asked = texts(200), itertools.count()
+    path = write_jsonl(tmp_path / "a.jsonl", documents)
+
+    def ask(self, batch):
+        if next(asked) == 5:
+            raise TrainingError("a process that tokenizes has ended")
+        return data.workers.encode(get_encoding(), batch)
+
+    monkeypatch.setattr(data.documents, "BATCH_CHARS", 5000)
+    monkeypatch.setattr(data.workers.Workers, "_ask", ask)
+    with pytest.raises(TrainingError, match="has ended"):
+        written(tmp_path, path, shard_tokens=300, workers=1)
+    kept = tokens_of(unfinished_folder(tmp_path / "data" / "mine"))
+    assert kept == expected(documents)[:len(kept)]
+    assert written(tmp_path, path, shard_tokens=300) == expected(documents)
+
+
 # ---- bad input
 
 LINE = '{"text": "good"}\n'
