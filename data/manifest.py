@@ -119,7 +119,11 @@ def unfinished_folder(folder: Path) -> Path:
 
 def unfinished(folder: Path) -> Manifest | None:
     """The manifest of an unfinished corpus that can be gone on with. Raises TokenFileError if it cannot be understood."""
-    manifest = read_manifest(unfinished_folder(folder))
+    where = unfinished_folder(folder)
+    try:
+        manifest = read_manifest(where)
+    except TokenFileError:
+        raise TokenFileError(f"{where / MANIFEST}: cannot be read, or is damaged; delete {where} to begin {folder} anew") from None
     return manifest if manifest and manifest.shards else None
 
 

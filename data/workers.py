@@ -104,9 +104,11 @@ class Workers:
         with self._lock:
             if self._processes is None:
                 raise RuntimeError("no longer needed")
-            # a session of its own: Ctrl-C in the terminal is for the process that asks
-            self._processes.append(subprocess.Popen([sys.executable, Path(__file__).resolve()], stdin=subprocess.PIPE,
-                                                    stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True))
+            try:  # a session of its own: Ctrl-C in the terminal is for the process that asks
+                self._processes.append(subprocess.Popen([sys.executable, Path(__file__).resolve()], stdin=subprocess.PIPE,
+                                                        stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True))
+            except OSError as error:
+                raise TrainingError(f"a process to tokenize cannot be started: {error.strerror}; take fewer --workers") from None
             return self._processes[-1]
 
 

@@ -359,7 +359,8 @@ def swap(path: Path, one: bytes, other: bytes) -> None:
     (lambda place: write_jsonl(place / "b.jsonl", ["other"]), r"b\.jsonl has changed"),
     (lambda place: (place / "b.jsonl").unlink(), r"b\.jsonl: cannot be read: No such file"),
     (lambda place: (place / "data/mine.unfinished.tmp/mine_val_000000.bin").unlink(), r"mine_val_000000\.bin: cannot be read"),
-], ids=["rewritten", "same size", "not read yet", "gone", "shard gone"])
+    (lambda place: (place / "data/mine.unfinished.tmp/manifest.json").write_text("{"), r"damaged; delete .*tmp to begin .* anew"),
+], ids=["rewritten", "same size", "not read yet", "gone", "shard gone", "manifest"])
 def test_a_corpus_whose_files_have_changed_is_not_gone_on_with(change, message, tmp_path, monkeypatch):
     begun(tmp_path, texts(120), monkeypatch)
     change(tmp_path)
