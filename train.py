@@ -109,8 +109,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     corpus, tokens_per_step = loader.stream.fingerprint(), loader.global_batch * config.seq_len
     if resumed:
         resumed.restore(state, config, corpus, world)
-    on, off = config.optimizations(world.world_size)
-    run.say(f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}")
+    run.say("optimizations on: {}; off: {}".format(*(", ".join(some) or "none" for some in config.optimizations(world.world_size))))
     notes += config.notes() + (bf16_note(device) if config.bf16 else [])
     first_step, step_seconds, loss, stopping = state.step + 1, [], math.nan, False  # of this call
     batches = prefetch(loader, device, range(first_step, config.max_steps + 1))

@@ -429,8 +429,8 @@ def test_every_recipe_runs_to_its_end_on_a_corpus_of_ones_own(recipe, tmp_path, 
     write_corpus(tmp_path / "data/mine", [[token * 7 % 50257 for token in range(4000)]])
     (tmp_path / "data/hellaswag").mkdir()
     (tmp_path / "data/hellaswag/hellaswag_val.jsonl").write_text(json.dumps({
-        "activity_label": "Roofing", "ctx_a": "A man is on a roof.", "ctx_b": "he", "endings": ["falls.", "sings.", "eats.", "works."],
-        "label": 3}))
+        "activity_label": "Roofing", "ctx_a": "A man is on a roof.", "ctx_b": "he", "label": 3,
+        "endings": ["falls.", "sings.", "eats.", "works."]}))
     small = "--n_layer 2 --n_head 2 --n_embd 64 --block_size 64 --seq_len 64 --batch_size 2 --total_batch_tokens 512 --max_steps 4"
     words = [f"--config={recipe}", *small.split(), "--dataset=mine", "--val_fraction=0.1", "--sample_tokens=2", "--no-compile",
              "--device=cpu", *(["--no-bf16"] if fast_precision() else []),
