@@ -372,7 +372,7 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
 
 def _check_same(config: Config, world: World) -> None:
     """Raises ConfigError unless all processes have the same options; folders may have other places on another machine."""
-    everyones = world.gather(config.model_dump(mode="json", exclude={"data_dir", "log_dir"}))
+    everyones = world.gather(config.model_dump(mode="json", exclude={*PLACES, "log_dir"}))
     differ = [f"{name}: the processes of a run need the same options, but it is {mine} on rank 0 and {theirs[name]} on rank {rank}"
               for rank, theirs in enumerate(everyones) for name, mine in everyones[0].items() if theirs[name] != mine]
     if differ:

@@ -12,17 +12,16 @@ from model import GPT, GPTConfig
 from runtime.device import device_name, prepare, product_dtype
 from runtime.measure import bf16_note, matmul_tflops
 from runtime.report import flops_rate
-from runtime.signals import StopRequest
 from runtime.world import World
 from weights import build_model
 
 UTILIZATIONS = (0.3, 0.4, 0.5)  # shares of the measured rate that training reaches
 
 
-def estimate(config: Config, world: World, stop: StopRequest | None = None) -> None:
+def estimate(config: Config, world: World) -> None:
     """Print the run's tokens and compute, the hours on this device, the disk that checkpoints take, and the epochs.
 
-    Measures the device for some seconds, and writes nothing. Every process may call this; rank 0 prints. Raises UserError for
+    Measures the device for some seconds, and writes no run. Every process may call this; rank 0 prints. Raises UserError for
     what this device cannot do, a corpus that is bad, and weights of `init_from` that cannot be had.
     """
     if world.rank:
@@ -53,7 +52,7 @@ def estimate(config: Config, world: World, stop: StopRequest | None = None) -> N
 
 def hours(seconds: float) -> str:
     """A time in hours; of more than two days, in days too."""
-    text = f"{seconds / 3600:,.3g} hours" if seconds < 3600e3 else f"{seconds / 3600:,.0f} hours"
+    text = f"{seconds / 3600:,.3g} hours" if seconds < 999.5 * 3600 else f"{seconds / 3600:,.0f} hours"
     return text + (f" ({seconds / 86400:,.0f} days)" if seconds > 2 * 86400 else "")
 
 
@@ -77,11 +76,13 @@ def disk_in_words(config: Config, model: GPT) -> str:
     """What the checkpoints take, and what is free where they go."""
     if not config.keep_last:
         return "disk:    no checkpoint is saved, as keep_last is 0"
-    each, saved = checkpoint_bytes(config, model), 1
+    each, saved, best = checkpoint_bytes(config, model), 1, bool(config.eval_every)
     if config.checkpoint_every:
         saved = -(-config.max_steps // config.checkpoint_every)
-    kept, best = min(config.keep_last, saved), bool(config.eval_every)
+    if config.eval_every:  # the best so far is saved too
+        saved += config.max_steps // config.eval_every
+    kept = min(max(config.keep_last, 2), saved)  # the one before goes only once the new one is whole
     place = Path(config.log_dir).absolute()
     free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
-    return (f"disk:    {each / 1e9:,.3g} GB a checkpoint, at most {each * (kept + best) / 1e9:,.3g} GB for {kept} kept"
+    return (f"disk:    {each / 1e9:,.3g} GB a checkpoint, at most {each * (kept + best) / 1e9:,.3g} GB for {kept} at a time"
             f"{' and the best one' if best else ''}; {free / 1e9:,.3g} GB are free in {config.log_dir}")

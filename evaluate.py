@@ -32,7 +32,7 @@ with warnings.catch_warnings():
         """options"""
 
         run: Name
-        """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a Hugging Face model folder"""
+        """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face model folder, or a .pt file of nanoGPT"""
         dataset: Name | None = None
         """corpus whose validation split gives the loss (none: the one that the run trained on)"""
         data_dir: Name | None = None

@@ -38,7 +38,7 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError
 
-from checkpoint import SavedState, read_state
+from checkpoint import PLACES, SavedState, read_state
 from config import Config
 from data.token_file import TokenFileError, count_tokens
 from data.tokenizer import END_OF_TEXT, vocabulary_files
@@ -49,7 +49,7 @@ from runtime.report import draw_losses, items, markdown_table
 from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, Row, curve, duration, read_rows
 from weights import HUGGING_FACE, STATE, CheckpointError, find_model, read_json, write_hugging_face
 
-OF_THIS_MACHINE = ("data_dir", "log_dir", "resume")  # not told to those who get the model
+OF_THIS_MACHINE = (*PLACES, "log_dir", "resume")  # not told to those who get the model
 KNOWN_DATA = {
     "pydocs": "the language reference that ships inside CPython (`pydoc_data.topics`)",
     "shakespeare": "tiny Shakespeare, 1.1 MB of his plays",
@@ -241,14 +241,14 @@ def figures(run: Run) -> list[tuple[str, str]]:
         step, row = max(run.log.items())
         if row["loss"] is not None and math.isfinite(row["loss"]):
             rows.append((f"training loss, step {step:,}", f"{row['loss']:.4f} nats per token"))
-    if run.evaluations:
-        step, row = max(run.evaluations.items())
-        for column, value in row.items():
-            if column == "val_loss" and value is not None:
-                rows += [(f"validation loss, step {step:,}", f"{value:.4f} nats per token"),
-                         (f"validation perplexity, step {step:,}", f"{math.exp(min(value, 700)):,.2f}")]
-            elif column != "step" and value is not None:
-                rows.append((f"{column}, step {step:,}", f"{value:.4f}"))
+    # the last of each: they may be of different steps
+    latest = {column: (step, value) for step, row in run.evaluations.items() for column, value in row.items() if value is not None}
+    for column, (step, value) in latest.items():
+        if column == "val_loss":
+            rows += [(f"validation loss, step {step:,}", f"{value:.4f} nats per token"),
+                     (f"validation perplexity, step {step:,}", f"{math.exp(min(value, 700)):,.2f}")]
+        elif column != "step":
+            rows.append((f"{column}, step {step:,}", f"{value:.4f}"))
     said: dict[str, tuple[str, Callable[[float], str]]] = {
         "median_tokens_per_sec": ("speed", lambda value: f"{value:,.0f} tokens/s"), "seconds": ("time of the last call", duration),
         "peak_memory_mb": ("peak memory", lambda value: f"{value:,.0f} MB")}

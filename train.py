@@ -222,7 +222,10 @@ def main(config: Config, stop: StopRequest | None = None) -> None:
     reconfigure_output()
     with (reported(config.log_dir, advice=config.advice()),
           joined_world(choose_device(config.device, launch()), config.timeout) as world):
-        (estimate if config.estimate else train)(config, world, stop=stop.hear("set-up") if stop else None)
+        if config.estimate:
+            estimate(config, world)
+        else:
+            train(config, world, stop=stop.hear("set-up") if stop else None)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def compiling_told(say: Callable[[str], None], world: World, compiled: bool) -> 
         return
     from torch._dynamo.callback import callback_handler
 
-    progress = _Progress(say, shown=sys.stderr.isatty() and world.rank == 0)
+    progress = _Progress(say, shown=bool(sys.stderr) and sys.stderr.isatty() and world.rank == 0)
     callback_handler.register_start_callback(progress.start)
     callback_handler.register_end_callback(progress.end)
     try:
@@ -62,21 +62,20 @@ class _Progress:
     """The seconds that compiling has taken so far, shown in one line of a terminal while it goes on."""
 
     def __init__(self, say: Callable[[str], None], shown: bool):
-        self.say, self.shown = say, shown
-        self.begun: float | None = None
+        self.say, self.shown, self.told = say, shown, False
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
 
     def start(self, _: object = None) -> None:
         """PyTorch begins to compile something."""
-        if self.begun is None:
-            self.begun = time.monotonic()
+        if not self.told:
+            self.told = True
             kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
             self.say("compiling the model: a minute or more at the first start"
                      + (f"; later ones find it in {kept}" if kept else ""))
         if self.shown:
             self.ended.clear()
-            self.thread = threading.Thread(target=self._show, args=(self.begun,), daemon=True)
+            self.thread = threading.Thread(target=self._show, args=(time.monotonic(),), daemon=True)
             self.thread.start()
 
     def end(self, _: object = None) -> None:

@@ -115,12 +115,13 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._metadata, self._tensor = Event, Summary, SummaryMetadata, TensorProto
-        earlier = [int(path.name.split(".")[3]) for path in folder.glob(f"{EVENTS}.*")]
+        files = [path for path in folder.glob(f"{EVENTS}.*") if path.name.split(".")[3].isdecimal()]
         # files are read in the order of their names, which begin with the time
-        begun = max([int(time.time()), *(seconds + 1 for seconds in earlier)])
+        begun = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in files)])
         path = folder / f"{EVENTS}.{begun:010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = RecordWriter(open(path, "xb"))  # noqa: SIM115  # closed by close
-        self._first = step if earlier else 0
+        # from the step that the run goes on after, or from an earlier one, where what followed it then has failed or was not asked to
+        self._first = min(step, last_event(max(files)) + 1) if files else 0
         self._write(file_version="brain.Event:2")
         # what the files before this one have of this step and later ones does not count any more
         self._write(step=self._first, session_log=SessionLog(status=SessionLog.START))
@@ -151,6 +152,13 @@ class TensorBoard:
     def _write(self, **event: Any) -> None:
         self._file.write(self._event(wall_time=time.time(), **event).SerializeToString())
         self._file.flush()
+
+
+def last_event(path: Path) -> int:
+    """The last step in an event file; -1 if there is none."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    return max((event.step for event in EventFileLoader(str(path)).Load() if event.HasField("summary")), default=-1)
 
 
 # ---- Weights & Biases
@@ -205,6 +213,8 @@ class WandB:
             return run, (f"wandb keeps this run offline{why}; to send it, once it has ended: wandb sync "
                          f"{shlex.quote(str(self._folder / 'wandb'))}/offline-run-*")
         self._default_last = run.step - 1 if run.resumed else -1
+        if self._default_last >= 0:  # what is here of the run tells more: which of its figures the last step has
+            self._last = last_steps(self._folder / "wandb", run.id)
         return run, f"wandb: {run.url}" if run.url else f"wandb: mode {mode}"
 
     def lacks(self, name: str, step: int) -> bool:
