@@ -23,7 +23,7 @@ from pydantic import Field
 
 from runtime.cli import ConfigError, Name, Options, Positive, parse_command_line, reconfigure_output
 from runtime.errors import TrainingError, UserError, reported
-from runtime.process import before_torch
+from runtime.process import before_torch, give_back_if_short
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # json is also the name of a method that pydantic has given up
@@ -70,7 +70,7 @@ import torch.nn.functional as F
 from data.hellaswag import ENDINGS, Item, default_path, download, read_items
 from data.prepare import is_there, prepare_if_missing
 from data.tokenizer import END_OF_TEXT, get_encoding
-from dataloader import TokenStream, open_corpus
+from dataloader import TokenStream, is_validation, open_corpus
 from model import GPT
 from runtime.device import autocast_to, choose_device, device_name, prepare, product_dtype
 from runtime.files import write_whole
@@ -115,6 +115,7 @@ def validation_loss(model: GPT, stream: TokenStream, batch_size: int, tokens: in
     own = range(world.rank, sequences, world.world_size)
     with _evaluating(model):
         for first in range(0, len(own), batch_size):
+            give_back_if_short()
             x, y = (t.to(world.device) for t in stream.read(own[first:first + batch_size]))
             with autocast():
                 loss = model(x, y)
@@ -201,6 +202,7 @@ def ending_losses(model: GPT, rows: Sequence[Row], tokens_at_once: int, autocast
     losses: dict[Row, float] = {}
     with _evaluating(model):
         while len(losses) < len(longest_first):
+            give_back_if_short()
             first = len(losses)
             x, y = _batch(longest_first[first:first + max(1, tokens_at_once // (len(longest_first[first].tokens) // 2 - 1))])
             batch = longest_first[first:first + len(x)]
@@ -280,7 +282,10 @@ class HellaSwag:
         Every process has to call this. Give the model without torch.compile, as for `validation_loss`.
         """
         if self.every and (step % self.every == 0 or step >= self.max_steps) and step not in self.scores:
-            self.scores[step] = score(model, self.questions, self.tokens_at_once, self.world, autocast).figures()
+            try:
+                self.scores[step] = score(model, self.questions, self.tokens_at_once, self.world, autocast).figures()
+            except TrainingError as error:
+                raise TrainingError(f"step {step}: {error}; the log is kept in {run.path}; try a lower lr") from None
             run.log_evaluation(step, self.max_steps, **self.scores[step])
 
     def latest(self) -> dict[str, float]:
@@ -322,6 +327,9 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     # all that is read, before anything is computed: mistakes are told at once
     file, questions = _questions(options, subject, world) if options.hellaswag else (None, [])
     validation = _open_validation(options, subject, world, say) if options.dataset or subject.trained else None
+    for name in ("tokens", "seq_len", "val_fraction") if validation is None else ():
+        if getattr(options, name) is not None:
+            say(f"note: {name} has no effect without a validation loss")
     if validation:
         corpus, stream, tokens = validation
         loss = validation_loss(subject.model, stream, subject.batch_size, tokens, world, subject.autocast,
@@ -356,7 +364,8 @@ def _load(options: EvaluateOptions, world: World, say: Callable[[str], None]) ->
         raise ConfigError(f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give --hellaswag FILE or "
                           f"--hellaswag download")
     if options.json:
-        _check_writable(Path(options.json))
+        path = Path(options.json)
+        world.on_first(lambda: _check_writable(path))
     model = load_model(str(folder)).to(world.device)
     trained = state.get("config", {})
     tf32, bf16, fp16 = (bool(trained.get(name)) for name in ("tf32", "bf16", "fp16"))
@@ -389,7 +398,7 @@ def _questions(options: EvaluateOptions, subject: Subject, world: World) -> tupl
         raise UserError(f"--hellaswag: a vocabulary of {config.n_vocab} is not that of GPT-2's tokenizer, {n_vocab}")
     file = Path(str(options.hellaswag))
     if options.hellaswag == "download":
-        data_dir = options.data_dir or "data"
+        data_dir = options.data_dir or subject.trained.get("data_dir", "data")
         file = world.on_first(lambda: download(data_dir))
     return file, read_questions(file, config.block_size, world)
 
@@ -407,6 +416,7 @@ def _open_validation(options: EvaluateOptions, subject: Subject, world: World, s
     seq_len = options.seq_len or trained.get("seq_len", config.block_size)
     if seq_len > config.block_size:
         raise ConfigError(f"--seq_len {seq_len}: longer than the model's context, {config.block_size}")
+    problem, found = None, ""
     places = [options.data_dir] if options.data_dir else [*filter(None, [trained.get("data_dir")]), "data"]
     try:
         folder = world.on_first(lambda: _find_corpus([Path(place) / dataset for place in places], say))
@@ -418,11 +428,20 @@ def _open_validation(options: EvaluateOptions, subject: Subject, world: World, s
         if not len(stream):
             raise UserError(f"{folder}: {stream.tokens:,} tokens for validation make no sequence of {seq_len}; lower --seq_len or "
                             f"raise --val_fraction")
+        found = rest.fingerprint() + stream.fingerprint()
     except UserError as error:
+        problem = str(error)
+    # what one process cannot read or finds different, another one may have on its own disk: they go on together or not at all
+    everyones = world.gather((problem, found))
+    if told := next((problem for problem, _ in everyones if problem), None):
         if options.dataset or not options.hellaswag:
-            raise
-        say(f"note: no validation loss: {error}")
+            raise UserError(told)
+        say(f"note: no validation loss: {told}")
         return None
+    if len(set(everyones)) > 1:
+        raise UserError(f"{folder}: the processes do not find the same tokens there; copy one corpus to all machines")
+    if options.val_fraction is not None and is_validation(stream.spans[0].path):
+        say(f"note: val_fraction has no effect: {folder} has validation files of its own")
     if own and fraction == trained["val_fraction"] and rest.fingerprint() != subject.state.get("corpus"):
         say(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
     return folder, stream, options.tokens or defaults.get("eval_tokens")

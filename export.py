@@ -42,6 +42,7 @@ from checkpoint import PLACES, SavedState, read_state
 from config import Config
 from data.token_file import TokenFileError, count_tokens
 from data.tokenizer import END_OF_TEXT, vocabulary_files
+from dataloader import is_validation
 from model import GPT
 from runtime.cli import ConfigError, load
 from runtime.files import BeingWrittenError, flush_to_disk, sole_writer, whole_folder, write_whole
@@ -101,6 +102,7 @@ class Run:
     evaluations: dict[int, Row]
     summary: dict[str, Any]  # empty where it is of another step
     corpus_tokens: int | None  # where the corpus is still there
+    has_validation_files: bool  # of its own, so that no share of the tokens was kept for validation
 
 
 def run_of(checkpoint: Path) -> Run | None:
@@ -116,17 +118,18 @@ def run_of(checkpoint: Path) -> Run | None:
     short_names = {repository: name for name, repository in HUGGING_FACE.items()}
     if short_name := short_names.get(hub_name(config.init_from) or ""):  # rather than their place in this machine's cache
         config = config.model_copy(update={"init_from": short_name})
+    elif Path(config.init_from).is_absolute():
+        config = config.model_copy(update={"init_from": Path(config.init_from).name})
     folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
     log, evaluations = ({step: row for step, row in read_rows(folder / file, columns).items() if step <= saved.step}
                         if folder and (folder / file).is_file() else {}
                         for file, columns in (("log.csv", LOG_COLUMNS), ("eval.csv", EVAL_COLUMNS)))
     summary = read_json(folder / "summary.json") if folder and (folder / "summary.json").is_file() else {}
-    corpus_tokens = None
+    corpus, corpus_tokens = Path(saved.config.get("data_dir", config.data_dir)) / config.dataset, None
     with contextlib.suppress(OSError, TokenFileError):
-        corpus = Path(saved.config.get("data_dir", config.data_dir)) / config.dataset
         corpus_tokens = sum(map(count_tokens, corpus.glob("*.bin"))) or None
     return Run(folder.name if folder else checkpoint.name, saved, config, log, evaluations,
-               summary if summary.get("steps") == saved.step else {}, corpus_tokens)
+               summary if summary.get("steps") == saved.step else {}, corpus_tokens, any(map(is_validation, corpus.glob("*.bin"))))
 
 
 # ---- the model card
@@ -194,7 +197,8 @@ def how_to_use(name: str, has_tokenizer: bool) -> list[str]:
 def data(run: Run) -> str:
     """The corpus in words."""
     name, size = run.config.dataset, f", {run.corpus_tokens:,} tokens" if run.corpus_tokens else ""
-    held_out = f" The last {run.config.val_fraction:.1%} were kept for validation." if run.config.val_fraction else ""
+    share = 0.0 if run.has_validation_files else run.config.val_fraction
+    held_out = f" The last {share:.1%} were kept for validation." if share else ""
     about = KNOWN_DATA.get(name, "say here what it is, where it comes from and under which terms")
     return f"`{name}`{size}: {about}.{held_out}"
 

@@ -39,7 +39,7 @@ class SampleOptions(Options):
     num_samples: int = Field(1, ge=1, le=10_000)
     """texts to generate, of each prompt"""
     batch_size: int = Field(16, ge=1, le=10_000)
-    """texts to generate at a time, at most; changes no text"""
+    """texts to generate at a time, at most; changes no text but by rounding"""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """auto, cuda, mps or cpu"""
     bf16: bool = False

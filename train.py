@@ -110,12 +110,11 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     if resumed:
         resumed.restore(state, config, corpus, world)
     run.say("optimizations on: {}; off: {}".format(*(", ".join(some) or "none" for some in config.optimizations(world.world_size))))
-    notes += config.notes() + (bf16_note(device) if config.bf16 else [])
     first_step, step_seconds, loss, stopping = state.step + 1, [], math.nan, False  # of this call
     batches = prefetch(loader, device, range(first_step, config.max_steps + 1))
 
     with run, stop, saved_at_fault(run, state, config, corpus, world), compiling_told(run.say, world, config.compile):
-        for note in [*notes, *open_run(run, config, resumed, world)]:
+        for note in [*notes, *config.notes(), *(bf16_note(device) if config.bf16 else []), *open_run(run, config, resumed, world)]:
             run.say(f"note: {note}")
         run.follow(config.model_dump(mode="json"), lambda: live_figures(
             state.model.flops_per_token(config.seq_len), product_dtype(bf16=config.bf16, fp16=config.fp16), world))
@@ -223,9 +222,8 @@ def main(config: Config, stop: StopRequest | None = None) -> None:
     with (reported(config.log_dir, advice=config.advice()),
           joined_world(choose_device(config.device, launch()), config.timeout) as world):
         if config.estimate:
-            estimate(config, world)
-        else:
-            train(config, world, stop=stop.hear("set-up") if stop else None)
+            return estimate(config, world)
+        train(config, world, stop=stop.hear("set-up") if stop else None)
 
 
 if __name__ == "__main__":

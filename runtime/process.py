@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from runtime.world import launch
+
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8  # of glibc's mallopt(3)
 
 
@@ -32,9 +34,10 @@ def keep_memory() -> None:
 
 
 def give_back_if_short() -> None:
-    """Give back what `keep_memory` has kept, and keep no more, if less memory is left than half of what this process has: keeping
-    might take that much more. For between two steps."""
-    if (libc := _glibc()) and memory_left() < resident_memory() / 2:
+    """Give back what `keep_memory` has kept, and keep no more, if less memory is left than half of what the run's processes on this
+    machine have: keeping might take that much more. For between two steps."""
+    processes = launch().world_size / launch().agents
+    if (libc := _glibc()) and memory_left() < processes * resident_memory() / 2:
         libc.mallopt(M_MMAP_MAX, 2**16)  # glibc's own settings, as they are after some large buffers
         libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
@@ -52,22 +55,30 @@ def _glibc() -> ctypes.CDLL | None:
 
 def memory_left(system: Path = Path("/")) -> float:
     """Bytes of memory that can still be had, of the machine's and of this container's (cgroup), whichever are fewer; infinitely
-    many where Linux does not tell."""
+    many where Linux does not tell. Limits are those of version 2 of cgroups."""
     left = [math.inf]
     with contextlib.suppress(OSError, ValueError, KeyError):
         machine = dict(line.split(":") for line in (system / "proc/meminfo").read_text().splitlines())
         left.append(int(machine["MemAvailable"].split()[0]) * 1024)
-    with contextlib.suppress(OSError, ValueError, KeyError):  # the limit is "max" where there is none
-        group = system / "sys/fs/cgroup"
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        left.append(limit - used + int(parts["inactive_file"]))  # files that make room
+    root = system / "sys/fs/cgroup"
+    group = root
+    with contextlib.suppress(OSError, StopIteration):  # version 2 of cgroups is the line that begins with 0
+        lines = (system / "proc/self/cgroup").read_text().splitlines()
+        group = root / next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+    for place in (group, *group.parents):  # a limit may be that of any group above
+        if place.is_relative_to(root):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # the limit is "max" where there is none
+                limit, used = (int((place / f"memory.{name}").read_text()) for name in ("max", "current"))
+                parts = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                left.append(limit - used + int(parts["inactive_file"]))  # files that make room
     return min(left)
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process has, on Linux."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that this process has; 0 where Linux does not tell."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def keep_compiled() -> None:

@@ -120,7 +120,7 @@ class TensorBoard:
         begun = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in files)])
         path = folder / f"{EVENTS}.{begun:010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = RecordWriter(open(path, "xb"))  # noqa: SIM115  # closed by close
-        # from the step that the run goes on after, or from an earlier one, where what followed it then has failed or was not asked to
+        # from the step that the run goes on after, or from an earlier one if its last calls were not followed to their ends
         self._first = min(step, last_event(max(files)) + 1) if files else 0
         self._write(file_version="brain.Event:2")
         # what the files before this one have of this step and later ones does not count any more

@@ -263,6 +263,7 @@ def test_indivisible_total_batch_counts_the_processes_that_torchrun_started(mist
 def test_under_torchrun_rank_0_speaks_at_once_and_another_rank_only_if_it_is_not_ended_meanwhile(monkeypatch, capsys):
     slept = []
     monkeypatch.setattr("runtime.errors.time.sleep", slept.append)
+    monkeypatch.setattr("runtime.world._store", None)  # of an earlier test
     printed = {}
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):

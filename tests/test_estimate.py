@@ -23,7 +23,7 @@ def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, mon
     for line in ("gpt2_124m: 124,475,904 parameters, on 1 x cpu", "9,999,745,024 in 19,073 steps of 524,288",
                  f"{tmp_path}/fineweb is not there yet", f"{flops:.3g} FLOPs", "250.00 TFLOP/s here, in bfloat16",
                  f"at 40% of that: {flops / 1e14 / 3600:.3g} hours, {flops / 1e14 / 19073:.3f} s a step",
-                 "at 30% of that: ", "at 50% of that: ", "1.49 GB a checkpoint, at most 5.97 GB for 3 kept and the best one; "):
+                 "at 30% of that: ", "at 50% of that: ", "1.49 GB a checkpoint, at most 5.97 GB for 3 at a time and the best one; "):
         assert line in said, line
     assert list(tmp_path.iterdir()) == []
 
@@ -45,6 +45,14 @@ def test_a_checkpoint_takes_the_disk_that_was_estimated(optimizer, tiny_config):
     assert sum(file.stat().st_size for file in files) == pytest.approx(checkpoint_bytes(config, build_model(config)[1]), rel=0.02)
 
 
+@pytest.mark.parametrize(("options", "said"), [
+    ({}, "for 1 at a time;"), ({"eval_every": 10}, "for 3 at a time and the best one;"),  # each that is better is saved
+    ({"checkpoint_every": 10, "keep_last": 1}, "for 2 at a time;")])  # the one before stays until the new one is whole
+def test_checkpoints_that_are_there_at_a_time_are_counted(options, said, tiny_config, capsys):
+    estimate(tiny_config(max_steps=50, val_fraction=0.1, **options), ALONE)
+    assert said in capsys.readouterr().out
+
+
 def test_the_command_says_it_and_ends_also_for_weights_that_exist(tiny_config, tmp_path):
     train(tiny_config(run_name="first", max_steps=1, tie_weights=True), ALONE)
     done = run("train.py", *flags(tiny_config(init_from="first", estimate=True)), "--tie_weights", cwd=tmp_path)
@@ -59,5 +67,5 @@ def test_an_estimate_is_of_a_whole_run(tiny_config):
 
 
 def test_a_time_is_in_hours_and_in_days_where_it_is_long():
-    assert [hours(seconds) for seconds in (36, 5400, 100 * 3600, 1e7)] == [
-        "0.01 hours", "1.5 hours", "100 hours (4 days)", "2,778 hours (116 days)"]
+    assert [hours(seconds) for seconds in (36, 5400, 100 * 3600, 999.7 * 3600, 1e7)] == [
+        "0.01 hours", "1.5 hours", "100 hours (4 days)", "1,000 hours (42 days)", "2,778 hours (116 days)"]

@@ -91,6 +91,8 @@ def test_the_memory_that_is_left_is_the_machines_or_the_containers(tmp_path):
     group.mkdir(parents=True)
     (group / "memory.stat").write_text("anon 5\ninactive_file 1000000\n")
     (group / "memory.current").write_text("3000000\n")
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("1:cpu:/\n0::/job/step\n")  # of which nothing else is known here
     for limit, left in (("max", 3000 * 1024), ("9000000", 3000 * 1024), ("4000000", 2_000_000)):
         (group / "memory.max").write_text(f"{limit}\n")
         assert memory_left(tmp_path) == left

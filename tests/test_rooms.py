@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "checkpoint.py": ["model", "config", "weights", "runtime"],
     "evaluate.py": ["model", "dataloader", "weights", "data", "runtime"],
     "sample.py": ["model", "weights", "data", "runtime"],
-    "export.py": ["model", "weights", "checkpoint", "config", "data", "runtime"],
+    "export.py": ["model", "dataloader", "weights", "checkpoint", "config", "data", "runtime"],
     "estimate.py": ["model", "dataloader", "config", "weights", "data", "runtime"],
     "train.py": [*HEART, "estimate", "config", "weights", "checkpoint", "evaluate", "sample", "data", "runtime"],
     "ladder.py": ["config", "runtime"],

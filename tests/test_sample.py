@@ -263,7 +263,10 @@ def test_a_terminal_without_the_characters_gets_question_marks(run_folder):
 
 
 def test_bf16_weights_draw_text_too(run_folder, capsys, monkeypatch):
+    dtypes, real = set(), GPT.next_logits
+    monkeypatch.setattr(GPT, "next_logits", lambda model, *args: dtypes.add(model.lm_head.weight.dtype) or real(model, *args))
     said = printed(capsys, monkeypatch, run_folder, "--bf16", "--prompt", "Hello", "--max_new_tokens", 3)
+    assert dtypes == {torch.bfloat16}
     assert said.out.startswith("Hello")
     assert " tokens in " in said.err
 

@@ -15,7 +15,7 @@ import torch
 
 import runtime.track as track
 from runtime.errors import UserError
-from runtime.signals import StopRequest
+from runtime.signals import Stopped, StopRequest
 from runtime.track import TO_INSTALL, wandb_records
 from tests.conftest import ALONE, ROOT, at_step, ended, flags, run, run_from_nothing, run_ranks, start, wait_for
 from train import train
@@ -347,8 +347,7 @@ def test_a_run_that_nobody_follows_imports_no_tracker(tiny_config, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_tracker_that_fails_is_one_note_and_the_run_goes_on(tiny_config, monkeypatch, capsys):
-    pytest.importorskip("tensorboard")
+def test_a_tracker_that_fails_is_one_note_and_the_run_goes_on(tiny_config, tensorboard, monkeypatch, capsys):
     real = track.TensorBoard._write
 
     def full(tracker, **event):
@@ -366,6 +365,14 @@ def test_a_tracker_that_fails_is_one_note_and_the_run_goes_on(tiny_config, monke
     # once there is room again, a resumed run is followed again
     monkeypatch.setattr(track.TensorBoard, "_write", real)
     train(tiny_config(resume="auto", max_steps=8), ALONE)
+    same(tensorboard(config)[0], config)
+
+
+def test_steps_that_a_call_did_not_follow_are_handed_on_later(tiny_config, tensorboard):
+    train(tiny_config(tensorboard=True, max_steps=4), ALONE)
+    train(resumed(tiny_config, max_steps=8, tensorboard=False), ALONE)
+    train(resumed(tiny_config, max_steps=10, tensorboard=True), ALONE)
+    same(tensorboard(tiny_config())[0], tiny_config())
 
 
 def test_a_run_that_fails_closes_its_tracker_as_failed(tiny_config, monkeypatch):
@@ -383,7 +390,7 @@ def test_a_run_stopped_before_its_first_step_leaves_nothing_of_its_tracker(tiny_
     pytest.importorskip("tensorboard")
     stop = StopRequest("set-up")
     stop.received = signal.SIGTERM
-    with pytest.raises(BaseException):  # noqa: B017, PT011  # Stopped
+    with pytest.raises(Stopped):
         train(tiny_config(tensorboard=True), ALONE, stop=stop)
     assert not folder_of(tiny_config()).exists()
 
