@@ -60,7 +60,7 @@ from runtime.signals import ENDS_WITH
 ROOT = Path(__file__).resolve().parent
 REFERENCE = ROOT / "logs" / "reference"
 SERIES = {
-    "speedup": ["baseline", *(f"speedup{i}" for i in range(1, 6)), "speedup5_max_autotune", *(f"speedup{i}" for i in range(6, 16))],
+    "speedup": ["baseline", *(f"speedup{i}" for i in range(1, 6)), "speedup5_max_autotune", *(f"speedup{i}" for i in range(6, 17))],
     "a100": ["a100/baseline", *(f"a100/opt{i}" for i in range(9))],
     "mps": [f"mps/{stage}" for stage in ("overfit", "dataloader", "weight_sharing", "init", "timing", "tf32", "cuda_bf16")],
     "gpu_ms": [f"gpu_ms/{stage}" for stage in ("fp32", "tf32", "bf16", "compile", "flash", "vocab", "fused_adamw")],
