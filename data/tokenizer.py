@@ -20,7 +20,8 @@ from runtime.errors import UserError, in_a_line, reported
 
 END_OF_TEXT = 50256
 CHUNK_CHARS = 2**16
-WORD_END = re.compile(r"(?<=\S)(?=\s)")
+SPACE, OTHER = r"[^\S\x1c-\x1f]", r"[\S\x1c-\x1f]"  # as tiktoken has it: Python counts four control characters as white space
+CUT = re.compile(f"(?<={OTHER})(?={SPACE})|(?<={SPACE})(?={SPACE}{OTHER})")
 # GPT-2's vocabulary: the hashes that tiktoken itself expects of the two files
 SHA256 = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
           "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
@@ -114,15 +115,16 @@ def size(n_bytes: int) -> str:
 
 
 def chunks(pieces: Iterable[str]) -> Iterator[str]:
-    """Cut a text only where white space follows something else.
+    """Cut a text only before the first and the last character of white space.
 
     GPT-2's pattern starts a new word at every such place and does not look back past it, so the tokens of the chunks,
     one after the other, are those of the text. Where a text is cut depends on what follows the cut before, not on the pieces.
+    White space of any length is at a chunk's end, as tiktoken fails on a million characters of it before others.
     """
     rest = ""
     for piece in pieces:
         rest, start = rest + piece, 0
-        while len(rest) - start > CHUNK_CHARS and (cut := WORD_END.search(rest, start + CHUNK_CHARS)):
+        while len(rest) - start > CHUNK_CHARS and (cut := CUT.search(rest, start + CHUNK_CHARS)):
             yield rest[start:cut.start()]
             start = cut.start()
         rest = rest[start:]

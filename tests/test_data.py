@@ -470,6 +470,25 @@ def test_a_text_encoded_in_chunks_has_the_tokens_of_the_text_encoded_at_once(cas
         assert [token for part in parts for token in part] == expected, f"pieces of {size}"
 
 
+WHITE = [" ", "\n", "\t", "\x0b", "\x1c", "\x1f", "\x85", "\u00a0", "\u2028", "\u200b", "\u3000", "\ufeff", "a", "!", "1", "'s", "中"]
+
+
+@pytest.mark.parametrize("chunk_chars", [1, 2, 5])
+def test_a_text_is_cut_within_white_space_of_any_kind_without_changing_its_tokens(chunk_chars, monkeypatch):
+    monkeypatch.setattr(tokenizer, "CHUNK_CHARS", chunk_chars)
+    rng, encoding = random.Random(chunk_chars), tokenizer.get_encoding()
+    for _ in range(500):
+        text = "".join(rng.choices(WHITE, [4] * 3 + [1] * (len(WHITE) - 3), k=40))
+        assert [token for chunk in tokenizer.chunks([text]) for token in encoding.encode_ordinary(chunk)] \
+            == encoding.encode_ordinary(text), repr(text)
+
+
+def test_a_million_characters_of_white_space_before_others_are_tokenized():
+    text = "a" + " " * 1_010_000 + "b" + "\t" * 1_010_000 + "\nc"
+    tokens = [token for part in tokenizer.encode_text([text], len(text), "white") for token in part]
+    assert tokenizer.get_encoding().decode(tokens) == text
+
+
 def test_a_long_text_really_is_cut_into_chunks(monkeypatch):
     monkeypatch.setattr(tokenizer, "CHUNK_CHARS", 64)
     assert len(list(tokenizer.chunks([NASTY["words"]]))) > 10
