@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -75,18 +75,20 @@ def prepare(folder: Path, named: Sequence[Path], *, text_column: str = "text", s
         if manifest:
             asked = {"text_column": text_column, "shard_tokens": shard_tokens, "val_shards": val_shards}
             _check_same(folder, manifest, sources, asked)
+            for source, known in zip(sources, manifest.sources, strict=True):
+                known.bytes = source.size  # those that are still to be read may have been corrected
         expected = round(_tokens_per_byte(sources, text_column) * sum(source.size for source in sources))
         if not manifest:
             val_tokens = shard_tokens or max(1, min(SHARD_TOKENS, expected // VAL_SHARE // max(1, val_shards)))
             manifest = Manifest(corpus=folder.name, sources=[SourceFile(file=_name(s.path), bytes=s.size) for s in sources],
                                 options=Options(text_column=text_column, shard_tokens=shard_tokens or SHARD_TOKENS,
                                                 val_shards=val_shards, val_shard_tokens=val_tokens),
-                                unfinished=Unfinished(command=command, place=list(Place()), into=0))
+                                unfinished=Unfinished(command=command, place=list(Place()), into=0, taken="", modified=0))
         _check_space(folder, sources, expected, manifest)
         with _kept(folder):
             if manifest.unfinished:
                 manifest.unfinished.command = command
-                _write(folder, manifest, sources, workers or _cores(), skip_bad)
+                _write(folder, manifest, manifest.unfinished, sources, workers or _cores(), skip_bad)
                 _finish(folder, manifest)
             flush_to_disk(unfinished_folder(folder))
             unfinished_folder(folder).rename(folder)
@@ -94,9 +96,9 @@ def prepare(folder: Path, named: Sequence[Path], *, text_column: str = "text", s
     return manifest
 
 
-def _write(folder: Path, manifest: Manifest, sources: list[Source], workers: int, skip_bad: int) -> None:
+def _write(folder: Path, manifest: Manifest, going_on: Unfinished, sources: list[Source], workers: int, skip_bad: int) -> None:
     """Write the shards that are not there yet, and after each the manifest, which says how to go on."""
-    place, options = _place(manifest), manifest.options
+    place, options = Place(*going_on.place), manifest.options
     unfinished_folder(folder).mkdir(exist_ok=True)
     for path in unfinished_folder(folder).iterdir():  # of a writer that died before the manifest named it
         if path.name not in (MANIFEST, *(shard.file for shard in manifest.shards)):
@@ -112,8 +114,7 @@ def _write(folder: Path, manifest: Manifest, sources: list[Source], workers: int
 
     pieces = read_documents(sources, options.text_column, on_bad, place)
     with Workers(workers) as pool, _Hashes(sources) as hashes, _Progress(sources, place) as progress:
-        stream = _Stream(pool.encode(_batches(pieces, hashes.begin)), place, manifest.unfinished.into if manifest.unfinished else 0,
-                         progress.after)
+        stream = _Stream(pool.encode(_batches(pieces, hashes.begin)), going_on, progress.after)
         for i in itertools.count(len(manifest.shards)):
             kind, tokens = ("val", options.val_shard_tokens) if i < options.val_shards else ("train", options.shard_tokens)
             path = unfinished_folder(folder) / BEING_WRITTEN
@@ -128,12 +129,12 @@ def _write(folder: Path, manifest: Manifest, sources: list[Source], workers: int
                 end = stream.ends.pop()
                 source = manifest.sources[end.source]
                 source.documents, source.skipped, source.end_of_text_spelled_out = end.documents, end.skipped, end.spelled_out
-            for k, digest in hashes.until(len(sources) - 1 if count < tokens else stream.place.source):
+            for k, digest in hashes.before(len(sources) if count < tokens else stream.place.source):
                 manifest.sources[k].sha256 = digest
             if count < tokens:
                 break
-            if manifest.unfinished:
-                manifest.unfinished.place, manifest.unfinished.into = list(stream.place), stream.into
+            going_on.place, going_on.into, going_on.taken = list(stream.place), stream.into, stream.taken
+            going_on.modified = sources[stream.place.source].modified
             flush_to_disk(path.parent)
             manifest.write(path.parent)
         progress.end()
@@ -181,12 +182,12 @@ def _kept(folder: Path) -> Iterator[None]:
 # ---- going on
 
 
-def _place(manifest: Manifest) -> Place:
-    return Place(*manifest.unfinished.place) if manifest.unfinished else Place()
-
-
 def _check_same(folder: Path, manifest: Manifest, sources: list[Source], asked: dict[str, Any]) -> None:
-    """Raises TokenFileError unless an unfinished corpus can be gone on with, with these sources and options."""
+    """Raises TokenFileError unless an unfinished corpus can be gone on with, with these sources and options.
+
+    Sources may have changed where nothing in the shards comes from: those that have not been read yet, and the one that is being
+    read after what was taken of it.
+    """
     where = unfinished_folder(folder)
     anew = f"or delete {where} to begin anew"
     again = f"go on with: {manifest.unfinished.command}" if manifest.unfinished else "go on with the command that it was begun with"
@@ -195,26 +196,50 @@ def _check_same(folder: Path, manifest: Manifest, sources: list[Source], asked: 
         if value is not None and value != before:
             raise TokenFileError(f"{folder}: is not finished, and was begun with --{name} {before}, not {value}; {again}; {anew}")
 
-    def refuse(what: str) -> None:
+    def refuse(what: str) -> NoReturn:
         raise TokenFileError(f"{folder}: cannot be gone on with: {what} since it was begun; put the files back as they were, "
                              f"{anew}")
 
-    then, now = [source.file for source in manifest.sources], [_name(source.path) for source in sources]
-    if then != now:
-        gone, new = sorted(set(then) - set(now)), sorted(set(now) - set(then))
+    then, there = [source.file for source in manifest.sources], [_name(source.path) for source in sources]
+    if then != there:
+        gone, new = sorted(set(then) - set(there)), sorted(set(there) - set(then))
         refuse(f"{gone[0]} has gone from the sources" if gone else f"{new[0]} has come to the sources" if new else
                "the order of the sources has changed")
-    changed = [source.path for source, before in zip(sources, manifest.sources, strict=True) if source.size != before.bytes]
-    read = sources if not manifest.unfinished else sources[:_place(manifest).source + 1]
-    with _Hashes(sources) as hashes:
-        for i in range(0 if changed else len(read)):
-            hashes.begin(i)
-        changed += [sources[i].path for i, digest in hashes.until(len(read) - 1) if digest != manifest.sources[i].sha256]
-    if changed:
-        refuse(f"{changed[0]} has changed")
+    going_on = manifest.unfinished
+    n = going_on.place[0] if going_on else len(sources)  # sources that have been read
+    read = list(zip(sources[:n], manifest.sources, strict=False))
+    if read:
+        print(f"checking that what has been read is unchanged: {n:,} file{'s' if n > 1 else ''}, "
+              f"{size(sum(source.size for source, _ in read))}", file=sys.stderr)
+    for same in (lambda now, before: now.size == before.bytes, lambda now, before: _sha256(now.path) == before.sha256):
+        for now, before in read:
+            if not same(now, before):
+                refuse(f"{now.path} has changed")
+    if going_on and (sources[n].size, sources[n].modified) != (manifest.sources[n].bytes, going_on.modified):
+        place = _where_taken_ends(sources[:n + 1], manifest.options.text_column, going_on)
+        if place is None:
+            refuse(f"{sources[n].path} has changed")
+        going_on.place = list(place)
     for shard in manifest.shards:
         if count_tokens(where / shard.file) != shard.tokens:
             raise TokenFileError(f"{where / shard.file}: is not the shard that was written; restore it, {anew}")
+
+
+def _where_taken_ends(sources: list[Source], column: str, going_on: Unfinished) -> Place | None:
+    """The place of the last text that the shards have of the last source, which has changed; None if not all of them are in it."""
+    taken = ""
+    for piece in read_documents(sources, column, lambda problem: None, Place(len(sources) - 1)):
+        taken = _digest_with(taken, piece)
+        if taken == going_on.taken:
+            return piece.place
+    return None
+
+
+def _digest_with(taken: str, piece: Piece) -> str:
+    """The digest of a source's texts up to a piece, from that of the texts before; empty at the source's end."""
+    if piece.text is None:
+        return ""
+    return hashlib.sha256(f"{taken} {piece.begins:d} ".encode() + piece.text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _name(path: Path) -> str:
@@ -285,15 +310,15 @@ def _batches(pieces: Iterable[Piece], on_source: Callable[[int], None]) -> Itera
 class _Stream:
     """The tokens of all pieces one after the other, and where in the sources one has got to."""
 
-    def __init__(self, batches: Iterator[tuple[Sequence[Piece], Tokens]], place: Place, drop: int,
+    def __init__(self, batches: Iterator[tuple[Sequence[Piece], Tokens]], going_on: Unfinished,
                  on_batch: Callable[[Sequence[Piece], int], None]):
-        """`drop`: tokens of the piece at `place` that have been taken before. `on_batch` is told of pieces and their tokens."""
-        self.batches, self.drop, self.on_batch = batches, drop, on_batch
-        self.place, self.into = place, drop
+        """The batches begin at the place to go on from. `on_batch` is told of pieces and their tokens."""
+        self.batches, self.drop, self.on_batch = batches, going_on.into, on_batch
+        self.place, self.into, self.taken = Place(*going_on.place), going_on.into, going_on.taken
         self.ends: list[Place] = []  # of the sources that have been passed
         self._pieces: Sequence[Piece] = []  # the batch at hand
         self._tokens, self._stops = np.empty(0, dtype="<u2"), np.empty(0, dtype=np.int64)  # where in its tokens each piece stops
-        self._taken = self._passed = 0  # tokens and pieces of it
+        self._taken = self._passed = 0  # tokens of it, and pieces that they are of
 
     def take(self, n: int) -> Iterator[np.ndarray]:
         """The next n tokens, in parts; fewer at the end."""
@@ -303,7 +328,7 @@ class _Stream:
             if part.size:
                 # the piece that the last of them belongs to
                 i = int(bisect.bisect_left(self._stops, self._taken))
-                self._pass(i)
+                self._pass(i + 1)
                 self.place, self.into = self._pieces[i].place, self._taken - int(self._stops[i - 1] if i else 0)
             yield part
 
@@ -314,12 +339,14 @@ class _Stream:
             return False
         self._pieces, (counts, self._tokens) = batch
         self._stops = np.cumsum(counts)
-        self._taken, self.drop, self._passed = self.drop, 0, 0
+        self._taken, self._passed, self.drop = self.drop, int(self.drop > 0), 0
         self.on_batch(self._pieces, len(self._tokens) - self._taken)
         return True
 
     def _pass(self, stop: int) -> None:
-        self.ends += [piece.place for piece in self._pieces[self._passed:stop] if piece.text is None]
+        for piece in self._pieces[self._passed:stop]:
+            self.ends += [piece.place] if piece.text is None else []
+            self.taken = _digest_with(self.taken, piece)
         self._passed = stop
 
 
@@ -341,22 +368,24 @@ class _Hashes:
         """Begin with the source of that number."""
         self.digests[i] = self.thread.submit(self._digest, self.sources[i].path)
 
-    def until(self, last: int) -> Iterator[tuple[int, str]]:
-        """The digests of the sources up to the number `last` that were begun and not given out yet; waits for them."""
-        for i in [i for i in self.digests if i <= last]:
-            yield i, self.digests[i].result()
-            if i < last:
-                del self.digests[i]
+    def before(self, stop: int) -> Iterator[tuple[int, str]]:
+        """The digests of the sources before the number `stop` that were begun and not given out yet; waits for them."""
+        for i in [i for i in self.digests if i < stop]:
+            yield i, self.digests.pop(i).result()
 
     def _digest(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        try:
-            with open(path, "rb") as file:
-                while not self.stop.is_set() and (block := file.read(2**20)):
-                    digest.update(block)
-        except OSError as error:
-            raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
-        return digest.hexdigest()
+        return _sha256(path, self.stop.is_set)
+
+
+def _sha256(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while not stopped() and (block := file.read(2**20)):
+                digest.update(block)
+    except OSError as error:
+        raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
 
 
 class _Progress:

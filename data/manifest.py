@@ -52,6 +52,8 @@ class Unfinished(Part):
     command: str
     place: list[int]  # see data/sources.py
     into: int  # tokens of the text that begins at `place` that are in the shards already
+    taken: str  # digest of the texts that the shards have from the source at `place`
+    modified: int  # when that source was last modified, in nanoseconds
 
 
 class Manifest(Part):

@@ -35,6 +35,7 @@ class Source:
     kind: str
     packed: str  # .gz, .zst or nothing
     size: int  # in bytes
+    modified: int  # when, in nanoseconds
 
 
 class Place(NamedTuple):
@@ -79,12 +80,12 @@ def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
         of_a_kind = [path for path in paths if _ending(path)[0]]
         if not of_a_kind:
             if not is_folder:
-                _size(place)  # rather say that it is not there
+                _size_and_time(place)  # rather say that it is not there
             raise TokenFileError(f"{place}: {'no file in it has a name that ends' if is_folder else 'its name does not end'} in "
                                  f"{ENDINGS}, which says what a file holds")
         others += len(paths) - len(of_a_kind)
         for path in of_a_kind:
-            source = Source(path, *_ending(path), _size(path))
+            source = Source(path, *_ending(path), *_size_and_time(path))
             twice += (real := os.path.realpath(path)) in sources
             sources.setdefault(real, source)
     notes = [f"files in the folders that are left out, as their names do not end in {ENDINGS}: {others:,}"] if others else []
@@ -100,14 +101,14 @@ def _ending(path: Path) -> tuple[str, str]:
     return ("", "") if packed and kind == "parquet" else (kind, packed)
 
 
-def _size(path: Path) -> int:
+def _size_and_time(path: Path) -> tuple[int, int]:
     try:
-        size = path.stat().st_size
+        status = path.stat()
     except OSError as error:
         raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
     if not path.is_file():  # a pipe would be waited for
         raise TokenFileError(f"{path}: cannot be read: not a file")
-    return size
+    return status.st_size, status.st_mtime_ns
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -143,7 +144,7 @@ def _read(source: Source, column: str, on_bad: Callable[[str], None], start: Pla
     try:
         with open(source.path, "rb") as file:
             before = os.fstat(file.fileno())
-            if before.st_size != source.size:
+            if (before.st_size, before.st_mtime_ns) != (source.size, source.modified):
                 raise TokenFileError(f"{source.path}: was changed since this command began; run it again once it stays as it is")
             if source.kind == "text":
                 yield from _text(source, file, start)
