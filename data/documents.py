@@ -34,9 +34,9 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from data.manifest import MANIFEST, Manifest, Options, Shard, SourceFile, Unfinished, unfinished, unfinished_folder
-from data.sources import Piece, Place, Source, find_sources, open_parquet, read_documents
+from data.sources import ENDINGS, Piece, Place, Source, find_sources, open_parquet, read_documents
 from data.text import corpus_folder, spelled_out_note
-from data.token_file import HEADER_BYTES, SHARD_TOKENS, TOKEN_BYTES, TokenFileError, corpus_writer, count_tokens, write_token_file
+from data.token_file import SHARD_TOKENS, TOKEN_BYTES, TokenFileError, corpus_writer, count_tokens, header, write_token_file
 from data.tokenizer import get_encoding, size
 from data.workers import Tokens, Workers, encode
 from runtime.errors import UserError, reported
@@ -77,17 +77,19 @@ def prepare(folder: Path, named: Sequence[Path], *, text_column: str = "text", s
             _check_same(folder, manifest, sources, asked)
             for source, known in zip(sources, manifest.sources, strict=True):
                 known.bytes = source.size  # those that are still to be read may have been corrected
-        expected = round(_tokens_per_byte(sources, text_column) * sum(source.size for source in sources))
+        expected = round(_tokens_per_byte(sources, text_column, _at_most(skip_bad)) * sum(source.size for source in sources))
+        _delete_strays(folder, manifest)
         if not manifest:
             val_tokens = shard_tokens or max(1, min(SHARD_TOKENS, expected // VAL_SHARE // max(1, val_shards)))
             manifest = Manifest(corpus=folder.name, sources=[SourceFile(file=_name(s.path), bytes=s.size) for s in sources],
                                 options=Options(text_column=text_column, shard_tokens=shard_tokens or SHARD_TOKENS,
                                                 val_shards=val_shards, val_shard_tokens=val_tokens),
-                                unfinished=Unfinished(command=command, place=list(Place()), into=0, taken="", modified=0))
-        _check_space(folder, sources, expected, manifest)
+                                unfinished=Unfinished(command="", place=list(Place()), into=0, taken="", modified=0))
+        if manifest.unfinished:
+            _check_space(folder, sources, expected, manifest)
         with _kept(folder):
             if manifest.unfinished:
-                manifest.unfinished.command = command
+                manifest.unfinished.command = _name(command)
                 _write(folder, manifest, manifest.unfinished, sources, workers or _cores(), skip_bad)
                 _finish(folder, manifest)
             flush_to_disk(unfinished_folder(folder))
@@ -100,27 +102,18 @@ def _write(folder: Path, manifest: Manifest, going_on: Unfinished, sources: list
     """Write the shards that are not there yet, and after each the manifest, which says how to go on."""
     place, options = Place(*going_on.place), manifest.options
     unfinished_folder(folder).mkdir(exist_ok=True)
-    for path in unfinished_folder(folder).iterdir():  # of a writer that died before the manifest named it
-        if path.name not in (MANIFEST, *(shard.file for shard in manifest.shards)):
-            path.unlink()
     skipped = place.skipped + sum(source.skipped or 0 for source in manifest.sources[:place.source])
 
-    def on_bad(problem: str) -> None:
-        nonlocal skipped
-        skipped += 1
-        if skipped > skip_bad:
-            before = f"the {skipped - 1:,} before it were left out, as --skip_bad allows; " if skip_bad else ""
-            raise TokenFileError(f"{problem}; {before}correct it, or leave out up to N like it with --skip_bad N")
-
-    pieces = read_documents(sources, options.text_column, on_bad, place)
+    pieces = read_documents(sources, options.text_column, _at_most(skip_bad, skipped), place)
     with Workers(workers) as pool, _Hashes(sources) as hashes, _Progress(sources, place) as progress:
         stream = _Stream(pool.encode(_batches(pieces, hashes.begin)), going_on, progress.after)
         for i in itertools.count(len(manifest.shards)):
             kind, tokens = ("val", options.val_shard_tokens) if i < options.val_shards else ("train", options.shard_tokens)
-            path = unfinished_folder(folder) / BEING_WRITTEN
-            count = write_token_file(path, stream.take(tokens))
+            path, digest = unfinished_folder(folder) / BEING_WRITTEN, hashlib.sha256(header(tokens))
+            count = write_token_file(path, _told(stream.take(tokens), digest.update))
             if count:
-                shard = Shard(file=f"{folder.name}_{kind}_{i:06d}.bin", tokens=count, sha256=sha256(path))
+                shard = Shard(file=f"{folder.name}_{kind}_{i:06d}.bin", tokens=count,
+                              sha256=digest.hexdigest() if count == tokens else sha256(path))
                 path.rename(path.with_name(shard.file))
                 manifest.shards.append(shard)
             else:
@@ -129,8 +122,8 @@ def _write(folder: Path, manifest: Manifest, going_on: Unfinished, sources: list
                 end = stream.ends.pop()
                 source = manifest.sources[end.source]
                 source.documents, source.skipped, source.end_of_text_spelled_out = end.documents, end.skipped, end.spelled_out
-            for k, digest in hashes.before(len(sources) if count < tokens else stream.place.source):
-                manifest.sources[k].sha256 = digest
+            for k, sha in hashes.before(len(sources) if count < tokens else stream.place.source):
+                manifest.sources[k].sha256 = sha
             if count < tokens:
                 break
             going_on.place, going_on.into, going_on.taken = list(stream.place), stream.into, stream.taken
@@ -138,6 +131,32 @@ def _write(folder: Path, manifest: Manifest, going_on: Unfinished, sources: list
             flush_to_disk(path.parent)
             manifest.write(path.parent)
         progress.end()
+
+
+def _told(parts: Iterable[np.ndarray], tell: Callable[[Any], None]) -> Iterator[np.ndarray]:
+    for part in parts:
+        tell(part)
+        yield part
+
+
+def _delete_strays(folder: Path, manifest: Manifest | None) -> None:
+    """Delete what a writer has left of an unfinished corpus that its manifest does not name."""
+    known = {MANIFEST, *(shard.file for shard in manifest.shards)} if manifest else set()
+    for path in unfinished_folder(folder).glob("*"):
+        if path.name not in known:
+            path.unlink()
+
+
+def _at_most(skip_bad: int, skipped: int = 0) -> Callable[[str], None]:
+    """What raises TokenFileError at a bad record, once more have been left out than may be."""
+    def on_bad(problem: str) -> None:
+        nonlocal skipped
+        skipped += 1
+        if skipped > skip_bad:
+            before = f"the {skipped - 1:,} before it were left out, as --skip_bad allows; " if skip_bad else ""
+            raise TokenFileError(f"{problem}; {before}correct it, or leave out up to N like it with --skip_bad N")
+
+    return on_bad
 
 
 def _finish(folder: Path, manifest: Manifest) -> None:
@@ -167,11 +186,12 @@ def _kept(folder: Path) -> Iterator[None]:
             yield
         except OSError as error:
             remedy = "free some space" if error.errno == errno.ENOSPC else "mend that"
-            raise TokenFileError(f"{folder}: cannot be written: {error.strerror}; {remedy}, then {AGAIN}") from None
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise TokenFileError(f"{folder}: cannot be written: {reason}; {remedy}, then {AGAIN}") from None
     except BaseException as error:
         if begun := unfinished(folder):
             with contextlib.suppress(OSError):
-                (unfinished_folder(folder) / BEING_WRITTEN).unlink(missing_ok=True)  # what it took of a full disk
+                _delete_strays(folder, begun)  # what they take of a full disk
             n = len(begun.shards)
             error.add_note(f"{n} whole shard{'s are' if n > 1 else ' is'} kept" + ("" if AGAIN in str(error) else f": {AGAIN}"))
         else:
@@ -242,21 +262,21 @@ def _digest_with(taken: str, piece: Piece) -> str:
     return hashlib.sha256(f"{taken} {piece.begins:d} ".encode() + piece.text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _name(path: Path) -> str:
-    """A file's name for the manifest, also where it is not UTF-8."""
+def _name(path: str | Path) -> str:
+    """A file's name, or a command, for the manifest, also where it is not UTF-8."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 # ---- what will be needed
 
 
-def _tokens_per_byte(sources: list[Source], column: str) -> float:
+def _tokens_per_byte(sources: list[Source], column: str, on_bad: Callable[[str], None]) -> float:
     """The tokens of a source by its size, estimated from the beginnings of some."""
     tokens = read = 0
     sampled = sources[::-(-len(sources) // SAMPLED_FILES)]
     for source in sampled:
         chars, piece = 0, None
-        for piece in read_documents([source], column, lambda problem: None):
+        for piece in read_documents([source], column, on_bad):
             tokens += int(encode(get_encoding(), [(piece.text, piece.begins)])[0][0])
             chars += len(piece.text or "")
             if chars > SAMPLED_CHARS // len(sampled):
@@ -268,7 +288,7 @@ def _tokens_per_byte(sources: list[Source], column: str) -> float:
 def _check_space(folder: Path, sources: list[Source], expected: int, manifest: Manifest) -> None:
     """Say how much is ahead. Raises TokenFileError if the disk has no space for it."""
     done = sum(shard.tokens for shard in manifest.shards)
-    needed, free = max(0, expected - done) * TOKEN_BYTES + HEADER_BYTES, shutil.disk_usage(folder.parent).free
+    needed, free = max(0, expected - done) * TOKEN_BYTES, shutil.disk_usage(folder.parent).free
     about = f"about {expected:,} tokens in {len(sources):,} file{'s' if len(sources) > 1 else ''}"
     if done:
         about += f", {done:,} of them written"
@@ -410,7 +430,7 @@ class _Progress:
         self.tokens += tokens
         read = self.before[pieces[-1].place.source] + pieces[-1].read
         if self.first is None:
-            self.first = self.before[pieces[0].place.source]
+            self.first = self.before[pieces[0].place.source] + pieces[0].read
         now = time.monotonic()
         if now - self.told >= (1 if self.in_place else 30):
             self.told, left = now, (self.before[-1] - read) * (now - self.begun) / max(1, read - self.first)
@@ -468,7 +488,7 @@ def write(folder: Path, named: Sequence[Path], text_column: str, args: argparse.
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE",
-                        help="files or folders of files: .parquet, .jsonl (.ndjson, .json), .txt; the latter two also .gz or .zst")
+                        help=f"files or folders of files: {ENDINGS}")
     parser.add_argument("--name", required=True, help="name of the corpus, for --dataset")
     parser.add_argument("--text_column", default="text", metavar="NAME",
                         help="the column of parquet files, and the key in JSON lines [text]")

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -19,9 +19,10 @@ from data.token_file import TokenFileError
 from data.tokenizer import chunks
 from runtime.errors import in_a_line
 
-KINDS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".txt": "text"}
+KINDS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".txt": "text"}
+NAMED_KINDS = KINDS | {".json": "json"}  # in a folder it is mostly something else: one object over many lines, about the data
 PACKED = (".gz", ".zst")
-ENDINGS = ".parquet, .jsonl (.ndjson, .json) or .txt, the latter two also with .gz or .zst"
+ENDINGS = ".parquet, .jsonl (.ndjson; .json if the file itself is named) or .txt, the latter two also with .gz or .zst"
 BUFFER = 2**16  # bytes that are read at once
 ROWS_BYTES = 2**23  # of a parquet file that are in memory at once, about
 BOM = b"\xef\xbb\xbf"
@@ -77,7 +78,8 @@ def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
     for place in named:
         is_folder = os.path.isdir(place)
         paths = _files_in(place) if is_folder else [place]
-        of_a_kind = [path for path in paths if _ending(path)[0]]
+        kinds = KINDS if is_folder else NAMED_KINDS
+        of_a_kind = [path for path in paths if _ending(path, kinds)[0]]
         if not of_a_kind:
             if not is_folder:
                 _size_and_time(place)  # rather say that it is not there
@@ -85,7 +87,7 @@ def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
                                  f"{ENDINGS}, which says what a file holds")
         others += len(paths) - len(of_a_kind)
         for path in of_a_kind:
-            source = Source(path, *_ending(path), *_size_and_time(path))
+            source = Source(path, *_ending(path, kinds), *_size_and_time(path))
             twice += (real := os.path.realpath(path)) in sources
             sources.setdefault(real, source)
     notes = [f"files in the folders that are left out, as their names do not end in {ENDINGS}: {others:,}"] if others else []
@@ -93,11 +95,11 @@ def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
     return list(sources.values()), notes
 
 
-def _ending(path: Path) -> tuple[str, str]:
+def _ending(path: Path, kinds: Mapping[str, str]) -> tuple[str, str]:
     """The kind of a file, empty if it is none of ours, and how it is packed."""
     name = path.name.lower()
     packed = next((ending for ending in PACKED if name.endswith(ending)), "")
-    kind = KINDS.get(os.path.splitext(name.removesuffix(packed))[1], "")
+    kind = kinds.get(os.path.splitext(name.removesuffix(packed))[1], "")
     return ("", "") if packed and kind == "parquet" else (kind, packed)
 
 
@@ -361,6 +363,8 @@ def _whole(source: Source) -> Iterator[None]:
     try:
         yield
     except _damages(source) as error:
+        if isinstance(error, OSError) and error.errno:  # the file may be as it should
+            raise TokenFileError(f"{source.path}: cannot be read: {os.strerror(error.errno)}") from None
         raise TokenFileError(f"{source.path}: not a whole {source.packed or '.parquet'} file, but cut short or damaged "
                              f"({in_a_line(error)}); fetch or write it again") from None
 

@@ -50,13 +50,18 @@ def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
             tokens = part if isinstance(part, np.ndarray) and part.dtype == "<u2" else _checked(part, path)
             file.write(tokens.tobytes())
             count += tokens.size
-        header = np.zeros(HEADER_INTS, dtype="<i4")
-        header[:3] = MAGIC, VERSION, count
         file.seek(0)
-        file.write(header.tobytes())
+        file.write(header(count))
         file.flush()
         os.fsync(file.fileno())
     return count
+
+
+def header(count: int) -> bytes:
+    """The header of a file with so many tokens."""
+    ints = np.zeros(HEADER_INTS, dtype="<i4")
+    ints[:3] = MAGIC, VERSION, count
+    return ints.tobytes()
 
 
 def _checked(part: Tokens, path: Path) -> np.ndarray:
@@ -127,12 +132,12 @@ def count_tokens(path: Path) -> int:
         size = path.stat().st_size
         if not path.is_file():  # a pipe would be waited for
             raise TokenFileError(f"{path}: cannot be read: not a file; delete it, or {remedy}")
-        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+        ints = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     except OSError as error:
         raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
-    if header.size < HEADER_INTS:
+    if ints.size < HEADER_INTS:
         raise TokenFileError(f"{path}: not a token file: its {size} bytes are less than a header's {HEADER_BYTES}; {remedy}")
-    magic, version, count = (int(n) for n in header[:3])
+    magic, version, count = (int(n) for n in ints[:3])
     if magic != MAGIC:
         raise TokenFileError(f"{path}: not a token file: it begins with {magic}, not with the magic number {MAGIC}; {remedy}")
     if version != VERSION:

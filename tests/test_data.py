@@ -470,7 +470,7 @@ def test_a_text_encoded_in_chunks_has_the_tokens_of_the_text_encoded_at_once(cas
         assert [token for part in parts for token in part] == expected, f"pieces of {size}"
 
 
-WHITE = [" ", "\n", "\t", "\x0b", "\x1c", "\x1f", "\x85", "\u00a0", "\u2028", "\u200b", "\u3000", "\ufeff", "a", "!", "1", "'s", "中"]
+WHITE = [" ", "\n", "\t", "\x0b", "\x1c", "\x1f", "\x85", "\u00a0", "\u2028", "\u200b", "\u3000", "\ufeff", "a", "!", "1", "'s"]
 
 
 @pytest.mark.parametrize("chunk_chars", [1, 2, 5])

@@ -1,5 +1,6 @@
 """data/documents.py: every token is tiktoken's, whatever the format and the number of workers, also after kill -9 at any moment."""
 
+import errno
 import functools
 import gzip
 import hashlib
@@ -22,6 +23,7 @@ import zstandard
 from pyarrow import parquet
 
 import data.documents
+import data.manifest
 import data.sources
 import data.tokenizer
 import data.workers
@@ -29,11 +31,12 @@ from data import fineweb
 from data.documents import prepare
 from data.manifest import read_manifest, unfinished_folder
 from data.prepare import prepare_if_missing
-from data.sources import find_sources, read_documents
+from data.sources import Piece, Place, find_sources, read_documents
 from data.token_file import TokenFile, TokenFileError, write_token_file
 from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import open_corpus
 from runtime.errors import TrainingError
+from runtime.files import cannot_be_written
 from tests.conftest import ROOT, ended, run, run_from_nothing, start, wait_for
 
 NASTY = ["", " ", "a", "One document.\r\nTwo lines.\r\n", "naïve 😀 中文字符 e\u0301 \u2028 \u00a0",
@@ -151,7 +154,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths_with_folders_in_it_formats_m
     for name, documents in reversed(groups.items()):
         (write_parquet if name.endswith("parquet") else write_jsonl)(raw / name, documents)
     write_jsonl(raw / ".cache" / "x.jsonl", ["hidden"])
-    (raw / "README.md").write_text("not a document")
+    (raw / "dataset_infos.json").write_text("{\n}")
     write_jsonl(tmp_path / "elsewhere" / "7.jsonl", ["7"])
     (raw / "z").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "round").symlink_to(raw)  # in a circle
@@ -533,17 +536,43 @@ def test_a_bad_line_is_named_by_file_and_number_and_can_be_left_out(case, tmp_pa
     assert read_manifest(tmp_path / "data" / "mine").skipped == 1
 
 
-def test_more_bad_lines_than_may_be_left_out_end_it_and_with_more_it_goes_on_where_it_was(tmp_path):
+def test_more_bad_lines_than_may_be_left_out_end_it_and_with_more_it_goes_on_where_it_was(tmp_path, monkeypatch):
     documents = texts(100)
     lines = [json.dumps({"text": text}) for text in documents]
     for i in (80, 50, 20):
         lines.insert(i, "bad")
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(data.documents, "SAMPLED_CHARS", 100)
     with pytest.raises(TokenFileError, match=r"line 83: not a line of JSON.*; the 2 before it were left out, as --skip_bad allows; "
                                              r".*; \d+ whole shards are kept: run the same command again to go on"):
         written(tmp_path, tmp_path / "a.jsonl", skip_bad=2, shard_tokens=100)
     assert written(tmp_path, tmp_path / "a.jsonl", skip_bad=3, shard_tokens=100) == expected(documents)
     assert read_manifest(tmp_path / "data" / "mine").skipped == 3
+
+
+def test_a_wrong_text_column_of_json_lines_ends_at_the_first_line_before_anything_is_written(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", texts(50))
+    monkeypatch.setattr(data.documents, "_write", None)
+    with pytest.raises(TokenFileError, match=r'line 3: has no "content"; .*; the 2 before it were left out'):
+        written(tmp_path, path, text_column="content", skip_bad=2)
+
+
+def test_json_lines_that_are_called_json_are_read_if_the_file_itself_is_named(tmp_path):
+    path = write_jsonl(tmp_path / "raw" / "a.json.gz", ["a", "b"])
+    assert written(tmp_path, path, val_shards=0) == expected(["a", "b"])
+    with pytest.raises(TokenFileError, match=r"raw: no file in it has a name that ends in .*\.json if the file itself is named"):
+        written(tmp_path, tmp_path / "raw", name="other")
+
+
+def test_a_parquet_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "a.parquet", ["a"])
+
+    def refuse(*args, **kwargs):  # as it is refused to anybody but root
+        raise PermissionError(errno.EACCES, f"Failed to open local file '{path}'. Detail: [errno 13] Permission denied")
+
+    monkeypatch.setattr(parquet, "ParquetFile", refuse)
+    with pytest.raises(TokenFileError, match=r"a\.parquet: cannot be read: Permission denied$"):
+        written(tmp_path, path)
 
 
 def test_a_missing_column_of_a_parquet_file_names_those_that_are_there(tmp_path):
@@ -627,6 +656,50 @@ def test_too_little_space_is_told_beforehand_with_what_is_needed(tmp_path, monke
                                              r"file\), 5 kB are free; free some, name another place with --data_dir"):
         written(tmp_path, path)
     assert not (tmp_path / "data").exists()
+
+
+def test_going_on_frees_what_a_killed_writer_left_before_it_asks_for_space(tmp_path, monkeypatch):
+    documents = texts(120)
+    folder = begun(tmp_path, documents, monkeypatch)
+    strays = [unfinished_folder(folder) / name for name in ("shard.tmp", "mine_train_000003.bin")]
+    for stray in strays:
+        stray.write_bytes(b"a part of it")
+    free = lambda place: shutil._ntuple_diskusage(10**9, 0, 0 if any(stray.exists() for stray in strays) else 10**9)  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    go_on(tmp_path)
+    assert tokens_of(folder) == expected(documents)
+
+
+def test_a_disk_that_is_full_at_the_manifest_is_told_once_and_no_shard_that_it_does_not_name_stays(tmp_path, monkeypatch):
+    path, folder, left = write_jsonl(tmp_path / "a.jsonl", texts(100)), tmp_path / "data" / "mine", itertools.count(2, -1)
+    real = data.manifest.write_whole
+
+    def write(path, text):
+        if next(left) == 0:
+            raise cannot_be_written(path, OSError(errno.ENOSPC, "No space left on device"))
+        real(path, text)
+
+    monkeypatch.setattr(data.manifest, "write_whole", write)
+    with pytest.raises(TokenFileError, match=r"mine: cannot be written: No space left on device; free some space, then run"):
+        written(tmp_path, path)
+    assert len(shards(unfinished_folder(folder))) == 2
+    assert written(tmp_path, path) == expected(texts(100))
+
+
+def test_a_name_that_is_not_utf8_in_the_command_leaves_a_manifest_that_can_be_read(tmp_path, monkeypatch):
+    begun(tmp_path, texts(120), monkeypatch, command="python data/documents.py caf\udce9.jsonl")
+    assert read_manifest(unfinished_folder(tmp_path / "data/mine")).unfinished.command.endswith(r"caf\xe9.jsonl")
+    go_on(tmp_path)
+
+
+def test_the_time_left_is_that_of_what_is_still_to_be_read_also_after_going_on(tmp_path, monkeypatch, capsys):
+    sources, _ = find_sources([write_jsonl(tmp_path / "a.jsonl", ["a" * 100_000])])
+    seconds = itertools.count(0, 100)
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    progress = data.documents._Progress(sources, Place())
+    for share in (0.5, 0.75):  # from half of the file on
+        progress.after([Piece("a", True, Place(), int(share * sources[0].size))], 1)
+    assert re.fullmatch(r"75\.0%, .*, 0:05:00 left", capsys.readouterr().err.splitlines()[-1])  # a quarter took 300 seconds
 
 
 def test_a_corpus_that_would_be_all_validation_says_what_to_do(tmp_path):
