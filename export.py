@@ -41,7 +41,7 @@ from safetensors import SafetensorError
 from checkpoint import PLACES, SavedState, read_state
 from config import Config
 from data.token_file import TokenFileError, count_tokens
-from data.tokenizer import END_OF_TEXT, vocabulary_files
+from data.tokenizer import END_OF_TEXT, SEPARATOR, vocabulary_files
 from dataloader import is_validation
 from model import GPT
 from runtime.cli import ConfigError, load
@@ -56,7 +56,6 @@ KNOWN_DATA = {
     "shakespeare": "tiny Shakespeare, 1.1 MB of his plays",
     "fineweb": "[FineWeb-Edu](https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu) (Penedo et al. 2024), educational web "
                "pages, in the 10-billion-token sample"}
-END = "<|endoftext|>"
 
 
 # ---- the tokenizer
@@ -68,7 +67,7 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
     (folder / "vocab.json").write_bytes(files["encoder.json"])
     (folder / "merges.txt").write_bytes(files["vocab.bpe"])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-    special = {"id": END_OF_TEXT, "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+    special = {"id": END_OF_TEXT, "content": SEPARATOR, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
                "special": True}
     write_json(folder / "tokenizer.json", {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
@@ -76,7 +75,7 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
                   "fuse_unk": False, "byte_fallback": False, "vocab": json.loads(files["encoder.json"]),
                   "merges": files["vocab.bpe"].decode().splitlines()[1:]}})  # the first line names the format's version
-    tokens = {"bos_token": END, "eos_token": END, "unk_token": END}
+    tokens = {"bos_token": SEPARATOR, "eos_token": SEPARATOR, "unk_token": SEPARATOR}
     write_json(folder / "special_tokens_map.json", tokens)
     write_json(folder / "tokenizer_config.json", tokens | {
         "tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "clean_up_tokenization_spaces": False,

@@ -57,17 +57,15 @@ def prepare(folder: Path, named: Sequence[Path], *, text_column: str = "text", s
     The tokens are in the documents' order, an <|endoftext|> before each, and do not depend on `workers`. They fill the shards
     one after the other; the first `val_shards` are for validation. Without `shard_tokens` a shard has SHARD_TOKENS, those for
     validation fewer where the corpus is small. The folder appears once it is whole; until then the shards lie in
-    `unfinished_folder(folder)`, and the same call goes on after the last whole one. `skip_bad` times something in place of a
-    document may be none. `command` is what the user has typed, for messages.
+    `unfinished_folder(folder)`, and the same call goes on after the last whole one. Up to `skip_bad` records without a text
+    are left out. `command` is what the user has typed, for messages.
 
     Raises UserError for what cannot be read, written or gone on with.
     """
     sources, notes = find_sources(named)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    with corpus_writer(folder):
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise TokenFileError(f"{folder}: is there already; choose another name or delete it first")
+    with corpus_writer(folder, new=True):
         for source in sources:
             if source.kind == "parquet":
                 open_parquet(source, text_column)  # rather now than after hours
@@ -77,17 +75,12 @@ def prepare(folder: Path, named: Sequence[Path], *, text_column: str = "text", s
             _check_same(folder, manifest, sources, asked)
             for source, known in zip(sources, manifest.sources, strict=True):
                 known.bytes = source.size  # those that are still to be read may have been corrected
-        expected = round(_tokens_per_byte(sources, text_column, _at_most(skip_bad)) * sum(source.size for source in sources))
         _delete_strays(folder, manifest)
-        if not manifest:
-            val_tokens = shard_tokens or max(1, min(SHARD_TOKENS, expected // VAL_SHARE // max(1, val_shards)))
-            manifest = Manifest(corpus=folder.name, sources=[SourceFile(file=_name(s.path), bytes=s.size) for s in sources],
-                                options=Options(text_column=text_column, shard_tokens=shard_tokens or SHARD_TOKENS,
-                                                val_shards=val_shards, val_shard_tokens=val_tokens),
-                                unfinished=Unfinished(command="", place=list(Place()), into=0, taken="", modified=0))
-        if manifest.unfinished:
+        if not manifest or manifest.unfinished:
+            expected = round(_tokens_per_byte(sources, text_column, _at_most(skip_bad)) * sum(source.size for source in sources))
+            manifest = manifest or _begin(folder, sources, expected, text_column, shard_tokens, val_shards)
             _check_space(folder, sources, expected, manifest)
-        with _kept(folder):
+        with _keeping_whole_shards(folder):
             if manifest.unfinished:
                 manifest.unfinished.command = _name(command)
                 _write(folder, manifest, manifest.unfinished, sources, workers or _cores(), skip_bad)
@@ -96,6 +89,16 @@ def prepare(folder: Path, named: Sequence[Path], *, text_column: str = "text", s
             unfinished_folder(folder).rename(folder)
             flush_to_disk(folder.parent)
     return manifest
+
+
+def _begin(folder: Path, sources: list[Source], expected: int, text_column: str, shard_tokens: int | None,
+           val_shards: int) -> Manifest:
+    """The manifest of a corpus that is about to be written, of an `expected` number of tokens."""
+    val_tokens = shard_tokens or max(1, min(SHARD_TOKENS, expected // VAL_SHARE // max(1, val_shards)))
+    return Manifest(corpus=folder.name, sources=[SourceFile(file=_name(source.path), bytes=source.size) for source in sources],
+                    options=Options(text_column=text_column, shard_tokens=shard_tokens or SHARD_TOKENS, val_shards=val_shards,
+                                    val_shard_tokens=val_tokens),
+                    unfinished=Unfinished(command="", place=list(Place()), into=0, taken="", modified=0))
 
 
 def _write(folder: Path, manifest: Manifest, going_on: Unfinished, sources: list[Source], workers: int, skip_bad: int) -> None:
@@ -179,7 +182,7 @@ def _finish(folder: Path, manifest: Manifest) -> None:
 
 
 @contextlib.contextmanager
-def _kept(folder: Path) -> Iterator[None]:
+def _keeping_whole_shards(folder: Path) -> Iterator[None]:
     """Keep the whole shards of a corpus whose writing fails, and say so; without any, leave nothing of it."""
     try:
         try:
@@ -187,13 +190,13 @@ def _kept(folder: Path) -> Iterator[None]:
         except OSError as error:
             remedy = "free some space" if error.errno == errno.ENOSPC else "mend that"
             reason = os.strerror(error.errno) if error.errno else str(error)
-            raise TokenFileError(f"{folder}: cannot be written: {reason}; {remedy}, then {AGAIN}") from None
+            raise TokenFileError(f"{folder}: cannot be written: {reason}; {remedy}") from None
     except BaseException as error:
         if begun := unfinished(folder):
             with contextlib.suppress(OSError):
                 _delete_strays(folder, begun)  # what they take of a full disk
             n = len(begun.shards)
-            error.add_note(f"{n} whole shard{'s are' if n > 1 else ' is'} kept" + ("" if AGAIN in str(error) else f": {AGAIN}"))
+            error.add_note(f"{n} whole shard{'s are' if n > 1 else ' is'} kept: {AGAIN}")
         else:
             shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
         raise
@@ -212,17 +215,17 @@ def _check_same(folder: Path, manifest: Manifest, sources: list[Source], asked: 
     anew = f"or delete {where} to begin anew"
     again = f"go on with: {manifest.unfinished.command}" if manifest.unfinished else "go on with the command that it was begun with"
     for name, value in asked.items():
-        before = getattr(manifest.options, name)
-        if value is not None and value != before:
-            raise TokenFileError(f"{folder}: is not finished, and was begun with --{name} {before}, not {value}; {again}; {anew}")
+        then = getattr(manifest.options, name)
+        if value is not None and value != then:
+            raise TokenFileError(f"{folder}: is not finished, and was begun with --{name} {then}, not {value}; {again}; {anew}")
 
     def refuse(what: str) -> NoReturn:
         raise TokenFileError(f"{folder}: cannot be gone on with: {what} since it was begun; put the files back as they were, "
                              f"{anew}")
 
-    then, there = [source.file for source in manifest.sources], [_name(source.path) for source in sources]
-    if then != there:
-        gone, new = sorted(set(then) - set(there)), sorted(set(there) - set(then))
+    were, are = [source.file for source in manifest.sources], [_name(source.path) for source in sources]
+    if were != are:
+        gone, new = sorted(set(were) - set(are)), sorted(set(are) - set(were))
         refuse(f"{gone[0]} has gone from the sources" if gone else f"{new[0]} has come to the sources" if new else
                "the order of the sources has changed")
     going_on = manifest.unfinished
@@ -231,10 +234,9 @@ def _check_same(folder: Path, manifest: Manifest, sources: list[Source], asked: 
     if read:
         print(f"checking that what has been read is unchanged: {n:,} file{'s' if n > 1 else ''}, "
               f"{size(sum(source.size for source, _ in read))}", file=sys.stderr)
-    for same in (lambda now, before: now.size == before.bytes, lambda now, before: _sha256(now.path) == before.sha256):
-        for now, before in read:
-            if not same(now, before):
-                refuse(f"{now.path} has changed")
+    for source, before in read:
+        if source.size != before.bytes or _sha256(source.path) != before.sha256:
+            refuse(f"{source.path} has changed")
     if going_on and (sources[n].size, sources[n].modified) != (manifest.sources[n].bytes, going_on.modified):
         place = _where_taken_ends(sources[:n + 1], manifest.options.text_column, going_on)
         if place is None:
@@ -328,7 +330,7 @@ def _batches(pieces: Iterable[Piece], on_source: Callable[[int], None]) -> Itera
 
 
 class _Stream:
-    """The tokens of all pieces one after the other, and where in the sources one has got to."""
+    """The tokens of all pieces one after the other, and the place in the sources of the last one that was taken."""
 
     def __init__(self, batches: Iterator[tuple[Sequence[Piece], Tokens]], going_on: Unfinished,
                  on_batch: Callable[[Sequence[Piece], int], None]):

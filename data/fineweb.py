@@ -24,7 +24,7 @@ from pathlib import Path
 
 from data.documents import AGAIN, add_options, write
 from data.manifest import MANIFEST
-from data.token_file import TokenFileError, count_tokens
+from data.token_file import TokenFileError, corpus_writer, count_tokens
 from runtime.errors import in_a_line, reported
 
 REPOSITORY = "kjj0/finewebedu10B-gpt2"
@@ -35,28 +35,29 @@ def prepare(folder: Path, shards: int) -> int:
     """Download the validation shard and the first training shards to `folder`; returns the number of training tokens.
 
     A shard that is there and whole is kept. Raises TokenFileError if one cannot be had or is not a whole token file, and for
-    a folder with shards that were tokenized here.
+    a folder with shards that were tokenized here, or that another process is writing.
     """
-    if (folder / MANIFEST).exists():
-        raise TokenFileError(f"{folder}: holds a corpus that was written with --source; choose another place with --data_dir, or "
-                             f"delete it first")
-    names = ["finewebedu_val_000000.bin", *(f"finewebedu_train_{i:06d}.bin" for i in range(1, shards + 1))]
-    for i, name in enumerate(names, start=1):
-        print(f"shard {i} of {len(names)}: {name}", file=sys.stderr)
-        if is_whole(folder / name):
-            continue
-        with contextlib.suppress(OSError):
-            (folder / name).unlink()  # what is damaged would be kept
-        try:
-            from huggingface_hub import hf_hub_download
+    with corpus_writer(folder):
+        if (folder / MANIFEST).exists():
+            raise TokenFileError(f"{folder}: holds a corpus that was written with --source; choose another place with "
+                                 f"--data_dir, or delete it first")
+        names = ["finewebedu_val_000000.bin", *(f"finewebedu_train_{i:06d}.bin" for i in range(1, shards + 1))]
+        for i, name in enumerate(names, start=1):
+            print(f"shard {i} of {len(names)}: {name}", file=sys.stderr)
+            if is_whole(folder / name):
+                continue
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()  # what is damaged would be kept
+            try:
+                from huggingface_hub import hf_hub_download
 
-            hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=folder)
-        except Exception as error:  # its HTTP library's, or its own
-            raise TokenFileError(f"{name} could not be downloaded from the Hugging Face dataset {REPOSITORY} "
-                                 f"({in_a_line(error)}); run this again to go on, or train on a text of your own: "
-                                 f"python data/text.py FILE") from None
-        count_tokens(folder / name)
-    return sum(count_tokens(folder / name) for name in names[1:])
+                hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=folder)
+            except Exception as error:  # its HTTP library's, or its own
+                raise TokenFileError(f"{name} could not be downloaded from the Hugging Face dataset {REPOSITORY} "
+                                     f"({in_a_line(error)}); run this again to go on, or train on a text of your own: "
+                                     f"python data/text.py FILE") from None
+            count_tokens(folder / name)
+        return sum(count_tokens(folder / name) for name in names[1:])
 
 
 def is_whole(path: Path) -> bool:

@@ -33,7 +33,7 @@ class SourceFile(Part):
     bytes: int
     sha256: str | None = None
     documents: int | None = None
-    skipped: int | None = None  # what stood in place of a document and was none
+    skipped: int | None = None  # lines or rows without a text
     end_of_text_spelled_out: int | None = None  # how often the text of documents has the separator of documents
 
 

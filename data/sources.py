@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from data.text import SEPARATOR, check_unchanged, decoded
+from data.text import check_unchanged, decoded
 from data.token_file import TokenFileError
-from data.tokenizer import chunks
+from data.tokenizer import SEPARATOR, chunks
 from runtime.errors import in_a_line
 
 KINDS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".txt": "text"}
@@ -75,15 +75,15 @@ def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
     """
     sources: dict[str, Source] = {}
     twice = others = 0
-    for place in named:
-        is_folder = os.path.isdir(place)
-        paths = _files_in(place) if is_folder else [place]
+    for name in named:
+        is_folder = os.path.isdir(name)
+        paths = _files_in(name) if is_folder else [name]
         kinds = KINDS if is_folder else NAMED_KINDS
         of_a_kind = [path for path in paths if _ending(path, kinds)[0]]
         if not of_a_kind:
             if not is_folder:
-                _size_and_time(place)  # rather say that it is not there
-            raise TokenFileError(f"{place}: {'no file in it has a name that ends' if is_folder else 'its name does not end'} in "
+                _size_and_time(name)  # rather say that it is not there
+            raise TokenFileError(f"{name}: {'no file in it has a name that ends' if is_folder else 'its name does not end'} in "
                                  f"{ENDINGS}, which says what a file holds")
         others += len(paths) - len(of_a_kind)
         for path in of_a_kind:
@@ -135,8 +135,8 @@ def _files_in(folder: Path) -> list[Path]:
 def read_documents(sources: list[Source], column: str, on_bad: Callable[[str], None], start: Place = BEGINNING) -> Iterator[Piece]:
     """The documents of all sources in order, from the place `start` on, each source followed by its end.
 
-    `column` has the text in parquet files and JSON lines. `on_bad` is told of what stands in place of a document and is none, and
-    may raise. Raises TokenFileError for a file that cannot be read.
+    `column` has the text in parquet files and JSON lines. `on_bad` is told of each line or row without a text, and may
+    raise. Raises TokenFileError for a file that cannot be read.
     """
     for i in range(start.source, len(sources)):
         yield from _read(sources[i], column, on_bad, start if i == start.source else Place(i))
@@ -159,7 +159,7 @@ def _read(source: Source, column: str, on_bad: Callable[[str], None], start: Pla
 
 
 class _Record(NamedTuple):
-    """What stands in place of a document: its text, or what is wrong with it."""
+    """A line or row: the text of its document, or what is wrong with it."""
 
     text: str | None
     problem: str
@@ -187,7 +187,7 @@ def _pieces(source: Source, records: Iterator[_Record], on_bad: Callable[[str], 
 def _text(source: Source, file: BinaryIO, start: Place) -> Iterator[Piece]:
     """A text file is one document."""
     unpacked, place = _unpacked(source, file), start
-    with _whole(source):
+    with _damage_reported(source):
         _forward(unpacked, start.offset, seekable=not source.packed)
         bom = len(BOM) if start.offset == 0 and unpacked.peek(len(BOM)).startswith(BOM) else 0
         unpacked.read(bom)
@@ -206,7 +206,7 @@ def _text(source: Source, file: BinaryIO, start: Place) -> Iterator[Piece]:
 
 def _lines(source: Source, file: BinaryIO, column: str, start: Place) -> Iterator[_Record]:
     unpacked, offset = _unpacked(source, file), start.offset
-    with _whole(source):
+    with _damage_reported(source):
         _forward(unpacked, offset, seekable=not source.packed)
         for number, line in enumerate(unpacked, start.line):
             content = line.removeprefix(BOM) if offset == 0 else line
@@ -255,7 +255,7 @@ def open_parquet(source: Source, column: str) -> Any:
         from pyarrow import parquet, types
     except ImportError:
         raise TokenFileError(f"{source.path}: needs the package pyarrow; run: pip install -r requirements.txt") from None
-    with _whole(source):
+    with _damage_reported(source):
         opened = parquet.ParquetFile(source.path, buffer_size=2**20, pre_buffer=False)  # else it holds a row group as a whole
         schema = opened.schema_arrow
     if column not in schema.names:
@@ -273,7 +273,7 @@ def open_parquet(source: Source, column: str) -> Any:
 
 def _rows(source: Source, column: str, start: Place) -> Iterator[_Record]:
     opened = open_parquet(source, column)
-    with _whole(source):
+    with _damage_reported(source):
         rows, total = 0, opened.metadata.num_rows
         for i in range(opened.metadata.num_row_groups):
             group = opened.metadata.row_group(i)
@@ -358,7 +358,7 @@ def _forward(file: io.BufferedReader, offset: int, *, seekable: bool) -> None:
 
 
 @contextlib.contextmanager
-def _whole(source: Source) -> Iterator[None]:
+def _damage_reported(source: Source) -> Iterator[None]:
     """Turn the errors of a file that is damaged into a TokenFileError."""
     try:
         yield

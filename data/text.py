@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data.token_file import TokenFileError, write_corpus
-from data.tokenizer import END_OF_TEXT, encode_text
+from data.tokenizer import END_OF_TEXT, SEPARATOR, encode_text
 from runtime.errors import reported
 
-SEPARATOR = "<|endoftext|>"
 OURS = ("pydocs", "shakespeare", "fineweb")  # corpora that other scripts here write, and that published results are about
 
 

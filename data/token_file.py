@@ -78,23 +78,20 @@ def write_corpus(folder: Path, parts: Iterable[Tokens], shard_tokens: int = SHAR
     The folder appears whole or not at all. Raises TokenFileError if it is there already, if another process is writing it, or
     if there are no tokens.
     """
-    with corpus_writer(folder):
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise TokenFileError(f"{folder}: is there already; choose another name or delete it first")
-        with whole_folder(folder, replace=False) as unfinished:
-            count = sum(write_token_file(unfinished / f"{folder.name}_train_{i:06d}.bin", shard)
-                        for i, shard in enumerate(_shards(parts, shard_tokens)))
-            if not count:
-                raise TokenFileError(f"{folder}: there are no tokens to write")
+    with corpus_writer(folder, new=True), whole_folder(folder, replace=False) as unfinished:
+        count = sum(write_token_file(unfinished / f"{folder.name}_train_{i:06d}.bin", shard)
+                    for i, shard in enumerate(_shards(parts, shard_tokens)))
+        if not count:
+            raise TokenFileError(f"{folder}: there are no tokens to write")
     return count
 
 
 @contextlib.contextmanager
-def corpus_writer(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+def corpus_writer(folder: Path, on_wait: Callable[[], None] | None = None, *, new: bool = False) -> Iterator[None]:
     """Hold the right to write a corpus, which one process has at a time (see `sole_writer`).
 
     Raises TokenFileError if the folder cannot be written, or if another process is writing it; with `on_wait`, that is called
-    and then waited for the other process.
+    and then waited for the other process. If the corpus is to be `new`, only an empty folder may be there.
     """
     size = len(os.fsencode(folder.name))
     if size > LONGEST_NAME:
@@ -102,6 +99,8 @@ def corpus_writer(folder: Path, on_wait: Callable[[], None] | None = None) -> It
                              f"choose a shorter one")
     try:
         with sole_writer(folder, on_wait):
+            if new and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+                raise TokenFileError(f"{folder}: is there already; choose another name or delete it first")
             yield
     except BeingWrittenError:
         raise TokenFileError(f"{folder}: another process is writing this corpus; wait for it, or choose another name") from None

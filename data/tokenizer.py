@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found also wh
 
 from runtime.errors import UserError, in_a_line, reported
 
-END_OF_TEXT = 50256
+SEPARATOR, END_OF_TEXT = "<|endoftext|>", 50256  # of documents, and its token
 CHUNK_CHARS = 2**16
 SPACE, OTHER = r"[^\S\x1c-\x1f]", r"[\S\x1c-\x1f]"  # as tiktoken has it: Python counts four control characters as white space
 CUT = re.compile(f"(?<={OTHER})(?={SPACE})|(?<={SPACE})(?={SPACE}{OTHER})")
@@ -47,7 +47,7 @@ def get_encoding() -> tiktoken.Encoding:
     from tiktoken_ext.openai_public import r50k_pat_str
 
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
-                             special_tokens={"<|endoftext|>": END_OF_TEXT}, explicit_n_vocab=END_OF_TEXT + 1)
+                             special_tokens={SEPARATOR: END_OF_TEXT}, explicit_n_vocab=END_OF_TEXT + 1)
 
 
 def _not_there(reason: str) -> TokenizerError:

@@ -15,35 +15,27 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self, TypeVar
+from typing import BinaryIO, Self
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # found also when run as a script
 
 import numpy as np
 import tiktoken
 
+from data.sources import Piece
 from data.tokenizer import END_OF_TEXT, get_encoding
 from runtime.errors import TrainingError, UserError, why_it_failed
 
-SEPARATOR = np.array([END_OF_TEXT], dtype=np.uint32)
+DOCUMENT_BEGINS = np.array([END_OF_TEXT], dtype=np.uint32)
 AHEAD = 8  # batches for each worker that are read and not yet taken
 
 
-class Text(Protocol):
-    """What is tokenized; without a text it has no tokens."""
-
-    @property
-    def text(self) -> str | None: ...
-    @property
-    def begins(self) -> bool: ...  # a document
-
-
-T = TypeVar("T", bound=Text)
 Tokens = tuple[np.ndarray, np.ndarray]  # how many tokens each text of a batch has; the tokens of all
 
 
 class Workers:
-    """Processes that tokenize. They start when there is work, and end with this one, however it ends: then nobody asks any more."""
+    """Processes that tokenize. They start when there is work, and end when this process ends, even if it is killed: the pipe that
+    they read from is closed then."""
 
     def __init__(self, n: int):
         self.n = n
@@ -66,10 +58,10 @@ class Workers:
             process.communicate()
         self._stderr.close()
 
-    def encode(self, batches: Iterable[Sequence[T]]) -> Iterator[tuple[Sequence[T], Tokens]]:
+    def encode(self, batches: Iterable[Sequence[Piece]]) -> Iterator[tuple[Sequence[Piece], Tokens]]:
         """Each batch with its tokens, in order. Raises TrainingError if a process died, and what `batches` raises: after the
         batches before it."""
-        waiting: deque[tuple[Sequence[T], Future[Tokens]]] = deque()
+        waiting: deque[tuple[Sequence[Piece], Future[Tokens]]] = deque()
         rest, fault = iter(batches), None
         while True:
             try:
@@ -117,7 +109,7 @@ def encode(encoding: tiktoken.Encoding, batch: Iterable[tuple[str | None, bool]]
     parts, counts = [np.empty(0, dtype=np.uint32)], []
     for text, begins in batch:
         if begins:
-            parts.append(SEPARATOR)
+            parts.append(DOCUMENT_BEGINS)
         if text:
             try:  # this form of tiktoken makes no list of Python's numbers, which takes a fifth of the time
                 parts.append(encoding.encode_to_numpy(text, disallowed_special=()))

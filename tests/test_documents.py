@@ -1,6 +1,7 @@
 """data/documents.py: every token is tiktoken's, whatever the format and the number of workers, also after kill -9 at any moment."""
 
 import errno
+import fcntl
 import functools
 import gzip
 import hashlib
@@ -13,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from data.token_file import TokenFile, TokenFileError, write_token_file
 from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import open_corpus
 from runtime.errors import TrainingError
-from runtime.files import cannot_be_written
+from runtime.files import cannot_be_written, lock_file
 from tests.conftest import ROOT, ended, run, run_from_nothing, start, wait_for
 
 NASTY = ["", " ", "a", "One document.\r\nTwo lines.\r\n", "naïve 😀 中文字符 e\u0301 \u2028 \u00a0",
@@ -71,7 +73,7 @@ def write_jsonl(path: Path, documents: list[str], column: str = "text") -> Path:
     return path
 
 
-def write_parquet(path: Path, documents: list[str], kind: pyarrow.DataType | None = None, column: str = "text",
+def write_parquet(path: Path, documents: Sequence[str | None], kind: pyarrow.DataType | None = None, column: str = "text",
                   rows: int = 7) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     column_of_texts = pyarrow.array(documents, pyarrow.string()).cast(kind or pyarrow.string())
@@ -269,18 +271,21 @@ def test_killed_at_any_file_operation_the_same_command_goes_on_to_the_same_bytes
 
 def test_killed_twenty_times_at_random_moments_no_document_is_lost_or_doubled(tmp_path):
     rng = random.Random(14)
-    documents = texts(3000, seed=1)
+    documents = texts(12_000, seed=1)
     for i, (name, write) in enumerate(WRITERS.items()):
         write(tmp_path / "raw" / f"{i}{name}", documents[len(documents) * i // 4:len(documents) * (i + 1) // 4])
-    folder, command = tmp_path / "data" / "mine", ("data/documents.py", "raw", "--name", "mine", "--shard_tokens", "2000")
-    kills = 0
+    folder, command = tmp_path / "data" / "mine", ("data/documents.py", "raw", "--name", "mine", "--shard_tokens", "20000")
+    kills, seconds = 0, 0.0  # of a shard
     while not folder.exists():
         with ended([start(*command, "--workers", "2", cwd=tmp_path)]) as (writer,):
             before = len(list(unfinished_folder(folder).glob("*.bin")))
             if kills < 20:
-                more = rng.choice([0, 1, 3])  # shards that it may write before it is killed
-                wait_for(lambda n=before + more: len(list(unfinished_folder(folder).glob("*.bin"))) >= n, writer)
-                time.sleep(rng.uniform(0, 0.005))
+                wait_for(lambda n=before + 1: len(list(unfinished_folder(folder).glob("*.bin"))) >= n, writer)
+                if not kills:
+                    begun = time.monotonic()
+                    wait_for(lambda: len(list(unfinished_folder(folder).glob("*.bin"))) >= 6, writer)
+                    seconds = (time.monotonic() - begun) / 5
+                time.sleep(rng.uniform(0, seconds))  # any moment of the next shard
                 assert writer.poll() is None, "raise the number of documents: it was done before it could be killed"
                 writer.kill()
                 kills += 1
@@ -317,8 +322,8 @@ def begun(tmp_path: Path, documents: list[str], monkeypatch, **options) -> Path:
     with pytest.raises(TokenFileError) as full:
         go_on(tmp_path, **options)
     monkeypatch.undo()
-    assert str(full.value) == (f"{tmp_path}/data/mine: cannot be written: No space left on device; free some space, then run the "
-                               f"same command again to go on; 3 whole shards are kept")
+    assert str(full.value) == (f"{tmp_path}/data/mine: cannot be written: No space left on device; free some space; 3 whole "
+                               f"shards are kept: run the same command again to go on")
     return tmp_path / "data" / "mine"
 
 
@@ -381,7 +386,7 @@ def with_a_bad_line(path: Path, documents: list[str]) -> None:
 
 
 DAMAGED = {"a.jsonl": with_a_bad_line, "a.jsonl.gz": cut_short, "a.jsonl.zst": cut_short,
-           "a.parquet": lambda path, documents: write_parquet(path, [None if "marked" in text else text for text in documents]),
+           "a.parquet": lambda path, documents: write_parquet(path, [None if text == "marked" else text for text in documents]),
            "a.txt": lambda path, documents: path.write_bytes("".join(documents).encode().replace(b"marked", b"\xff"))}
 
 
@@ -680,7 +685,7 @@ def test_a_disk_that_is_full_at_the_manifest_is_told_once_and_no_shard_that_it_d
         real(path, text)
 
     monkeypatch.setattr(data.manifest, "write_whole", write)
-    with pytest.raises(TokenFileError, match=r"mine: cannot be written: No space left on device; free some space, then run"):
+    with pytest.raises(TokenFileError, match=r"mine: cannot be written: No space left on device; free some space; 2 "):
         written(tmp_path, path)
     assert len(shards(unfinished_folder(folder))) == 2
     assert written(tmp_path, path) == expected(texts(100))
@@ -815,6 +820,13 @@ def test_ready_shards_of_fineweb_are_kept_without_a_network_and_a_damaged_one_is
     os.truncate(tmp_path / "finewebedu_train_000001.bin", 1030)
     assert fineweb.prepare(tmp_path, 2) == 19
     assert asked == ["finewebedu_train_000001.bin"]
+
+
+def test_a_download_of_fineweb_beside_another_writer_of_the_corpus_is_refused(tmp_path):
+    with open(lock_file(tmp_path / "fineweb"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as another process holds it
+        with pytest.raises(TokenFileError, match="fineweb: another process is writing this corpus"):
+            fineweb.prepare(tmp_path / "fineweb", 1)
 
 
 def test_training_never_pays_for_parquet(tmp_path):
