@@ -137,6 +137,7 @@ def _write(folder: Path, manifest: Manifest, going_on: Unfinished, sources: list
 
 
 def _told(parts: Iterable[np.ndarray], tell: Callable[[Any], None]) -> Iterator[np.ndarray]:
+    """The same parts; `tell` is given each before it is taken."""
     for part in parts:
         tell(part)
         yield part
@@ -238,6 +239,7 @@ def _check_same(folder: Path, manifest: Manifest, sources: list[Source], asked: 
         if source.size != before.bytes or _sha256(source.path) != before.sha256:
             refuse(f"{source.path} has changed")
     if going_on and (sources[n].size, sources[n].modified) != (manifest.sources[n].bytes, going_on.modified):
+        print(f"{sources[n].path} has been written anew: comparing what has been read of it", file=sys.stderr)
         place = _where_taken_ends(sources[:n + 1], manifest.options.text_column, going_on)
         if place is None:
             refuse(f"{sources[n].path} has changed")

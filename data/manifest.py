@@ -1,6 +1,5 @@
 """manifest.json: what a corpus that data/documents.py writes is made of, and, while it is unfinished, how to go on with it."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,7 +72,7 @@ class Manifest(Part):
 
     def write(self, folder: Path) -> None:
         """Write manifest.json, whole or not at all. Raises OSError."""
-        write_whole(folder / MANIFEST, json.dumps(self.model_dump(exclude_none=True), indent=1) + "\n")
+        write_whole(folder / MANIFEST, self.model_dump_json(exclude_none=True) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -419,6 +419,13 @@ def test_a_source_that_has_not_been_read_yet_may_change_and_one_that_is_only_tou
     documents = texts(120)
     folder = begun(tmp_path, documents, monkeypatch)
     write_jsonl(tmp_path / "b.jsonl", ["other"])
+    for shards_more in (1, 2):  # what was taken is known also after going on more than once
+        os.utime(tmp_path / "a.jsonl")
+        fail_after(monkeypatch, shards_more)
+        with pytest.raises(TokenFileError, match="whole shards are kept"):
+            go_on(tmp_path)
+        monkeypatch.undo()
+    assert read_manifest(unfinished_folder(folder)).unfinished.place[0] == 0
     os.utime(tmp_path / "a.jsonl")
     go_on(tmp_path)
     assert tokens_of(folder) == expected([*documents[:60], "other"])
