@@ -475,7 +475,7 @@ def test_ctrl_c_keeps_the_shards_and_says_how_to_go_on(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", texts(3000))
     command = ("data/documents.py", "a.jsonl", "--name", "mine", "--shard_tokens", "1000")
     with ended([start(*command, cwd=tmp_path)]) as (writer,):
-        wait_for(lambda: len(list(unfinished_folder(tmp_path / "data/mine").glob("*.bin"))) > 4, writer)  # the last may not be named
+        wait_for(lambda: len(list(unfinished_folder(tmp_path / "data/mine").glob("*.bin"))) > 4, writer)  # one may have no name yet
         writer.send_signal(signal.SIGINT)
         _, err = writer.communicate()
         assert (writer.returncode, err.splitlines()[-1]) == (130, "error: interrupted; run the same command again to go on")
