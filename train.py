@@ -51,8 +51,7 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
     """
     device, dtype = world.device, product_dtype(bf16=config.bf16, fp16=config.fp16)
     notes = prepare(device, tf32=config.tf32, bf16=config.bf16)
-    if config.compile:
-        notes += check_compiler(device, config.compile_mode, config.accumulation_steps(world.world_size))
+    notes += check_compiler(device, config.compile_mode, config.accumulation_steps(world.world_size)) if config.compile else []
     torch.manual_seed(config.seed)
     config, raw_model = build_model(config, checkpoint)
     raw_model.to(device)
@@ -222,8 +221,9 @@ def main(config: Config, stop: StopRequest | None = None) -> None:
     with (reported(config.log_dir, advice=config.advice()),
           joined_world(choose_device(config.device, launch()), config.timeout) as world):
         if config.estimate:
-            return estimate(config, world)
-        train(config, world, stop=stop.hear("set-up") if stop else None)
+            estimate(config, world)
+        else:
+            train(config, world, stop=stop.hear("set-up") if stop else None)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, mon
     for line in ("gpt2_124m: 124,475,904 parameters, on 1 x cpu", "9,999,745,024 in 19,073 steps of 524,288",
                  f"{tmp_path}/fineweb is not there yet", f"{flops:.3g} FLOPs", "250.00 TFLOP/s here, in bfloat16",
                  f"at 40% of that: {flops / 1e14 / 3600:.3g} hours, {flops / 1e14 / 19073:.3f} s a step",
-                 "at 30% of that: ", "at 50% of that: ", "1.49 GB a checkpoint, at most 5.97 GB for 3 at a time and the best one; "):
+                 "at 30% of that: ", "at 50% of that: ",
+                 "1.49 GB a checkpoint, at most 5.97 GB for 3 at a time and the best one; "):
         assert line in said, line
     assert list(tmp_path.iterdir()) == []
 
