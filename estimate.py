@@ -34,7 +34,8 @@ def estimate(config: Config, world: World) -> None:
         config, model = build_model(config)
     dtype = product_dtype(bf16=config.bf16, fp16=config.fp16)
     per_step = config.tokens_per_step(world.world_size)
-    tokens, flops = config.max_steps * per_step, config.max_steps * per_step * model.flops_per_token(config.seq_len)
+    tokens = config.max_steps * per_step
+    flops = tokens * model.flops_per_token(config.seq_len)
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
     print(f"{config.run_name}: {model.num_parameters():,} parameters, on {world.world_size} x {device_name(world.device)}")
     print(f"tokens:  {tokens:,} in {config.max_steps:,} steps of {per_step:,}")

@@ -36,8 +36,8 @@ def keep_memory() -> None:
 def give_back_if_short() -> None:
     """Give back what `keep_memory` has kept, and keep no more, if less memory is left than half of what the run's processes on this
     machine have: keeping might take that much more. For between two steps."""
-    processes = launch().world_size / launch().agents
-    if (libc := _glibc()) and memory_left() < processes * resident_memory() / 2:
+    started = launch()
+    if (libc := _glibc()) and memory_left() < started.world_size / started.agents * resident_memory() / 2:
         libc.mallopt(M_MMAP_MAX, 2**16)  # glibc's own settings, as they are after some large buffers
         libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)

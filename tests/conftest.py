@@ -24,6 +24,7 @@ from config import Config, load_config
 from data.token_file import write_corpus
 from model import GPT, GPTConfig
 from runtime.world import World
+from weights import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -84,6 +85,18 @@ def tiny_model() -> Callable[..., GPT]:
         return GPT(GPTConfig(**(TINY | options)))
 
     return build
+
+
+def transformers_pair(folder: Path, **sizes: Any) -> tuple[GPT, Any]:
+    """transformers' GPT-2 with random weights, written to the folder, and ours before it, with the same, read from there."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
+    for p in theirs.parameters():  # away from the tiny init, so that every term matters and choices are clear
+        torch.nn.init.normal_(p, std=0.2)
+    theirs.save_pretrained(folder)
+    return load_model(str(folder)), theirs
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
+from transformers import GPT2Tokenizer
 
 import data.hellaswag
 import evaluate
@@ -22,7 +22,7 @@ from evaluate import METRICS, EvaluateOptions, Question, Row, Scores, choices, e
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError
 from runtime.errors import TrainingError, UserError
-from tests.conftest import ALONE, flags, run, run_ranks
+from tests.conftest import ALONE, flags, run, run_ranks, transformers_pair
 from tests.test_train import rows
 from train import train
 from weights import load_weights, read_weights
@@ -66,17 +66,9 @@ def file(tmp_path):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """transformers' GPT-2 with random weights, and ours with the same."""
+    """Ours and transformers' GPT-2 with the same random weights, and their folder."""
     folder = tmp_path_factory.mktemp("gpt2")
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=CONTEXT)).eval()
-    for p in theirs.parameters():  # away from the tiny init, so that choices are clear
-        torch.nn.init.normal_(p, std=0.2)
-    theirs.save_pretrained(folder)
-    options, weights = read_weights(folder)
-    ours = GPT(GPTConfig(**options))
-    load_weights(ours, weights, "transformers")
-    return ours.eval(), theirs, folder
+    return *transformers_pair(folder, n_layer=2, n_head=2, n_embd=32, n_positions=CONTEXT), folder
 
 
 @pytest.fixture(scope="module")

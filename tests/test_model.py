@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from kernels.cache import KVCache
 from model import GPT, GPTConfig, draw, scores_of
-from weights import CheckpointError, load_model, load_weights, read_weights
+from tests.conftest import transformers_pair
+from weights import CheckpointError, load_model, load_weights
 
 
 def tokens(B=2, T=16, vocab=128, seed=0):
@@ -24,16 +24,8 @@ def tokens(B=2, T=16, vocab=128, seed=0):
 
 @pytest.fixture
 def pair(tmp_path):
-    """transformers' GPT-2 with random weights, and ours with the same, which went through its files."""
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=4, n_embd=64, n_positions=32, vocab_size=200)).eval()
-    for p in theirs.parameters():  # away from the tiny init, so that every term matters
-        torch.nn.init.normal_(p, std=0.2)
-    theirs.save_pretrained(tmp_path)
-    options, weights = read_weights(tmp_path)
-    ours = GPT(GPTConfig(**options))
-    load_weights(ours, weights, "transformers")
-    return ours.eval(), theirs
+    """Ours and transformers' GPT-2 with the same random weights, which went through its files."""
+    return transformers_pair(tmp_path, n_layer=3, n_head=4, n_embd=64, n_positions=32, vocab_size=200)
 
 
 def test_logits_equal_transformers_so_gelu_norms_and_conv1d_transposes_are_right(pair):

@@ -34,9 +34,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(how, **environment):
+def printed_by(code, argument, **environment):
+    """The number that a process of its own prints, in which nothing else is said of how memory is kept."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", CHURN, how], cwd=ROOT, text=True, capture_output=True,
+    done = subprocess.run([sys.executable, "-c", code, argument], cwd=ROOT, text=True, capture_output=True,
                           env={**plain, **environment})
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
@@ -48,9 +49,9 @@ glibc_only = pytest.mark.skipif(not sys.platform.startswith("linux") or not hasa
 
 @glibc_only
 def test_buffers_that_a_step_frees_are_not_faulted_in_again_by_the_next():
-    assert faults("plain") > 1000
-    assert faults("settled") < 100
-    assert faults("settled", MALLOC_TRIM_THRESHOLD_="131072") > 1000, "what the user has set stands"
+    assert printed_by(CHURN, "plain") > 1000
+    assert printed_by(CHURN, "settled") < 100
+    assert printed_by(CHURN, "settled", MALLOC_TRIM_THRESHOLD_="131072") > 1000, "what the user has set stands"
 
 
 # MB that the process has beyond what it began with, once 64 buffers of 4 MB have been freed but for the newest, after a step
@@ -76,10 +77,7 @@ print((process.resident_memory() - before) >> 20)
 @glibc_only
 @pytest.mark.parametrize(("left", "kept"), [("0.6", range(200, 300)), ("0.4", range(20))], ids=["enough left", "little left"])
 def test_what_is_kept_is_given_back_between_steps_where_memory_is_short(left, kept):
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", FREED, left], cwd=ROOT, text=True, capture_output=True, env=plain)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) in kept
+    assert printed_by(FREED, left) in kept
 
 
 def test_the_memory_that_is_left_is_the_machines_or_the_containers(tmp_path):
