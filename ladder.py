@@ -71,6 +71,7 @@ FIRST_TIMED = 6  # published times: medians from this step on
 # ten times what that card can compute.
 UNSYNCHRONIZED = re.compile(r"rtx3080_speedup")
 HEADROOM = 1.25  # of memory, for what a process needs besides its peak
+KEEP_NO_MEMORY = {"GLIBC_TUNABLES": ""}  # see runtime/process.py
 ON_ANOTHER_GPU = "cuda_bf16"  # than the stage it changes, which ran on an Apple GPU
 # what no run's own options may say
 OF_THE_LADDER = ("--config", "--run_name", "--log_dir", "--resume", "--print_config", "--estimate")
@@ -438,13 +439,13 @@ def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
             and (ours := base.summary()) and (theirs := stage.summary())}
 
 
-def take_turns(pairs: Sequence[Pair], rounds: int, rerun: bool, device: str, memory_mb: float) -> None:
+def take_turns(pairs: Sequence[Pair], rounds: int, rerun: bool, device: Mapping[str, Any]) -> None:
     """Time the pairs that were not timed on this machine and device with the same settings, as many at once as the device's memory
-    holds.
+    holds. `device`: what `probe` has found of it.
 
     A failed one is marked, the others go on. Raises KeyboardInterrupt when the user stops; what is finished stays.
     """
-    here = {"machine": reports.machine(), "device": device}
+    here, memory_mb = {"machine": reports.machine(), "device": device.get("device", "")}, device.get("memory_mb", 0.0)
     wanted = [pair for pair in pairs if rerun or not here.items() <= pair.found().items()]
     groups = grouped(wanted, memory_mb)
     with bars("rounds") as progress:
@@ -452,7 +453,8 @@ def take_turns(pairs: Sequence[Pair], rounds: int, rerun: bool, device: str, mem
             group = groups.pop(0)
             names = ", ".join(pair.name for pair in group)
             task = progress.add_task(f"in turn: {names}", total=rounds, note="")
-            error = _take_turns(group, rounds, device, partial(_update, progress, task))
+            keep = bool(device.get("gpus")) or needed_mb(group, unknown=0.0) <= memory_mb
+            error = _take_turns(group, rounds, here["device"], keep, partial(_update, progress, task))
             _end(progress, task, f"in turn: {names}", error)
             if error and len(group) > 1:  # one side of it failed, or the memory did not suffice
                 groups[:0] = [[pair] for pair in group]
@@ -468,18 +470,24 @@ def grouped(pairs: Sequence[Pair], memory_mb: float) -> list[list[Pair]]:
     groups: list[list[Pair]] = []
     for pair in pairs:
         group = [*groups[-1], pair] if groups else []
-        needed = {tuple(side): memory or math.inf for member in group
-                  for side, memory in zip((member.base, member.other), member.peaks_mb, strict=True)}
         shared = any(pair.base in (member.base, member.other) for member in group[:-1])
-        if shared and sum(HEADROOM * peak for peak in needed.values()) <= memory_mb:
+        if shared and needed_mb(group, unknown=math.inf) <= memory_mb:
             groups[-1] = group
         else:
             groups.append([pair])
     return groups
 
 
-def _take_turns(pairs: Sequence[Pair], rounds: int, device: str, tell: Callable[[int, str], None]) -> str | None:
-    """Time pairs in turn, all at once, and write the file of each; returns the error if a side fails."""
+def needed_mb(pairs: Sequence[Pair], unknown: float) -> float:
+    """Memory that all sides take together, in MiB; `unknown`: what counts for one whose peak is not known."""
+    peaks = {tuple(side): memory or unknown for pair in pairs
+             for side, memory in zip((pair.base, pair.other), pair.peaks_mb, strict=True)}
+    return sum(HEADROOM * peak for peak in peaks.values())
+
+
+def _take_turns(pairs: Sequence[Pair], rounds: int, device: str, keep: bool, tell: Callable[[int, str], None]) -> str | None:
+    """Time pairs in turn, all at once, and write the file of each; returns the error if a side fails. Unless they `keep` the memory
+    that their steps free (runtime/process.py), they take less of it, and none is faster for what another has left it."""
     sides = list(dict.fromkeys(shlex.join(side) for pair in pairs for side in (pair.base, pair.other)))
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "turns.json"
@@ -490,14 +498,15 @@ def _take_turns(pairs: Sequence[Pair], rounds: int, device: str, tell: Callable[
 
         tell(0, "starting")
         error = _watch([sys.executable, str(ROOT / "benchmarks" / "in_turn.py"), *sides, "--rounds", str(rounds),
-                        "--output", str(output)], look)
+                        "--output", str(output)], look, {} if keep else KEEP_NO_MEMORY)
         if error is None:
             found = json.loads(output.read_text())
             for pair in pairs:
                 two = [found["sides"][sides.index(shlex.join(side))] for side in (pair.base, pair.other)]
                 rates = [side["tokens_per_sec"] for side in two]
                 factors = [other / base for base, other in zip(*rates, strict=True)]
-                kept = found | {"device": device, "settings": pair.settings(), "factors": factors, "sides": two}
+                kept = found | {"device": device, "settings": pair.settings(), "factors": factors, "sides": two,
+                                "memory_kept": keep}
                 write_whole(pair.path, json.dumps(kept, indent=1) + "\n")
         return error
 
@@ -694,6 +703,9 @@ def markdown(ladder: str, stages: list[Stage], rows: list[Row], failed: list[str
     if twins:
         lines += [f"The published runs of {', '.join(str(t.twin_of) for t in twins)} did not do what their notes say (their "
                   "weights were not tied). Their curves are compared with runs that do as logged (`configs/as_logged/`).", ""]
+    if cramped := [name for name, pair in pairs_of(stages).items() if pair.found().get("memory_kept") is False]:
+        lines += [f"Timed in turn without keeping the memory that a step frees for the next, for which two at once had no room: "
+                  f"{', '.join(cramped)}.", ""]
     lines += [f"Failed: {line}\n" for line in failed]
     lines += [f"Not run: {', '.join(missing)}.", ""] if missing else []
     lines += ["![speed of each stage over the first](speed.png)", ""]
@@ -796,7 +808,7 @@ def ablate(config: str, extra: list[str], options: LadderOptions) -> None:
     both = [pair for two in pairs.values() for pair in two if operator.ne(*pair.settings())]  # a mode of compile alone is nothing
     if not options.report_only:
         try:
-            take_turns(both, options.rounds, options.rerun, probe(stage.config.device).get("device", ""), memory_mb=0)
+            take_turns(both, options.rounds, options.rerun, probe(stage.config.device) | {"memory_mb": 0.0})
         except KeyboardInterrupt:
             exit_with(UserError("interrupted; what is finished is kept, the same command goes on"), status=130)
     rows = [Worth(name, first.ratio, last.ratio, last.memory_mb(0), last.memory_mb(1))
@@ -923,7 +935,7 @@ def main(argv: Sequence[str]) -> None:
                 climb(runs, options.rerun)
                 pairs = list(pairs_of(stages).values())
                 if options.rounds and pairs:
-                    take_turns(pairs, options.rounds, options.rerun, found.get("device", ""), found.get("memory_mb", 0))
+                    take_turns(pairs, options.rounds, options.rerun, found)
             except KeyboardInterrupt:
                 finished = sum(stage.summary() is not None for stage in runs)
                 exit_with(UserError(f"interrupted; {finished} of {len(runs)} stages are finished and kept, "

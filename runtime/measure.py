@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from runtime.device import choose_device, device_name, synchronize
+from runtime.process import memory_left
 from runtime.report import git_commit, machine, physical_memory
 from runtime.world import World
 
@@ -158,7 +159,7 @@ def main() -> None:
     """Print what a ladder needs to know of the device `auto`, or of the one named. Memory in MiB."""
     device = choose_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
     slowdown = bf16_slowdown(device) if device.type == "cpu" else 0.0
-    memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else physical_memory()
+    memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else min(physical_memory(), memory_left())
     print(json.dumps({"device": device_name(device), "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
                       "memory_mb": memory / 2**20,
                       "bf16_slowdown": slowdown if slowdown > NOTED_SLOWDOWN else None}))

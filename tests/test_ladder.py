@@ -102,6 +102,13 @@ def test_each_stage_and_its_base_are_timed_in_turn_once(rungs, tmp_path, monkeyp
     assert f"| {whole} |" in (tmp_path / "logs/ladder/report.md").read_text()
     assert rows["plain"]["over_base_low"] == ""
 
+    # a comparison without kept memory is told apart
+    report = tmp_path / "logs/ladder/report.md"
+    assert "without keeping" not in report.read_text()
+    files["tied"].write_text(json.dumps(kept["tied"] | {"memory_kept": False}))
+    assert climb("--report_only", *ladder_of_three) == 0
+    assert "which two at once had no room: tied.\n" in report.read_text()
+
     # with other settings a comparison does not count
     (tmp_path / "plain.yaml").write_text("lr: 2e-3\n")
     _, stages = ladder.plan(rungs[:2], "logs", rungs[at + 3:])
@@ -117,6 +124,21 @@ def test_pairs_share_a_group_while_the_memory_holds_all_sides():
     assert len(ladder.grouped(unknown, 10**9)) == 2
     apart = [pairs[0], pairs[2]]
     assert len(ladder.grouped(apart, 10**9)) == 2
+
+
+def test_sides_that_have_no_room_at_once_keep_no_memory_from_step_to_step(tmp_path, monkeypatch):
+    """Else one would, until the other has come, and be the faster for it."""
+    def environment(peaks, **device):
+        pair, given = ladder.Pair("a", ["baseline"], ["speedup1"], tmp_path / "a.json", peaks), []
+        monkeypatch.setattr(ladder, "_watch", lambda _, look, environment: given.append(environment) or "stopped")
+        ladder.take_turns([pair], 6, False, {"device": "any"} | device)
+        assert pair.error == "stopped"
+        return given
+
+    room = 200 * ladder.HEADROOM
+    for peaks, device in (((100, 100), {"memory_mb": room}), ((None, None), {}), ((100, 100), {"memory_mb": 1, "gpus": 1})):
+        assert environment(peaks, **device) == [{}]
+    assert environment((100, 100), memory_mb=room - 1) == [{"GLIBC_TUNABLES": ""}]
 
 
 def test_a_side_that_fails_in_turn_is_told_and_the_rest_is_reported(rungs, tmp_path, monkeypatch, capsys):
@@ -136,12 +158,12 @@ def test_a_config_without_each_of_its_optimizations_is_timed_in_turn(tmp_path, c
     (tmp_path / "both.yaml").write_text(f"device: cpu\ndataset: tiny\ndata_dir: {corpus}\nflash: true\ngrad_clip: 1.0\n")
     taken = []
 
-    def take_turns(pairs, rounds, rerun, device, memory_mb):
+    def take_turns(pairs, rounds, rerun, device):
         for i, pair in enumerate(pairs):
             taken.append((pair.name, pair.base[1:], pair.other[1:]))
             turns = [{"peak_memory_mb": 10.0 * (i + 1)}]
             pair.path.write_text(json.dumps({"settings": pair.settings(), "factors": [1.5 + i] * 6, "machine": "here", "git": "0",
-                                             "device": device,
+                                             "device": device["device"],
                                              "sides": [{"turns": turns}, {"turns": turns}]}))
 
     monkeypatch.setattr(ladder, "take_turns", take_turns)
