@@ -129,6 +129,11 @@ class SavedState(BaseModel):
     random: list[RandomState]  # of each process
     not_logged: LogRow | None = None  # the row of a step that log.csv did not take
 
+    @property
+    def is_of_older_order(self) -> bool:
+        """Whether its steps were shuffled in another order: by a version whose fingerprints did not yet begin with a number."""
+        return bool(self.config.get("shuffle")) and ":" not in self.corpus
+
 
 # ---- saving
 
@@ -328,7 +333,7 @@ class Resumed:
     def restore(self, state: State, config: Config, corpus: str, world: World) -> None:
         """Put optimizers, loss scaler, counts and random states back; the model has its weights already.
 
-        `corpus`: the training tokens' fingerprint. Raises CheckpointError for what does not fit.
+        `corpus`: the training tokens' fingerprint, of the checkpoint's kind. Raises CheckpointError for what does not fit.
         """
         if corpus != self.saved.corpus:
             raise CheckpointError(
@@ -479,7 +484,11 @@ def resumed_config(config: Config, folder: Path, saved: SavedState, world_size: 
                                     for line in str(error).splitlines())) from None
     changed = [f"{name} {theirs[name]} -> {new}" for name, new in resumed.model_dump(mode="json").items()
                if name in theirs and name not in (*OF_THIS_CALL, *WITHOUT_EFFECT, *PLACES) and theirs[name] != new]
-    return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
+    notes = [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
+    if saved.is_of_older_order:
+        notes.append(f"{folder} is of an older version, which shuffled otherwise: from here on the order is another one, so some "
+                     f"sequences of this epoch come again and others not at all")
+    return resumed, notes
 
 
 def _what_fits(sequences: int, batch_size: int, world_size: int) -> str:

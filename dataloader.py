@@ -7,13 +7,11 @@ micro-steps only divide them up.
 """
 
 import hashlib
+import math
 import shlex
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +19,9 @@ import torch
 from torch import Tensor
 
 from data.manifest import check_shards
-from data.token_file import SAMPLE, TokenFile, TokenFileError, sample_starts
+from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError, sample_starts
 
-CHECKED_AT_ONCE = 2**20  # tokens per file whose ids are checked when it is opened; all are checked when read
+KIND = "2:"  # begins a fingerprint; older ones begin with none
 
 
 @dataclass(frozen=True)
@@ -42,53 +40,49 @@ class Span:
 class TokenStream:
     """One split of a corpus as windows of seq_len tokens and their targets."""
 
-    def __init__(self, spans: Sequence[Span], seq_len: int, n_vocab: int):
-        """`n_vocab`: size of the model's vocabulary. Raises TokenFileError if a file holds an id beyond it."""
-        self.spans, self.seq_len, self.n_vocab = list(spans), seq_len, n_vocab
+    def __init__(self, spans: Sequence[Span], seq_len: int):
+        self.spans, self.seq_len = list(spans), seq_len
         self.tokens = sum(span.stop - span.start for span in spans)
         windows = [max(0, span.stop - span.start - 1) // seq_len for span in spans]
-        self._ends = list(accumulate(windows))  # windows in the spans up to and including each
-        for span in spans:
-            self._check(span.file.map()[:CHECKED_AT_ONCE], span.path)
+        self._ends = np.cumsum(windows, dtype=np.int64)  # windows in the spans up to and including each
+        self._firsts = self._ends - windows
 
     def __len__(self) -> int:
         """Number of windows."""
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def read(self, windows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each (len(windows), seq_len) int64. Raises TokenFileError for a file that went bad."""
         rows = np.empty((len(windows), self.seq_len + 1), dtype=np.int64)
-        mapped: dict[Path, np.ndarray] = {}  # not kept: pages of a long-lived map would count as this process's memory
-        for row, window in zip(rows, windows, strict=True):
-            i = bisect_right(self._ends, window)
-            span = self.spans[i]
-            start = span.start + (window - (self._ends[i - 1] if i else 0)) * self.seq_len
-            if span.path not in mapped:
-                mapped[span.path] = span.file.map()
-            row[:] = mapped[span.path][start:start + self.seq_len + 1]
-        if rows.size and rows.max() >= self.n_vocab:
-            for path, tokens in mapped.items():
-                self._check(tokens, path)
+        spans = np.searchsorted(self._ends, windows, side="right")  # of each window
+        places = (windows - self._firsts[spans]) * self.seq_len  # in its span
+        for i in np.unique(spans):
+            span, here = self.spans[i], spans == i
+            rows[here] = span.file.read((span.start + places[here]).tolist(), self.seq_len + 1)
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
-    def fingerprint(self) -> str:
-        """A hash of the tokens that tells corpora apart: of how many each file holds, and of 16 samples of them.
+    def fingerprint(self, like: str = "") -> str:
+        """A hash of the tokens that tells corpora apart: of how many each file holds, and of all of them or, of many, samples.
 
-        Whole, a large corpus would take minutes to hash. Raises TokenFileError for a file that went bad.
+        `like`: a checkpoint's fingerprint. If it is of the kind that older checkpoints have, so is what is returned.
+        Raises TokenFileError for a file that went bad.
         """
+        if like and not like.startswith(KIND):
+            return self._older_fingerprint()
         digest = hashlib.sha256()
         for span in self.spans:
-            digest.update(f"{span.start} {span.stop};".encode())
-            tokens = span.file.map()[span.start:span.stop]
-            for first in sample_starts(len(tokens)):
-                digest.update(tokens[first:first + SAMPLE].tobytes())
-        return digest.hexdigest()
+            digest.update(f"{span.start} {span.stop};".encode() + span.file.digest(span.start, span.stop))
+        return KIND + digest.hexdigest()
 
-    def _check(self, tokens: np.ndarray, path: Path) -> None:
-        if tokens.size and tokens.max() >= self.n_vocab:
-            position = int(np.argmax(tokens >= self.n_vocab))
-            raise TokenFileError(f"{path}: token {position:,} has the id {tokens[position]}, beyond the model's vocabulary of "
-                                 f"{self.n_vocab:,}; raise vocab_size, or write the file again with GPT-2's tokenizer")
+    def _older_fingerprint(self) -> str:
+        """The kind of before 2026-11-22: of 2 MB of every file, read whenever it is asked for."""
+        digest, sample = hashlib.sha256(), 2**16
+        for span in self.spans:
+            digest.update(f"{span.start} {span.stop};".encode())
+            n = span.stop - span.start
+            for start in sample_starts(n, sample):
+                digest.update(span.file.read([span.start + start], min(sample, n)))
+        return digest.hexdigest()
 
 
 def open_corpus(folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 0.0) -> tuple[TokenStream, TokenStream]:
@@ -97,7 +91,9 @@ def open_corpus(folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 
     Validation is the files with `_val_` in their name; where there are none, the last `val_fraction` of the tokens.
     Raises TokenFileError for a folder without training files, a bad file, or one that is missing by the corpus's manifest.
     """
-    files = [TokenFile(path) for path in sorted(folder.glob("*.bin"))]
+    paths = sorted(folder.glob("*.bin"))
+    share = COMPARED_WHOLE // max(1, sum(not is_validation(path) for path in paths))
+    files = [TokenFile(path, n_vocab, share) for path in paths]
     check_shards(folder, {file.path.name: file.tokens for file in files})
     spans: dict[bool, list[Span]] = {True: [], False: []}  # keyed by: is it for validation?
     for file in files:
@@ -107,7 +103,7 @@ def open_corpus(folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 
                              f"such as: python data/text.py FILE --name {shlex.quote(folder.name)}")
     if not spans[True]:
         spans[False], spans[True] = _cut_tail(spans[False], val_fraction)
-    return TokenStream(spans[False], seq_len, n_vocab), TokenStream(spans[True], seq_len, n_vocab)
+    return TokenStream(spans[False], seq_len), TokenStream(spans[True], seq_len)
 
 
 def is_validation(path: Path) -> bool:
@@ -163,7 +159,7 @@ class DataLoader:
         first = (micro_step * self.world_size + self.rank) * self.batch_size
         return self.stream.read(self._windows(step, first))
 
-    def _windows(self, step: int, first: int) -> Sequence[int]:
+    def _windows(self, step: int, first: int) -> Sequence[int] | np.ndarray:
         """Windows first .. first + batch_size - 1 of a step's global batch, which is the same however it is divided up.
 
         In order, an epoch is the largest multiple of the global batch that fits; shuffled, it is all windows in a fresh
@@ -174,15 +170,36 @@ class DataLoader:
             return range(first, first + self.batch_size)
         n = len(self.stream)
         first += (step - 1) * self.global_batch
-        positions = np.arange(first, first + self.batch_size)
-        return [int(w) for epoch in range(first // n, positions[-1] // n + 1)
-                for w in _permutation(n, self.seed, epoch)[positions[positions // n == epoch] % n]]
+        epochs, places = np.divmod(np.arange(first, first + self.batch_size), n)
+        return np.concatenate([permuted(places[epochs == epoch], n, self.seed, epoch) for epoch in np.unique(epochs).tolist()])
 
 
-@lru_cache(maxsize=2)  # a batch may need two epochs
-def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    # RandomState: numpy promises that its stream never changes, so a run can be repeated with a later numpy
-    return np.random.RandomState([seed % 2**32, epoch]).permutation(n)
+def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """What stands at some places of an epoch's order, a permutation of 0 .. n - 1 that is computed and not stored; both int64.
+
+    A Feistel network. A number is a pair, left < a and right < b, where a b is n or little more. A round adds a keyed hash of one
+    half to the other, which can be undone: no two numbers become one. What comes out as n or more goes through again until it
+    does not (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    """
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    keys = np.frombuffer(hashlib.sha512(f"{seed} {epoch}".encode()).digest(), dtype="<u8")  # 8, each for a round
+    numbers, outside = places.astype(np.uint64), np.arange(len(places))
+    while outside.size:
+        left, right = np.divmod(numbers[outside], np.uint64(b))
+        for of_left, of_right in keys.reshape(-1, 2):
+            left = (left + _hashed(right ^ of_left)) % np.uint64(a)
+            right = (right + _hashed(left ^ of_right)) % np.uint64(b)
+        numbers[outside] = left * np.uint64(b) + right
+        outside = outside[numbers[outside] >= n]
+    return numbers.astype(np.int64)
+
+
+def _hashed(x: np.ndarray) -> np.ndarray:
+    """63 bits that depend on all bits of each number (the finalizer of splitmix64; Steele and others, 2014)."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return (x ^ x >> np.uint64(31)) >> np.uint64(1)  # one bit less: a sum with it does not wrap
 
 
 def prefetch(loader: DataLoader, device: torch.device, steps: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:

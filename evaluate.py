@@ -442,7 +442,8 @@ def _open_validation(options: EvaluateOptions, subject: Subject, world: World, s
         raise UserError(f"{folder}: the processes do not find the same tokens there; copy one corpus to all machines")
     if options.val_fraction is not None and is_validation(stream.spans[0].path):
         say(f"note: val_fraction has no effect: {folder} has validation files of its own")
-    if own and fraction == trained["val_fraction"] and rest.fingerprint() != subject.state.get("corpus"):
+    corpus = subject.state.get("corpus", "")
+    if own and fraction == trained["val_fraction"] and rest.fingerprint(like=corpus) != corpus:
         say(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
     return folder, stream, options.tokens or defaults.get("eval_tokens")
 

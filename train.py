@@ -107,7 +107,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     loader, val, hellaswag = open_data(config, run, world, state.model.config.n_vocab)
     corpus, tokens_per_step = loader.stream.fingerprint(), loader.global_batch * config.seq_len
     if resumed:
-        resumed.restore(state, config, corpus, world)
+        resumed.restore(state, config, loader.stream.fingerprint(like=resumed.saved.corpus), world)
     run.say("optimizations on: {}; off: {}".format(*(", ".join(some) or "none" for some in config.optimizations(world.world_size))))
     first_step, step_seconds, loss, stopping = state.step + 1, [], math.nan, False  # of this call
     batches = prefetch(loader, device, range(first_step, config.max_steps + 1))

@@ -9,6 +9,7 @@ from data.token_file import TokenFileError
 from runtime.files import write_whole
 
 MANIFEST = "manifest.json"
+SOURCES = b',"sources":['  # as `Manifest.write` has it; in a string the quotes would have backslashes
 
 
 class Part(pydantic.BaseModel):
@@ -75,11 +76,14 @@ class Manifest(Part):
         write_whole(folder / MANIFEST, self.model_dump_json(exclude_none=True) + "\n")
 
 
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a corpus; None where there is none. Raises TokenFileError if it cannot be understood."""
+def read_manifest(folder: Path, *, with_sources: bool = True) -> Manifest | None:
+    """The manifest of a corpus; None where there is none. Raises TokenFileError if it cannot be understood.
+
+    The sources may be a million: without them, where the corpus is finished, it is read in no time.
+    """
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json((b"" if with_sources else _without_sources(path)) or path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -89,12 +93,20 @@ def read_manifest(folder: Path) -> Manifest | None:
                              f"files beside it as they are") from None
 
 
+def _without_sources(path: Path) -> bytes:
+    """A finished corpus's manifest with its sources left out; nothing where it is not as `Manifest.write` writes it."""
+    with open(path, "rb") as file:
+        text, found, _ = file.read(2**24).partition(SOURCES)  # 100,000 shards
+        file.seek(max(0, path.stat().st_size - 3))
+        return text + found + b"]}" if found and file.read() == b"]}\n" else b""
+
+
 def check_shards(folder: Path, there: Mapping[str, int]) -> None:
     """Raises TokenFileError unless all token files that the manifest names are `there`, with the numbers of tokens that it names.
 
     A corpus without a manifest is taken as it is.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, with_sources=False)
     if not manifest:
         return
     if manifest.unfinished:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,9 @@ TOKEN_BYTES = 2
 MAX_VOCAB = 2**16  # a token is a uint16
 SHARD_TOKENS = 100_000_000
 LONGEST_NAME = 255 - len("_train_000000.bin")  # of a corpus, in bytes: file systems take names of 255
-SAMPLES, SAMPLE = 16, 2**16  # of a large file: how many, and how many tokens each
-COMPARED_WHOLE = 2**24  # tokens of a file that is compared whole, not by samples: a tenth of a second
+SAMPLES, SAMPLE = 16, 2**12  # of a large file: how many, and how many tokens each
+COMPARED_WHOLE = 2**26  # tokens of a corpus whose files are compared whole, not by samples: half a second
+PIECE = 2**20  # tokens of a file that is compared whole that are read at a time
 Tokens = Sequence[int] | np.ndarray
 
 
@@ -148,74 +150,101 @@ def count_tokens(path: Path) -> int:
     return count
 
 
-Stamp = tuple[int, int, int]
 RESTORE = "restore it, then go on with --resume auto"
-
-
-def stamp(path: Path, *, in_use: bool = True) -> Stamp:
-    """What tells whether a file has been changed or replaced since. Raises TokenFileError if it is not there (any more)."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        if in_use:
-            raise TokenFileChangedError(f"{path}: has vanished while in use ({error.strerror}); {RESTORE}") from None
-        raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def map_tokens(path: Path, count: int, expected: Stamp) -> np.ndarray:
-    """Memory-map the `count` tokens of a token file, read-only.
-
-    Raises TokenFileError if it is no longer the file of that stamp.
-    """
-    if stamp(path) != expected:
-        raise TokenFileChangedError(f"{path}: was changed or replaced while in use; {RESTORE}")
-    if not count:
-        return np.empty(0, dtype="<u2")
-    try:
-        return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
-    except OSError as error:
-        raise TokenFileChangedError(f"{path}: cannot be read any more: {error.strerror}; {RESTORE}") from None
-    except ValueError:  # shorter than it was
-        raise TokenFileChangedError(f"{path}: cannot be read any more; {RESTORE}") from None
 
 
 class TokenFile:
     """A token file in use. It may be touched, or replaced by its like, but what it holds stays the same."""
 
-    def __init__(self, path: Path):
-        """Raises TokenFileError if the file is not a whole token file."""
-        self.path = path
-        self._stamp = stamp(path, in_use=False)  # first, so that a change while the file is being opened is noticed
-        self.tokens = count_tokens(path)
-        self._content = self._hash()
+    def __init__(self, path: Path, n_vocab: int = MAX_VOCAB, compared_whole: int = COMPARED_WHOLE):
+        """`n_vocab`: size of the model's vocabulary. All tokens are compared where there are up to `compared_whole`, else samples.
 
-    def map(self) -> np.ndarray:
-        """Memory-map the tokens, (tokens,) uint16, read-only. Raises TokenFileError if they are gone or others than at first."""
-        now = stamp(self.path)
-        if now != self._stamp:
-            try:
-                same = count_tokens(self.path) == self.tokens and self._hash() == self._content
-            except TokenFileError:  # no token file any more, or in the middle of being written
-                same = False
-            if same:
-                self._stamp = now
-        return map_tokens(self.path, self.tokens, self._stamp)
-
-    def _hash(self) -> bytes:
-        """A hash of all tokens, or of a large file's samples. Read, not mapped: a file that shrinks meanwhile is no crash."""
-        parts = [(0, self.tokens)] if self.tokens <= COMPARED_WHOLE else [(first, SAMPLE) for first in sample_starts(self.tokens)]
-        digest = hashlib.sha256()
+        Raises TokenFileError if the file is not a whole token file, or holds an id beyond the vocabulary in what is compared.
+        """
+        self.path, self.n_vocab = path, n_vocab
         try:
-            with open(self.path, "rb") as file:
-                for first, n in parts:
-                    file.seek(HEADER_BYTES + TOKEN_BYTES * first)
-                    digest.update(file.read(TOKEN_BYTES * n))
+            self._stamp = _stamp(path.stat())  # first, so that a change while the file is being opened is noticed
+            self.tokens = count_tokens(path)
+            self._is_whole = self.tokens <= max(compared_whole, SAMPLES * SAMPLE)
+            with self._open() as file:
+                self._content = self._hash(file, 0, self.tokens, checked=True)
         except OSError as error:
-            raise TokenFileError(f"{self.path}: cannot be read: {error.strerror}") from None
+            raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
+
+    def read(self, starts: Iterable[int], n: int) -> np.ndarray:
+        """The `n` tokens from each of the `starts` on, (len(starts), n) uint16.
+
+        Read, not mapped: a file that shrinks meanwhile is no crash, and of what lies scattered the disk gives no more than is
+        asked for. Raises TokenFileError if the tokens are gone or others than at first, or for an id beyond the vocabulary.
+        """
+        starts = list(starts)
+        rows = np.empty((len(starts), n), dtype="<u2")
+        with self._in_use() as file:
+            for row, start in zip(rows, starts, strict=True):
+                file.seek(HEADER_BYTES + TOKEN_BYTES * start)
+                if file.readinto(row) != row.nbytes:
+                    raise self._changed()
+                self._check_ids(row, start)
+        return rows
+
+    def digest(self, start: int, stop: int) -> bytes:
+        """A hash that tells tokens start .. stop - 1 from others, of all of them or of samples.
+
+        Raises TokenFileError if they are gone or others than at first; for all of the file, it is what was read at first.
+        """
+        if (start, stop) == (0, self.tokens):
+            return self._content
+        with self._in_use() as file:
+            return self._hash(file, start, stop)
+
+    def _open(self) -> BufferedReader:
+        return open(self.path, "rb", buffering=HEADER_BYTES)  # a larger buffer would be filled with what nobody has asked for
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[BufferedReader]:
+        try:
+            with self._open() as file:
+                now = _stamp(os.fstat(file.fileno()))
+                if now != self._stamp:
+                    size = HEADER_BYTES + TOKEN_BYTES * self.tokens
+                    if os.fstat(file.fileno()).st_size != size or self._hash(file, 0, self.tokens) != self._content:
+                        raise self._changed()
+                    self._stamp = now
+                yield file
+        except FileNotFoundError as error:
+            raise TokenFileChangedError(f"{self.path}: has vanished while in use ({error.strerror}); {RESTORE}") from None
+        except OSError as error:
+            raise TokenFileChangedError(f"{self.path}: cannot be read any more: {error.strerror}; {RESTORE}") from None
+
+    def _changed(self) -> TokenFileChangedError:
+        return TokenFileChangedError(f"{self.path}: was changed or replaced while in use; {RESTORE}")
+
+    def _hash(self, file: BufferedReader, start: int, stop: int, checked: bool = False) -> bytes:
+        digest = hashlib.sha256()
+        if self._is_whole:
+            size, starts = PIECE, list(range(start, stop, PIECE))
+        else:
+            size, starts = SAMPLE, [start + first for first in sample_starts(stop - start, SAMPLE)]
+        for first in starts:
+            file.seek(HEADER_BYTES + TOKEN_BYTES * first)
+            tokens = np.frombuffer(file.read(TOKEN_BYTES * min(size, stop - first)), dtype="<u2")
+            if checked:
+                self._check_ids(tokens, first)
+            digest.update(tokens)
         return digest.digest()
 
+    def _check_ids(self, tokens: np.ndarray, start: int) -> None:
+        if tokens.size and tokens.max() >= self.n_vocab:
+            i = int(np.argmax(tokens >= self.n_vocab))
+            raise TokenFileError(f"{self.path}: token {start + i:,} has the id {tokens[i]}, beyond the model's vocabulary of "
+                                 f"{self.n_vocab:,}; raise vocab_size, or write the file again with GPT-2's tokenizer")
 
-def sample_starts(n_tokens: int) -> list[int]:
-    """The first tokens of the samples, of SAMPLE tokens each, that tell `n_tokens` tokens from others; together all of few."""
-    return [int(first) for first in np.linspace(0, max(0, n_tokens - SAMPLE), SAMPLES, dtype=np.int64)]
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    """What tells whether a file has been changed or replaced since."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def sample_starts(n_tokens: int, sample: int) -> list[int]:
+    """The first tokens of the samples, of `sample` tokens each, that tell `n_tokens` tokens from others; together all of few."""
+    return [int(start) for start in np.linspace(0, max(0, n_tokens - sample), SAMPLES, dtype=np.int64)]

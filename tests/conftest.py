@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import runtime.measure
 from config import Config, load_config
-from data.token_file import write_corpus
+from data.token_file import TokenFile, write_corpus
 from model import GPT, GPTConfig
 from runtime.world import World
 from weights import load_model
@@ -303,6 +304,12 @@ def flags(config: Config) -> list[str]:
         elif value is not None:
             values += [f"--{name}", str(value)]
     return values
+
+
+def tokens_in(path: Path) -> np.ndarray:
+    """All tokens of a token file, (tokens,) uint16."""
+    file = TokenFile(path)
+    return file.read([0], file.tokens)[0]
 
 
 def reseal(folder: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 import data.pydocs
 import data.token_file
+import dataloader
 from checkpoint import CheckpointError
 from config import load_config
 from data import text
@@ -23,14 +24,14 @@ from data.token_file import LONGEST_NAME, TokenFile, TokenFileError, write_corpu
 from data.tokenizer import END_OF_TEXT, get_encoding, size
 from dataloader import DataLoader, open_corpus
 from runtime.files import lock_file, sole_writer
-from tests.conftest import ALONE, ROOT, TINY, at_step, ended, run, start, wait_for, write_tiny_corpus
+from tests.conftest import ALONE, ROOT, TINY, at_step, ended, run, start, tokens_in, wait_for, write_tiny_corpus
 from train import train
 
 BEGIN = f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path\n"
 
 
 def tokens_of(folder):
-    return [token for path in sorted(folder.glob("*.bin")) for token in TokenFile(path).map().tolist()]
+    return [token for path in sorted(folder.glob("*.bin")) for token in tokens_in(path).tolist()]
 
 
 def names(folder):
@@ -392,7 +393,7 @@ TOUCHES = {
 }
 
 
-def change_a_token(path, token=999):
+def change_a_token(path, token=1999):
     content = bytearray(path.read_bytes())
     content[1024 + 2 * token] ^= 1
     path.write_bytes(content)
@@ -402,7 +403,8 @@ def change_a_token(path, token=999):
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES.keys())
 def test_a_file_whose_content_stays_the_same_can_be_touched_while_in_use(touch, large, tmp_path, monkeypatch):
     if large:
-        monkeypatch.setattr(data.token_file, "COMPARED_WHOLE", 0)
+        monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 0)
+        monkeypatch.setattr(data.token_file, "SAMPLE", 10)
     write_corpus(tmp_path / "c", [range(2000)])
     path = tmp_path / "c" / "c_train_000000.bin"
     train_split, val = open_corpus(tmp_path / "c", 4, 2**16, 0.1)
@@ -421,20 +423,19 @@ def test_a_file_whose_content_stays_the_same_can_be_touched_while_in_use(touch, 
     assert torch.equal(loader.batch(3)[0], expected[0])
 
 
-def test_a_large_file_is_compared_by_its_count_and_the_fingerprints_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.token_file, "COMPARED_WHOLE", 1000)
+def test_a_large_file_is_compared_by_its_count_and_the_fingerprints_samples(tmp_path):
     path = tmp_path / "x.bin"
     tokens = torch.arange(3_000_000).remainder(50_000).numpy()
     write_token_file(path, [tokens])
-    file = TokenFile(path)
-    change_a_token(path, token=2**16 + 1)  # between the first sample and the second
-    file.map()
+    file = TokenFile(path, compared_whole=1000)
+    change_a_token(path, token=2**12 + 1)  # between the first sample and the second
+    file.read([0], 1)
     change_a_token(path, token=2_999_999)  # the last token is in the last sample
     with pytest.raises(TokenFileError, match="was changed or replaced"):
-        file.map()
+        file.read([0], 1)
     write_token_file(path, [tokens[:-1]])
     with pytest.raises(TokenFileError, match="was changed or replaced"):
-        file.map()
+        file.read([0], 1)
 
 
 def test_a_run_goes_on_through_touches_of_its_corpus_to_the_same_losses(tiny_config, monkeypatch):

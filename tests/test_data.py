@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tracemalloc
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,11 +17,13 @@ import pytest
 import tiktoken
 import torch
 
+import data.token_file
 import data.tokenizer as tokenizer
 import dataloader
 from data import fineweb, pydocs, shakespeare, text
-from data.token_file import TokenFileError, count_tokens, map_tokens, stamp, write_corpus, write_token_file
-from dataloader import DataLoader, TokenStream, open_corpus, prefetch
+from data.token_file import TokenFileError, count_tokens, write_corpus, write_token_file
+from dataloader import DataLoader, TokenStream, open_corpus, permuted, prefetch
+from tests.conftest import tokens_in
 
 ROOT = Path(__file__).resolve().parent.parent
 EOT = 50256
@@ -29,10 +32,6 @@ CPU = torch.device("cpu")
 
 def python(*argv: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, argv)], env=os.environ | env, text=True, capture_output=True, timeout=120)
-
-
-def tokens_of(path: Path) -> np.ndarray:
-    return np.array(map_tokens(path, count_tokens(path), stamp(path)))
 
 
 def write_shards(folder: Path, sizes: tuple[int, ...], kind: str = "train") -> Path:
@@ -65,7 +64,7 @@ def firsts(loader: DataLoader, steps: range) -> list[int]:
 def test_a_token_file_comes_back_as_it_was_written_part_by_part(tmp_path):
     parts = [[0, 1, 65535], np.array([50256], dtype=np.uint16), [], (7, 8)]
     assert write_token_file(tmp_path / "x.bin", parts) == 6
-    assert tokens_of(tmp_path / "x.bin").tolist() == [0, 1, 65535, 50256, 7, 8]
+    assert tokens_in(tmp_path / "x.bin").tolist() == [0, 1, 65535, 50256, 7, 8]
 
 
 def test_the_file_format_is_llm_cs(tmp_path):
@@ -74,7 +73,7 @@ def test_the_file_format_is_llm_cs(tmp_path):
     by_hand = header.tobytes() + np.array([1, 258, 65535], dtype="<u2").tobytes()
     assert by_hand[:12] == b"\x88\xd8\x34\x01" + b"\x01\0\0\0" + b"\x03\0\0\0"  # little-endian
     (tmp_path / "by_hand.bin").write_bytes(by_hand)
-    assert tokens_of(tmp_path / "by_hand.bin").tolist() == [1, 258, 65535]
+    assert tokens_in(tmp_path / "by_hand.bin").tolist() == [1, 258, 65535]
     write_token_file(tmp_path / "ours.bin", [[1, 258, 65535]])
     assert (tmp_path / "ours.bin").read_bytes() == by_hand
 
@@ -157,7 +156,7 @@ def test_an_existing_corpus_is_not_overwritten(tmp_path):
     write_corpus(tmp_path / "mine", [[1, 2, 3]])
     with pytest.raises(TokenFileError, match=r"mine: is there already; choose another name or delete it"):
         write_corpus(tmp_path / "mine", [[4, 5, 6]])
-    assert tokens_of(tmp_path / "mine" / "mine_train_000000.bin").tolist() == [1, 2, 3]
+    assert tokens_in(tmp_path / "mine" / "mine_train_000000.bin").tolist() == [1, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -173,7 +172,7 @@ def test_a_long_corpus_becomes_several_shards_that_together_are_the_tokens(tmp_p
     paths = sorted((tmp_path / "many").iterdir())
     assert [path.name for path in paths] == [f"many_train_{i:06d}.bin" for i in range(4)]
     assert [count_tokens(path) for path in paths] == [21, 21, 21, 7]
-    assert np.concatenate([tokens_of(path) for path in paths]).tolist() == list(range(70))
+    assert np.concatenate([tokens_in(path) for path in paths]).tolist() == list(range(70))
 
 
 def test_an_id_beyond_the_models_vocabulary_is_refused_at_opening_naming_file_position_and_id(tmp_path):
@@ -190,8 +189,15 @@ def test_an_id_beyond_the_vocabulary_in_the_validation_files_is_refused_too(tmp_
         open_corpus(tmp_path, 4, 60)
 
 
+def by_samples(monkeypatch, n: int = 2) -> None:
+    """Let a file be compared, and its ids be checked at opening, by `n` samples of 1 token."""
+    for name, value in (("COMPARED_WHOLE", 0), ("SAMPLES", n), ("SAMPLE", 1)):
+        monkeypatch.setattr(data.token_file, name, value)
+    monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 0)
+
+
 def test_a_bad_id_deep_in_a_file_is_refused_when_its_batch_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataloader, "CHECKED_AT_ONCE", 16)
+    by_samples(monkeypatch)
     write_corpus(tmp_path / "c", [[*range(60), 500, *range(40)]])
     loader = DataLoader(open_corpus(tmp_path / "c", 4, 128)[0], batch_size=1)
     loader.batch(14)  # tokens 52 to 56
@@ -218,6 +224,77 @@ def test_a_file_that_goes_bad_while_in_use_is_an_error_not_a_crash(harm, tmp_pat
     with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: (has vanished|was changed or replaced) while in use") as lost:
         loader.batch(1)
     assert lost.value.status == 1  # nobody typed anything wrong
+
+
+def test_a_file_that_shrinks_in_the_middle_of_a_read_is_an_error_not_a_crash(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "c", [range(100)])
+    path = tmp_path / "c" / "c_train_000000.bin"
+    stream, status = open_corpus(path.parent, 4, 128)[0], path.stat()
+    monkeypatch.setattr(os, "fstat", lambda _: status)  # of just before
+    os.truncate(path, 1100)
+    stream.read([0])
+    with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: was changed or replaced while in use"):
+        stream.read([20])
+
+
+def bytes_read() -> int:
+    """What this process has read so far; 0 where the system does not tell."""
+    counts = Path("/proc/self/io")
+    return int(counts.read_text().split()[1]) if counts.exists() else 0
+
+
+def test_100_billion_tokens_are_opened_and_shuffled_in_little_memory_and_few_of_them_are_read(tmp_path):
+    for i in range(50):
+        with open(tmp_path / f"large_train_{i:06d}.bin", "wb") as file:
+            file.write(data.token_file.header(2 * 10**9))
+            file.truncate(1024 + 4 * 10**9)  # a hole, which takes no space
+    tracemalloc.start()
+    before = bytes_read()
+    loader = DataLoader(open_corpus(tmp_path, 1024, 2**16)[0], 8, shuffle=True)
+    assert loader.stream.fingerprint() == loader.stream.fingerprint()
+    assert [batch.shape for batch in loader.batch(10**6)] == [(8, 1024)] * 2
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(loader.stream) == 97_656_200
+    assert bytes_read() - before < 50 * 150_000
+    assert most < 2_000_000
+
+
+def test_the_fingerprint_is_of_the_training_tokens_and_of_all_of_a_small_corpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.token_file, "SAMPLE", 2)
+    write_shards(tmp_path, (100, 100))
+
+    def fingerprint(fraction: float = 0.0) -> str:
+        return open_corpus(tmp_path, 4, 2**16, fraction)[0].fingerprint()
+
+    whole, cut = fingerprint(), fingerprint(0.2)
+    monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 2 * 100 - 1)  # a token too many
+    samples = fingerprint()
+    assert len({whole, cut, samples}) == 3
+    write_token_file(tmp_path / "corpus_val_000000.bin", [range(100)])
+    assert fingerprint() == samples
+    monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 2 * 100)
+    assert fingerprint() == whole
+    (tmp_path / "corpus_val_000000.bin").unlink()
+    for token in (3, 99):  # both lie between the samples
+        write_token_file(tmp_path / "corpus_train_000001.bin", [[*range(100, 100 + token), 0, *range(101 + token, 200)]])
+        assert fingerprint() != whole
+        assert (fingerprint(0.2) == cut) == (token == 99)
+        monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 0)
+        assert (fingerprint() == samples) == (token == 3)
+        monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 2 * 100)
+
+
+def test_an_older_checkpoints_fingerprint_is_still_that_of_its_corpus(tmp_path):
+    stream = make_stream(tmp_path / "c", (50, 0, 30))
+    first, second = (np.arange(start, stop, dtype="<u2").tobytes() for start, stop in ((0, 50), (50, 80)))
+    older = hashlib.sha256(b"0 50;" + 16 * first + b"0 30;" + 16 * second).hexdigest()
+    assert stream.fingerprint(like=older) == stream.fingerprint(like="0" * 64) == older
+    assert stream.fingerprint(like="2:any") == stream.fingerprint() != older
+    write_token_file(tmp_path / "d.bin", [np.arange(2**17) % 1000])
+    starts = np.linspace(0, 2**16, 16, dtype=int)
+    samples = ((np.arange(2**16) + starts[:, None]) % 1000).astype("<u2").tobytes()
+    assert open_corpus(tmp_path, 4, 2**16)[0].fingerprint(like=older) == hashlib.sha256(b"0 131072;" + samples).hexdigest()
 
 
 def test_an_empty_shard_among_others_is_skipped(tmp_path):
@@ -353,10 +430,70 @@ def test_the_seed_changes_the_shuffled_order_and_nothing_else_does(tmp_path):
     assert order(1, shuffle=False) == order(2, shuffle=False)
 
 
+def order(n: int, seed: int = 1337, epoch: int = 0) -> np.ndarray:
+    return permuted(np.arange(n), n, seed, epoch)
+
+
 def test_a_shuffled_order_is_the_same_for_ever_so_old_runs_can_be_repeated(tmp_path):
     loader = DataLoader(make_stream(tmp_path / "c", (41,)), 10, shuffle=True, seed=1337)
-    expected = np.random.RandomState([1337, 1]).permutation(10) * 4  # a stream that never changes
-    assert firsts(loader, range(2, 3)) == expected.tolist()
+    expected = [2, 1, 0, 7, 6, 9, 4, 3, 5, 8]
+    assert firsts(loader, range(2, 3)) == [4 * window for window in expected]
+    assert order(10, epoch=1).tolist() == expected
+
+
+def test_an_epoch_is_a_permutation_at_any_number_of_windows():
+    odd = [97, 127, 128, 129, 255, 256, 257, 997, 1023, 1024, 1025, 4095, 4097, 9973, 65535, 65536, 65537, 99_991]
+    for n in [*range(1, 70), *odd]:
+        for epoch in (0, 1, 10**9):
+            assert np.array_equal(np.sort(order(n, epoch=epoch)), np.arange(n)), (n, epoch)
+
+
+def test_the_order_of_a_huge_corpus_repeats_no_window_and_stays_within_it():
+    for n in (97_656_000, 2**40 - 1, 10**15):  # the first: 100 billion tokens
+        windows = permuted(np.linspace(0, n - 1, 200_000, dtype=np.int64), n, 1337, 0)
+        assert len(np.unique(windows)) == 200_000
+        assert windows.min() >= 0
+        assert windows.max() < n
+        assert abs(windows.mean() / n - 0.5) < 0.01
+
+
+def test_what_stands_at_a_place_does_not_depend_on_what_else_is_asked_for():
+    assert [int(permuted(np.array([place]), 1000, 1337, 3)[0]) for place in range(1000)] == order(1000, epoch=3).tolist()
+
+
+def surprise(counts: np.ndarray, expected: float, freedom: float) -> float:
+    """By how many standard deviations a chi-square is off what it is for counts of chance."""
+    return abs(float(((counts - expected) ** 2 / expected).sum()) - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 31])
+def test_of_few_windows_each_stands_at_each_place_in_as_many_epochs(n):
+    counts, epochs = np.zeros((n, n)), 1500
+    for epoch in range(epochs):
+        counts[np.arange(n), order(n, epoch=epoch)] += 1
+    # rows and columns add up to the number of epochs, which leaves (n - 1)^2 degrees of freedom
+    assert surprise(counts, epochs / n, (n - 1) ** 2 * n / (n - 1)) < 5
+
+
+@pytest.mark.parametrize("n", [100_003, 2**17])
+def test_an_order_looks_like_chance(n):
+    windows, bins = order(n), 64
+    places = np.arange(n) * bins // n
+    squares = np.histogram2d(places, windows, bins=bins)[0]
+    assert surprise(squares, n / bins**2, (bins - 1) ** 2) < 5
+    steps = np.diff(windows)
+    assert surprise(np.histogram(steps % n, bins=bins)[0], (n - 1) / bins, bins - 1) < 5
+    pairs = np.histogram2d(windows[:-1], windows[1:], bins=bins)[0]
+    assert surprise(pairs, (n - 1) / bins**2, (bins - 1) ** 2) < 5
+    others = [np.arange(n), *(order(n, seed, epoch) for seed, epoch in ((1337, 1), (1338, 0), (1337 + 2**32, 0)))]
+    for distance in (1, 2, 64):
+        assert abs(np.corrcoef(windows[:-distance], windows[distance:])[0, 1]) < 5 / n**0.5
+    for other in others:  # neither the text's order nor one epoch or seed tells of another
+        assert abs(np.corrcoef(windows, other)[0, 1]) < 5 / n**0.5
+        assert (windows == other).sum() < 10  # 1 by chance
+    assert (abs(steps) == 1).sum() < 15  # 2 by chance
+    ups = np.diff(np.flatnonzero(np.diff(np.sign(steps))))
+    assert ups.max() < 12  # one after the other that rise or fall: 8 or 9 by chance
 
 
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
@@ -402,7 +539,7 @@ def test_prefetch_yields_every_micro_step_of_every_step_in_order(accumulation, t
 
 
 def test_prefetch_passes_on_an_error_of_the_reading_thread_behind_the_batches_before_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataloader, "CHECKED_AT_ONCE", 4)
+    by_samples(monkeypatch)
     write_corpus(tmp_path / "c", [[*range(10), 500, *range(40)]])
     loader = DataLoader(open_corpus(tmp_path / "c", 4, 128)[0], batch_size=1)
     batches = prefetch(loader, CPU, range(1, 10))
@@ -527,7 +664,7 @@ def pydocs_corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pydocs_documents(pydocs_corpus):
-    tokens = tokens_of(pydocs_corpus)
+    tokens = tokens_in(pydocs_corpus)
     return np.split(tokens, np.flatnonzero(tokens == EOT))
 
 
@@ -564,7 +701,7 @@ def test_text_py_writes_each_file_as_a_document_under_the_given_name(tmp_path):
     assert "--dataset mine" in ran.stdout
     encode = tokenizer.get_encoding().encode_ordinary
     expected = [EOT, *encode(texts[0]), EOT, *encode(texts[1])]
-    assert tokens_of(tmp_path / "out" / "mine" / "mine_train_000000.bin").tolist() == expected
+    assert tokens_in(tmp_path / "out" / "mine" / "mine_train_000000.bin").tolist() == expected
     assert f"{len(expected)} tokens" in ran.stdout
 
 

@@ -1,5 +1,6 @@
 """data/documents.py: every token is tiktoken's, whatever the format and the number of workers, also after kill -9 at any moment."""
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -31,7 +32,7 @@ import data.tokenizer
 import data.workers
 from data import fineweb
 from data.documents import prepare
-from data.manifest import read_manifest, unfinished_folder
+from data.manifest import Manifest, Unfinished, read_manifest, unfinished_folder
 from data.prepare import prepare_if_missing
 from data.sources import Piece, Place, find_sources, read_documents
 from data.token_file import TokenFile, TokenFileError, write_token_file
@@ -39,7 +40,7 @@ from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import open_corpus
 from runtime.errors import TrainingError
 from runtime.files import cannot_be_written, lock_file
-from tests.conftest import ROOT, ended, run, run_from_nothing, start, wait_for
+from tests.conftest import ROOT, ended, run, run_from_nothing, start, tokens_in, wait_for
 
 NASTY = ["", " ", "a", "One document.\r\nTwo lines.\r\n", "naïve 😀 中文字符 e\u0301 \u2028 \u00a0",
          "<|endoftext|> is text <|endoftext|>", "\ufeffa mark", "a" + " " * 300 + "b" + "\n" * 50, "x1!" * 3000,
@@ -91,7 +92,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def tokens_of(folder: Path) -> list[int]:
-    return np.concatenate([TokenFile(path).map() for path in shards(folder)]).tolist()
+    return np.concatenate([tokens_in(path) for path in shards(folder)]).tolist()
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -790,6 +791,30 @@ def test_a_shard_of_another_length_and_a_damaged_manifest_are_refused_and_more_f
         open_corpus(folder, 16, 50257)
     (folder / "manifest.json").write_text("{}")
     with pytest.raises(TokenFileError, match=r"manifest\.json: damaged, or not written by data/documents\.py"):
+        open_corpus(folder, 16, 50257)
+
+
+def test_the_sources_which_may_be_a_million_are_not_read_to_train(tmp_path, monkeypatch):
+    written(tmp_path, write_jsonl(tmp_path / '",sources":[.jsonl', texts(100)), shard_tokens=500)
+    folder = tmp_path / "data" / "mine"
+    whole = read_manifest(folder)
+    whole.sources *= 10_000
+    whole.write(folder)
+    texts_read, parse = [], Manifest.model_validate_json
+    monkeypatch.setattr(Manifest, "model_validate_json", lambda text: texts_read.append(text) or parse(text))
+    open_corpus(folder, 16, 50257)
+    assert sum(map(len, texts_read)) < 10_000
+    assert read_manifest(folder, with_sources=False) == whole.model_copy(update={"sources": []})
+    path = folder / "manifest.json"
+    for cut in (-1, -2, -100):  # the end of it is not as it was written: then all of it counts
+        path.write_bytes(path.read_bytes()[:cut])
+        with contextlib.suppress(TokenFileError):
+            assert read_manifest(folder, with_sources=False).sources == whole.sources
+    path.write_text(whole.model_dump_json(indent=1))
+    assert read_manifest(folder, with_sources=False) == whole
+    whole.unfinished = Unfinished(command="[]", place=[], into=0, taken="", modified=0)
+    whole.write(folder)
+    with pytest.raises(TokenFileError, match="is not finished"):
         open_corpus(folder, 16, 50257)
 
 

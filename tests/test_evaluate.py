@@ -22,7 +22,7 @@ from evaluate import METRICS, EvaluateOptions, Question, Row, Scores, choices, e
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError
 from runtime.errors import TrainingError, UserError
-from tests.conftest import ALONE, flags, run, run_ranks, transformers_pair
+from tests.conftest import ALONE, flags, run, run_ranks, tokens_in, transformers_pair
 from tests.test_train import rows
 from train import train
 from weights import load_weights, read_weights
@@ -443,7 +443,7 @@ def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp
     options = {"run": str(folder), "dataset": "tiny", "data_dir": str(corpus), "val_fraction": 1, "tokens": 640}
     results = evaluated(**options, hellaswag=str(file), json=str(tmp_path / "out.json"))
     out = capsys.readouterr().out
-    tokens = data.token_file.TokenFile(next((corpus / "tiny").glob("*.bin"))).map()[:641].astype("int64")
+    tokens = tokens_in(next((corpus / "tiny").glob("*.bin")))[:641].astype("int64")
     with torch.no_grad():
         losses = [F.cross_entropy(theirs(x[None, :-1]).logits[0], x[1:]).item()
                   for x in (torch.from_numpy(tokens[i:i + CONTEXT + 1]) for i in range(0, 640, CONTEXT))]

@@ -43,6 +43,7 @@ from tests.conftest import (
     run_ranks,
     start,
     start_ranks,
+    tokens_in,
     wait_for,
 )
 from train import train
@@ -355,8 +356,27 @@ def test_another_corpus_is_refused_naming_both(tiny_config, corpus):
     train(tiny_config(), ALONE)
     shutil.rmtree(corpus / "tiny")
     write_corpus(corpus / "tiny", [[token % 99 for token in range(4000)]])
-    with pytest.raises(CheckpointError, match=r"another corpus than .*tiny: its fingerprint is \w{12}, this one's \w{12}"):
+    with pytest.raises(CheckpointError, match=r"another corpus than .*tiny: its fingerprint is 2:\w{10}, this one's 2:\w{10}"):
         train(tiny_config(resume="auto", max_steps=9), ALONE)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_checkpoint_of_before_the_computed_order_is_gone_on_with_and_that_is_told_once(shuffle, tiny_config, corpus, capsys):
+    def resumed(steps):
+        train(tiny_config(resume="auto", max_steps=steps), ALONE)
+        return "shuffled otherwise" in capsys.readouterr().out
+
+    def saved_with(fingerprint):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"corpus": fingerprint}))
+        reseal(path.parent)
+
+    train(tiny_config(shuffle=shuffle), ALONE)
+    path, tokens = newest(tiny_config()) / "checkpoint.json", tokens_in(next((corpus / "tiny").glob("*.bin")))
+    saved_with("0" * 64)
+    with pytest.raises(CheckpointError, match=r"another corpus than .*: its fingerprint is 0{12}, this one's [0-9a-f]{12};"):
+        resumed(8)
+    saved_with(hashlib.sha256(f"0 {len(tokens)};".encode() + 16 * tokens.tobytes()).hexdigest())
+    assert [resumed(8), resumed(9)] == [shuffle, False]
 
 
 def test_options_that_may_change_are_said(tiny_config, capsys):
