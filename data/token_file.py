@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ SHARD_TOKENS = 100_000_000
 LONGEST_NAME = 255 - len("_train_000000.bin")  # of a corpus, in bytes: file systems take names of 255
 SAMPLES, SAMPLE = 16, 2**12  # of a large file: how many, and how many tokens each
 COMPARED_WHOLE = 2**26  # tokens of a corpus whose files are compared whole, not by samples: half a second
-PIECE = 2**20  # tokens of a file that is compared whole that are read at a time
+PIECE = 2**16  # tokens of a file that is compared whole that are read at a time
 Tokens = Sequence[int] | np.ndarray
 
 
@@ -182,7 +182,7 @@ class TokenFile:
         with self._in_use() as file:
             for row, start in zip(rows, starts, strict=True):
                 file.seek(HEADER_BYTES + TOKEN_BYTES * start)
-                if file.readinto(row) != row.nbytes:
+                if file.readinto(row.data) != row.nbytes:
                     raise self._changed()
                 self._check_ids(row, start)
         return rows
@@ -198,7 +198,7 @@ class TokenFile:
             return self._hash(file, start, stop)
 
     def _open(self) -> BufferedReader:
-        return open(self.path, "rb", buffering=HEADER_BYTES)  # a larger buffer would be filled with what nobody has asked for
+        return BufferedReader(FileIO(self.path), HEADER_BYTES)  # a larger buffer would be filled with what nobody has asked for
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[BufferedReader]:
@@ -206,8 +206,7 @@ class TokenFile:
             with self._open() as file:
                 now = _stamp(os.fstat(file.fileno()))
                 if now != self._stamp:
-                    size = HEADER_BYTES + TOKEN_BYTES * self.tokens
-                    if os.fstat(file.fileno()).st_size != size or self._hash(file, 0, self.tokens) != self._content:
+                    if now[1] != HEADER_BYTES + TOKEN_BYTES * self.tokens or self._hash(file, 0, self.tokens) != self._content:
                         raise self._changed()
                     self._stamp = now
                 yield file
@@ -227,10 +226,13 @@ class TokenFile:
             size, starts = SAMPLE, [start + first for first in sample_starts(stop - start, SAMPLE)]
         for first in starts:
             file.seek(HEADER_BYTES + TOKEN_BYTES * first)
-            tokens = np.frombuffer(file.read(TOKEN_BYTES * min(size, stop - first)), dtype="<u2")
+            n = min(size, stop - first)
+            content = file.read(TOKEN_BYTES * n)
+            if len(content) < TOKEN_BYTES * n:
+                raise self._changed()
+            digest.update(content)
             if checked:
-                self._check_ids(tokens, first)
-            digest.update(tokens)
+                self._check_ids(np.frombuffer(content, dtype="<u2"), first)
         return digest.digest()
 
     def _check_ids(self, tokens: np.ndarray, start: int) -> None:
