@@ -4,6 +4,7 @@
     python bench.py --config speedup7.yaml       the model, batch and precision of a training stage
     python bench.py --breakdown                  the parts of a training step, and each one's share
     python bench.py --scan batch_size=1,2,4,8    tokens/s and memory for each value, up to out of memory
+    python bench.py --config ddp.yaml --scaling 1,2,4    the same batch on more processes, in turn: tokens/s, efficiency, waiting
     python bench.py --compare logs/reference/timeit.csv    beside earlier results, or the published ones
 """
 
@@ -26,6 +27,7 @@ from config import Config, Count, ZeroIsOff, load_config
 from runtime.cli import ContradictionError, Name, Options, Positive, parse_command_line
 from runtime.errors import TrainingError, UserError, reported
 from runtime.process import before_torch
+from runtime.ratio import FEWEST
 
 # layers, heads and width
 SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024), "large": (36, 20, 1280), "xl": (48, 25, 1600)}
@@ -33,6 +35,8 @@ SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024), "large": (36, 20, 128
 PROFILE = {"vocab_size": 10_000, "norm": "rmsnorm", "bias": False, "activation": "gelu", "tie_weights": False,
            "init": "gpt2", "residual_scaling": True, "batch_size": 16, "seq_len": 128, "seed": 20230310, "compile": False,
            "flash": False}
+# options of a training config that are taken over where they are given
+GIVEN = ("batch_size", "seq_len", "compile", "flash", "loss_chunks", "device", "seed")
 
 Listed = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
 Size = Literal["small", "medium", "large", "xl"]
@@ -58,6 +62,8 @@ class WhatOptions(Options):
     """sequences per pass (none: 16; with --config: as it says)"""
     seq_len: Positive | None = None
     """tokens per sequence (none: 128; with --config: as it says)"""
+    total_batch_tokens: Positive | None = None
+    """tokens per step over all processes, with --scaling (none: as the config says, else those of one process)"""
     compile: bool | None = None
     """torch.compile the model (none: no; with --config: as it says)"""
     flash: bool | None = None
@@ -81,6 +87,10 @@ class HowOptions(Options):
     """write a snapshot of the CUDA memory of a training step, which pytorch.org/memory_viz opens"""
     scan: str | None = None
     """tokens/s and memory of training steps over values of batch_size or seq_len, such as batch_size=1,2,4"""
+    scaling: Annotated[tuple[Positive, ...], Listed] = ()
+    """numbers of processes, such as 1,2,4, that train the same batch in turn: tokens/s, efficiency, and the share spent waiting"""
+    rounds: int = Field(20, ge=FEWEST)
+    """rounds of --scaling at most; fewer where every interval is narrower than 2%"""
     compare: str | None = None
     """results.json or results.csv of an earlier call, or logs/reference/timeit.csv"""
     log_dir: Name = "logs"
@@ -106,8 +116,16 @@ class BenchOptions(HowOptions, WhatOptions):
                 problems.append((name, f"{name} and scan {self.scan} exclude each other"))
             if "warmup_steps" in self.model_fields_set and len(self.warmup_steps) > 1:
                 problems.append(("warmup_steps", "scan takes one number of warm-up steps"))
-        other = [name for name in ("breakdown", "trace", "memory", "scan") if getattr(self, name)]
+        other = [name for name in ("breakdown", "trace", "memory", "scan", "scaling") if getattr(self, name)]
         inspected = [name for name in other if name != "scan"]
+        if self.scaling:
+            problems += [(name, f"{name} and scaling exclude each other") for name in other if name != "scaling"]
+            if not self.config:
+                problems.append(("scaling", "scaling trains on the config's corpus: name one, such as --config quickstart.yaml"))
+            if len(set(self.scaling)) < 2:
+                problems.append(("scaling", "scaling compares at least two numbers of processes, such as 1,2"))
+        problems += [(name, f"{name} has no effect without scaling; leave it out") for name in ("total_batch_tokens", "rounds")
+                     if name in self.model_fields_set and not self.scaling]
         for name, without in (("compare", other), ("computation", inspected), ("warmup_steps", inspected),
                               ("steps", [] if self.breakdown or self.scan else inspected)):
             if name in self.model_fields_set and without:
@@ -124,6 +142,7 @@ if __name__ == "__main__":
     before_torch()
 
 from benchmarks.parts import Wanted, inspect_models
+from benchmarks.scaling import Scaling
 from benchmarks.tables import (
     REPORTED,
     SHOWN,
@@ -150,8 +169,7 @@ from runtime.report import console, markdown_table, print_table
 
 def job_configs(options: BenchOptions, **changed: Any) -> list[tuple[str, Config]]:
     """The models to time, with and without mixed precision: names and training configs. Raises UserError."""
-    given = {name: value for name in ("batch_size", "seq_len", "compile", "flash", "loss_chunks", "device", "seed")
-             if (value := getattr(options, name)) is not None} | changed
+    given = {name: value for name in GIVEN if (value := getattr(options, name)) is not None} | changed
     if options.config:
         given |= {"total_batch_tokens": None}  # a pass is one micro-step
         config = load_config(options.config, **given)
@@ -260,8 +278,36 @@ def scan(options: BenchOptions, folder: Path) -> None:
                                                "![over the values](scan.png)"]) + "\n")
 
 
+def measure_scaling(options: BenchOptions) -> None:
+    """The same batch on more processes. Raises UserError."""
+    given = {name: value for name in (*GIVEN, "total_batch_tokens") if (value := getattr(options, name)) is not None}
+    if options.mixed_precision is not None:
+        given |= {"bf16": options.mixed_precision, "fp16": False}
+    scaling = Scaling(str(options.config), load_config(options.config, **given), list(given), sorted(set(options.scaling)))
+    folder = new_folder(options.log_dir)
+    scaling.measure(options.rounds, folder)
+    tell_files(folder)
+
+
+def new_folder(log_dir: str) -> Path:
+    """A fresh folder for the results of this call."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    place = Path(log_dir) / "bench"
+    folder = next(path for n in itertools.count() if not (path := place / (f"{now}.{n}" if n else now)).exists())
+    folder.mkdir(parents=True)
+    return folder
+
+
+def tell_files(folder: Path) -> None:
+    """Say what was written."""
+    print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
+
+
 def bench(options: BenchOptions) -> None:
     """Do what the options ask for. Raises UserError, for a mistake before anything is measured, and OSError."""
+    if options.scaling:
+        measure_scaling(options)
+        return
     jobs = jobs_of(options, options.computation)
     device = choose_device(jobs[0].config.device)
     if options.memory and device.type != "cuda":
@@ -271,10 +317,7 @@ def bench(options: BenchOptions) -> None:
     if options.compare and not wanted & theirs.keys():
         have = ", ".join(sorted({f"{size} {computation}" for size, computation, *_ in theirs})) or "no finished run"
         raise UserError(f"{options.compare}: has none of the rows to be measured; it has {have}")
-    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    place = Path(options.log_dir) / "bench"
-    folder = next(path for n in itertools.count() if not (path := place / (f"{now}.{n}" if n else now)).exists())
-    folder.mkdir(parents=True)
+    folder = new_folder(options.log_dir)
     inspected = options.breakdown or options.trace or options.memory
     if inspected:
         inspect_models(Wanted(options.breakdown, options.trace, options.memory, options.steps, from_corpus=bool(options.config)),
@@ -283,7 +326,7 @@ def bench(options: BenchOptions) -> None:
         scan(options, folder)
     if not (inspected or options.scan):
         time_grid(options, jobs, folder, theirs, their_settings)
-    print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    tell_files(folder)
 
 
 def main(options: BenchOptions) -> None:

@@ -26,10 +26,12 @@ import json
 import math
 import os
 import re
+import select
 import shlex
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -42,10 +44,12 @@ from runtime.files import write_whole
 from runtime.ratio import FEWEST, Ratio, median_ratio
 from runtime.report import git_commit, items, machine, print_table
 from runtime.signals import ENDS_WITH
+from runtime.world import environment_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = 3  # rounds: the first compiles, the second may record CUDA graphs, the third tells how many steps make a turn
 FEWEST_FOR_AN_EARLY_END = 10  # rounds: of fewer, narrow intervals are too often so by chance
+OTHERS_END = 15.0  # seconds within which the processes of a group end after one of them
 TURN_SECONDS = 0.5  # at least, as a shorter turn is lost in what the machine does besides
 
 
@@ -116,11 +120,11 @@ class Side:
         self.ask()
         return self.answer()
 
-    def ask(self) -> None:
-        """Let it begin its turn."""
+    def ask(self, question: str | None = None) -> None:
+        """Let it begin its turn, or one that `question` asks for."""
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # it has ended, and has said why
-            print(self.steps, file=self.process.stdin, flush=True)
+            print(question or self.steps, file=self.process.stdin, flush=True)
 
     def answer(self) -> float:
         """Wait for the end of its turn; returns tokens/s. Raises TrainingError if it fails."""
@@ -139,11 +143,68 @@ class Side:
         return answer["tokens"] / seconds
 
 
+class Group(Side):
+    """Several processes that train together, as torchrun would start them on this machine: one side. Its steps and its figures are
+    those of the first; `ranks` of an answer has the answers of all."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None, ranks: int):
+        super().__init__(name, command, environment)
+        self.ranks = ranks
+
+    def __enter__(self) -> "Group":
+        from torch.distributed import TCPStore
+
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # lives as long as they do
+        self.members = [Side(self.name, self.command, {**self.environment, **environment_of(rank, self.ranks, self.store.port)})
+                        for rank in range(self.ranks)]
+        with contextlib.ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(member)
+            self.leave = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave.close()
+
+    def ask(self, question: str | None = None) -> None:
+        """Let all begin their turn."""
+        for member in self.members:
+            member.steps = self.members[0].steps
+            member.ask(question)
+
+    def answer(self) -> float:
+        """Wait for the end of all turns; returns tokens/s. Raises TrainingError if one fails, with its reason."""
+        try:
+            rates = {member: member.answer() for member in self.as_they_answer()}
+        except TrainingError as error:
+            has_ended = any(member.process.poll() is not None for member in self.members)
+            raise TrainingError(self.why() if has_ended else str(error)) from None
+        answers = [member.turns[-1] for member in self.members]
+        self.turns.append(answers[0] | {"ranks": answers})
+        return rates[self.members[0]]
+
+    def as_they_answer(self) -> Iterator[Side]:
+        """Those that have something to say, or have ended: one that fails does not wait for its turn among the others."""
+        left = {member.process.stdout: member for member in self.members}
+        while left:
+            for pipe in select.select(list(left), [], [])[0]:
+                yield left.pop(pipe)
+
+    def why(self) -> str:
+        """Why they have ended: one of them failed, and the others, which only lost it, have no reason of their own to tell."""
+        deadline, reasons = time.monotonic() + OTHERS_END, []
+        for member in self.members:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = member.process.wait(max(0, deadline - time.monotonic()))
+                reasons.append(why_it_failed(status, member.errors))
+        return f"{self.name}: " + min(reasons, key=lambda reason: ("another process" in reason, "exit status" in reason))
+
+
 def training_side(name: str, arguments: Sequence[str], log_dir: str, code: Path = ROOT,
-                  environment: Mapping[str, str] | None = None) -> Side:
-    """`train.py` with these arguments, in this copy of the code or another."""
-    side = [sys.executable, str(code / "benchmarks" / "side.py")]
-    return Side(name, [*side, *arguments, "--log_dir", log_dir, "--run_name", "side"], environment)
+                  environment: Mapping[str, str] | None = None, ranks: int = 1) -> Side:
+    """`train.py` with these arguments, in this copy of the code or another, as one process or several."""
+    command = [sys.executable, str(code / "benchmarks" / "side.py"), *arguments, "--log_dir", log_dir, "--run_name", "side"]
+    return Group(name, command, environment, ranks) if ranks > 1 else Side(name, command, environment)
 
 
 @contextlib.contextmanager
@@ -212,21 +273,26 @@ def compare(planned: Sequence[Planned], rounds: int, width: float, results: Path
     with tempfile.TemporaryDirectory() as folder:
         sides = [training_side(side.name, side.arguments, str(Path(folder) / str(i)), side.code, side.environment)
                  for i, side in enumerate(planned)]
-
-        def enough(rates: Mapping[str, Sequence[float]]) -> bool:
-            done = len(rates[sides[0].name])
-            if results:
-                write_results(results, rates, sides)
-            tell(f"round {done} of at most {rounds}: " + ", ".join(
-                f"{rate[-1]:,.0f}" for rate in rates.values()) + " tokens/s" + in_words(rates))
-            return narrow_enough(width)(rates)
-
         with all_sides(sides) as turns:
-            for side in sides:  # the first turn, in which they start and compile, all at once
-                side.ask()
-            for side in sides:
-                side.answer()
-            return take_turns(turns, rounds, enough, left_out=LEFT_OUT - 1), sides
+            return do_rounds(sides, turns, rounds, width, results, tell), sides
+
+
+def do_rounds(sides: Sequence[Side], turns: Mapping[str, Callable[[], float]], rounds: int, width: float,
+              results: Path | None = None, tell: Callable[[str], None] = lambda _: None) -> dict[str, list[float]]:
+    """tokens/s of each side, which has been started, in each round. Raises UserError if one fails."""
+    def enough(rates: Mapping[str, Sequence[float]]) -> bool:
+        done = len(rates[sides[0].name])
+        if results:
+            write_results(results, rates, sides)
+        tell(f"round {done} of at most {rounds}: " + ", ".join(
+            f"{rate[-1]:,.0f}" for rate in rates.values()) + " tokens/s" + in_words(rates))
+        return narrow_enough(width)(rates)
+
+    for side in sides:  # the first turn, in which they start and compile, all at once
+        side.ask()
+    for side in sides:
+        side.answer()
+    return take_turns(turns, rounds, enough, left_out=LEFT_OUT - 1)
 
 
 def in_words(rates: Mapping[str, Sequence[float]]) -> str:

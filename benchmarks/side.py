@@ -3,7 +3,8 @@
     echo 3 | python -m benchmarks.side --config speedup10.yaml --log_dir /tmp/side
 
 A line of stdin is a number of steps; the answer is a line of JSON. benchmarks/in_turn.py starts it; any program that answers
-likewise can be a side.
+likewise can be a side. A second number on the line asks for more: the steps are profiled, and if there are other processes, which
+torchrun's environment tells, their link is timed with transfers of so many bytes.
 """
 
 import json
@@ -27,6 +28,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.answers = os.fdopen(os.dup(1), "w")
+        self.message: int | None = None  # the second number of the last question
         os.dup2(2, 1)
 
     def wait(self) -> int:
@@ -34,7 +36,9 @@ class Turns:
         line = sys.stdin.readline()
         if not line:
             os._exit(0)  # there is nothing to save
-        return int(line)
+        steps, *more = map(int, line.split())
+        self.message = more[0] if more else None
+        return steps
 
     def answer(self, **figures: Any) -> None:
         """Answer, once this process sleeps: `asleep` says whether it does."""
@@ -72,10 +76,15 @@ def main() -> None:
             self.readings: list[float] = []
             self.seconds: list[float] = []
             self.left = 0
+            self.profile: StepProfile | None = None
             super().__init__("set-up")
 
         def clock(self) -> float:
             self.readings.append(time.perf_counter())
+            if self.profile and len(self.readings) == 1:
+                self.profile.begin_step()
+            elif self.profile and len(self.readings) == 2:
+                self.profile.end_step()
             return self.readings[-1]
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -88,28 +97,39 @@ def main() -> None:
                 self.seconds.append(self.readings[1] - self.readings[0])
                 self.left -= 1
                 if not self.left:
-                    _, row = read_rows(log).popitem()
-                    turns.answer(seconds=self.seconds, tokens=len(self.seconds) * tokens_per_step, loss=row["loss"],
-                                 peak_memory_mb=peak_memory_mb(device))
+                    turns.answer(seconds=self.seconds, tokens=len(self.seconds) * config.tokens_per_step(world.world_size),
+                                 loss=read_rows(log).popitem()[1]["loss"] if world.rank == 0 else None,
+                                 peak_memory_mb=peak_memory_mb(device), **self.closer_look())
             if not self.left:
                 self.left, self.seconds = turns.wait(), []
+                self.profile = StepProfile(device) if turns.message else None
             self.readings = []
+
+        def closer_look(self) -> dict[str, Any]:
+            if not self.profile:
+                return {}
+            threads = {"threads": torch.get_num_threads(), "profile": self.profile.figures()}
+            return threads | ({"link_gb_s": link_speed(world, turns.message or 0)} if world.distributed else {})
 
     options = parse_command_line(Config, description=__doc__, config_file=True)
     with reported(options.log_dir, advice=options.advice()):
+        import torch
+
+        from benchmarks.exchange import StepProfile, link_speed
         from runtime.device import choose_device
         from runtime.measure import peak_memory_mb
         from runtime.runlog import read_rows
-        from runtime.world import World
+        from runtime.world import joined_world, launch
         from train import train
 
         # as many steps as it takes; at these rates the weights hardly move, so that none of them diverges
         config = options.model_copy(update={"max_steps": 10**9, "lr": 1e-6, "min_lr": None, "muon_lr": 1e-6, "log_every": 1,
                                             "eval_every": 0, "hellaswag_every": 0, "sample_every": 0, "checkpoint_every": 0,
                                             "keep_last": 0, "tensorboard": False, "wandb": False})
-        tokens_per_step, log = config.tokens_per_step(1), Path(config.log_dir) / str(config.run_name) / "log.csv"
-        device, pace = choose_device(config.device), Pace()
-        train(config, World(device), clock=pace.clock, stop=pace)
+        log, pace = Path(config.log_dir) / str(config.run_name) / "log.csv", Pace()
+        device = choose_device(config.device, launch())
+        with joined_world(device, config.timeout) as world:
+            train(config, world, clock=pace.clock, stop=pace)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ def launch() -> Launch:
                   call=f"{run_id} {os.getppid()}" if run_id else None)
 
 
+def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would tell a process of a run on this machine alone, whose store is at this port."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 def _check_launch() -> None:
     """Raises UserError for an environment that no torchrun makes, as where parts of another call are left in it."""
     def fault() -> str | None:
