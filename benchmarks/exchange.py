@@ -49,7 +49,10 @@ def figures_of(events: Iterable[Any]) -> dict[str, list[float]]:
     """
     events = list(events)
     on_gpu = any(event.device_type == DeviceType.CUDA for event in events)
-    steps, transfers, computing, updates = [], [], [], []
+    steps: list[Interval] = []
+    transfers: list[Interval] = []
+    computing: list[Interval] = []
+    updates: list[Interval] = []
     for event in events:
         interval = event.time_range.start / 1e6, event.time_range.end / 1e6  # of microseconds
         is_device = event.device_type == DeviceType.CUDA
@@ -95,7 +98,7 @@ def clipped(intervals: Iterable[Interval], to: Interval) -> list[Interval]:
 
 def without(intervals: Sequence[Interval], others: Iterable[Interval]) -> list[Interval]:
     """What is left of separate intervals where none of the others lies."""
-    left = []
+    left: list[Interval] = []
     others = sorted(others)
     for start, end in intervals:
         for taken in clipped(others, (start, end)):

@@ -213,9 +213,9 @@ def write_report(found: Sequence[Count], predicted: Sequence[Predicted], name: s
 def draw(found: Sequence[Count], predicted: Sequence[Predicted], path: Path) -> None:
     """How many times as fast as the first, and the share of waiting, measured and predicted."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    numbers, ratios = [count.processes for count in found], [count.over_first for count in found]
-    middle = [ratio.median for ratio in ratios]
-    arms = [[ratio.median - ratio.ends[0] for ratio in ratios], [ratio.ends[1] - ratio.median for ratio in ratios]]
+    numbers, factors = [count.processes for count in found], [count.over_first for count in found]
+    middle = [factor.median for factor in factors]
+    arms = [[factor.median - factor.ends[0] for factor in factors], [factor.ends[1] - factor.median for factor in factors]]
     left.errorbar(numbers, middle, yerr=arms, marker="o", color=BLUE, label="measured")
     left.plot(numbers, [predicted[0].step_s / said.step_s for said in predicted], "s--", color=ORANGE, label="predicted")
     left.plot(numbers, [count.hardware for count in found], ":", color="0.4", label="as much faster as there is more hardware")
