@@ -47,10 +47,9 @@ class Count:
     memory_mb: float
 
     @property
-    def efficiency(self) -> Ratio:
+    def efficiency(self) -> float:
         """How much faster it is than the first, over how much more hardware it has."""
-        low, high = self.over_first.ends
-        return Ratio(self.over_first.median / self.hardware, low / self.hardware, high / self.hardware)
+        return self.over_first.median / self.hardware
 
     @property
     def step_s(self) -> float:
@@ -158,14 +157,7 @@ COLUMNS = [
     field("processes", "processes"), field("threads", "threads"),
     Column("batch", lambda count: f"{count.batch_size} x {count.micro_steps}"), field("tokens/s", "tokens_per_sec", ",.0f"),
     Column("x first", lambda count: "" if count.over_first.low is None else str(count.over_first)),
-    Column("efficiency", lambda count: in_percent(count.efficiency)), field("waiting", "waiting", ".1%"),
-    field("MB each", "memory_mb", ",.0f")]
-
-
-def in_percent(ratio: Ratio) -> str:
-    """A ratio in percent, with its interval."""
-    low, high = ratio.ends
-    return f"{ratio.median:.0%}" + (f" ({low:.0%} to {high:.0%})" if low < high else "")
+    field("efficiency", "efficiency", ".0%"), field("waiting", "waiting", ".1%"), field("MB each", "memory_mb", ",.0f")]
 
 
 def ms(seconds: float) -> str:
@@ -174,10 +166,11 @@ def ms(seconds: float) -> str:
 
 
 PREDICTED = [
-    Column("processes", lambda row: str(row[0].processes)), Column("link, GB/s", lambda row: f"{row[0].link:.3g}"),
+    Column("processes", lambda row: str(row[0].processes)),
     Column("step, ms", lambda row: ms(row[0].step_s)), Column("predicted", lambda row: ms(row[1].step_s)),
     Column("waiting, ms", lambda row: ms(row[0].waiting * row[0].step_s)), Column("predicted", lambda row: ms(row[1].waiting_s)),
-    Column("update, ms", lambda row: ms(row[0].update_s)), Column("predicted", lambda row: ms(row[1].update_s))]
+    Column("update, ms", lambda row: ms(row[0].update_s)), Column("predicted", lambda row: ms(row[1].update_s)),
+    Column("link, GB/s", lambda row: f"{row[0].link:.3g}")]
 
 
 def write_report(found: Sequence[Count], predicted: Sequence[Predicted], name: str, folder: Path, device: torch.device,
@@ -202,7 +195,7 @@ def write_report(found: Sequence[Count], predicted: Sequence[Predicted], name: s
         "![tokens/s and waiting](scaling.png)"]
     write_whole(folder / "report.md", "\n".join(lines) + "\n")
     rows: list[dict[str, Any]] = [
-        dataclasses.asdict(count) | {"step_s": count.step_s, "efficiency": count.efficiency.median,
+        dataclasses.asdict(count) | {"step_s": count.step_s, "efficiency": count.efficiency,
                                      "predicted": dataclasses.asdict(said) | {"step_s": said.step_s}}
         for count, said in zip(found, predicted, strict=True)]
     write_whole(folder / "results.json", json.dumps(
