@@ -185,7 +185,7 @@ class Group(Side):
 
     def as_they_answer(self) -> Iterator[Side]:
         """Those that have something to say, or have ended: one that fails does not wait for its turn among the others."""
-        left = {member.process.stdout: member for member in self.members}
+        left = {pipe: member for member in self.members if (pipe := member.process.stdout)}
         while left:
             for pipe in select.select(list(left), [], [])[0]:
                 yield left.pop(pipe)
