@@ -87,7 +87,7 @@ def test_a_groups_figures_are_its_first_processs_and_all_take_as_many_steps():
 
 
 @pytest.mark.parametrize(("happens", "reason"), [
-    ("rank == 1 and sys.exit('error: wrong here'); time.sleep(60)", "wrong here"),  # the first one still waits for it
+    ("rank == 1 and sys.exit('error: wrong here'); time.sleep(1000)", "wrong here"),  # the first one still waits for it
     ("sys.exit('error: another process died') if rank == 0 else sys.exit('error: wrong here')", "wrong here"),
     ("sys.exit('error: another process died') if rank == 0 else os.kill(os.getpid(), 9)", "killed by signal 9"),
     ("sys.exit('error: wrong here') if rank == 0 else sys.exit(1)", "wrong here")])
