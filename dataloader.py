@@ -9,6 +9,7 @@ micro-steps only divide them up.
 import hashlib
 import math
 import shlex
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from data.manifest import check_shards
 from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError, sample_starts
 
 OPENED_AT_ONCE = 32  # files: a disk takes as long for many reads at once as for a few
+READ_AHEAD = 4  # batches, at once: shuffled, each waits for the disk several times
 KIND = "2:"  # begins a fingerprint; older ones begin with none
 
 
@@ -205,7 +207,7 @@ def _hashed(x: np.ndarray) -> np.ndarray:
 
 
 def prefetch(loader: DataLoader, device: torch.device, steps: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The loader's batches, every micro-step of every step, on the device. A thread reads the next one ahead."""
+    """The loader's batches, every micro-step of every step, on the device. Threads read the next ones ahead."""
     pin = device.type == "cuda"  # pinned memory is copied to the GPU while both go on; each batch has its own
 
     def fetch(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
@@ -216,12 +218,12 @@ def prefetch(loader: DataLoader, device: torch.device, steps: Iterable[int]) -> 
         x, y = batch.result()
         return x.to(device, non_blocking=pin), y.to(device, non_blocking=pin)
 
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        ahead = None
+    with ThreadPoolExecutor(READ_AHEAD) as pool:
+        ahead: deque[Future[tuple[Tensor, Tensor]]] = deque()
         for step in steps:
             for micro_step in range(loader.accumulation):
-                current, ahead = ahead, pool.submit(fetch, step, micro_step)
-                if current is not None:
-                    yield on_device(current)
-        if ahead is not None:
-            yield on_device(ahead)
+                ahead.append(pool.submit(fetch, step, micro_step))
+                if len(ahead) > READ_AHEAD:
+                    yield on_device(ahead.popleft())
+        while ahead:
+            yield on_device(ahead.popleft())

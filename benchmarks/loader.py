@@ -9,6 +9,7 @@ imported and in use.
 """
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -52,7 +53,7 @@ def process(folder: Path, rank: int, args: argparse.Namespace, world_size: int, 
     torch.set_num_threads(1)
     torch.ones(8, 8) @ torch.ones(8, 8)
     own = memory("VmRSS")
-    from dataloader import DataLoader, open_corpus
+    from dataloader import DataLoader, open_corpus, prefetch
 
     if Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, of importing
@@ -62,14 +63,15 @@ def process(folder: Path, rank: int, args: argparse.Namespace, world_size: int, 
     stream.fingerprint()
     opened = time.perf_counter() - start
     loader = DataLoader(stream, args.batch_size, world_size=world_size, rank=rank, shuffle=shuffle)
-    loader.batch(1)
+    batches = prefetch(loader, torch.device("cpu"), itertools.count(1))
+    next(batches)
     first = time.perf_counter() - start
     ready.wait()
-    start, step = time.perf_counter(), 1
+    start, n = time.perf_counter(), 0
     while time.perf_counter() - start < args.seconds:
-        step += 1
-        loader.batch(step)
-    rate = (step - 1) * args.batch_size / (time.perf_counter() - start)
+        next(batches)
+        n += args.batch_size
+    rate = n / (time.perf_counter() - start)
     results.put(Figures(opened, first, memory("VmHWM") - own, rate))
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import tracemalloc
 import urllib.error
 import urllib.request
@@ -546,6 +547,13 @@ def test_prefetch_passes_on_an_error_of_the_reading_thread_behind_the_batches_be
     assert [next(batches)[0][0, 0].item() for _ in range(2)] == [0, 4]
     with pytest.raises(TokenFileError, match="token 10 has the id 500"):
         next(batches)
+
+
+def test_prefetch_reads_several_batches_at_once_as_a_disk_is_waited_for(tmp_path, monkeypatch):
+    loader, together = DataLoader(make_stream(tmp_path / "c", (401,)), 2), threading.Barrier(4)
+    real = loader.batch
+    monkeypatch.setattr(loader, "batch", lambda *place: together.wait(20) + 1 and real(*place))
+    assert [int(x[0, 0]) for x, _ in prefetch(loader, CPU, range(1, 9))] == list(range(0, 64, 8))
 
 
 def test_prefetch_can_be_left_early(tmp_path):
