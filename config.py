@@ -129,6 +129,8 @@ class SpeedConfig(Options):
     """fused scaled_dot_product_attention in place of the T x T matrix"""
     fused_adamw: bool = False
     """one kernel for the whole AdamW update"""
+    recompute: bool = False
+    """compute each block's activations again in the backward pass instead of keeping them: less memory, more arithmetic"""
     loss_chunks: Count = 1
     """compute the loss in this many parts, so that the logits of all tokens never exist at once; 8 saves most of their memory"""
 
@@ -291,6 +293,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             (self.vocab_size > self.n_vocab, f"vocabulary padded to {self.vocab_size}", "padded vocabulary",
              ["--vocab_size", str(self.n_vocab)]),
             (self.fused_adamw, "fused_adamw", "fused_adamw", ["--no-fused_adamw"]),
+            (self.recompute, "recompute", "recompute", ["--no-recompute"]),
             (self.loss_chunks > 1, f"loss_chunks {self.loss_chunks}", "loss_chunks", ["--loss_chunks", "1"]),
             (self.grad_clip, f"grad_clip {self.grad_clip:g}", "grad_clip", ["--grad_clip", "0"]),
             (self.lr_schedule != "constant", f"lr_schedule {self.lr_schedule}", "lr_schedule", ["--lr_schedule", "constant"]),
@@ -332,7 +335,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), weight_decay or betas",
             "other process": f"another process died or did not answer within {self.timeout} s ({{reason}})",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. These lower it: a smaller "
-                      f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, --compile, "
+                      f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, --compile, --recompute, "
                       f"--loss_chunks 8, a smaller --seq_len or model"}
 
     def to_yaml(self) -> str:

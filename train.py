@@ -59,7 +59,7 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
     if config.flash:
         shape = (config.batch_size, config.n_head, config.seq_len, config.n_embd // config.n_head)
         notes += flash_note(device, dtype, shape, config.dropout)
-    model = parallelize(raw_model, world, config.compile_mode if config.compile else None)
+    model = parallelize(raw_model, raw_model.transformer.h, world, config)
     optimizers, groups = make_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.fp16)
     say("\n".join([f"{raw_model.num_parameters():,} parameters", *groups, *(f"note: {note}" for note in notes)]))

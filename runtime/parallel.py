@@ -1,27 +1,51 @@
-"""What wraps a model for training: torch.compile, then data parallelism over the processes."""
+"""What wraps a model for training: recomputing its blocks, torch.compile, then data parallelism over the processes."""
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from runtime.world import World
 
 EVERY = 1.0  # seconds after which the time that compiling takes is shown anew
 
 
-def parallelize(model: torch.nn.Module, world: World, compile_mode: str | None) -> Any:
-    """The model to train: compiled, if there is a mode of torch.compile, and averaging gradients over the processes, if there are
-    several. It shares its parameters with `model`, which is for evaluation, sampling and saving: nothing is compiled again for
-    their shapes, and names stay plain."""
-    trained: Any = torch.compile(model, mode=compile_mode) if compile_mode else model
+def recompute(blocks: Iterable[torch.nn.Module]) -> None:
+    """From now on the blocks keep nothing but their input for the backward pass, which computes the rest again, with the same
+    dropout. Only where they train: without gradients, as in evaluation and sampling, there is nothing to keep.
+
+    In place, so that names stay plain.
+    """
+    for block in blocks:
+        block.forward = _recomputed(block, block.forward)  # type: ignore[method-assign]
+
+
+def _recomputed(block: torch.nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def forward(*inputs: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return checkpoint(plain, *inputs, use_reentrant=False)
+        return plain(*inputs)
+
+    return forward
+
+
+def parallelize(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], world: World, config: Any) -> Any:
+    """The model to train: recomputing its `blocks` and compiled, if the run's options (config.py's Config) say so, and averaging
+    gradients over the processes, if there are several. It shares its parameters with `model`, which is for evaluation, sampling
+    and saving: nothing is compiled again for their shapes, and names stay plain."""
+    if config.recompute:
+        recompute(blocks)
+    trained: Any = torch.compile(model, mode=config.compile_mode) if config.compile else model
     if world.distributed:
         # the buffers are constants; the option has a new name since PyTorch 2.13
         known = inspect.signature(DistributedDataParallel).parameters
