@@ -7,11 +7,15 @@ A checkpoint is a folder `<run>/checkpoints/step_<step>/` of plain data, nothing
 - `checkpoint.json`: step, options, random states and whatever else a run needs beside the tensors
 - `SHA256SUMS`: the checksums of these files, which loading verifies (and `sha256sum -c`)
 
+With FSDP `model/` and `optimizer/` stand in place of the first two: a safetensors file for each process, by
+torch.distributed.checkpoint. Both forms are read the same, by any number of processes, with FSDP or without.
+
 It is written under another name, flushed to disk and renamed, so it is there whole or not at all.
 """
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import random
@@ -36,8 +40,21 @@ from runtime.cli import ConfigError, ContradictionError, load
 from runtime.errors import TrainingError, UserError
 from runtime.files import delete, flush_to_disk, sha256, whole_folder
 from runtime.runlog import LogRow, RunFolder, all_checkpoints, not_kept, step_of
+from runtime.shards import is_sharded, own_part, write_shards
 from runtime.world import World, launch
-from weights import ARCHITECTURE, MODEL, OPTIMIZER, STATE, SUMS, CheckpointError, read_json, read_tensors, verify, write_tensors
+from weights import (
+    ARCHITECTURE,
+    MODEL,
+    OPTIMIZER,
+    SHARDS,
+    STATE,
+    SUMS,
+    CheckpointError,
+    read_json,
+    read_part,
+    verify,
+    write_tensors,
+)
 
 # What a run cannot change without being another run: the model, and which tokens a step trains on. All else may change.
 FIXED = (*ARCHITECTURE, "vocab_size", "real_vocab_size", "seq_len", "shuffle", "overfit_batch", "val_fraction", "seed", "optimizer")
@@ -56,7 +73,7 @@ class NotSavedError(CheckpointError):
 class State:
     """All of a run that changes from step to step, but for the random generators, which are the process's own."""
 
-    model: GPT  # without torch.compile and DDP
+    model: GPT  # without torch.compile and DDP; sharded, with FSDP
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # of the loss; does nothing without fp16
     step: int = 0  # steps taken
@@ -147,7 +164,8 @@ def save(run: RunFolder, state: State, config: Config, corpus: str, world: World
     if not config.keep_last:
         return None
     # the extremes rather than isfinite of all: that would take as much memory as the largest matrix
-    if not all(torch.stack(parameter.aminmax()).isfinite().all() for parameter in state.model.parameters()):
+    parts = [part for parameter in state.model.parameters() if len(part := own_part(parameter))]
+    if world.sum(not all(torch.stack(part.aminmax()).isfinite().all() for part in parts)):
         raise TrainingError(f"step {state.step}: the weights are no longer finite and are not saved; {remedy(run.path, config.lr)}")
     tokens_per_step = config.tokens_per_step(world.world_size)
     saved = SavedState(
@@ -156,13 +174,14 @@ def save(run: RunFolder, state: State, config: Config, corpus: str, world: World
         random=world.gather(RandomState.take(world.device)), not_logged=run.not_logged,
         config=config.model_dump(mode="json") | {  # from wherever the run is resumed
             name: str(Path(value).resolve()) for name in PLACES if (value := getattr(config, name)) is not None})
-    state.checkpoint = folder = world.on_first(lambda: save_checkpoint(
-        run.path, state.model, state.optimizers, saved, keep_last=config.keep_last, whole=state.checkpoint))
+    arguments = run.path, state.model, state.optimizers, saved, config.keep_last, state.checkpoint
+    folder = save_shards(*arguments, world) if config.fsdp else world.on_first(lambda: save_checkpoint(*arguments))
+    state.checkpoint = folder
     run.say(f"saved {folder}")
     return folder
 
 
-def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimizer], saved: SavedState, *,
+def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimizer], saved: SavedState,
                     keep_last: int | None = None, whole: Path | None = None) -> Path:
     """Write the checkpoint `step_<step>` of the run's folder; returns its folder.
 
@@ -170,10 +189,45 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
     full of them, except `whole`, the newest checkpoint known to be whole, which goes last. Raises NotSavedError if it cannot be
     written; those that are kept are then as they were.
     """
-    folder = run / "checkpoints" / f"step_{saved.step:06d}"
-    weights = model.state_dict()
+    sums: dict[str, str] = {}
+    with _being_saved(run, saved, sums, keep_last, whole) as unfinished, ThreadPoolExecutor() as pool:
+        files = _tensors(model, optimizers)  # one file's copying overlaps with the other's hashing and the disk
+        sums |= zip(files, pool.map(lambda file: write_tensors(unfinished / file, files[file]), files), strict=True)
+    return _folder_of(run, saved)
+
+
+def save_shards(run: Path, model: GPT, optimizers: list[torch.optim.Optimizer], saved: SavedState,
+                keep_last: int | None, whole: Path | None, world: World) -> Path:
+    """The same for a model that FSDP has sharded: every process has to call this, and writes its shards."""
+    sums: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:  # of rank 0; the others write into the folder that it makes
+        unfinished = world.on_first(lambda: stack.enter_context(_being_saved(run, saved, sums, keep_last, whole)))
+        _check_shared(unfinished, world)
+        for file, tensors in _tensors(model, optimizers).items():
+            for name, digest in write_shards(unfinished / SHARDS[file], tensors, world).items():
+                sums[f"{SHARDS[file]}/{name}"] = digest
+            if not tensors:  # as no step has been taken yet
+                sums[file] = world.on_first(functools.partial(write_tensors, unfinished / file, {}))
+        world.on_first(stack.close)
+    return _folder_of(run, saved)
+
+
+def _folder_of(run: Path, saved: SavedState) -> Path:
+    return run / "checkpoints" / f"step_{saved.step:06d}"
+
+
+def _tensors(model: GPT, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a checkpoint, by file."""
+    weights = model.state_dict()  # first of all: after an evaluation this makes shards again of what FSDP has gathered
     if model.config.tie_weights:
         del weights["lm_head.weight"]
+    return {MODEL: weights, OPTIMIZER: optimizer_tensors(model, optimizers)}
+
+
+@contextlib.contextmanager
+def _being_saved(run: Path, saved: SavedState, sums: dict[str, str], keep_last: int | None, whole: Path | None) -> Iterator[Path]:
+    """What `save_checkpoint` does around writing the tensors, into the folder given, and their checksums into `sums`, by file."""
+    folder = _folder_of(run, saved)
     try:
         if keep_last and whole:
             with contextlib.suppress(OSError):  # one that cannot be deleted: there may be room all the same
@@ -181,9 +235,7 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
         with whole_folder(folder, replace=True) as unfinished:
             with contextlib.suppress(OSError):  # a checkpoint's steps are in the log, if that can be written
                 flush_to_disk(run / "log.csv")
-            with ThreadPoolExecutor() as pool:  # one file's copying overlaps with the other's hashing and the disk
-                files = {MODEL: weights, OPTIMIZER: optimizer_tensors(model, optimizers)}
-                sums = dict(zip(files, pool.map(lambda file: write_tensors(unfinished / file, files[file]), files), strict=True))
+            yield unfinished
             # json rather than pydantic: in ASCII, so it also takes a path that is not UTF-8
             (unfinished / STATE).write_text(json.dumps(saved.model_dump()) + "\n", encoding="ascii", newline="\n")
             sums[STATE] = sha256(unfinished / STATE)
@@ -196,7 +248,6 @@ def save_checkpoint(run: Path, model: GPT, optimizers: list[torch.optim.Optimize
         left = (f"once it can be, --resume {shlex.quote(str(run))} goes on from {whole.name}" if whole
                 else "the run has no checkpoint yet")
         raise NotSavedError(f"{folder}: cannot be written: {error}; {left}") from None
-    return folder
 
 
 def keep_best(run: RunFolder, folder: Path | None, world: World) -> None:
@@ -212,12 +263,16 @@ def _keep_best(run: Path, folder: Path) -> None:
     best = folder.with_name(f"best_{step_of(folder):06d}")
     try:
         with whole_folder(best, replace=True) as unfinished:
-            for path in folder.iterdir():
+            for path in folder.rglob("*"):
+                copy = unfinished / path.relative_to(folder)
+                if path.is_dir():
+                    copy.mkdir()
+                    continue
                 try:
-                    os.link(path, unfinished / path.name)
+                    os.link(path, copy)
                 except OSError:
-                    shutil.copy2(path, unfinished / path.name)
-                    flush_to_disk(unfinished / path.name)
+                    shutil.copy2(path, copy)
+                    flush_to_disk(copy)
         delete(path for path in all_checkpoints(run, "best") if path != best)
     except OSError as error:
         raise NotSavedError(f"{best}: cannot be written: {error}; once it can be, --resume {shlex.quote(str(run))} goes on from "
@@ -275,14 +330,16 @@ def optimizer_tensors(model: GPT, optimizers: list[torch.optim.Optimizer]) -> di
 
 def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
     """Restore the optimizers' state from a checkpoint. Raises CheckpointError if it does not fit."""
-    tensors = read_tensors(folder / OPTIMIZER)
+    parameters = dict(model.named_parameters())
+    like = {f"{name}/{key}": parameter for name, parameter in parameters.items() if is_sharded(parameter)
+            for key in ("exp_avg", "exp_avg_sq")}
+    tensors = read_part(folder, OPTIMIZER, like)
     if not tensors:  # saved before the first update, as every step so far was left out
         return
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
         ours = optimizer.state_dict()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]):
             prefix = f"{names[id(parameter)]}/"
             state = {key.removeprefix(prefix): tensors.pop(key).clone() for key in list(tensors) if key.startswith(prefix)}
             expected = {"step", *(["exp_avg", "exp_avg_sq"] if isinstance(optimizer, torch.optim.AdamW) else ["momentum_buffer"])}
@@ -301,9 +358,7 @@ def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optim
 
 def read_state(folder: Path) -> SavedState:
     """The state of a whole checkpoint. Raises CheckpointError if any of its files is missing or damaged."""
-    sums = verify(folder)
-    if missing := {MODEL, OPTIMIZER, STATE} - set(sums):
-        raise CheckpointError(f"{folder / SUMS}: damaged: it lacks {', '.join(sorted(missing))}")
+    verify(folder)
     try:
         return SavedState(**read_json(folder / STATE))
     except ValidationError as error:
@@ -360,19 +415,29 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
     not the same on every process.
     """
     _check_same(config, world)
+    if config.fsdp and not world.distributed and launch().call is None:
+        raise UserError("--fsdp: shards the model over several processes, and there is one; start them with "
+                        "torchrun --nproc_per_node=N train.py ..., or leave fsdp out")
     # an agent counts the restarts of its own machine only
     restarted = any(world.gather(launch().restarts > 0))
     resumed, notes = world.on_first(lambda: _find_checkpoint(config, restarted))
     if resumed is None:
         if config.resume is not None:  # only now are the options known to be a new run's, and judged as such
             config = load(Config, config.model_dump(include=config.model_fields_set) | {"resume": None})
-        return None, config, notes
+        return None, *_without_fsdp_alone(config, world, notes)
     data_dir_given = "data_dir" in config.model_fields_set
     config, changes = resumed_config(config, resumed.folder, resumed.saved, world.world_size)
     if not data_dir_given and (moved := world.on_first(lambda: _moved_data_dir(config))):
         changes.append(f"the corpus is no longer in {config.data_dir}: it is read from {Path(moved) / config.dataset}")
         config = config.model_copy(update={"data_dir": moved})
-    return resumed, config, notes + changes
+    return resumed, *_without_fsdp_alone(config, world, notes + changes)
+
+
+def _without_fsdp_alone(config: Config, world: World, notes: list[str]) -> tuple[Config, list[str]]:
+    """A run that has shrunk to one process, or goes on in one, has the whole model there."""
+    if config.fsdp and not world.distributed:
+        return config.model_copy(update={"fsdp": False}), [*notes, "fsdp has no effect: there is one process"]
+    return config, notes
 
 
 def _check_same(config: Config, world: World) -> None:
@@ -510,8 +575,8 @@ def _factors_of(number: int, near: int) -> str:
 def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: World) -> list[str]:
     """Create the run's folder, or take it up after the checkpoint's step, and write config.yaml; returns notes for the user.
 
-    Every process has to call this. Raises UserError if another run is writing to the folder. A new run that cannot be written
-    leaves everything as it was.
+    Every process has to call this. Raises UserError if another run is writing to the folder, and with fsdp if not every process
+    finds it. A new run that cannot be written leaves everything as it was.
     """
     def open_folder() -> list[str]:
         if resumed:
@@ -531,4 +596,14 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
             raise
         return [f"the earlier {run.path} is now {aside}"] if aside else []
 
-    return world.on_first(open_folder)
+    notes = world.on_first(open_folder)
+    if config.fsdp:
+        _check_shared(run.path, world)
+    return notes
+
+
+def _check_shared(folder: Path, world: World) -> None:
+    """Raises UserError unless all processes find a folder that rank 0 has made."""
+    if lacking := [rank for rank, finds in enumerate(world.gather(folder.is_dir())) if not finds]:
+        raise UserError(f"{folder}: rank {lacking[0]} does not find it, and with fsdp every process writes its shards there; "
+                        f"log_dir has to be on a disk that all machines share")

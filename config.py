@@ -129,6 +129,8 @@ class SpeedConfig(Options):
     """fused scaled_dot_product_attention in place of the T x T matrix"""
     fused_adamw: bool = False
     """one kernel for the whole AdamW update"""
+    fsdp: bool = False
+    """shard weights, gradients and optimizer state over the processes (FSDP2) rather than keep all of them in each"""
     recompute: bool = False
     """compute each block's activations again in the backward pass instead of keeping them: less memory, more arithmetic"""
     loss_chunks: Count = 1
@@ -232,6 +234,12 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         if self.fp16 and self.optimizer == "muon":
             problems.append(("fp16", "fp16 and optimizer muon exclude each other: at an overflow only one of its two optimizers "
                              "would skip the step; use bf16"))
+        if self.fsdp and self.optimizer == "muon":
+            problems.append(("fsdp", "fsdp and optimizer muon exclude each other: Muon's matrices have to be whole; use adamw, or "
+                             "several processes without fsdp"))
+        if self.fsdp and self.compile and self.compile_mode in ("reduce-overhead", "max-autotune"):
+            problems.append(("fsdp", f"fsdp and compile_mode {self.compile_mode} exclude each other: its CUDA graphs need weights "
+                             "that stay where they are; use default or max-autotune-no-cudagraphs"))
         try:
             self.accumulation_steps(world_size)
         except ContradictionError as error:
@@ -293,6 +301,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             (self.vocab_size > self.n_vocab, f"vocabulary padded to {self.vocab_size}", "padded vocabulary",
              ["--vocab_size", str(self.n_vocab)]),
             (self.fused_adamw, "fused_adamw", "fused_adamw", ["--no-fused_adamw"]),
+            (self.fsdp, "fsdp", "fsdp", ["--no-fsdp"]),
             (self.recompute, "recompute", "recompute", ["--no-recompute"]),
             (self.loss_chunks > 1, f"loss_chunks {self.loss_chunks}", "loss_chunks", ["--loss_chunks", "1"]),
             (self.grad_clip, f"grad_clip {self.grad_clip:g}", "grad_clip", ["--grad_clip", "0"]),

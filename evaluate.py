@@ -112,15 +112,17 @@ def validation_loss(model: GPT, stream: TokenStream, batch_size: int, tokens: in
     """
     sequences = _sequences(stream, tokens)
     total = 0.0
-    own = range(world.rank, sequences, world.world_size)
+    own, most = range(world.rank, sequences, world.world_size), -(-sequences // world.world_size)
     with _evaluating(model):
-        for first in range(0, len(own), batch_size):
+        for first in range(0, most, batch_size):
             give_back_if_short()
-            x, y = (t.to(world.device) for t in stream.read(own[first:first + batch_size]))
+            batch = own[first:first + batch_size]
+            # with FSDP a process that has no more sequences still has to take part: with any, which does not count
+            x, y = (t.to(world.device) for t in stream.read(batch or range(1)))
             with autocast():
                 loss = model(x, y)
-            total += loss.item() * len(x)
-            progress((first + len(x)) / len(own))
+            total += loss.item() * len(batch)
+            progress(min(1.0, (first + batch_size) / most))
     return world.sum(total) / sequences
 
 
@@ -136,6 +138,9 @@ class Row(NamedTuple):
 
     tokens: bytes  # uint16: a list of numbers would take twenty times the memory
     scored: int
+
+
+ANY_ROW = Row(bytes(4), 1)  # two tokens
 
 
 class Question(NamedTuple):
@@ -192,32 +197,41 @@ def rows_of(item: Item, block_size: int) -> list[Row]:
 
 
 def ending_losses(model: GPT, rows: Sequence[Row], tokens_at_once: int, autocast: Autocast = contextlib.nullcontext,
-                  progress: Progress = _untold) -> list[float]:
+                  progress: Progress = _untold, world: World | None = None) -> list[float]:
     """The loss in nats, summed, of each row's scored tokens.
 
     The longest rows come first, in batches of up to `tokens_at_once` tokens with their padding, but at least one row. Rows that
-    are the same are computed once, so that endings that are the same tie.
+    are the same are computed once, so that endings that are the same tie. Every process of the `world`, if one is given, has to
+    call this, each with rows of its own: all take part in as many batches, as those that share a model by FSDP have to.
     """
-    longest_first = sorted(dict.fromkeys(rows), key=lambda row: len(row.tokens), reverse=True)
+    batches = _batches(rows, tokens_at_once)
+    most = max(world.gather(len(batches))) if world else len(batches)
     losses: dict[Row, float] = {}
     with _evaluating(model):
-        while len(losses) < len(longest_first):
+        for number, batch in enumerate(batches + [[ANY_ROW]] * (most - len(batches)), 1):
             give_back_if_short()
-            first = len(losses)
-            x, y = _batch(longest_first[first:first + max(1, tokens_at_once // (len(longest_first[first].tokens) // 2 - 1))])
-            batch = longest_first[first:first + len(x)]
-            x, y = (t.to(model.lm_head.weight.device) for t in (x, y))
+            x, y = (t.to(model.lm_head.weight.device) for t in _tensors(batch))
             with autocast():
                 # (tokens scored, V): the head is a third of the work, and most tokens are a context's
-                logits = model.lm_head(model.transformer(x)[y >= 0])[:, :model.config.n_vocab]
+                logits = model(x, where=y >= 0)
             of_tokens = F.cross_entropy(logits.float(), y[y >= 0], reduction="none").cpu().double()
             parts = of_tokens.split([row.scored for row in batch])
             losses |= {row: part.sum().item() for row, part in zip(batch, parts, strict=True)}
-            progress(len(losses) / len(longest_first))
+            progress(number / most)
     return [losses[row] for row in rows]
 
 
-def _batch(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+def _batches(rows: Sequence[Row], tokens_at_once: int) -> list[list[Row]]:
+    """The rows, each that is different once, the longest first."""
+    longest_first, batches = sorted(dict.fromkeys(rows), key=lambda row: len(row.tokens), reverse=True), []
+    while longest_first:
+        n = max(1, tokens_at_once // (len(longest_first[0].tokens) // 2 - 1))
+        batches.append(longest_first[:n])
+        longest_first = longest_first[n:]
+    return batches
+
+
+def _tensors(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets (B, T) of rows of which the first is the longest; targets that are not scored are -1.
 
     Padding comes after all that counts, so that the causal mask keeps it out.
@@ -251,7 +265,8 @@ def score(model: GPT, questions: Sequence[Question], tokens_at_once: int, world:
 
     `tokens_at_once` as for `ending_losses`. Raises TrainingError for a model whose losses are not finite.
     """
-    losses = ending_losses(model, [row for question in questions for row in question.rows], tokens_at_once, autocast, progress)
+    rows = [row for question in questions for row in question.rows]
+    losses = ending_losses(model, rows, tokens_at_once, autocast, progress, world)
     right = dict.fromkeys(METRICS, 0)
     for i, question in enumerate(questions):
         for metric, choice in choices(question, losses[i * 2 * ENDINGS:(i + 1) * 2 * ENDINGS]).items():

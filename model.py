@@ -202,14 +202,16 @@ class GPT(nn.Module):
                 if isinstance(module, CausalSelfAttention | MLP):
                     module.c_proj.weight /= math.sqrt(2 * self.config.n_layer)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, where: Any = None, cache: KVCache | None = None,
+                positions: Tensor | None = None) -> Tensor:
         """Logits (B, T, real vocabulary) for tokens idx (B, T), or with targets (B, T) the mean loss in nats per token.
 
-        Raises ValueError if T is longer than block_size.
+        `where` picks the tokens, N of them, whose logits (N, real vocabulary) are wanted: a mask (B, T), or rows and columns.
+        Cache and positions as for Transformer. Raises ValueError if T is longer than block_size.
         """
-        x = self.transformer(idx)
+        x = self.transformer(idx, cache, positions)
         if targets is None:
-            return self.lm_head(x)[..., :self.config.n_vocab]
+            return self.lm_head(x if where is None else x[where])[..., :self.config.n_vocab]
         if self.config.loss_chunks > 1:
             return cross_entropy_in_chunks(x, self.lm_head.weight, targets, self.config.n_vocab, self.config.loss_chunks)
         logits = F.linear(x, self.lm_head.weight, self.padding)  # (B, T, V)
@@ -290,8 +292,7 @@ class GPT(nn.Module):
 
     def next_logits(self, idx: Tensor, cache: KVCache, positions: Tensor, ends: Tensor) -> Tensor:
         """Logits (B, real vocabulary) after the token `ends` (B,) of each row of idx (B, T), which stands at `positions` (B, T)."""
-        x = self.transformer(idx, cache, positions)
-        return self.lm_head(x[torch.arange(len(x), device=x.device), ends])[:, :self.config.n_vocab]
+        return self(idx, where=(torch.arange(len(idx), device=idx.device), ends), cache=cache, positions=positions)
 
 
 def scores_of(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:

@@ -106,6 +106,8 @@ def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:
     """Clip the global gradient norm to `grad_clip` (0: leave it); returns the norm before, on the device."""
     parameters = list(model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if hasattr(norm, "full_tensor"):  # with FSDP: over the shards of all processes
+        norm = norm.full_tensor()
     if grad_clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     return norm

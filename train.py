@@ -54,7 +54,6 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
     notes += check_compiler(device, config.compile_mode, config.accumulation_steps(world.world_size)) if config.compile else []
     torch.manual_seed(config.seed)
     config, raw_model = build_model(config, checkpoint)
-    raw_model.to(device)
     torch.manual_seed(config.seed + world.rank)  # what is random from here on is dropout: different in each process
     if config.flash:
         shape = (config.batch_size, config.n_head, config.seq_len, config.n_embd // config.n_head)

@@ -11,7 +11,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from runtime.cli import load as load_options
 from runtime.errors import UserError, in_a_line
 from runtime.files import flush_to_disk, sha256, write_whole
 from runtime.runlog import all_checkpoints
+from runtime.shards import SHARD, DamagedShardsError, read_shards
 
 HUGGING_FACE = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 # what has to be the same for weights to fit a model
@@ -35,6 +36,7 @@ CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # which transformers
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # transformers' names: ours
 THEIR_GPT_CONFIG = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")  # the dataclass, by the file it was pickled in
 MODEL, OPTIMIZER, STATE, SUMS = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"
+SHARDS = {MODEL: "model", OPTIMIZER: "optimizer"}  # the folders that hold the shards of a run with FSDP, in place of these files
 
 O = TypeVar("O", bound=Options)
 
@@ -183,15 +185,34 @@ def read_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    verify(folder, (MODEL, STATE))
+    verify(folder, lambda file: is_part_of(STATE, file) or is_part_of(MODEL, file))
     options = read_json(folder / STATE).get("config")
     options = options if isinstance(options, dict) else {}
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     if missing := [name for name in fields if name not in options and name != "loss_chunks"]:
         raise CheckpointError(f"{folder / STATE}: not a checkpoint of this project: it lacks {', '.join(missing)}")
-    weights = read_tensors(folder / MODEL)
+    weights = read_part(folder, MODEL)
     _check_size(options, weights, folder)
     return {name: options[name] for name in fields if name in options}, weights
+
+
+def is_part_of(whole: str, file: str) -> bool:
+    """Whether a file of a checkpoint is the `whole` one of that name, or one of the shards of a run with FSDP."""
+    return file == whole or (whole in SHARDS and re.fullmatch(f"{SHARDS[whole]}/{SHARD}", file) is not None)
+
+
+def read_part(folder: Path, whole: str, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's file, on the CPU, or of its shards; sharded themselves, each process reading its own part, if
+    they are `like` sharded ones. Raises CheckpointError."""
+    if (folder / SHARDS[whole]).is_dir() or like:
+        if not _is_utf8(folder):
+            raise CheckpointError(f"{folder}: shards cannot be read from a path that is not UTF-8; move the run's folder")
+        place = folder / SHARDS[whole] if (folder / SHARDS[whole]).is_dir() else folder
+        try:
+            return read_shards(place, lambda name: ("/" in name) == (whole == OPTIMIZER), like)
+        except DamagedShardsError as error:
+            raise CheckpointError(str(error)) from None
+    return read_tensors(folder / whole)
 
 
 def _check_size(options: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> None:
@@ -207,24 +228,28 @@ def _check_size(options: dict[str, Any], weights: dict[str, Tensor], folder: Pat
                                   f"options, {value} in its weights")
 
 
-def verify(folder: Path, files: Iterable[str] | None = None) -> dict[str, str]:
-    """The checksums of a checkpoint, after comparing those of `files` (none: all). Raises CheckpointError."""
+def verify(folder: Path, wanted: Callable[[str], bool] = bool) -> None:
+    """Compare the checksums of a checkpoint's `wanted` files, and see that none of any kind is missing. Raises CheckpointError."""
     path = folder / SUMS
     try:
         lines = [line.partition("  ") for line in path.read_text(encoding="ascii").splitlines()]
         sums = {file: digest for digest, _, file in lines}
-        for file in sums if files is None else files:
-            if file not in (MODEL, OPTIMIZER, STATE):
+        for file in sums:
+            if not any(is_part_of(whole, file) for whole in (MODEL, OPTIMIZER, STATE)):
                 raise CheckpointError(f"{path}: damaged: it names {file[:80]!r}")
-            if file not in sums or sha256(folder / file) != sums[file]:
+            if wanted(file) and sha256(folder / file) != sums[file]:
                 raise CheckpointError(f"{folder / file}: damaged: it does not match its checksum in {SUMS}")
+        if missing := [whole for whole in (MODEL, OPTIMIZER, STATE) if not any(is_part_of(whole, file) for file in sums)]:
+            raise CheckpointError(f"{path}: damaged: it lacks {', '.join(missing)}")
+        on_disk = [file for place in SHARDS.values() if (folder / place).is_dir() for file in (folder / place).iterdir()]
+        if unknown := [file for file in on_disk if file.relative_to(folder).as_posix() not in sums]:
+            raise CheckpointError(f"{unknown[0]}: damaged: {SUMS} does not name it")
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename}: is missing; not a whole checkpoint of this project") from None
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise CheckpointError(f"{path}: damaged: not a list of checksums") from None
-    return sums
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ class KVCache:
 
     def __init__(self, weight: Tensor, n_layer: int, shape: Sequence[int]):
         """An empty cache with the type and device of a weight, for keys and values of shape (B, nh, S, hs)."""
-        self.layers = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(n_layer)]
+        self.layers = [tuple(torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in "kv") for _ in range(n_layer)]
         self.span = shape[2]  # positions that are looked at: the fewer, the faster, as long as each row's last is among them
 
     def begin(self, positions: Tensor) -> None:
@@ -25,6 +25,6 @@ class KVCache:
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add k and v (B, nh, T, hs) of the next tokens to a layer; returns its keys and values, (B, nh, span, hs)."""
         for kept, new in zip(self.layers[layer], (k, v), strict=True):
-            kept[self.place] = new.transpose(1, 2)
+            kept[self.place] = new.transpose(1, 2).to(kept.dtype)  # another under autocast
         keys, values = self.layers[layer]
         return keys[:, :, :self.span], values[:, :, :self.span]

@@ -49,7 +49,8 @@ def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
-        flush_to_disk(unfinished)
+        for place in [*unfinished.rglob("*/"), unfinished]:  # the folders in it too
+            flush_to_disk(place)
         if replace and (folder.exists() or folder.is_symlink()):  # also a link that leads nowhere
             delete([folder])
         elif folder.is_dir() and any(folder.iterdir()):

@@ -122,6 +122,23 @@ class World:
             raise raised
         return result
 
+    def on_each(self, function: Callable[[], T]) -> list[T]:
+        """Call a function on every process: every one gets all results, by rank, or raises what the first that failed raised.
+
+        Every process has to call this.
+        """
+        own: tuple[Any, Exception | None]
+        try:
+            own = function(), None
+        except Exception as error:  # raised below, on every process
+            own = None, error
+        results: list[Any] = []
+        for result, raised in self.gather(own):
+            if raised is not None:
+                raise raised
+            results.append(result)
+        return results
+
     def sum(self, number: float) -> float:
         """The sum of every process's number."""
         if not self.distributed:

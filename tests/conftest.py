@@ -316,4 +316,5 @@ def reseal(folder: Path) -> None:
     """Write a checkpoint's checksums anew, as one who means harm would."""
     (folder / "SHA256SUMS").write_text("".join(
         f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in ("model.safetensors", "optimizer.safetensors", "checkpoint.json")))
+        for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        if name != "SHA256SUMS"))

@@ -32,7 +32,7 @@ CONTRACT = {
         "eps": 1e-8, "weight_decay": 0.01, "decay_matrices_only": False, "grad_clip": 0.0, "max_steps": 50},
     "speed": {
         "tf32": False, "bf16": False, "fp16": False, "compile": False, "compile_mode": "default", "flash": False,
-        "fused_adamw": False, "recompute": False, "loss_chunks": 1},
+        "fused_adamw": False, "fsdp": False, "recompute": False, "loss_chunks": 1},
     "run": {
         "device": "auto", "seed": 1337, "run_name": None, "log_dir": "logs", "log_every": 1, "eval_every": 0,
         "eval_tokens": None, "sample_every": 0, "sample_prompt": "The", "checkpoint_every": 0},
@@ -641,7 +641,7 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
     assert config.warmup_steps * tokens == pytest.approx(375e6, rel=2e-3)
     assert (config.lr_schedule, config.betas, config.weight_decay, config.grad_clip) == ("cosine", (0.9, 0.95), 0.1, 1.0)
     assert (config.shuffle, config.decay_matrices_only) == (True, True)
-    assert config.optimizations(1)[1] == ["fp16", "recompute", "loss_chunks", "several processes"]
+    assert config.optimizations(1)[1] == ["fp16", "fsdp", "recompute", "loss_chunks", "several processes"]
     for world_size in (1, 2, 4, 8):
         assert config.accumulation_steps(world_size) >= 1
     assert config.compile_mode == "max-autotune-no-cudagraphs"  # with micro-steps, graphs would be refused

@@ -1,30 +1,19 @@
 """--recompute: the same numbers, bit for bit, from less memory; and only where a step trains."""
 
-import json
-
 import pytest
 import torch
 
 from runtime.parallel import recompute
-from tests.conftest import ALONE, COMPILED, run_ranks
+from tests.conftest import ALONE, COMPILED
 from tests.test_resume import folder_of, log
 from train import train
 from weights import load_model
 
 ALL = {"dropout": 0.2, "batch_size": 2, "total_batch_tokens": 256, "grad_clip": 0.5, "tie_weights": True, "real_vocab_size": 100}
-BOTH = """if True:
-    import json, sys, torch
-    from config import load_config
-    from runtime.world import joined_world
-    from train import train
-    with joined_world(torch.device("cpu"), 60) as world:
-        for options in json.loads(sys.argv[1]):
-            train(load_config(**options), world)
-"""
 
 
 def same(one, other):
-    """Whether two runs have the same losses and norms, in all their digits, and the same weights."""
+    """Two runs have the same losses and norms, in all their digits, and the same weights."""
     weights = [load_model(str(folder_of(config))).state_dict() for config in (one, other)]
     assert log(one) == log(other)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -38,14 +27,6 @@ def test_a_run_that_recomputes_is_the_same_run(options, tiny_config, capsys):
         train(config, ALONE)
         on.append(capsys.readouterr().out.partition("optimizations on: ")[2].partition("; off: ")[0])
     assert ["recompute" in words for words in on] == [False, True]
-    same(kept, again)
-
-
-def test_two_processes_that_recompute_are_the_same_run(tiny_config, tmp_path):
-    kept, again = (tiny_config(**ALL, max_steps=4, run_name=str(recompute), recompute=recompute) for recompute in (False, True))
-    both = json.dumps([config.model_dump(mode="json", include=config.model_fields_set) for config in (kept, again)])
-    for done in run_ranks(2, "-c", BOTH, both, cwd=tmp_path):
-        assert done.returncode == 0, done.stderr
     same(kept, again)
 
 

@@ -315,18 +315,20 @@ def test_what_bf16_costs_is_a_ratio_and_measuring_it_draws_nothing_from_the_rand
 
 
 def test_every_optimization_of_the_ladder_is_said_to_be_on_or_off(tiny_config, capsys):
-    every = ["tf32", "bf16", "fp16", "compile", "flash", "padded vocabulary", "fused_adamw", "recompute", "loss_chunks",
-             "grad_clip", "lr_schedule", "warmup_steps", "decay_matrices_only", "several processes"]
+    every = ["tf32", "bf16", "fp16", "compile", "flash", "padded vocabulary", "fused_adamw", "fsdp", "recompute",
+             "loss_chunks", "grad_clip", "lr_schedule", "warmup_steps", "decay_matrices_only", "several processes"]
     assert load_config().optimizations(1) == ([], every)
-    on, off = load_config(tf32=True, bf16=True, compile=True, compile_mode="max-autotune", flash=True, vocab_size=50304,
-                          fused_adamw=True, recompute=True, loss_chunks=8, grad_clip=1.0, lr_schedule="cosine",
-                          warmup_steps=10, decay_matrices_only=True).optimizations(2)
-    assert on == ["tf32", "bf16", "compile (max-autotune)", "flash", "vocabulary padded to 50304", "fused_adamw", "recompute",
-                  "loss_chunks 8", "grad_clip 1", "lr_schedule cosine", "warmup_steps 10", "decay_matrices_only", "2 processes"]
+    on, off = load_config(tf32=True, bf16=True, compile=True, compile_mode="max-autotune-no-cudagraphs", flash=True,
+                          vocab_size=50304, fused_adamw=True, fsdp=True, recompute=True, loss_chunks=8, grad_clip=1.0,
+                          lr_schedule="cosine", warmup_steps=10, decay_matrices_only=True).optimizations(2)
+    assert on == ["tf32", "bf16", "compile (max-autotune-no-cudagraphs)", "flash", "vocabulary padded to 50304", "fused_adamw",
+                  "fsdp", "recompute", "loss_chunks 8", "grad_clip 1", "lr_schedule cosine", "warmup_steps 10",
+                  "decay_matrices_only", "2 processes"]
     assert off == ["fp16"]
     run(tiny_config(flash=True, grad_clip=0.5, max_steps=1))
-    assert ("optimizations on: flash, grad_clip 0.5; off: tf32, bf16, fp16, compile, padded vocabulary, fused_adamw, recompute, "
-            "loss_chunks, lr_schedule, warmup_steps, decay_matrices_only, several processes\n") in capsys.readouterr().out
+    assert ("optimizations on: flash, grad_clip 0.5; off: tf32, bf16, fp16, compile, padded vocabulary, fused_adamw, fsdp, "
+            "recompute, loss_chunks, lr_schedule, warmup_steps, decay_matrices_only, several processes\n"
+            ) in capsys.readouterr().out
 
 
 # ---- a run

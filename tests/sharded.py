@@ -1,0 +1,145 @@
+"""What the processes of tests/test_fsdp.py do: actions, one after the other in one process group."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import runtime.measure
+import runtime.shards
+from checkpoint import find_checkpoint, optimizer_tensors
+from config import Config, load_config
+from model import Block, Transformer
+from runtime.errors import reported
+from runtime.shards import is_sharded, own_part
+from runtime.world import World, joined_world
+from train import build, train
+
+
+def acts() -> None:
+    """Do the actions on the command line; rank 0 writes down what they return."""
+    runtime.measure.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the runs
+    with reported("here", advice={"other process": "another process died"}), joined_world(torch.device("cpu"), 600) as world:
+        results = [globals()[action](load_config(**options), world) for action, options in json.loads(sys.argv[1])]
+        if world.rank == 0:
+            Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+def trained(config: Config, world: World) -> None:
+    train(config, world)
+
+
+def restored(config: Config, world: World) -> tuple[str, float]:
+    """The checksum of all that a resumed run begins with, weights and optimizer; the share of the weights that this process has."""
+    resumed, config, _ = find_checkpoint(config, world)
+    assert resumed
+    config, state, _, _ = build(config, world, lambda text: None, resumed.folder)
+    resumed.restore(state, config, resumed.saved.corpus, world)
+    digest = hashlib.sha256()
+    for name, tensor in sorted((state.model.state_dict() | optimizer_tensors(state.model, state.optimizers)).items()):
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+        digest.update(name.encode() + whole.numpy().tobytes())
+    own = sum(own_part(p).numel() for p in state.model.parameters())
+    return digest.hexdigest(), own / state.model.num_parameters()
+
+
+def sums(config: Config, world: World) -> int:
+    """How often a run sums gradients over the processes."""
+    with summed() as dtypes:
+        train(config, world)
+    return len(dtypes)
+
+
+@contextlib.contextmanager
+def summed() -> Iterator[list[torch.dtype]]:
+    """The dtypes of the gradients that FSDP sums meanwhile, one for each time."""
+    dtypes = []
+    name = next(name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(torch.distributed, name))
+    real = getattr(torch.distributed, name)  # it has the first name since PyTorch 2.13
+
+    def reduce_scatter(*args: Any, **kwargs: Any) -> Any:
+        dtypes.append((args[0] if args else kwargs["output"]).dtype)
+        return real(*args, **kwargs)
+
+    setattr(torch.distributed, name, reduce_scatter)
+    try:
+        yield dtypes
+    finally:
+        setattr(torch.distributed, name, real)
+
+
+def dtypes(config: Config, world: World) -> dict[str, str]:
+    """The dtypes that a run has in training: of a block's weights, of the residual stream, of the head's weight, of the sums of
+    gradients; and of the sharded weights."""
+    seen: dict[str, torch.dtype] = {}
+
+    def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if module.training and isinstance(module, Block):
+            seen.update(block=module.mlp.c_fc.weight.dtype, residual=output.dtype)
+        if module.training and isinstance(module, Transformer):
+            seen["head"] = module.wte.weight.dtype
+
+    def look_at_shards(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen["shards"] = optimizer.param_groups[0]["params"][0].dtype
+
+    hooks = [torch.nn.modules.module.register_module_forward_hook(look), register_optimizer_step_pre_hook(look_at_shards)]
+    try:
+        with summed() as of_sums:
+            train(config, world)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    (seen["summed"],) = set(of_sums)
+    return {name: str(dtype) for name, dtype in seen.items()}
+
+
+def graphs(config: Config, world: World) -> int:
+    """How many graphs a run compiles."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    train(config, world)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def not_saved(config: Config, world: World) -> str:
+    """What a run says whose last save fails on rank 1, as for a full disk."""
+    real = runtime.shards.sha256
+
+    def full(path):
+        if world.rank and path.parent.parent.name.startswith("step_000004."):
+            raise OSError(28, "No space left on device")
+        return real(path)
+
+    runtime.shards.sha256 = full
+    try:
+        train(config, world)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        runtime.shards.sha256 = real
+    return ""
+
+
+def killed(config: Config, world: World) -> None:
+    """A run whose last save kills rank 1."""
+    real = runtime.shards.sha256
+
+    def kill(path):
+        if world.rank and path.parent.parent.name.startswith("step_000004."):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(path)
+
+    runtime.shards.sha256 = kill
+    train(config, world)
+
+
+if __name__ == "__main__":
+    acts()
