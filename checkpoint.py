@@ -22,7 +22,7 @@ import random
 import shlex
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from runtime.errors import TrainingError, UserError
 from runtime.files import delete, flush_to_disk, sha256, whole_folder
 from runtime.runlog import LogRow, RunFolder, all_checkpoints, not_kept, step_of
 from runtime.shards import is_sharded, own_part, write_shards
-from runtime.world import World, launch
+from runtime.world import World, ranks_in_words
 from weights import (
     ARCHITECTURE,
     MODEL,
@@ -409,18 +409,17 @@ class Resumed:
 def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Config, list[str]]:
     """The whole checkpoint that `resume` means, if the run does not begin at its first step; the run's config; notes for the user.
 
-    Every process has to call this, and every one gets what rank 0 finds. Processes that torchrun started again after one of
-    them died go on from the run's newest checkpoint. Raises UserError or CheckpointError if `resume` names a checkpoint that
-    is not there, damaged or not the newest, ConfigError for options that contradict it or, in a new run, each other, or that are
-    not the same on every process.
+    Every process has to call this, and every one gets what rank 0 finds. Processes that torchrun started again, after some of
+    them died or a machine came or went, go on from the run's newest checkpoint. Raises UserError or CheckpointError if `resume`
+    names a checkpoint that is not there, damaged or not the newest, or that not all processes see, ConfigError for options that
+    contradict it or, in a new run, each other.
     """
-    _check_same(config, world)
-    if config.fsdp and not world.distributed and launch().call is None:
+    if config.fsdp and not world.distributed and not world.calls:
         raise UserError("--fsdp: shards the model over several processes, and there is one; start them with "
                         "torchrun --nproc_per_node=N train.py ..., or leave fsdp out")
-    # an agent counts the restarts of its own machine only
-    restarted = any(world.gather(launch().restarts > 0))
-    resumed, notes = world.on_first(lambda: _find_checkpoint(config, restarted))
+    resumed, notes = world.on_first(lambda: _find_checkpoint(config, world.calls))
+    _check_same_folder(config, resumed, world)
+    notes = [*world.notes, *notes]
     if resumed is None:
         if config.resume is not None:  # only now are the options known to be a new run's, and judged as such
             config = load(Config, config.model_dump(include=config.model_fields_set) | {"resume": None})
@@ -440,19 +439,26 @@ def _without_fsdp_alone(config: Config, world: World, notes: list[str]) -> tuple
     return config, notes
 
 
-def _check_same(config: Config, world: World) -> None:
-    """Raises ConfigError unless all processes have the same options; folders may have other places on another machine."""
-    everyones = world.gather(config.model_dump(mode="json", exclude={*PLACES, "log_dir"}))
-    differ = [f"{name}: the processes of a run need the same options, but it is {mine} on rank 0 and {theirs[name]} on rank {rank}"
-              for rank, theirs in enumerate(everyones) for name, mine in everyones[0].items() if theirs[name] != mine]
-    if differ:
-        raise ConfigError("\n".join(differ))
+def _check_same_folder(config: Config, resumed: Resumed | None, world: World) -> None:
+    """Raises CheckpointError if a process does not see the checkpoint that rank 0 has found, or sees some where rank 0 sees none.
+    """
+    run, seen = Path(config.log_dir) / str(config.run_name), False
+    with contextlib.suppress(OSError):  # what this process cannot read
+        seen = resumed.folder.is_dir() if resumed else (config.resume == "auto" or _is_of(run, world.calls)) and bool(
+            all_checkpoints(run))
+    on_first, *others = world.gather(seen)
+    if differ := [rank for rank, sees in enumerate(others, 1) if sees != on_first and sees != bool(resumed)]:
+        what = f"{resumed.folder} is there for rank 0, but not" if resumed else f"{run} has no checkpoint for rank 0, but some"
+        raise CheckpointError(f"{what} for {ranks_in_words(differ)}: a run on several machines goes on where all of them see its "
+                              f"folder; put --log_dir on a file system that they share, at the same place, or copy it to each")
 
 
 def check_same_tokens(folder: Path, corpus: str, world: World) -> None:
     """Raises UserError unless all processes find the same corpus in their `folder`. `corpus`: the training tokens' fingerprint."""
-    if len(set(world.gather(corpus))) > 1:
-        raise UserError(f"{folder}: the processes of this run do not find the same tokens there; copy one corpus to all machines")
+    everyones = world.gather(corpus)
+    if others := [rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]]:
+        raise UserError(f"{folder}: {ranks_in_words(others)} did not find the same tokens there as rank 0; copy one "
+                        f"corpus to all machines")
 
 
 def _moved_data_dir(config: Config) -> str | None:
@@ -465,13 +471,18 @@ def _moved_data_dir(config: Config) -> str | None:
     return None if is_there or (there.is_dir() and not is_here) else str(here)
 
 
-def _find_checkpoint(config: Config, restarted: bool) -> tuple[Resumed | None, list[str]]:
+def _is_of(run: Path, calls: Sequence[str]) -> bool:
+    """Whether one of these calls of torchrun began the run, or went on with it: then its processes have been started again."""
+    return not RunFolder(run).torchrun_calls().isdisjoint(calls)
+
+
+def _find_checkpoint(config: Config, calls: Sequence[str]) -> tuple[Resumed | None, list[str]]:
     run, resume = Path(config.log_dir) / str(config.run_name), config.resume
-    if resume is None and not (restarted and launch().call == RunFolder(run).torchrun_call()):
+    if resume is None and not _is_of(run, calls):
         return None, []  # also where the folder is an earlier run's, because this one died before it had begun its own
     if resume not in (None, "auto"):
         run, folder = _run_and_checkpoint(resume, config.log_dir)
-        if folder and not restarted:
+        if folder and not _is_of(run, calls):
             saved = read_state(folder)
             if later := [other.name for other in all_checkpoints(run) if step_of(other) > saved.step]:
                 raise UserError(f"--resume {resume}: {run} has later checkpoints, {', '.join(later)}, whose steps would be "
@@ -583,6 +594,7 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
             step, is_over = resumed.saved.step, resumed.saved.step >= config.max_steps
             log_every = 1 if is_over else config.log_every  # if it is over, its last row stays, whatever log_every says
             notes = run.go_on(step, log_every, resumed.folder, 0 if is_over else config.keep_last, resumed.saved.not_logged)
+            run.write_calls(world.calls)
             run.write_config(config.to_yaml())
             return notes
         aside = run.begin()
@@ -590,6 +602,7 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
         if aside and Path(config.init_from).is_relative_to(run.path):
             written = config.model_copy(update={"init_from": str(aside / Path(config.init_from).relative_to(run.path))})
         try:
+            run.write_calls(world.calls)
             run.write_config(written.to_yaml())
         except BaseException:
             run.abandon()
@@ -597,6 +610,9 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
         return [f"the earlier {run.path} is now {aside}"] if aside else []
 
     notes = world.on_first(open_folder)
+    if unseen := [rank for rank, there in enumerate(world.gather((run.path / "config.yaml").exists())) if not there]:
+        notes.append(f"{run.path} is not there for {ranks_in_words(unseen)}: the run trains, but can go on after a fault only "
+                     f"where all processes see its folder; put --log_dir on a file system that they share")
     if config.fsdp:
         _check_shared(run.path, world)
     return notes

@@ -251,6 +251,10 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """Tokens that exist, as the model counts them (GPTConfig)."""
         return self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)
 
+    def alike(self) -> dict[str, Any]:
+        """The options that all processes of a run need to have alike: folders may have other places on another machine."""
+        return self.model_dump(mode="json", exclude={"data_dir", "hellaswag_file", "log_dir"})
+
     def accumulation_steps(self, world_size: int) -> int:
         """Micro-steps per step that make up `total_batch_tokens` over `world_size` processes.
 

@@ -142,7 +142,8 @@ class DataLoader:
             raise TokenFileError(
                 f"{stream.spans[0].path.parent if stream.spans else 'the corpus'}: {stream.tokens:,} tokens make {len(stream)} "
                 f"sequences of {T}, but one step takes {self.global_batch}, at least {self.global_batch * T + 1:,} tokens; "
-                f"lower batch_size, seq_len or total_batch_tokens, or train on a larger corpus")
+                f"lower batch_size, seq_len or total_batch_tokens, or train on a larger corpus"
+                + (", or start fewer processes" if world_size > 1 else ""))
 
     def in_words(self) -> str:
         """What an epoch and a step are, for the user."""

@@ -1,6 +1,6 @@
 """Train GPT-2: `python train.py --config quickstart.yaml`, or `torchrun --nproc_per_node=N train.py --config ddp.yaml`."""
 
-from runtime.signals import StopRequest
+from runtime.signals import StopRequest, end_unfinished
 
 STOP = StopRequest()
 if __name__ == "__main__":
@@ -53,7 +53,7 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
     notes = prepare(device, tf32=config.tf32, bf16=config.bf16)
     notes += check_compiler(device, config.compile_mode, config.accumulation_steps(world.world_size)) if config.compile else []
     torch.manual_seed(config.seed)
-    config, raw_model = build_model(config, checkpoint)
+    config, raw_model = world.together(lambda: build_model(config, checkpoint))
     torch.manual_seed(config.seed + world.rank)  # what is random from here on is dropout: different in each process
     if config.flash:
         shape = (config.batch_size, config.n_head, config.seq_len, config.n_embd // config.n_head)
@@ -71,7 +71,7 @@ def open_data(config: Config, run: RunFolder, world: World, n_vocab: int) -> tup
         get_encoding()  # fails now rather than at the first sample
     folder = Path(config.data_dir) / config.dataset
     world.on_first(lambda: prepare_if_missing(folder, run.say))
-    split, val = open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
+    split, val = world.together(lambda: open_corpus(folder, config.seq_len, n_vocab, config.val_fraction))
     loader = DataLoader(split, config.batch_size, world_size=world.world_size, rank=world.rank, seed=config.seed,
                         accumulation=config.accumulation_steps(world.world_size), shuffle=config.shuffle,
                         overfit_batch=config.overfit_batch)
@@ -218,11 +218,11 @@ def main(config: Config, stop: StopRequest | None = None) -> None:
     """Train, or say what that would take; ends the process with a message and a status other than 0 if that fails."""
     reconfigure_output()
     with (reported(config.log_dir, advice=config.advice()),
-          joined_world(choose_device(config.device, launch()), config.timeout) as world):
+          joined_world(choose_device(config.device, launch()), config.timeout, config.alike()) as world):
         if config.estimate:
             estimate(config, world)
         else:
-            train(config, world, stop=stop.hear("set-up") if stop else None)
+            end_unfinished(train(config, world, stop=stop.hear("set-up") if stop else None), stop)
 
 
 if __name__ == "__main__":

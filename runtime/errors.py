@@ -44,7 +44,7 @@ def exit_with(error: UserError, status: int | None = None, *, of_others: bool = 
     rank = launch().rank
     if rank and not of_others:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # this is how torchrun ends it
-        time.sleep(1 if has_joined() else 5)
+        time.sleep(1 if has_joined() else 5 + (launch().local_rank > 0))  # on each machine one speaks
     ended_already = rank and not has_joined() and StopRequest.came  # by torchrun, as another process has failed and told why
     if not ended_already and is_first_to_tell():
         prefix = f"error: rank {rank}: " if rank else "error: "

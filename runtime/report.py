@@ -1,5 +1,6 @@
 """Tables, pictures, and the machine in words. Importing it imports neither torch nor matplotlib."""
 
+import hashlib
 import itertools
 import operator
 import os
@@ -49,6 +50,14 @@ def git_commit() -> str | None:
                               errors="replace", timeout=10, capture_output=True, cwd=Path(__file__).parent).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def code_version() -> str:
+    """This code in a few words, others where any of its files differ: the commit, if git knows it, and a hash of the files."""
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(path for rooms in ("*.py", "data/*.py", "kernels/*.py", "runtime/*.py") for path in root.glob(rooms)):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return f"{git_commit() or 'no commit'} (files {digest.hexdigest()[:8]})"
 
 
 def flops_rate(tflops: float) -> str:

@@ -24,7 +24,6 @@ from runtime.files import aside, cannot_be_written, delete, delete_empty, locked
 from runtime.report import flops_rate
 from runtime.signals import Stopped
 from runtime.track import Trackers
-from runtime.world import launch
 
 Row = dict[str, float | None]  # a row of a CSV file by column; an empty cell is None
 
@@ -190,8 +189,6 @@ class RunFolder:
             raise cannot_be_written(self.path / ".lock", error) from None
 
     def _open(self) -> None:
-        if call := launch().call:
-            (self.path / ".torchrun").write_text(call)
         self._console = open(self.path / "console.log", "a", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
         for text in self._said_before:
             self._write(text)
@@ -262,6 +259,11 @@ class RunFolder:
         except OSError as error:
             self._console_failed = True
             raise cannot_be_written(self.path / "console.log", error) from None
+
+    def write_calls(self, calls: Sequence[str]) -> None:
+        """Write which calls of torchrun the run is of, for the processes that these start again after a fault."""
+        if self.rank == 0 and calls:
+            write_whole(self.path / ".torchrun", "".join(f"{call}\n" for call in calls))
 
     def write_config(self, text: str) -> None:
         """Write config.yaml."""
@@ -353,10 +355,10 @@ class RunFolder:
         """Whether a run has ended here."""
         return (self.path / "summary.json").exists()
 
-    def torchrun_call(self) -> str | None:
-        """The call of torchrun that began the run, or went on with it; None without one."""
+    def torchrun_calls(self) -> set[str]:
+        """The calls of torchrun, one on each machine, that began the run, or went on with it; none without torchrun."""
         path = self.path / ".torchrun"
-        return path.read_text() if path.exists() else None
+        return set(path.read_text().splitlines()) if path.exists() else set()
 
 
 # ---- the CSV files

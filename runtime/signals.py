@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from runtime.interrupt import say_at_once
@@ -38,6 +39,13 @@ def end_with(process: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def end_unfinished(summary: Mapping[str, Any], stop: "StopRequest | None") -> None:
+    """End with status 1 after a run that was interrupted by a signal to other machines alone: this machine's torchrun, if it may
+    start its processes again (--max_restarts), then goes on with those that are left or come. Raises SystemExit."""
+    if summary.get("interrupted") and stop and stop.received is None and launch().agents > 1:
+        raise SystemExit(1)
 
 
 def _is_alive(process: int) -> bool:

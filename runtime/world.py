@@ -5,11 +5,17 @@ This is the only reader of torchrun's environment. Importing it does not import 
 
 import contextlib
 import datetime
+import functools
+import json
 import os
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
@@ -17,7 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-TOLD_WHEN_WAITING = 10.0  # seconds after which a process that still waits to meet the others says so
+TOLD_WHEN_WAITING = 10.0  # seconds after which a process that still waits to meet the others says so, and for whom
+GRACE = 10.0  # seconds by which the others give up later than rank 0, which says why
+PAUSE = 0.1  # seconds between two looks at who has come
+OWN_PORT = "give each run its own --master_port, or its own --rdzv_endpoint and --rdzv_id"
 TOLD = "told"  # in the store: how many processes were about to tell why the run ends
 _store: Any = None  # what the processes of the run share from their meeting on; None alone
 
@@ -29,8 +38,7 @@ class Launch:
     rank: int = 0
     local_rank: int = 0  # among the processes of this machine
     world_size: int = 1
-    restarts: int = 0  # how often this machine's agent has started its processes again
-    agents: int = 1  # machines
+    agents: int = 1  # machines: each has a torchrun
     call: str | None = None  # tells one call of torchrun from another, and stays through its restarts
 
 
@@ -43,8 +51,18 @@ def launch() -> Launch:
     run_id, world_size = os.environ.get("TORCHELASTIC_RUN_ID"), max(1, number("WORLD_SIZE", 1))
     several = world_size > 1  # else a rank is left over from another call
     return Launch(rank=number("RANK", 0) * several, local_rank=number("LOCAL_RANK", 0) * several, world_size=world_size,
-                  restarts=number("TORCHELASTIC_RESTART_COUNT", 0), agents=number("GROUP_WORLD_SIZE", 1),
-                  call=f"{run_id} {os.getppid()}" if run_id else None)
+                  agents=number("GROUP_WORLD_SIZE", 1), call=_call(run_id, os.getppid()) if run_id else None)
+
+
+@functools.cache
+def _call(run_id: str, agent: int) -> str:
+    """The torchrun with this process number, in words that tell it from all others: containers have the same numbers, and names of
+    machines, again and again, but not at the same moment after the machine's start."""
+    try:
+        begun = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):  # only Linux tells
+        begun = "?"
+    return f"{run_id} {socket.gethostname()} {agent} {begun}"
 
 
 def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -80,6 +98,8 @@ class World:
     device: "torch.device"
     rank: int = 0
     world_size: int = 1
+    calls: tuple[str, ...] = ()  # of torchrun, one on each machine
+    notes: tuple[str, ...] = ()  # what the user should know of processes that are not alike
 
     @property
     def distributed(self) -> bool:
@@ -139,6 +159,27 @@ class World:
             results.append(result)
         return results
 
+    def together(self, function: Callable[[], T]) -> T:
+        """Call a function on every process. If it raises UserError on some, all raise one that says what the first of them found.
+
+        Every process has to call this, and the function must not wait for the others.
+        """
+        if not self.distributed:
+            return function()
+        from runtime.errors import UserError
+
+        result, fault = None, None
+        try:
+            result = function()
+        except UserError as error:
+            fault = str(error), error.status
+        for rank, found in enumerate(self.gather(fault)):
+            if found:
+                raised = UserError((f"rank {rank}: " if rank else "") + found[0])
+                raised.status = found[1]
+                raise raised
+        return result  # type: ignore[return-value]  # it has not failed
+
     def sum(self, number: float) -> float:
         """The sum of every process's number."""
         if not self.distributed:
@@ -164,18 +205,21 @@ class World:
 
 
 @contextlib.contextmanager
-def joined_world(device: "torch.device", timeout: float) -> Iterator[World]:
+def joined_world(device: "torch.device", timeout: float, alike: dict[str, Any] | None = None) -> Iterator[World]:
     """The other processes, if torchrun started any, joined while entered; each gives up on another after `timeout` seconds.
 
-    Raises UserError for an environment that contradicts itself, TrainingError if the processes do not meet.
+    `alike`: options, as JSON has them, that all processes need to have alike. Raises UserError for an environment that contradicts
+    itself and for processes that are not alike, TrainingError if the processes do not meet: rank 0 does, the others end.
     """
     _check_launch()
     started = launch()
     if started.world_size > 1:
-        _meet(device, started, timeout)
+        world = _meet(device, started, timeout, alike or {})
+    else:
+        world = World(device, calls=(started.call,) if started.call else ())
     failed = True
     try:
-        yield World(device, started.rank, started.world_size)
+        yield world
         failed = False
     except SystemExit:
         failed = False
@@ -185,41 +229,189 @@ def joined_world(device: "torch.device", timeout: float) -> Iterator[World]:
             sys.modules["torch.distributed"].destroy_process_group()
 
 
-def _meet(device: "torch.device", started: Launch, timeout: float) -> None:
-    global _store
+def _meet(device: "torch.device", started: Launch, timeout: float, alike: dict[str, Any]) -> World:
     import torch
     import torch.distributed as dist
 
     on_gpu, patience = device.type == "cuda", datetime.timedelta(seconds=timeout)
     if on_gpu:
         torch.cuda.set_device(device)
-    those = f"the {started.world_size} processes of this run"
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    waiting = threading.Timer(TOLD_WHEN_WAITING, print, (
-        f"rank {started.rank} waits at {place} for the others of {those}, for up to {timeout:g} s (started alone by mistake? "
-        f"then end it by Ctrl-C twice, and: unset WORLD_SIZE)",), {"file": sys.stderr, "flush": True})
-    waiting.daemon = True
-    waiting.start()
+    meeting = _Meeting(started, timeout)
     try:
-        store, *_ = next(dist.rendezvous("env://", started.rank, started.world_size, timeout=patience))
-        # torchrun may keep one store through its restarts. Each attempt needs a part of it under a name of its own, or processes
-        # would find the addresses of dead ones. With several machines each agent counts only its own restarts, so there the
-        # name cannot depend on the count.
-        attempt = started.restarts if started.agents == 1 else 0
-        _store = dist.PrefixStore(f"attempt {attempt}", store)
-        if started.rank == 0:
-            _store.delete_key(TOLD)  # by an earlier attempt
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=_store, rank=started.rank, world_size=started.world_size,
-                                timeout=patience, device_id=device if on_gpu else None)
+        # torchrun's agent on the first machine keeps a store for its processes; started by hand, rank 0 does
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience, wait_for_workers=False,
+                              is_master=started.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+                              multi_tenant=True, use_libuv=sys.platform != "win32")
+        store = dist.PrefixStore("train", store)
+        verdict = meeting.agree(store, _own(device, started, alike))
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=_share(store, verdict["name"]), rank=started.rank,
+                                world_size=started.world_size, timeout=patience, device_id=device if on_gpu else None)
     except (RuntimeError, ValueError) as error:  # of many classes
         from runtime.errors import TrainingError, kind_of_failure
 
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        raise TrainingError(f"{those} could not meet at {place} ({kind_of_failure(error)[1]}): all of them have to be running and "
-                            f"to reach that place, whose port no other program may have"
-                            + (f", by the network interface {interface} (GLOO_SOCKET_IFNAME)" if interface else "")) from None
+        raise TrainingError(meeting.failed(kind_of_failure(error)[1])) from None
     finally:
-        waiting.cancel()
+        meeting.waiting.cancel()
+    return World(device, started.rank, started.world_size, tuple(verdict["calls"]), tuple(verdict["notes"]))
+
+
+def _own(device: "torch.device", started: Launch, alike: dict[str, Any]) -> dict[str, Any]:
+    """What a process tells of itself when it comes to the meeting."""
+    import torch
+
+    from runtime.report import code_version
+
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"process": uuid.uuid4().hex, "host": socket.gethostname(), "call": started.call,
+            "need": alike | {"WORLD_SIZE": started.world_size, "PyTorch": str(torch.__version__), "kind of device": device.type},
+            "should have": {"code": code_version(), "GPU": gpu}}
+
+
+class _Meeting:
+    """The processes of a run come to a place, a store, and go on together once all are there and rank 0 finds them alike.
+
+    torchrun may keep one store through its restarts, of which each machine counts only its own. So each attempt gets a name, from
+    its rank 0: processes that come read it, take part under it, and go on only by a verdict that counts them in; what an earlier
+    attempt has left in the store counts none of them. In the store: `meeting`, the name of the latest attempt; and below that name
+    `<rank>`, what a process tells of itself, `again`, what another process of the same rank does, `verdict`, and `read`, how many
+    have read it.
+    """
+
+    def __init__(self, started: Launch, timeout: float):
+        self.rank, self.size, self.timeout = started.rank, started.world_size, timeout
+        self.those = f"the {started.world_size} processes of this run"
+        self.place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        # for whom this process says that it waits. Rank 0 speaks; where it is not there, the first process of each machine does
+        self.awaited = ranks_in_words(range(1, self.size)) if self.rank == 0 else None if started.local_rank else "rank 0"
+        self.alone, self.begun = True, time.monotonic()
+        self.waiting = threading.Timer(TOLD_WHEN_WAITING * (1.2 if self.rank else 1), self._tell)
+        self.waiting.daemon = True
+        self.waiting.start()
+
+    def agree(self, store: Any, own: dict[str, Any]) -> dict[str, Any]:
+        """Meet the others; returns rank 0's verdict: the `name` of this attempt, the `calls` of torchrun, `notes` for the user.
+
+        Raises UserError on rank 0 if the processes are not alike, TrainingError if they do not come; SystemExit on the others.
+        """
+        return self._lead(store, own) if self.rank == 0 else self._follow(store, own)
+
+    def failed(self, why: str) -> str:
+        """What to say if the processes do not meet."""
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        return (f"{self.those} could not meet at {self.place} ({why}): all of them have to be running and to reach that place, "
+                f"whose port no other program or run may have"
+                + (f", by the network interface {interface} (GLOO_SOCKET_IFNAME)" if interface else ""))
+
+    def _lead(self, store: Any, own: dict[str, Any]) -> dict[str, Any]:
+        from runtime.errors import TrainingError, UserError
+
+        name, come = own["process"], {0: own}
+        notes: list[str] = []
+        error: UserError | None = None
+        here = _share(store, name)
+        store.set("meeting", name)
+        while error is None and len(come) < self.size:
+            missing = [rank for rank in range(self.size) if rank not in come]
+            self.awaited, self.alone = ranks_in_words(missing), len(come) == 1
+            come |= {rank: json.loads(here.get(str(rank))) for rank in missing if here.check([str(rank)])}
+            if here.check(["again"]):
+                come[-1] = again = json.loads(here.get("again"))  # no rank, but counted in
+                first = come.get(again["rank"], again)
+                error = UserError(f"rank {again['rank']} has come to {self.place} twice, from {first['host']} and {again['host']}: "
+                                  f"two runs on one port ({OWN_PORT}), or two machines with one --node_rank")
+            elif store.get("meeting").decode() != name:
+                error = UserError(f"another rank 0 has come to {self.place}: two runs on one port; {OWN_PORT}")
+            elif len(come) < self.size and self._is_late():
+                error = TrainingError(self.failed(f"{self.awaited} did not come within {self.timeout:g} s"))
+        self.awaited, self.alone = "an answer from the others", False
+        if error is None:
+            faults, notes = _differences([come[rank] for rank in range(self.size)])
+            error = UserError("\n".join(faults)) if faults else None
+        verdict = {"name": name, "counts": [each["process"] for each in come.values()], "notes": notes,
+                   "calls": sorted({each["call"] for each in come.values()} - {None}), "status": error.status if error else 0}
+        here.set("verdict", json.dumps(verdict))
+        if error is not None:
+            until = time.monotonic() + 5
+            while here.add("read", 0) < len(come) - 1 and time.monotonic() < until:  # the store may go with this process
+                time.sleep(PAUSE)
+            raise error
+        return verdict
+
+    def _follow(self, store: Any, own: dict[str, Any]) -> dict[str, Any]:
+        from runtime.errors import TrainingError
+
+        here, name, rank_0, is_open = store, None, self.awaited, False
+        while not self._is_late(GRACE):
+            if store.check(["meeting"]) and (latest := store.get("meeting").decode()) != name:
+                here, name, is_open, self.awaited = _share(store, latest), latest, True, None
+                is_first = here.add(f"{self.rank} came", 1) == 1
+                here.set(str(self.rank) if is_first else "again", json.dumps(own | {"rank": self.rank}))
+            if is_open and here.check(["verdict"]):
+                verdict = json.loads(here.get("verdict"))
+                if own["process"] in verdict["counts"]:
+                    here.add("read", 1)
+                    if verdict["status"]:  # rank 0 says why
+                        raise SystemExit(verdict["status"])
+                    return verdict
+                is_open, self.awaited = False, rank_0  # an earlier attempt's meeting, or another run has this port
+        raise TrainingError(self.failed(f"rank 0 did not come within {self.timeout:g} s"))
+
+    def _is_late(self, grace: float = 0) -> bool:
+        """Pause, and tell whether it is time to give up. Ends the process if it has been asked to stop: nobody has begun."""
+        from runtime.signals import StopRequest
+
+        if StopRequest.came:
+            StopRequest("set-up").end_early(True)
+        time.sleep(PAUSE)
+        return time.monotonic() - self.begun > self.timeout + grace
+
+    def _tell(self) -> None:
+        if self.awaited:
+            alone = "; started alone by mistake? then end it by Ctrl-C, and: unset WORLD_SIZE" if self.alone else ""
+            print(f"rank {self.rank} waits at {self.place} for {self.awaited} of {self.those}, for up to {self.timeout:g} s "
+                  f"(--timeout{alone})", file=sys.stderr, flush=True)
+
+
+def _share(store: Any, name: str) -> Any:
+    """The part of the store that is the attempt's; is_first_to_tell asks there from now on."""
+    global _store
+    import torch.distributed as dist
+
+    _store = dist.PrefixStore(name, store)
+    return _store
+
+
+def _differences(everyones: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """What the processes of a run, by rank, need to have alike and do not, and what they should have alike and do not; in lines."""
+    lines: dict[str, list[str]] = {"need": [], "should have": []}
+    hosts = [theirs["host"] for theirs in everyones]
+    for kind, found in lines.items():
+        for name in dict.fromkeys(name for theirs in everyones for name in theirs[kind]):
+            values: dict[str, list[int]] = {}
+            for rank, theirs in enumerate(everyones):
+                values.setdefault(str(theirs[kind].get(name, "not known")), []).append(rank)
+            if len(values) > 1:
+                (mine, _), *others = values.items()
+                theirs = " and ".join(f"{value} on {ranks_in_words(ranks, hosts)}" for value, ranks in others)
+                found.append(f"{name}: all ranks {kind} the same, but it is {mine} on rank 0 and {theirs}")
+    return lines["need"], lines["should have"]
+
+
+def ranks_in_words(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
+    """Ranks in few words, such as `rank 1` or `ranks 1, 3 and 8-15`; and their machine, if it is one and not that of rank 0.
+
+    `hosts`: the machine of every rank.
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    *most, last = [str(first) if first == end else f"{first}-{end}" for first, end in spans]
+    words = f"rank{'s' if most or '-' in last else ''} " + (f"{', '.join(most)} and {last}" if most else last)
+    theirs = {hosts[rank] for rank in ranks} if hosts else set()
+    return words + (f" ({theirs.pop()})" if len(theirs) == 1 and theirs != {hosts[0]} else "")
 
 
 def has_joined() -> bool:
