@@ -425,7 +425,8 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
             config = load(Config, config.model_dump(include=config.model_fields_set) | {"resume": None})
         return None, *_without_fsdp_alone(config, world, notes)
     data_dir_given = "data_dir" in config.model_fields_set
-    config, changes = resumed_config(config, resumed.folder, resumed.saved, world.world_size)
+    given = config
+    config, changes = world.together(lambda: resumed_config(given, resumed.folder, resumed.saved, world.world_size))
     if not data_dir_given and (moved := world.on_first(lambda: _moved_data_dir(config))):
         changes.append(f"the corpus is no longer in {config.data_dir}: it is read from {Path(moved) / config.dataset}")
         config = config.model_copy(update={"data_dir": moved})
@@ -447,18 +448,26 @@ def _check_same_folder(config: Config, resumed: Resumed | None, world: World) ->
         seen = resumed.folder.is_dir() if resumed else (config.resume == "auto" or _is_of(run, world.calls)) and bool(
             all_checkpoints(run))
     on_first, *others = world.gather(seen)
-    if differ := [rank for rank, sees in enumerate(others, 1) if sees != on_first and sees != bool(resumed)]:
-        what = f"{resumed.folder} is there for rank 0, but not" if resumed else f"{run} has no checkpoint for rank 0, but some"
-        raise CheckpointError(f"{what} for {ranks_in_words(differ)}: a run on several machines goes on where all of them see its "
-                              f"folder; put --log_dir on a file system that they share, at the same place, or copy it to each")
+
+    def check() -> None:
+        if differ := [rank for rank, sees in enumerate(others, 1) if sees != on_first and sees != bool(resumed)]:
+            what = f"{resumed.folder} is there for rank 0, but not" if resumed else f"{run} has no checkpoint for rank 0, but some"
+            raise CheckpointError(f"{what} for {ranks_in_words(differ)}: a run on several machines goes on where all see its "
+                                  f"folder; put --log_dir on a file system that they share, at the same place, or copy it to each")
+
+    world.on_first(check)
 
 
 def check_same_tokens(folder: Path, corpus: str, world: World) -> None:
     """Raises UserError unless all processes find the same corpus in their `folder`. `corpus`: the training tokens' fingerprint."""
     everyones = world.gather(corpus)
-    if others := [rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]]:
-        raise UserError(f"{folder}: {ranks_in_words(others)} did not find the same tokens there as rank 0; copy one "
-                        f"corpus to all machines")
+
+    def check() -> None:
+        if others := [rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]]:
+            raise UserError(f"{folder}: {ranks_in_words(others)} did not find the same tokens there as rank 0; copy one corpus to "
+                            f"all machines")
+
+    world.on_first(check)
 
 
 def _moved_data_dir(config: Config) -> str | None:

@@ -72,9 +72,9 @@ def open_data(config: Config, run: RunFolder, world: World, n_vocab: int) -> tup
     folder = Path(config.data_dir) / config.dataset
     world.on_first(lambda: prepare_if_missing(folder, run.say))
     split, val = world.together(lambda: open_corpus(folder, config.seq_len, n_vocab, config.val_fraction))
-    loader = DataLoader(split, config.batch_size, world_size=world.world_size, rank=world.rank, seed=config.seed,
-                        accumulation=config.accumulation_steps(world.world_size), shuffle=config.shuffle,
-                        overfit_batch=config.overfit_batch)
+    loader = world.together(lambda: DataLoader(
+        split, config.batch_size, world_size=world.world_size, rank=world.rank, seed=config.seed, shuffle=config.shuffle,
+        accumulation=config.accumulation_steps(world.world_size), overfit_batch=config.overfit_batch))
     if config.eval_every and not len(val):
         raise TokenFileError(f"{folder}: eval_every {config.eval_every}, but nothing to validate on: {val.tokens:,} tokens make "
                              f"no sequence of {config.seq_len}; raise val_fraction (now {config.val_fraction:g}), such as to 0.1, "

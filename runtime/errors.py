@@ -23,6 +23,7 @@ class UserError(Exception):
     """
 
     status = 2
+    of_all = False  # whether every process of the run raises it, so that rank 0 tells
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -42,6 +43,9 @@ def exit_with(error: UserError, status: int | None = None, *, of_others: bool = 
     then ends the others. One that fails alone speaks before it ends, so those that only notice its end (`of_others`) need not.
     """
     rank = launch().rank
+    if rank and error.of_all:
+        time.sleep(1)  # torchrun reports the process that ends first
+        end_process(error.status if status is None else status)
     if rank and not of_others:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # this is how torchrun ends it
         time.sleep(1 if has_joined() else 5 + (launch().local_rank > 0))  # on each machine one speaks
@@ -104,6 +108,7 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
         kind, reason = kind_of_failure(error)
         said = TrainingError(advice[kind].replace("{reason}", reason)) if kind in advice else None
     if said:
+        said.of_all = getattr(error, "of_all", False)
         for note in getattr(error, "__notes__", []):
             said.add_note(note)
     return said

@@ -139,6 +139,7 @@ class World:
                 outcome = None, error
         result, raised = self.broadcast(outcome)
         if raised is not None:
+            raised.of_all = True  # type: ignore[attr-defined]  # see UserError
             raise raised
         return result
 
@@ -176,7 +177,7 @@ class World:
         for rank, found in enumerate(self.gather(fault)):
             if found:
                 raised = UserError((f"rank {rank}: " if rank else "") + found[0])
-                raised.status = found[1]
+                raised.status, raised.of_all = found[1], True
                 raise raised
         return result  # type: ignore[return-value]  # it has not failed
 

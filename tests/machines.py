@@ -45,6 +45,8 @@ optimizer.learning_rate = learning_rate
 sys.argv[0] = {str(ROOT / "train.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+# without it, a torchrun that comes later waits in vain for an address that the others told only in the first round
+REJOIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 FIGURES = ("step", "loss", "norm", "val_loss")
 STEPS = 12
 
@@ -76,11 +78,12 @@ class Run:
             f"--checkpoint_every 2 --max_steps {STEPS} --timeout 60").split()]
 
     def start(self, agent: str, nnodes: str = "2", *options: str, max_restarts: int = 5, **env: str) -> None:
-        """Start torchrun on the machine of this name. The first one keeps the rendezvous."""
+        """Start torchrun on the machine of this name; that of machine a keeps the rendezvous."""
         self.agents[agent] = start(
             "-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc_per_node={self.workers}",
             f"--max_restarts={max_restarts}", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{self.port}",
-            f"--rdzv_id={self.name}", "--rdzv_conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
+            f"--rdzv_id={self.name}",
+            f"--rdzv_conf=is_host={int(agent == 'a')},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
             *self.training(), *options, cwd=self.place, OMP_NUM_THREADS="1", **env)
 
     def start_by_hand(self, rank: int, world_size: int, *options: str) -> None:
@@ -121,6 +124,13 @@ class Run:
         while not (f"step {step:2d}/{STEPS} | loss" in self.console().rpartition("device: ")[2]
                    and (attempts is None or len(self.worlds()) >= attempts) and (world is None or self.worlds()[-1] == world)):
             assert time.monotonic() < until, f"step {step} was not reached:\n{self.printed()}"
+            time.sleep(0.05)
+
+    def until_joined(self, world: int) -> None:
+        """Wait until the run is of so many processes, with the gate as it is."""
+        until = time.monotonic() + self.patience
+        while self.worlds()[-1] != world:
+            assert time.monotonic() < until, f"there never were {world} processes:\n{self.printed()}"
             time.sleep(0.05)
 
     def end(self) -> None:
@@ -210,12 +220,12 @@ def all_processes(run: Run) -> None:
 def comes_back(run: Run) -> None:
     """kill -9 of one agent, which comes back"""
     for name in "ab":
-        run.start(name)
+        run.start(name, **REJOIN)
     run.until(5)
     run.kill("b")
     run.let_through(6)  # its processes end as soon as a step does
     run.lose("b")
-    run.start("b")
+    run.start("b", **REJOIN)
     run.until(9, attempts=2, world=4)
     run.end()
 
@@ -223,7 +233,7 @@ def comes_back(run: Run) -> None:
 def never_comes_back(run: Run) -> None:
     """--nnodes=1:2, kill -9 of one agent, which never comes back"""
     for name in "ab":
-        run.start(name, "1:2")
+        run.start(name, "1:2", **REJOIN)
     run.until(5, world=4)
     run.kill("b")
     run.lose("b")
@@ -234,25 +244,25 @@ def never_comes_back(run: Run) -> None:
 def leaves_and_comes_back(run: Run) -> None:
     """--nnodes=1:2, a machine loses its power; the other goes on alone, and then with a new one"""
     for name in "ab":
-        run.start(name, "1:2")
+        run.start(name, "1:2", **REJOIN)
     run.until(5, world=4)
     run.power_off("b")
     run.lose("b")
     run.until(8, world=2)
-    run.start("b", "1:2")
-    run.until(11, world=4)
+    run.start("b", "1:2", **REJOIN)
+    run.until_joined(4)
     run.end()
 
 
 def is_preempted(run: Run) -> None:
     """SIGTERM to one agent, which comes back"""
     for name in "ab":
-        run.start(name)
+        run.start(name, **REJOIN)
     run.until(5)
     run.kill("b", signal.SIGTERM)
     run.let_through(6)
     run.lose("b")
-    run.start("b")
+    run.start("b", **REJOIN)
     run.until(9, attempts=2, world=4)
     run.end()
 

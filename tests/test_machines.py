@@ -202,6 +202,7 @@ def test_what_one_process_cannot_do_all_raise_so_that_rank_0_tells(monkeypatch):
 
 def test_other_tokens_are_told_with_the_ranks_that_have_them(monkeypatch):
     monkeypatch.setattr(World, "gather", lambda _, own: [own, "another", own, "another"])
+    monkeypatch.setattr(World, "broadcast", lambda _, own: own)
     with pytest.raises(UserError, match="data/mine: ranks 1 and 3 did not find the same tokens there as rank 0; "):
         check_same_tokens(Path("data/mine"), "one", World(CPU, 0, 4))
 
@@ -247,24 +248,44 @@ def test_where_another_machine_was_told_to_stop_this_one_ends_so_that_it_is_star
     end_unfinished({"interrupted": False}, stop)
 
 
-@needs_proc
-def test_a_run_loses_processes_and_machines_and_goes_on_with_those_that_are_left_or_come(tmp_path):
-    """Two torchruns as two machines: a process killed, a machine lost, the other one goes on alone, a new one comes."""
-    with machines.run_in(tmp_path / "straight", "straight", workers=2) as straight:
-        straight.let_through(machines.STEPS)
-        for done in run_ranks(2, *straight.training(), cwd=straight.place):
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """An undisturbed run of two processes."""
+    with machines.run_in(tmp_path_factory.mktemp("straight"), "straight") as run:
+        run.let_through(machines.STEPS)
+        for done in run_ranks(2, *run.training(), cwd=run.place):
             assert done.returncode == 0, done.stderr
-        with machines.run_in(tmp_path / "lossy", "lossy", workers=1) as lossy:
-            for name in "ab":
-                lossy.start(name, "1:2")
-            lossy.until(3, world=2)
-            lossy.kill_processes("b", 1)
-            lossy.until(5, attempts=2, world=2)
-            lossy.kill("b")
-            lossy.lose("b")
-            lossy.until(8, world=1)
-            lossy.start("b", "1:2")
-            lossy.until(10, world=2)
-            lossy.end()
-            assert machines.difference(lossy, straight) < 1e-5
-            assert [path.name for path in (lossy.place / "logs").iterdir()] == ["lossy"]  # none was begun anew
+        yield run
+
+
+def ends_like(ours, theirs):
+    assert machines.difference(ours, theirs) < 1e-5
+    assert [path.name for path in (ours.place / "logs").iterdir()] == [ours.name]  # it was not begun anew
+
+
+@needs_proc
+def test_a_run_on_two_machines_one_of_which_starts_its_processes_again_goes_on(straight, tmp_path):
+    """torchrun keeps one store through this, and one of the two machines counts no restart."""
+    with machines.run_in(tmp_path, "killed", workers=1) as run:
+        for name in "ab":
+            run.start(name)
+        run.until(5)
+        run.kill_processes("b", 1)
+        run.until(7, attempts=2)
+        run.end()
+        ends_like(run, straight)
+
+
+@needs_proc
+def test_a_run_that_loses_a_machine_goes_on_with_the_other_and_then_with_a_new_one(straight, tmp_path):
+    with machines.run_in(tmp_path, "lost", workers=1) as run:
+        for name in "ab":
+            run.start(name, "1:2", **machines.REJOIN)
+        run.until(5, world=2)
+        run.kill("b")
+        run.lose("b")
+        run.until(8, world=1)
+        run.start("b", "1:2", **machines.REJOIN)
+        run.until_joined(2)
+        run.end()
+        ends_like(run, straight)
