@@ -240,10 +240,10 @@ def _meet(device: "torch.device", started: Launch, timeout: float, alike: dict[s
     meeting = _Meeting(started, timeout)
     try:
         # torchrun's agent on the first machine keeps a store for its processes; started by hand, rank 0 does
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience, wait_for_workers=False,
+        place = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience, wait_for_workers=False,
                               is_master=started.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
                               multi_tenant=True, use_libuv=sys.platform != "win32")
-        store = dist.PrefixStore("train", store)
+        store = dist.PrefixStore("train", place)
         verdict = meeting.agree(store, _own(device, started, alike))
         dist.init_process_group("nccl" if on_gpu else "gloo", store=_share(store, verdict["name"]), rank=started.rank,
                                 world_size=started.world_size, timeout=patience, device_id=device if on_gpu else None)
@@ -393,8 +393,8 @@ def _differences(everyones: Sequence[Mapping[str, Any]]) -> tuple[list[str], lis
                 values.setdefault(str(theirs[kind].get(name, "not known")), []).append(rank)
             if len(values) > 1:
                 (mine, _), *others = values.items()
-                theirs = " and ".join(f"{value} on {ranks_in_words(ranks, hosts)}" for value, ranks in others)
-                found.append(f"{name}: all ranks {kind} the same, but it is {mine} on rank 0 and {theirs}")
+                elsewhere = " and ".join(f"{value} on {ranks_in_words(ranks, hosts)}" for value, ranks in others)
+                found.append(f"{name}: all ranks {kind} the same, but it is {mine} on rank 0 and {elsewhere}")
     return lines["need"], lines["should have"]
 
 

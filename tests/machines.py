@@ -46,7 +46,7 @@ sys.argv[0] = {str(ROOT / "train.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 # without it, a torchrun that comes later waits in vain for an address that the others told only in the first round
-REJOIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+REJOIN: dict[str, Any] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 FIGURES = ("step", "loss", "norm", "val_loss")
 STEPS = 12
 
@@ -54,7 +54,7 @@ STEPS = 12
 class Run:
     """A run on agents that stand for machines, in a folder of its own."""
 
-    def __init__(self, place: Path, name: str, workers: int = 2, patience: float = 240):
+    def __init__(self, place: Path, name: str, workers: int = 2, patience: float = 900):
         self.place, self.name, self.workers, self.patience = place, name, workers, patience
         self.path = place / "logs" / name
         self.agents: dict[str, Any] = {}
@@ -77,7 +77,7 @@ class Run:
             f"--vocab_size 128 --init gpt2 --batch_size 1 --total_batch_tokens 256 --shuffle --val_fraction 0.1 --eval_every 4 "
             f"--checkpoint_every 2 --max_steps {STEPS} --timeout 60").split()]
 
-    def start(self, agent: str, nnodes: str = "2", *options: str, max_restarts: int = 5, **env: str) -> None:
+    def start(self, agent: str, nnodes: str = "2", *options: str, max_restarts: int = 5, **env: Any) -> None:
         """Start torchrun on the machine of this name; that of machine a keeps the rendezvous."""
         self.agents[agent] = start(
             "-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc_per_node={self.workers}",
@@ -355,7 +355,8 @@ class MachinesOptions(Options):
 
 def main(options: MachinesOptions) -> int:
     """Returns the exit status: 1 if any number differs by more than 1e-5."""
-    lines, status = [], 0
+    lines: list[str] = []
+    status = 0
     with tempfile.TemporaryDirectory() as place, run_in(Path(place) / "straight", "straight", workers=4) as straight:
         straight.start("a", "1")
         straight.end()
