@@ -75,7 +75,7 @@ class Scaling:
         self.name, self.config, self.given, self.counts = name, config, given, counts
         self.device = choose_device(config.device)
         self.work = Work.of(config)
-        self.fsdp = getattr(config, "fsdp", False)
+        self.fsdp = config.fsdp
         check_counts(counts, self.work, self.device)
 
     def sides(self, place: Path) -> list[Side]:
