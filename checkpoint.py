@@ -622,7 +622,7 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
     if unseen := [rank for rank, there in enumerate(world.gather((run.path / "config.yaml").exists())) if not there]:
         notes.append(f"{run.path} is not there for {ranks_in_words(unseen)}: the run trains, but can go on after a fault only "
                      f"where all processes see its folder; put --log_dir on a file system that they share")
-    if config.fsdp:
+    if config.fsdp and config.keep_last:
         _check_shared(run.path, world)
     return notes
 

@@ -208,7 +208,7 @@ def test_scoring_leaves_out_dropout_and_leaves_the_model_as_it_was_even_if_it_fa
     assert ending_losses(model, rows, 200) == ending_losses(model, rows, 200)
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training is training
-    monkeypatch.setattr(model.transformer, "forward", lambda _: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    monkeypatch.setattr(model.transformer, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
     with pytest.raises(RuntimeError):
         ending_losses(model, rows, 200)
     assert model.training is training
