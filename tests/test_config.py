@@ -264,6 +264,7 @@ def test_under_torchrun_rank_0_speaks_at_once_and_another_rank_only_if_it_is_not
     slept = []
     monkeypatch.setattr("runtime.errors.time.sleep", slept.append)
     monkeypatch.setattr("runtime.world._store", None)  # of an earlier test
+    monkeypatch.setattr("runtime.signals.StopRequest.came", False)  # likewise
     printed = {}
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank, local_rank in (("0", "0"), ("1", "0"), ("2", "1")):
