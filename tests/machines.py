@@ -83,7 +83,7 @@ class Run:
             "-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc_per_node={self.workers}",
             f"--max_restarts={max_restarts}", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{self.port}",
             f"--rdzv_id={self.name}",
-            f"--rdzv_conf=is_host={int(agent == 'a')},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
+            f"--rdzv_conf=is_host={int(agent == 'a')},last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=6",
             *self.training(), *options, cwd=self.place, OMP_NUM_THREADS="1", **env)
 
     def start_by_hand(self, rank: int, world_size: int, *options: str) -> None:
