@@ -343,10 +343,9 @@ def _end(progress: Any, task: Any, name: str, error: str | None) -> None:
 
 def _run(stage: Stage, tell: Callable[[int, str], None]) -> str | None:
     """Run a stage in its own process and `tell` its last step and how it is doing; returns the error if it fails."""
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // stage.processes))} if stage.processes > 1 else {}
     started = time.time()
     tell(0, "starting")
-    error = _watch(stage.command, lambda: _tell_progress(stage, started, tell), threads)
+    error = _watch(stage.command, lambda: _tell_progress(stage, started, tell))
     return error or (None if stage.summary() else "stopped by a signal before its last step; the same command runs it again")
 
 

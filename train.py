@@ -33,7 +33,7 @@ from dataloader import DataLoader, TokenStream, is_validation, open_corpus, pref
 from estimate import estimate
 from evaluate import HellaSwag, validation_loss
 from optimizer import clip_gradients, learning_rate, make_optimizers
-from runtime.device import autocast_to, check_compiler, choose_device, device_name, flash_note, prepare, product_dtype, synchronize
+from runtime.device import autocast_to, check_compiler, choose_device, flash_note, in_words, prepare, product_dtype, synchronize
 from runtime.measure import TimeLeft, bf16_note, live_figures, summarize
 from runtime.parallel import compiling_told, gradients_averaged, parallelize
 from runtime.runlog import LogRow, RunFolder
@@ -101,7 +101,7 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
         run.say(f"nothing to do: {resumed.folder} is step {resumed.saved.step} of {config.max_steps}; raise max_steps to go on")
         return {"steps": resumed.saved.step}
 
-    run.say(f"device: {device_name(device)}, processes: {world.world_size}, torch {torch.__version__}")
+    run.say(in_words(world))
     config, state, model, autocast = build(config, world, run.say, resumed.folder if resumed else None)
     loader, val, hellaswag = open_data(config, run, world, state.model.config.n_vocab)
     corpus, tokens_per_step = loader.stream.fingerprint(), loader.global_batch * config.seq_len

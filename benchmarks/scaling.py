@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import json
 import math
-import os
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from config import Config
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
+from runtime.process import cores
 from runtime.ratio import Ratio, median_ratio
 from runtime.report import BLUE, ORANGE, Column, field, git_commit, machine, markdown_table, print_table, pyplot, save_picture
 from runtime.world import launch
@@ -62,11 +62,6 @@ def in_words(processes: int) -> str:
     return "1 process" if processes == 1 else f"{processes} processes"
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class Scaling:
     """Groups of so many processes that take turns at the same training steps."""
 
@@ -84,9 +79,8 @@ class Scaling:
         for n in self.counts:
             config = self.config.model_copy(update={"batch_size": self.work.split(n)[0], "total_batch_tokens": self.work.tokens})
             names = dict.fromkeys([*self.given, "batch_size", "total_batch_tokens"])
-            environment = {} if n == 1 or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, cores() // n))}
             sides.append(training_side(in_words(n), ["--config", self.name, *flags(config, list(names))],
-                                       str(place / str(n)), environment=environment, ranks=n))
+                                       str(place / str(n)), ranks=n))
         return sides
 
     def measure(self, rounds: int, folder: Path) -> None:

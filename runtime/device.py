@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from runtime.errors import UserError
-from runtime.world import Launch
+from runtime.world import Launch, World
 
 
 def choose_device(name: str, started: Launch | None = None) -> torch.device:
@@ -36,6 +36,12 @@ def choose_device(name: str, started: Launch | None = None) -> torch.device:
 def device_name(device: torch.device) -> str:
     """The GPU's name on CUDA, else the kind of device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def in_words(world: World) -> str:
+    """What a run computes with, for the user."""
+    return (f"device: {device_name(world.device)}, processes: {world.world_size}, threads of each: {torch.get_num_threads()}, "
+            f"torch {torch.__version__}")
 
 
 def prepare(device: torch.device, *, tf32: bool = False, bf16: bool = False) -> list[str]:

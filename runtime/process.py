@@ -1,4 +1,5 @@
-"""What a process sets before torch is imported: how it keeps memory, where it keeps what it compiles, what C++ may print."""
+"""What a process sets before torch is imported: its threads, how it keeps memory, where it keeps what it compiles, what C++ may
+print."""
 
 import contextlib
 import ctypes
@@ -7,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from runtime.world import launch
+from runtime.world import launch, threads_are_chosen
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8  # of glibc's mallopt(3)
 
@@ -15,8 +16,33 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2,
 def before_torch() -> None:
     """Settings that make steps on a CPU and starts faster, and warnings short. What the user has set in the environment stands."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks in warnings
+    share_cores()
     keep_memory()
     keep_compiled()
+
+
+def share_cores() -> None:
+    """Let PyTorch have as many threads as this process's share of the cores, where several processes of a run are on this machine.
+
+    Each would take all cores, or under torchrun one. What the user has set stands.
+    """
+    ranks = launch().local_world_size
+    if ranks > 1 and not threads_are_chosen():
+        # the parent started them all; they may have been bound to cores of their own since
+        os.environ["OMP_NUM_THREADS"] = str(max(1, min(cores(), cores(os.getppid()) // ranks)))
+
+
+def cores(pid: int = 0, system: Path = Path("/")) -> int:
+    """Cores that a process (0: this one) may use. Two threads of one core count once, as PyTorch alone counts them too."""
+    if not hasattr(os, "sched_getaffinity"):  # not Linux
+        return os.cpu_count() or 1
+    found = set()
+    for cpu in os.sched_getaffinity(pid):
+        try:
+            found.add((system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            found.add(str(cpu))
+    return len(found)
 
 
 def keep_memory() -> None:
@@ -37,7 +63,7 @@ def give_back_if_short() -> None:
     """Give back what `keep_memory` has kept, and keep no more, if less memory is left than half of what the run's processes on this
     machine have: keeping might take that much more. For between two steps."""
     started = launch()
-    if (libc := _glibc()) and memory_left() < started.world_size / started.agents * resident_memory() / 2:
+    if (libc := _glibc()) and memory_left() < started.local_world_size * resident_memory() / 2:
         libc.mallopt(M_MMAP_MAX, 2**16)  # glibc's own settings, as they are after some large buffers
         libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)

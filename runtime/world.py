@@ -38,6 +38,7 @@ class Launch:
     rank: int = 0
     local_rank: int = 0  # among the processes of this machine
     world_size: int = 1
+    local_world_size: int = 1  # processes of this machine
     agents: int = 1  # machines: each has a torchrun
     call: str | None = None  # tells one call of torchrun from another, and stays through its restarts
 
@@ -50,8 +51,10 @@ def launch() -> Launch:
 
     run_id, world_size = os.environ.get("TORCHELASTIC_RUN_ID"), max(1, number("WORLD_SIZE", 1))
     several = world_size > 1  # else a rank is left over from another call
+    agents = number("GROUP_WORLD_SIZE", 1)
+    here = number("LOCAL_WORLD_SIZE", world_size // max(1, agents)) if several else 1
     return Launch(rank=number("RANK", 0) * several, local_rank=number("LOCAL_RANK", 0) * several, world_size=world_size,
-                  agents=number("GROUP_WORLD_SIZE", 1), call=_call(run_id, os.getppid()) if run_id else None)
+                  local_world_size=max(1, here), agents=agents, call=_call(run_id, os.getppid()) if run_id else None)
 
 
 @functools.cache
@@ -69,6 +72,22 @@ def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What torchrun would tell a process of a run on this machine alone, whose store is at this port."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def threads_are_chosen() -> bool:
+    """Whether the user has set how many threads a process has, by OMP_NUM_THREADS.
+
+    torchrun sets it to 1 where it is not set, which looks the same. But on Linux the environment that torchrun was started with
+    can be read, and has none then; elsewhere that 1 counts as the user's.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads != "1" or launch().call is None:
+        return threads is not None
+    try:
+        torchruns = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return True
+    return any(variable.startswith(b"OMP_NUM_THREADS=") for variable in torchruns.split(b"\0"))
 
 
 def _check_launch() -> None:

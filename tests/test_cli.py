@@ -14,8 +14,6 @@ import torch
 from config import Config
 from runtime.cli import parse_command_line
 from tests.conftest import (
-    ALONE,
-    COMPILED,
     ROOT,
     TINY,
     TORCHRUN,
@@ -24,10 +22,8 @@ from tests.conftest import (
     flags,
     run,
     run_from_nothing,
-    run_ranks,
     wait_for,
 )
-from train import train
 from weights import load_model
 
 SMALL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--seq_len", "32", "--batch_size", "2",
@@ -91,14 +87,6 @@ def test_two_processes_train_as_one_does(tiny_config, tmp_path):
     weights = [load_model(config.run_name, config.log_dir).parameters() for config in (one, two)]
     for a, b in zip(*weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-def test_a_compiled_run_on_two_processes_saves_plain_names(tiny_config, tmp_path):
-    config = tiny_config(**COMPILED, max_steps=2)
-    train(config, ALONE)  # the ranks find its compilation in PyTorch's cache; without it both would wait for the compiler
-    for done in run_ranks(2, "train.py", *flags(config), cwd=tmp_path):
-        assert done.returncode == 0, done.stderr
-    assert load_model("train", config.log_dir).config.n_layer == 1
 
 
 def test_ctrl_c_ends_the_run_cleanly_with_what_was_logged(tiny_config, tmp_path):

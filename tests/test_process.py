@@ -9,9 +9,10 @@ import pytest
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 import runtime.parallel
+import runtime.process
 from runtime.parallel import compiling_told
-from runtime.process import before_torch, memory_left
-from tests.conftest import ALONE, ROOT
+from runtime.process import before_torch, cores, memory_left, share_cores
+from tests.conftest import ALONE, ROOT, TORCHRUN
 
 # faults of pages while 64 MB are taken and given back ten times, as a step does with its buffers
 CHURN = """
@@ -145,3 +146,52 @@ def test_the_seconds_that_compiling_takes_are_shown_on_a_terminal_and_wiped_away
     assert said[0].startswith("compiling the model: ")
     callback_handler.run_start_callbacks(CallbackArgs(CallbackTrigger.DYNAMO, "0/0"))
     assert len(said) == 1, "the run is over"
+
+
+# ---- threads
+
+OF_8_CORES = """
+import os
+import runtime.process as process
+process.cores = lambda pid=0: 8
+process.before_torch()
+print(os.environ["OMP_NUM_THREADS"], flush=True)
+"""
+
+
+def test_processes_share_the_cores_unless_the_user_has_set_their_threads(tmp_path):
+    """torchrun sets one thread where the user has set nothing, so that this looks like a user's 1."""
+    (tmp_path / "script.py").write_text(OF_8_CORES)
+    plain = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")} | {"PYTHONPATH": str(ROOT)}
+    runs = {threads: subprocess.Popen(
+        [sys.executable, *TORCHRUN, "--nproc_per_node=2", str(tmp_path / "script.py")], text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=plain | ({"OMP_NUM_THREADS": threads} if threads else {})) for threads in ("", "1", "3")}
+    printed = {threads: process.communicate(timeout=200) for threads, process in runs.items()}
+    assert {threads: out.splitlines() for threads, (out, _) in printed.items()} == {
+        "": ["4", "4"], "1": ["1", "1"], "3": ["3", "3"]}, printed
+
+
+@pytest.mark.parametrize(("environment", "own", "of_all", "threads"), [
+    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 8, 8, "4"),  # on two machines
+    ({"WORLD_SIZE": "4"}, 8, 8, "2"),  # started by hand
+    ({"WORLD_SIZE": "3"}, 8, 8, "2"), ({"WORLD_SIZE": "16"}, 8, 8, "1"),
+    ({"WORLD_SIZE": "4"}, 1, 8, "1"),  # bound to a core of its own
+    ({"WORLD_SIZE": "1"}, 8, 8, None), ({}, 8, 8, None)])  # alone: PyTorch's own choice
+def test_a_process_has_its_share_of_the_cores_of_its_machine(environment, own, of_all, threads, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        monkeypatch.setenv(name, environment.get(name, ""))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(runtime.process, "cores", lambda pid=0: of_all if pid else own)
+    share_cores()
+    assert os.environ.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not tell which cores a process has")
+def test_two_threads_of_one_core_are_one_core(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 6})
+    assert cores(system=tmp_path) == 4, "nothing is known of them"
+    for cpu, siblings in enumerate(["0,4", "1,5", "2,6", "3,7", "0,4", "1,5", "2,6", "3,7"]):
+        place = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        place.mkdir(parents=True)
+        (place / "thread_siblings_list").write_text(siblings)
+    assert cores(system=tmp_path) == 3

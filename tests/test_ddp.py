@@ -1,0 +1,116 @@
+"""Several processes train as one does: the same numbers however the work is divided, one averaging of gradients a step, and other
+dropout in each process."""
+
+import json
+
+import pytest
+
+import train as train_module
+from runtime.parallel import parallelize
+from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
+from tests.test_train import column
+from train import train
+from weights import load_model
+
+SHUFFLED, CLIPPED = {"shuffle": True}, {"grad_clip": 0.5}
+
+# trains each of some runs; several processes do so together
+TRAIN = """if True:
+    import json, sys
+    from pathlib import Path
+    import torch
+    import runtime.measure
+    from runtime.world import joined_world
+    from tests.conftest import tiny_run
+    from train import train
+
+    runtime.measure.matmul_tflops = lambda *_, **__: 1.0  # takes longer than a run
+    torch._inductor.config.cpp.vec_isa_ok = True  # trying out what instructions this processor has does too
+    with joined_world(torch.device("cpu"), timeout=100) as world:
+        for options in json.loads(sys.argv[1]):
+            train(tiny_run(Path.cwd(), **options), world)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(processes, tmp_path):
+    """Every accumulation that makes 12 sequences on so many processes, in order and shuffled, clipped and not; one is compiled."""
+    small = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "max_steps": 20, "keep_last": 0, "total_batch_tokens": 12 * 16}
+    compiled = COMPILED | {"max_steps": 20, "total_batch_tokens": 48 * 32} | (SHUFFLED if processes % 2 else CLIPPED)
+    kinds = {"in order": small, "shuffled, clipped": small | SHUFFLED | CLIPPED, "compiled": compiled | {"compile": False}}
+    divided = {f"{name}, {n} micro-steps": options | {"batch_size": 12 // n // processes} for n in range(1, 13)
+               if 12 % (n * processes) == 0 for name, options in kinds.items() if name != "compiled"}
+    divided["compiled, in 4s"] = compiled | {"batch_size": 4}
+
+    write_tiny_corpus(tmp_path)
+    runs = [options | {"run_name": name} for name, options in divided.items()]
+    for done in run_ranks(processes, "-c", TRAIN, json.dumps(runs), cwd=tmp_path):
+        assert done.returncode == 0, done.stderr
+    whole = {}
+    for name, options in kinds.items():
+        whole[name] = tiny_run(tmp_path, **options, run_name=name, batch_size=48 if name == "compiled" else 12)
+        train(whole[name], ALONE)
+    for name, options in divided.items():
+        config = tiny_run(tmp_path, **options, run_name=name)
+        for figure in ("loss", "norm"):
+            ours, expected = column(config, figure), column(whole[name.rpartition(", ")[0]], figure)
+            assert len(ours) == 20
+            assert ours == pytest.approx(expected, rel=1e-5, abs=0), f"{figure} of {name}"
+    assert load_model("compiled, in 4s", str(tmp_path / "logs")).config.n_layer == 1, "saved under plain names"
+
+
+# notes how often all gradients had been averaged when each step ended, and by micro-step a hash and the share of what was dropped
+LOOK = """if True:
+    import hashlib, json, sys
+    from pathlib import Path
+    import torch
+    import runtime.measure, train
+    from runtime.world import joined_world
+    from tests.conftest import at_step, tiny_run
+
+    class Patch:
+        setattr = staticmethod(setattr)
+
+    ended, averaged, masks = [], [], []
+
+    def look(module, _, output):
+        dropped = output == 0
+        masks.append((hashlib.sha256(dropped.numpy().tobytes()).hexdigest(), dropped.float().mean().item()))
+
+    def average(world, bucket):
+        averaged.append(bucket.is_last())
+        reduced = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
+        return reduced.then(lambda tensors: tensors.value()[0])
+
+    def build(*args):
+        config, state, model, autocast = real_build(*args)
+        model.register_comm_hook(None, average)
+        state.model.transformer.drop.register_forward_hook(look)
+        return config, state, model, autocast
+
+    runtime.measure.matmul_tflops = lambda *_, **__: 1.0
+    real_build, train.build = train.build, build
+    at_step(Patch, lambda step, _: ended.append(averaged.count(True)))
+    with joined_world(torch.device("cpu"), timeout=100) as world:
+        train.train(tiny_run(Path.cwd(), **json.loads(sys.argv[1])), world)
+    Path(f"rank {world.rank}.json").write_text(json.dumps([ended, masks]))
+"""
+
+
+def test_gradients_are_averaged_once_a_step_and_each_process_drops_other_elements(tmp_path):
+    write_tiny_corpus(tmp_path)
+    options = json.dumps({"max_steps": 3, "total_batch_tokens": 2 * 3 * 4 * 32, "keep_last": 0, "dropout": 0.5})
+    for done in run_ranks(2, "-c", LOOK, options, cwd=tmp_path):
+        assert done.returncode == 0, done.stderr
+    found = [json.loads((tmp_path / f"rank {rank}.json").read_text()) for rank in range(2)]
+    assert [ended for ended, _ in found] == [[1, 2, 3]] * 2, "of 3 micro-steps only the last one averages"
+    masks = [mask for _, masks in found for mask in masks]
+    assert len(masks) == len({which for which, _ in masks}) == 2 * 9, "two micro-steps or processes drop the same"
+    assert all(0.4 < share < 0.6 for _, share in masks)
+
+
+def test_one_process_trains_the_model_itself(tiny_model):
+    model = tiny_model()
+    assert parallelize(model, ALONE, None) is model
+    assert parallelize(model, ALONE, "default")._orig_mod is model
+    assert train_module.gradients_averaged(model, now=False).__class__.__name__ == "nullcontext"
