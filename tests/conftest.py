@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import runtime.measure
+import runtime.world
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from model import GPT, GPTConfig
@@ -65,6 +66,12 @@ def fast_precision() -> dict[str, bool]:
 def the_matmul_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run ends with this measurement, which takes longer than the tests' runs."""
     monkeypatch.setattr(runtime.measure, "matmul_tflops", _matmul_tflops)
+
+
+@pytest.fixture(autouse=True)
+def no_test_is_of_the_run_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its errors would be taken for those of a process whose run has told already why it ends."""
+    monkeypatch.setattr(runtime.world, "_store", None)
 
 
 @functools.cache

@@ -15,8 +15,9 @@ from evaluate import EvaluateOptions, evaluate
 from export import export
 from runtime.cli import ConfigError
 from runtime.errors import UserError
+from runtime.world import World
 from sample import sample_text
-from tests.conftest import ALONE, ended, reseal, run_ranks, start_ranks, tiny_run, write_tiny_corpus
+from tests.conftest import ALONE, CPU, ended, reseal, run_ranks, start_ranks, tiny_run, write_tiny_corpus
 from tests.sharded import restored
 from tests.test_evaluate import item, write_items
 from tests.test_recompute import same
@@ -239,12 +240,12 @@ def test_a_process_killed_in_a_save_ends_the_run_which_has_the_checkpoint_before
 # ---- mistakes
 
 
-def test_fsdp_in_one_process_is_an_error_unless_torchrun_started_it(tiny_config, monkeypatch, capsys):
+def test_fsdp_in_one_process_is_an_error_unless_torchrun_started_it(tiny_config, capsys):
     with pytest.raises(UserError, match=r"--fsdp: shards .* there is one; start them with torchrun --nproc_per_node=N train.py"):
         train(tiny_config(fsdp=True), ALONE)
     assert not Path(tiny_config().log_dir).exists()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")  # as a run that has lost all of its machines but one
-    train(tiny_config(fsdp=True, max_steps=1), ALONE)
+    # as a run that has lost all of its machines but one
+    train(tiny_config(fsdp=True, max_steps=1), World(CPU, calls=("of torchrun",)))
     assert "note: fsdp has no effect: there is one process" in capsys.readouterr().out
 
 
