@@ -3,7 +3,7 @@
     python benchmarks/sharded.py --config model/gpt2.yaml --batch_size 1 --seq_len 256 --flash --device cpu
 
 Takes train.py's options. The peak is that of the tensors on a GPU; on a CPU it is what the process grows by from before the model
-is built, with a C library that gives back what is freed.
+is built, with a C library that gives back at once what is freed (which costs time).
 """
 
 import json
@@ -28,22 +28,24 @@ from runtime.world import launch
 RANKS = (2, 4)
 SIDES: dict[str, list[str]] = {"DDP": [], "DDP, recompute": ["--recompute"], "FSDP": ["--fsdp"],
                                "FSDP, recompute": ["--fsdp", "--recompute"]}
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "1"}  # of glibc's malloc
 STEPS = 5  # of which the first two are left out of the time
 
 
 def measure(config: Config) -> None:
     """Train in this process, one of several; rank 0 prints the figures of all as a line of JSON."""
     before_torch()
+    import torch.distributed.fsdp  # noqa: F401  # code is no part of what either side takes
+
     from runtime.device import choose_device
-    from runtime.measure import peak_memory_mb
     from runtime.runlog import read_rows
     from runtime.world import joined_world
     from train import train
 
     with tempfile.TemporaryDirectory() as folder, joined_world(choose_device(config.device, launch()), config.timeout) as world:
         before = 0 if world.device.type == "cuda" else resident_memory() / 2**20
-        train(config.model_copy(update={"log_dir": folder, "keep_last": 0, "max_steps": STEPS}), world)
-        peaks = world.gather(peak_memory_mb(world.device) - before)
+        summary = train(config.model_copy(update={"log_dir": folder, "keep_last": 0, "max_steps": STEPS}), world)
+        peaks = world.gather(summary["peak_memory_mb"] - before)
         if world.rank == 0:
             rows = read_rows(Path(folder) / str(config.run_name) / "log.csv")
             seconds = statistics.median(row["dt_ms"] or 0.0 for step, row in rows.items() if step > 2) / 1e3
@@ -53,7 +55,7 @@ def measure(config: Config) -> None:
 def figures(ranks: int, options: list[str]) -> dict[str, Any]:
     """What `measure` prints of so many processes, with these options of train.py. Raises TrainingError if they fail."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__, *options]
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "GLIBC_TUNABLES": ""}
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))} | GIVE_BACK
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         done = subprocess.run(command, env=os.environ | threads, stdout=subprocess.PIPE, stderr=errors, text=True)
         if done.returncode:
