@@ -109,8 +109,8 @@ def test_gradients_are_averaged_once_a_step_and_each_process_drops_other_element
     assert all(0.4 < share < 0.6 for _, share in masks)
 
 
-def test_one_process_trains_the_model_itself(tiny_model):
+def test_one_process_trains_the_model_itself(tiny_model, tiny_config):
     model = tiny_model()
-    assert parallelize(model, ALONE, None) is model
-    assert parallelize(model, ALONE, "default")._orig_mod is model
+    assert parallelize(model, model.transformer.h, ALONE, tiny_config()) is model
+    assert parallelize(model, model.transformer.h, ALONE, tiny_config(compile=True))._orig_mod is model
     assert train_module.gradients_averaged(model, now=False).__class__.__name__ == "nullcontext"
