@@ -163,6 +163,8 @@ class Started:
     def __init__(self, command: tuple[str, ...], cwd: Path, env: dict[str, str], before: Callable[[], None] | None):
         self.printed = tempfile.TemporaryDirectory()
         self.out, self.err = (Path(self.printed.name) / name for name in ("stdout", "stderr"))
+        for path in (self.out, self.err):
+            path.touch()  # there at once, for those who read along
         self.process = fork_server().Process(target=_be, args=(command, cwd, env, self.out, self.err, before))
         self.process.start()
         self.pid = self.process.pid
@@ -181,7 +183,7 @@ class Started:
     def communicate(self, timeout: float = 100) -> tuple[str, str]:
         """What it has printed on stdout and stderr, once it has ended."""
         self.process.join(timeout)
-        out, err = (path.read_text(errors="replace") if path.exists() else "" for path in (self.out, self.err))
+        out, err = (path.read_text(errors="replace") for path in (self.out, self.err))
         if self.process.exitcode is None:
             raise TimeoutError(f"still there after {timeout} s; it has printed:\n{out}\n{err}")
         return out, err
