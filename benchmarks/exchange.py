@@ -35,13 +35,13 @@ class StepProfile:
         self.step.__exit__(None, None, None)
 
     def figures(self) -> dict[str, list[float]]:
-        """End, and return for each step the seconds it took here, those of waiting for others, and those of the update."""
+        """End, and return for each step the seconds it took here, those of transfers, of waiting for others, and of the update."""
         self.profiler.__exit__(None, None, None)
         return figures_of(self.profiler.events())
 
 
 def figures_of(events: Iterable[Any]) -> dict[str, list[float]]:
-    """What the profiler's events say of each step, in seconds: `step`, `waiting` and `update`.
+    """What the profiler's events say of each step, in seconds: `step`, `transfer`, `waiting` and `update`.
 
     A process waits while a transfer is under way and it computes nothing: on a GPU, while no kernel runs but NCCL's; on a CPU,
     while PyTorch runs no operation. So a transfer does not count as far as it goes on beside the backward pass. The time of slower
@@ -67,6 +67,7 @@ def figures_of(events: Iterable[Any]) -> dict[str, list[float]]:
         elif is_computation(event):
             computing.append(interval)
     return {"step": [end - start for start, end in steps],
+            "transfer": [length(clipped(transfers, step)) for step in steps],
             "waiting": [length(without(clipped(transfers, step), computing)) for step in steps],
             "update": [length(clipped(updates, step)) for step in steps]}
 

@@ -51,13 +51,16 @@ def parallelize(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], world
         return _shard(model, blocks, world, config)
     model.to(world.device)
     trained: Any = torch.compile(model, mode=config.compile_mode) if config.compile else model
-    if world.distributed:
-        # the buffers are constants; the option has a new name since PyTorch 2.13
-        known = inspect.signature(DistributedDataParallel).parameters
-        options: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
-        trained = DistributedDataParallel(trained, device_ids=[world.device.index] if world.device.type == "cuda" else None,
-                                          gradient_as_bucket_view=True, **options)
-    return trained
+    return averaging(trained, world) if world.distributed else trained
+
+
+def averaging(model: Any, world: World, **options: Any) -> DistributedDataParallel:
+    """The model, whose gradients are averaged over the processes. `options` of DDP, such as `bucket_cap_mb`."""
+    # the buffers are constants; the option has a new name since PyTorch 2.13
+    known = inspect.signature(DistributedDataParallel).parameters
+    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+    return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None,
+                                   gradient_as_bucket_view=True, **options)
 
 
 def _shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], world: World, config: Any) -> Any:

@@ -1,12 +1,16 @@
 """Several processes train as one does: the same numbers however the work is divided, one averaging of gradients a step, and other
 dropout in each process."""
 
+import functools
 import json
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import train as train_module
-from runtime.parallel import parallelize
+from benchmarks import overlap
+from runtime.parallel import averaging, parallelize
 from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
 from tests.test_train import column
 from train import train
@@ -114,3 +118,47 @@ def test_one_process_trains_the_model_itself(tiny_model, tiny_config):
     assert parallelize(model, model.transformer.h, ALONE, tiny_config()) is model
     assert parallelize(model, model.transformer.h, ALONE, tiny_config(compile=True))._orig_mod is model
     assert train_module.gradients_averaged(model, now=False).__class__.__name__ == "nullcontext"
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", overlap.WRAPPED)
+def test_every_order_of_wrapping_that_is_compared_compiles_and_averages(way, tiny_model, group_of_one, monkeypatch):
+    compiled, averaged = [], []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph
+
+    def average(_, bucket):
+        averaged.append(bucket.is_last())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def hooked(model, world, **options):
+        model = averaging(model, world, **options)
+        model.register_comm_hook(None, average)
+        return model
+
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 512)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        torch._dynamo.reset()
+        model, x = tiny_model(n_layer=3), torch.arange(32).view(1, 32)
+        wrapped = overlap.WRAPPED[way](model, model.transformer.h, functools.partial(hooked, world=ALONE, bucket_cap_mb=0.001))
+        loss = wrapped(x, x)
+        loss.backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    assert (len(compiled) == 1) == (way == "DDP(compile), undivided"), "all others are in pieces"
+    assert averaged.count(True) == 1
+    plain = tiny_model(n_layer=3)
+    plain.load_state_dict(model.state_dict())
+    plain(x, x).backward()
+    assert all(torch.allclose(ours, p.grad, rtol=1e-5, atol=1e-7) for ours, p in zip(found, plain.parameters(), strict=True))

@@ -155,6 +155,7 @@ def test_a_process_waits_where_a_transfer_is_under_way_and_it_computes_nothing()
         event("Optimizer.step#AdamW.step", 8, 9.5, children=["aten::mul"]), event("aten::mul", 8, 9),
         event(STEP, 20, 24), event("gloo:all_reduce", 23, 30, is_async=True)])
     assert found["step"] == pytest.approx([10, 4])
+    assert found["transfer"] == pytest.approx([6, 1])
     assert found["waiting"] == pytest.approx([1 + 2, 1])  # from 3 to 4, and from 6 to 8; what is beyond a step is not its
     assert found["update"] == pytest.approx([1.5, 0])
 
