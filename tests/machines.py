@@ -293,7 +293,7 @@ FAULTS: list[tuple[str, list[str], list[str], str, str]] = [
      r"error: lr: all ranks need the same, but it is \S+ on rank 0 and 0.1 on ranks 2-3"),
     ("another PyTorch", [], [], "import torch; torch.__version__ = '2.11.0'",
      r"error: PyTorch: all ranks need the same, but it is \S+ on rank 0 and 2.11.0 on ranks 2-3"),
-    ("another kind of device", [], [], "import runtime.world as w; real = w._own; w._own = lambda *args: (own := real(*args), "
+    ("another kind of device", [], [], "import runtime.world as w; own_of = w._own; w._own = lambda *args: (own := own_of(*args), "
      "own['need'].update({'kind of device': 'cuda'}))[0]",
      r"error: kind of device: all ranks need the same, but it is cpu on rank 0 and cuda on ranks 2-3"),
     ("other tokens", [], ["--data_dir", "other"], "", r"error: .*/tiny: ranks 2-3 did not find the same tokens there as rank 0"),
@@ -309,8 +309,9 @@ def tell(run: Run, pattern: str) -> tuple[float, list[str]]:
     """Seconds until one of the agents has printed such a line, and all lines of faults, once all have ended."""
     begun, told = time.monotonic(), None
     while told is None:
-        assert time.monotonic() < begun + run.patience, run.printed()
+        has_ended = all(agent.poll() is not None for agent in run.agents.values())
         told = re.search(pattern, run.printed())
+        assert told or not (has_ended or time.monotonic() > begun + run.patience), run.printed()
         time.sleep(0.05)
     seconds = time.monotonic() - begun
     for agent in run.agents.values():
