@@ -139,7 +139,8 @@ ENDS = items("seed", "AdamW", "Muon", "lower by", "tokens to AdamW's loss", "sha
 def report(config: Config, options: LearningOptions, found: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]],
            curves: Mapping[str, Sequence[Curve]]) -> list[str]:
     """Print the table of the seeds; returns the lines of a report."""
-    per_step, rows, shares = config.tokens_per_step(1), [], []
+    per_step, shares = config.tokens_per_step(1), list[float]()
+    rows: list[tuple[str, ...]] = []
     for seed, (adamw, muon) in enumerate(zip(curves["adamw"], curves["muon"], strict=True), 1):
         steps = steps_to(muon, last(adamw))
         shares += [] if steps is None else [steps / config.max_steps]
