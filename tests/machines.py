@@ -340,7 +340,7 @@ def told_by_hand(place: Path) -> Iterator[str]:
         yield f"missing ranks: told after {seconds:.1f} s, {len(lines)} line(s): {' | '.join(lines)}"
     with run_in(place / "twice", "run") as run:
         for rank in (0, 1, 0, 1):
-            run.start_by_hand(rank, 3, "--timeout", "30")
+            run.start_by_hand(rank, 4, "--timeout", "30")
         seconds, lines = tell(run, "two runs on one port")
         yield f"two runs on one port: told after {seconds:.1f} s, {len(lines)} line(s): {' | '.join(lines)}"
 
