@@ -26,6 +26,7 @@ T = TypeVar("T")
 TOLD_WHEN_WAITING = 10.0  # seconds after which a process that still waits to meet the others says so, and for whom
 GRACE = 10.0  # seconds by which the others give up later than rank 0, which says why
 PAUSE = 0.1  # seconds between two looks at who has come
+A_TRY = 10.0  # seconds that a try to reach the meeting place may take
 OWN_PORT = "give each run its own --master_port, or its own --rdzv_endpoint and --rdzv_id"
 TOLD = "told"  # in the store: how many processes were about to tell why the run ends
 _store: Any = None  # what the processes of the run share from their meeting on; None alone
@@ -258,11 +259,7 @@ def _meet(device: "torch.device", started: Launch, timeout: float, alike: dict[s
         torch.cuda.set_device(device)
     meeting = _Meeting(started, timeout)
     try:
-        # torchrun's agent on the first machine keeps a store for its processes; started by hand, rank 0 does
-        place = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience, wait_for_workers=False,
-                              is_master=started.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-                              multi_tenant=True, use_libuv=sys.platform != "win32")
-        store = dist.PrefixStore("train", place)
+        store = dist.PrefixStore("train", meeting.reach())
         verdict = meeting.agree(store, _own(device, started, alike))
         dist.init_process_group("nccl" if on_gpu else "gloo", store=_share(store, verdict["name"]), rank=started.rank,
                                 world_size=started.world_size, timeout=patience, device_id=device if on_gpu else None)
@@ -300,13 +297,32 @@ class _Meeting:
     def __init__(self, started: Launch, timeout: float):
         self.rank, self.size, self.timeout = started.rank, started.world_size, timeout
         self.those = f"the {started.world_size} processes of this run"
-        self.place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.place = "{}:{}".format(*self.address)
         # for whom this process says that it waits. Rank 0 speaks; where it is not there, the first process of each machine does
         self.awaited = ranks_in_words(range(1, self.size)) if self.rank == 0 else None if started.local_rank else "rank 0"
         self.alone, self.begun = True, time.monotonic()
         self.waiting = threading.Timer(TOLD_WHEN_WAITING * (1.2 if self.rank else 1), self._tell)
         self.waiting.daemon = True
         self.waiting.start()
+
+    def reach(self) -> Any:
+        """The store at the meeting place, once somebody listens there. Raises TrainingError, at once if torchrun has ended there,
+        and SystemExit if this process is asked to stop: PyTorch's own tries answer no signal."""
+        import torch.distributed as dist
+
+        from runtime.errors import TrainingError
+
+        # torchrun's agent on the first machine keeps a store, since before it started a process; by hand, rank 0 does
+        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        keeps_it = self.rank == 0 and not of_torchrun
+        while not keeps_it and (fault := _fault_of(self.address)):
+            if of_torchrun and isinstance(fault, ConnectionRefusedError):
+                raise TrainingError(self.failed("torchrun has ended there"))
+            if self._is_late():
+                raise TrainingError(self.failed(f"{fault.strerror or fault}, for {self.timeout:g} s"))
+        return dist.TCPStore(*self.address, is_master=keeps_it, timeout=datetime.timedelta(seconds=self.timeout),
+                             wait_for_workers=False, multi_tenant=True, use_libuv=sys.platform != "win32")
 
     def agree(self, store: Any, own: dict[str, Any]) -> dict[str, Any]:
         """Meet the others; returns rank 0's verdict: the `name` of this attempt, the `calls` of torchrun, `notes` for the user.
@@ -390,6 +406,15 @@ class _Meeting:
             alone = "; started alone by mistake? then end it by Ctrl-C, and: unset WORLD_SIZE" if self.alone else ""
             print(f"rank {self.rank} waits at {self.place} for {self.awaited} of {self.those}, for up to {self.timeout:g} s "
                   f"(--timeout{alone})", file=sys.stderr, flush=True)
+
+
+def _fault_of(address: tuple[str, int]) -> OSError | None:
+    """Why no program can be reached at an address, if none can."""
+    try:
+        socket.create_connection(address, timeout=A_TRY).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def _share(store: Any, name: str) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 import runtime.world
 from runtime.errors import TrainingError, UserError
-from runtime.signals import StopRequest
+from runtime.signals import Stopped, StopRequest
 from runtime.world import Launch, World, joined_world, launch
 from tests.conftest import CPU, ROOT, ended, flags, run_ranks, start_ranks, wait_for
 from tests.test_resume import log, needs_proc
@@ -31,6 +31,14 @@ def environment(monkeypatch):
             monkeypatch.setenv(name, value)
 
     return put
+
+
+@pytest.fixture
+def free_port():
+    """A port at which nobody listens."""
+    with socket.socket() as any_free:
+        any_free.bind(("localhost", 0))
+        return any_free.getsockname()[1]
 
 
 # ---- the environment, and meeting
@@ -69,18 +77,33 @@ def test_a_port_that_another_program_has_is_one_error_that_names_it(environment)
             raise AssertionError("joined")
 
 
-def test_a_process_whose_others_do_not_come_says_what_it_waits_for(environment, monkeypatch, capsys):
+def test_a_process_whose_others_do_not_come_says_what_it_waits_for(environment, free_port, monkeypatch, capsys):
     monkeypatch.setattr(runtime.world, "TOLD_WHEN_WAITING", 0.1)
-    with socket.socket() as any_free:
-        any_free.bind(("localhost", 0))
-        port = any_free.getsockname()[1]
-    environment(MASTER_PORT=str(port))
-    with pytest.raises(TrainingError, match=rf"could not meet at localhost:{port} \(rank 1 did not come within 1 s\)"), \
+    environment(MASTER_PORT=str(free_port))
+    with pytest.raises(TrainingError, match=rf"could not meet at localhost:{free_port} \(rank 1 did not come within 1 s\)"), \
             joined_world(CPU, 1):
         raise AssertionError("joined")
     assert capsys.readouterr().err == (
-        f"rank 0 waits at localhost:{port} for rank 1 of the 2 processes of this run, for up to 1 s (--timeout; started alone by "
-        f"mistake? then end it by Ctrl-C, and: unset WORLD_SIZE)\n")
+        f"rank 0 waits at localhost:{free_port} for rank 1 of the 2 processes of this run, for up to 1 s (--timeout; started alone "
+        f"by mistake? then end it by Ctrl-C, and: unset WORLD_SIZE)\n")
+
+
+def test_a_process_whose_torchrun_has_been_killed_does_not_wait_for_it(environment, free_port):
+    environment(MASTER_PORT=str(free_port), TORCHELASTIC_USE_AGENT_STORE="True")
+    with pytest.raises(TrainingError, match=rf"could not meet at localhost:{free_port} \(torchrun has ended there\)"), \
+            joined_world(CPU, 10):
+        raise AssertionError("joined")
+
+
+def test_a_process_that_cannot_reach_rank_0_says_why_and_hears_signals_meanwhile(environment, free_port, monkeypatch, capfd):
+    environment(RANK="1", MASTER_PORT=str(free_port))
+    with pytest.raises(TrainingError, match=rf"could not meet at localhost:{free_port} \(Connection refused, for 1 s\)"), \
+            joined_world(CPU, 1):
+        raise AssertionError("joined")
+    monkeypatch.setattr(StopRequest, "came", True)
+    with pytest.raises(Stopped), joined_world(CPU, 20):
+        raise AssertionError("joined")
+    assert capfd.readouterr().err == ""  # no stack of PyTorch's
 
 
 # ---- one of them fails
