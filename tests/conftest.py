@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +299,13 @@ def wait_for(condition: Callable[[], Any], process: Any, seconds: float = 100) -
 def children(process: Any) -> list[int]:
     """Process numbers of a process's children."""
     return sorted(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """kill -9 of processes, of which some may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def flags(config: Config) -> list[str]:

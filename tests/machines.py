@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from data.token_file import write_corpus
 from runtime.cli import Options, Positive, parse_command_line
-from tests.conftest import children, ended, start
+from tests.conftest import children, ended, kill_all, start
 
 # train.py whose steps wait until the file `limit` lets them through, or they are asked to stop; on a machine that may be different
 GATED = f"""
@@ -99,13 +99,11 @@ class Run:
 
     def kill_processes(self, agent: str, count: int) -> None:
         """Kill so many of an agent's processes, its last ones."""
-        for pid in children(self.agents[agent])[-count:]:
-            os.kill(pid, signal.SIGKILL)
+        kill_all(children(self.agents[agent])[-count:])
 
     def power_off(self, agent: str) -> None:
         """Kill a machine: its agent and all its processes."""
-        for pid in [self.agents[agent].pid, *children(self.agents[agent])]:
-            os.kill(pid, signal.SIGKILL)
+        kill_all([self.agents[agent].pid, *children(self.agents[agent])])
 
     def console(self) -> str:
         """What the run has printed; an earlier one of its name has been moved aside."""
@@ -180,9 +178,7 @@ def run_in(place: Path, name: str, workers: int = 2) -> Iterator[Run]:
         pids = [pid for agent in run.agents.values() if agent.poll() is None for pid in children(agent)]
         with ended([*run.agents.values()]):
             pass
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(pids)
 
 
 # ---- the ways

@@ -1,20 +1,25 @@
 """Kill a run with kill -9 again and again, at random moments, and let it resume each time: it has to end like an undisturbed one.
 
     python tests/soak.py --kills 100
+    python tests/soak.py --kills 50 --ranks 2 --fsdp
 
-A tiny model, shuffled data, dropout, and a checkpoint after every step, so that many kills fall into a write.
+A tiny model, shuffled data, dropout, and a checkpoint after every step, so that many kills fall into a write. Several ranks are
+torchrun's, which starts all of them again when one dies. Where torchrun is killed, the same command goes on.
 """
 
+import contextlib
 import csv
 import hashlib
-import multiprocessing
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,8 +27,16 @@ sys.path.insert(0, str(ROOT))
 from config import Config, load_config
 from data.token_file import write_corpus
 from runtime.cli import Options, Positive, ZeroIsOff, parse_command_line
+from runtime.runlog import all_checkpoints
+from tests.conftest import children, flags, kill_all, start
+from weights import MODEL, OPTIMIZER, STATE, read_json, read_part
 
 STEPS_PER_KILL = 12
+EARLY = 0.25  # share of several ranks' lives that are counted from their start: most of these end while the ranks import
+PATIENCE = 500.0  # seconds after which a run hangs; less than the 600 after which one of its ranks gives up on another
+ALL = sys.maxsize
+# what is killed of several ranks: so many of them, and whether torchrun is
+KINDS = {"one rank": (1, False), "all ranks": (ALL, False), "torchrun alone": (0, True), "torchrun and all ranks": (ALL, True)}
 
 
 class SoakOptions(Options):
@@ -31,80 +44,153 @@ class SoakOptions(Options):
 
     kills: Positive = 100
     """kills, at least"""
+    ranks: Positive = 1
+    """processes of each run; several are torchrun's"""
+    fsdp: bool = False
+    """shard the model over the ranks"""
     seed: ZeroIsOff = 0
-    """seed of the moments"""
+    """seed of the moments, and of what is killed"""
     longest_life: float = 2.0
-    """seconds after which each process is killed at the latest"""
+    """seconds after which each process is killed at the latest; several ranks mostly count them from their first step on"""
 
 
-def life(config: Config) -> None:
-    """One process: the run from its newest checkpoint on, or from the start."""
-    import torch
+class Run:
+    """A run that goes on however often it is killed. Its methods raise RuntimeError if it fails or hangs."""
 
-    from runtime.world import World
-    from train import train
+    def __init__(self, config: Config, options: SoakOptions):
+        self.path, self.several = Path(config.log_dir) / str(config.run_name), options.ranks > 1
+        self.n_ranks = options.ranks if self.several else 0  # that torchrun starts
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}",
+                    f"--max_restarts={options.kills}", str(ROOT / "train.py")]
+        self.command = [*(torchrun if self.several else ["train.py"]), *flags(config)]
+        self.process: Any = None  # torchrun's, or the only one
+        # of this life: the numbers of torchrun's ranks; the checkpoints, and those half written or deleted, that it has found
+        self.ranks, self.saved, self.left = list[int](), list[Path](), set[Path]()
 
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-    torch.set_num_threads(1)
-    train(config, World(torch.device("cpu")))
+    def begin(self) -> bool:
+        """Start a life, unless torchrun does, and wait for its processes; returns whether the run has not ended."""
+        before = {*self.ranks}
+        if self.process is None:
+            self.process = start(*self.command, cwd=self.path.parent.parent, OMP_NUM_THREADS="1")
+        goes_on = self.wait(lambda: len(self.alive()) == self.n_ranks and not before & {*self.alive()})
+        self.ranks, self.saved, self.left = self.alive(), all_checkpoints(self.path), self.unfinished()
+        return goes_on
 
+    def alive(self) -> list[int]:
+        """The numbers of torchrun's ranks that are there now."""
+        with contextlib.suppress(FileNotFoundError):  # torchrun has just ended
+            return children(self.process) if self.several else []
+        return []
 
-def end_of(run: Path) -> tuple[Any, ...]:
-    """The hash of a run's last weights and optimizer state, its log without the times, its evaluations, and its best."""
-    last = max((run / "checkpoints").glob("step_*"))
-    digest = hashlib.sha256(b"".join((last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")))
-    with open(run / "log.csv", newline="") as file:
-        log = [row[:4] for row in csv.reader(file)]
-    return digest.hexdigest(), log, (run / "eval.csv").read_text(), [path.name for path in (run / "checkpoints").glob("best_*")]
+    def unfinished(self) -> set[Path]:
+        """The checkpoints that are half written or half deleted."""
+        return {*self.path.glob("checkpoints/*.tmp")}
+
+    def has_stepped(self) -> bool:
+        """Whether a step of this life has been saved."""
+        return all_checkpoints(self.path)[-1:] != self.saved[-1:]
+
+    def wait(self, condition: Callable[[], bool]) -> bool:
+        """Wait until the condition holds or the run has ended; returns whether it has not ended."""
+        until = time.monotonic() + PATIENCE
+        while not condition() and self.process.poll() is None:
+            if time.monotonic() > until:
+                self.fail("hangs")
+            time.sleep(0.005)
+        if self.process.poll():
+            self.fail(f"ended with status {self.process.returncode}")
+        return self.process.poll() is None
+
+    def lives_for(self, seconds: float) -> bool:
+        """Wait so long; returns whether all processes are still there."""
+        until = time.monotonic() + seconds
+        return self.wait(lambda: time.monotonic() > until) and self.alive() == self.ranks
+
+    def wait_for_its_end(self) -> None:
+        """Wait until the run has ended by itself."""
+        if self.wait(lambda: bool({*self.alive()} - {*self.ranks})):
+            self.fail("was started again by torchrun, and nothing had been killed")
+
+    def kill(self, ranks: int, process: bool, moments: random.Random) -> bool:
+        """Kill so many ranks at once, and the process, before whose next life they all have to be gone; returns whether a
+        checkpoint was being written."""
+        killed = [self.process.pid] * process + moments.sample(self.ranks, min(ranks, len(self.ranks)))
+        written = self.unfinished() - self.left
+        kill_all(killed)
+        written &= self.unfinished()
+        if process:
+            self.process.wait()
+            until = time.monotonic() + PATIENCE
+            while any(Path(f"/proc/{rank}").exists() for rank in self.ranks):
+                if time.monotonic() > until:
+                    self.fail("outlives its torchrun")
+                time.sleep(0.005)
+            self.process = None
+        return bool(written)
+
+    def fail(self, what: str) -> NoReturn:
+        """Raises RuntimeError, with all that has been printed; nothing of the run is left."""
+        kill_all([self.process.pid, *self.ranks, *self.alive()])
+        raise RuntimeError("\n".join([f"{self.path} {what}", *self.process.communicate()]))
+
+    def end(self) -> tuple[Any, ...]:
+        """The hash of the last weights and optimizer state, the random state of each rank's dropout, the log without the times, the
+        evaluations, and the best checkpoint."""
+        last, digest = all_checkpoints(self.path)[-1], hashlib.sha256()
+        for name, tensor in sorted((read_part(last, MODEL) | read_part(last, OPTIMIZER)).items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())  # not of the files: in which shard a number stands may differ
+        dropout = [rank["torch_cpu"] for rank in read_json(last / STATE)["random"]]
+        with open(self.path / "log.csv", newline="") as file:
+            log = [row[:4] for row in csv.reader(file)]
+        best = [path.name for path in all_checkpoints(self.path, "best")]
+        return digest.hexdigest(), dropout, log, (self.path / "eval.csv").read_text(), best
 
 
 def main(options: SoakOptions) -> int:
-    """Returns the exit status: 1 if any number differs."""
-    moments = random.Random(options.seed)
-    context = multiprocessing.get_context("forkserver")  # imports once, and forks a clean process for each life
-    context.set_forkserver_preload(["train", "torch._dynamo", "torch._inductor.compile_fx"])
-    with tempfile.TemporaryDirectory() as place:
-        write_corpus(Path(place) / "data" / "tiny", [[(i * i + i // 7) % 100 for i in range(20_000)]])
-        values: dict[str, Any] = {
-            "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "seq_len": 32, "vocab_size": 128, "dropout": 0.1,
-            "dataset": "tiny", "data_dir": f"{place}/data", "log_dir": f"{place}/logs", "device": "cpu", "shuffle": True,
-            "checkpoint_every": 1, "eval_every": 10, "val_fraction": 0.1, "lr_schedule": "cosine", "warmup_steps": 5,
-            "max_steps": STEPS_PER_KILL * options.kills, "resume": "auto"}
-        straight, killed = (load_config(**values, run_name=name) for name in ("straight", "killed"))
-        undisturbed = context.Process(target=life, args=(straight,))
-        undisturbed.start()
-        undisturbed.join()
-        kills = in_a_write = rounds = lives = differ = 0
-        while kills < options.kills:
-            rounds += 1
-            config = killed.model_copy(update={"run_name": f"killed_{rounds}"})
-            run = Path(config.log_dir) / str(config.run_name)
-            while True:
-                before = {*run.glob("checkpoints/*.tmp")}
-                process = context.Process(target=life, args=(config,))
-                process.start()
-                lives += 1
-                process.join(moments.uniform(0, options.longest_life) if kills < options.kills else None)
-                if process.exitcode is None:
-                    process.kill()
-                    process.join()
-                    kills += 1
-                    in_a_write += bool({*run.glob("checkpoints/*.tmp")} - before)
-                elif process.exitcode:
-                    print(f"a life ended with status {process.exitcode}")
-                    return 1
-                else:
-                    break
-            if end_of(run) != end_of(Path(straight.log_dir) / "straight"):
-                differ += 1
-        print(f"{kills} kills of {lives} processes in {rounds} run(s) of {straight.max_steps} steps, {in_a_write} of them while "
-              f"a checkpoint was being written; {differ} run(s) ended with other weights, optimizer state, losses or evaluations")
-        return 1 if differ else 0
+    """Returns the exit status: 1 if any number differs. Raises RuntimeError if a run fails or hangs."""
+    moments, place, several = random.Random(options.seed), Path(tempfile.mkdtemp()), options.ranks > 1
+    write_corpus(place / "data" / "tiny", [[(i * i + i // 7) % 100 for i in range(20_000)]])
+    values: dict[str, Any] = {
+        "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "seq_len": 32, "vocab_size": 128, "dropout": 0.1,
+        "dataset": "tiny", "data_dir": f"{place}/data", "log_dir": f"{place}/logs", "device": "cpu", "shuffle": True,
+        "checkpoint_every": 1, "eval_every": 10, "val_fraction": 0.1, "lr_schedule": "cosine", "warmup_steps": 5,
+        "max_steps": STEPS_PER_KILL * options.kills, "resume": "auto", "fsdp": options.fsdp}
+    straight = Run(load_config(**values, run_name="straight"), options)
+    straight.begin()
+    straight.wait_for_its_end()
+    kills: Counter[str] = Counter()
+    in_a_write = early = rounds = lives = differ = 0
+    while kills.total() < options.kills:
+        rounds += 1
+        run = Run(load_config(**values, run_name=f"killed_{rounds}"), options)
+        while run.begin():
+            lives += 1
+            if several and moments.random() >= EARLY:
+                run.wait(run.has_stepped)
+            seconds = moments.uniform(0, options.longest_life)
+            if kills.total() == options.kills or not run.lives_for(seconds):
+                run.wait_for_its_end()
+                break
+            what, (ranks, process) = moments.choice([*KINDS.items()]) if several else ("the process", (0, True))
+            early += not run.has_stepped()
+            in_a_write += run.kill(ranks, process, moments)
+            kills[what] += 1
+        differ += run.end() != straight.end()
+    counted = f"{options.kills} kills", f"{lives} processes", f"{in_a_write} of them while a checkpoint was being written"
+    if several:
+        counted = (f"{options.kills} kills ({', '.join(f'{kills[what]} of {what}' for what in KINDS)})",
+                   f"{lives} starts of {options.ranks} ranks", f"{counted[2]} and {early} before the start's first step was saved")
+    print(f"{counted[0]} of {counted[1]} in {rounds} run(s) of {values['max_steps']} steps, {counted[2]}; {differ} run(s) ended "
+          f"with other weights, optimizer state, losses or evaluations")
+    if differ:
+        print(f"the runs are in {place}")
+    else:
+        shutil.rmtree(place)
+    return 1 if differ else 0
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = str(ROOT)  # where the fork server finds train
+    os.environ["PYTHONPATH"] = str(ROOT)  # where the fork server finds the tests
     begun = time.monotonic()
     status = main(parse_command_line(SoakOptions, description=__doc__))
     print(f"{time.monotonic() - begun:.0f} s")
