@@ -24,6 +24,7 @@ class UserError(Exception):
 
     status = 2
     of_all = False  # whether every process of the run raises it, so that rank 0 tells
+    found_by: int | None = None  # the rank that has found it, if that is not the one that tells
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -51,7 +52,8 @@ def exit_with(error: UserError, status: int | None = None, *, of_others: bool = 
         time.sleep(1 if has_joined() else 5 + (launch().local_rank > 0))  # on each machine one speaks
     ended_already = rank and not has_joined() and StopRequest.came  # by torchrun, as another process has failed and told why
     if not ended_already and is_first_to_tell():
-        prefix = f"error: rank {rank}: " if rank else "error: "
+        found_by = rank if error.found_by is None else error.found_by
+        prefix = f"error: rank {found_by}: " if found_by else "error: "
         with contextlib.suppress(OSError):  # nobody may read it
             print("\n".join(prefix + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
     end_process(error.status if status is None else status)
@@ -108,7 +110,7 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
         kind, reason = kind_of_failure(error)
         said = TrainingError(advice[kind].replace("{reason}", reason)) if kind in advice else None
     if said:
-        said.of_all = getattr(error, "of_all", False)
+        said.of_all, said.found_by = getattr(error, "of_all", False), getattr(error, "found_by", None)
         for note in getattr(error, "__notes__", []):
             said.add_note(note)
     return said

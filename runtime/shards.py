@@ -54,7 +54,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> d
     def checksums() -> dict[str, str]:
         return {path.name: sha256(path) for path in folder.glob(f"shard-{world.rank + 1:05d}-*")}
 
-    return {name: digest for own in world.on_each(checksums) for name, digest in own.items()}
+    return {name: digest for own in world.gather(world.together(checksums)) for name, digest in own.items()}
 
 
 def read_shards(folder: Path, wanted: Callable[[str], bool] = bool, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

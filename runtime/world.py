@@ -163,41 +163,22 @@ class World:
             raise raised
         return result
 
-    def on_each(self, function: Callable[[], T]) -> list[T]:
-        """Call a function on every process: every one gets all results, by rank, or raises what the first that failed raised.
-
-        Every process has to call this.
-        """
-        own: tuple[Any, Exception | None]
-        try:
-            own = function(), None
-        except Exception as error:  # raised below, on every process
-            own = None, error
-        results: list[Any] = []
-        for result, raised in self.gather(own):
-            if raised is not None:
-                raise raised
-            results.append(result)
-        return results
-
     def together(self, function: Callable[[], T]) -> T:
-        """Call a function on every process. If it raises UserError on some, all raise one that says what the first of them found.
+        """Call a function on every process. If it raises UserError or OSError on some, all raise what the first of them did, and
+        rank 0 tells whose it is.
 
         Every process has to call this, and the function must not wait for the others.
         """
-        if not self.distributed:
-            return function()
         from runtime.errors import UserError
 
         result, fault = None, None
         try:
             result = function()
-        except UserError as error:
-            fault = str(error), error.status
-        for rank, found in enumerate(self.gather(fault)):
-            if found:
-                raised = UserError((f"rank {rank}: " if rank else "") + found[0])
-                raised.status, raised.of_all = found[1], True
+        except (UserError, OSError) as error:
+            fault = error
+        for rank, raised in enumerate(self.gather(fault)):
+            if raised is not None:
+                raised.found_by, raised.of_all = rank, True  # type: ignore[union-attr]  # see UserError
                 raise raised
         return result  # type: ignore[return-value]  # it has not failed
 

@@ -182,22 +182,21 @@ def test_processes_with_other_options_or_another_pytorch_do_not_train_together(t
 
 def test_what_one_process_cannot_do_all_raise_so_that_rank_0_tells(monkeypatch):
     """As where a machine has no corpus, or not the weights to begin with."""
-    found = [None, ("no token files", 2), ("damaged", 1)]
+    found = [None, UserError("no token files"), TrainingError("damaged")]
     monkeypatch.setattr(World, "gather", lambda world, own: [*found[:world.rank], own, *found[world.rank + 1:]])
 
     def fail():
         raise TrainingError("damaged")
 
     for rank, function in ((0, lambda: 3), (2, fail)):
-        with pytest.raises(UserError, match="rank 1: no token files") as caught:
+        with pytest.raises(UserError, match=r"^no token files$") as caught:
             World(CPU, rank, 3).together(function)
-        assert caught.value.status == 2
+        assert (caught.value.found_by, caught.value.of_all, caught.value.status) == (1, True, 2)
     monkeypatch.setattr(World, "gather", lambda _, own: [own, own])
     assert World(CPU, 0, 2).together(lambda: 3) == World(CPU).together(lambda: 3) == 3
-    with pytest.raises(UserError, match=r"^damaged$"):
-        World(CPU, 1, 2).together(fail)
-    with pytest.raises(TrainingError, match=r"^damaged$"):  # alone, as it is
-        World(CPU).together(fail)
+    for world in (World(CPU, 1, 2), World(CPU)):
+        with pytest.raises(TrainingError, match=r"^damaged$"):
+            world.together(fail)
 
 
 def test_other_tokens_are_told_with_the_ranks_that_have_them(monkeypatch):

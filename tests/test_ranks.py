@@ -133,6 +133,26 @@ def test_of_several_processes_one_tells_why_the_run_ends(error, ranks, tmp_path)
     assert error[0] == "R" or told == f"{last}\n"
 
 
+TOGETHER = """if True:
+    import torch
+    from runtime.errors import reported
+    from runtime.world import joined_world
+
+    def read():
+        if world.rank:
+            raise OSError(5, "Input/output error", "data/mine")
+
+    with reported("here"), joined_world(torch.device("cpu"), 60) as world:
+        world.together(read)
+"""
+
+
+def test_what_one_process_cannot_read_rank_0_tells_with_its_rank(tmp_path):
+    first, second = run_ranks(2, "-c", TOGETHER, cwd=tmp_path)
+    assert (first.stderr, second.stderr) == ("error: rank 1: data/mine: Input/output error\n", "")
+    assert (first.returncode, second.returncode) == (1, 1)
+
+
 @needs_proc
 def test_a_second_ctrl_c_ends_a_process_that_waits_for_another_one(tiny_config, tmp_path):
     options = flags(tiny_config(max_steps=100_000))
