@@ -91,9 +91,10 @@ def _take_float32_input(block: torch.nn.Module, device: torch.device) -> None:
     """Let a block whose weights are gathered in bfloat16 compute with float32 inputs wherever it is called, as by sampling, which
     has no autocast."""
     block.forward = functools.partial(_in_bfloat16, block.forward, device.type)
+    ours: dict[type, Any] = {torch.nn.LayerNorm: _LayerNorm, torch.nn.RMSNorm: _RMSNorm}
     for norm in block.modules() if device.type == "cpu" else ():  # whose autocast, unlike CUDA's, leaves norms alone
-        if isinstance(norm, torch.nn.LayerNorm):  # its class, as a forward of each one's own would be compiled for each
-            norm.__class__ = _LayerNorm
+        if type(norm) in ours:  # its class, as a forward of each one's own would be compiled for each
+            norm.__class__ = ours[type(norm)]
 
 
 def _in_bfloat16(plain: Callable[..., Any], device: str, *inputs: Any) -> Any:
@@ -107,6 +108,13 @@ class _LayerNorm(torch.nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class _RMSNorm(torch.nn.RMSNorm):
+    """The same of RMSNorm, which would warn and be slow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def gradients_averaged(model: Any, now: bool) -> contextlib.AbstractContextManager:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from checkpoint import newest_whole_checkpoint
 from config import Config, load_config
@@ -15,6 +16,7 @@ from evaluate import EvaluateOptions, evaluate
 from export import export
 from runtime.cli import ConfigError
 from runtime.errors import UserError
+from runtime.parallel import _take_float32_input
 from runtime.world import World
 from sample import sample_text
 from tests.conftest import ALONE, CPU, ended, reseal, run_ranks, start_ranks, tiny_run, write_tiny_corpus
@@ -137,6 +139,17 @@ def test_bf16_gathers_blocks_in_bf16_and_keeps_the_rest_in_fp32(two, place):
     whole, sharded = (column(tiny_run(place, run_name=name)) for name in ("ddp bf16", "bf16"))
     assert sharded == pytest.approx(whole, rel=1e-3)
     assert sharded != whole
+
+
+@pytest.mark.parametrize(("norm", "function"), [("layernorm", "layer_norm"), ("rmsnorm", "rms_norm")])
+def test_on_a_cpu_norms_take_the_weights_that_are_gathered_in_bf16(norm, function, tiny_model, monkeypatch):
+    real, dtypes = getattr(F, function), []
+    monkeypatch.setattr(F, function, lambda x, shape, weight, *rest: dtypes.append((x.dtype, weight.dtype)) or real(
+        x, shape, weight, *rest))
+    block = tiny_model(norm=norm).transformer.h[0].bfloat16()
+    _take_float32_input(block, CPU)
+    assert block(torch.zeros(1, 4, 32)).dtype == torch.float32
+    assert dtypes == [(torch.float32, torch.float32)] * 2
 
 
 def test_fp16_scales_the_loss_as_ddp_does(two, place):
