@@ -191,15 +191,16 @@ def continued(model: GPT, prompts: Sequence[list[int]], max_new_tokens: int, cho
 
 
 def sample_text(model: GPT, prompt: str, max_new_tokens: int, temperature: float = 0.8, top_k: int | None = 50, seed: int = 0,
-                num_samples: int = 1) -> list[str]:
+                num_samples: int = 1, agree: Callable[[int], int] = int) -> list[str]:
     """Continuations of the prompt, which they begin with, each up to its <|endoftext|>. The first is drawn with the seed, the next
-    with seed + 1, and so on.
+    with seed + 1, and so on. `agree` is given each token and returns the one that counts: with FSDP processes have to draw the same
+    text, and on different processors rounding may let them draw others.
 
     Raises UserError if the model's vocabulary is not that of GPT-2's tokenizer, which makes the prompt, or if it cannot go on.
     """
     texts, tokens = [prompt] * num_samples, [encode(model, prompt)] * num_samples
     choose = chooser([seeded(seed + i) for i in range(num_samples)], temperature, top_k)
-    for pieces in decoded(continued(model, tokens, max_new_tokens, choose)):
+    for pieces in decoded(continued(model, tokens, max_new_tokens, lambda *text: agree(choose(*text)))):
         texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
     return texts
 

@@ -142,7 +142,8 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
                     keep_best(run, saved, world)
             hellaswag.score_if_due(step, state.model, run, autocast)
             if config.sample_every and step and (last or is_due(config.sample_every, step)):
-                run.log_sample(step, sample_text(state.model, config.sample_prompt, config.sample_tokens, seed=config.seed)[0])
+                run.log_sample(step, sample_text(state.model, config.sample_prompt, config.sample_tokens, seed=config.seed,
+                                                 agree=world.broadcast)[0])
             if last:
                 break
 

@@ -70,6 +70,7 @@ def two(place):
         "bf16": ("dtypes", few(run_name="bf16", **bf16, fsdp=True)),
         "ddp fp16": ("trained", few(run_name="ddp fp16", fp16=True)),
         "fp16": ("trained", few(run_name="fp16", fp16=True, fsdp=True)),
+        "sampled": ("sampled", few(run_name="sampled", fsdp=True, vocab_size=50304, max_steps=1, sample_every=1, sample_tokens=3)),
         "ddp few": ("trained", few(run_name="ddp few")),
         "ddp few, with FSDP": ("restored", {"resume": str(place / "logs/ddp few"), "fsdp": True}),
         "recomputed": ("trained", few(run_name="recomputed", recompute=True)),
@@ -139,6 +140,12 @@ def test_bf16_gathers_blocks_in_bf16_and_keeps_the_rest_in_fp32(two, place):
     whole, sharded = (column(tiny_run(place, run_name=name)) for name in ("ddp bf16", "bf16"))
     assert sharded == pytest.approx(whole, rel=1e-3)
     assert sharded != whole
+
+
+def test_of_processes_that_draw_different_tokens_rank_0s_count(two, place):
+    config = tiny_run(place, run_name="sampled")
+    (sample,) = re.findall(r"sample after step 1: (.*)", (folder_of(config) / "console.log").read_text())
+    assert sample == sample_text(load_model(str(folder_of(config))), "The", 3, seed=1337)[0].splitlines()[0]
 
 
 @pytest.mark.parametrize(("norm", "function"), [("layernorm", "layer_norm"), ("rmsnorm", "rms_norm")])
