@@ -42,8 +42,9 @@ if [[ -z ${TINY:-} ]]; then
     config=speedup10.yaml batches=(32 64) gpu_ms=(gpu_ms) speedup=(speedup)
     tests=(-m gpu) rounds=(--rounds 12) peers=() profile=(--compare logs/reference/timeit.csv)
 else
+    export TURN_SECONDS=0.01
     gpu=tiny config=$out/tiny.yaml batches=(2) gpu_ms=("$out/tiny.yaml" "$out/untied.yaml") speedup=("$out/tiny.yaml")
-    tests=(-m gpu --collect-only) rounds=(--rounds 6) peers=(--seq_len 32 --no-baseline) profile=(--config "$config" --steps 1)
+    tests=(-m gpu --collect-only tests/test_train.py) rounds=(--rounds 6) peers=(--seq_len 32 --no-baseline) profile=(--config "$config" --computation forward --steps 1)
     cat >"$config" <<'END'
 {device: cpu, dataset: pydocs, n_layer: 1, n_head: 2, n_embd: 32, block_size: 32, seq_len: 32, batch_size: 2, vocab_size: 50304,
  tie_weights: true, flash: true, fused_adamw: true, max_steps: 3}
