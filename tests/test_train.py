@@ -96,9 +96,9 @@ def test_four_micro_steps_of_two_make_the_loss_and_gradient_of_one_of_eight(one_
 
 @pytest.mark.parametrize(("speed", "loss_tolerance", "grad_tolerance"), [
     ({"bf16": True}, 2e-3, 0.03), ({"fp16": True}, 5e-4, 0.01), ({"flash": True}, 1e-6, 1e-5),
-    ({"compile": True}, 1e-6, 1e-5), ({"bf16": True, "flash": True, "compile": True}, 2e-3, 0.03),
+    ({"compile": True}, 1e-6, 1e-5), ({"bf16": True, "flash": True, "compile": True, "loss_chunks": 4}, 2e-3, 0.03),
     ({"loss_chunks": 4}, 1e-6, 1e-6), ({"bf16": True, "loss_chunks": 4}, 2e-3, 0.03),
-    ({"fp16": True, "loss_chunks": 4}, 5e-4, 0.01), ({"bf16": True, "compile": True, "loss_chunks": 4}, 2e-3, 0.03),
+    ({"fp16": True, "loss_chunks": 4}, 5e-4, 0.01),
 ], ids=lambda value: "+".join(value) if isinstance(value, dict) else "")
 def test_each_speed_flag_computes_the_same_within_its_precision(one_step, speed, loss_tolerance, grad_tolerance):
     shape = {**COMPILED, "compile": False} if "compile" in speed else {"n_embd": 64, "batch_size": 8}
