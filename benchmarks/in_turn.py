@@ -50,7 +50,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = 3  # rounds: the first compiles, the second may record CUDA graphs, the third tells how many steps make a turn
 FEWEST_FOR_AN_EARLY_END = 10  # rounds: of fewer, narrow intervals are too often so by chance
 OTHERS_END = 15.0  # seconds within which the processes of a group end after one of them
-TURN_SECONDS = 0.5  # at least, as a shorter turn is lost in what the machine does besides
+# at least, as a shorter turn is lost in what the machine does besides; a rehearsal may set less in the environment
+TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
 
 
 class InTurnOptions(Options):

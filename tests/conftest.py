@@ -4,7 +4,8 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.reduction
 import os
 import runpy
 import signal
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ COMPILED: dict[str, Any] = {"compile": True, "n_layer": 1, "tie_weights": True}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# torch.compile in the tests and in what they start, unless said otherwise: neither try out which instructions the compiler knows,
+# nor start processes that compile beside this one; each takes longer than a tiny model's kernels
+for name in ("TORCHINDUCTOR_VEC_ISA_OK", "TORCHINDUCTOR_COMPILE_THREADS"):
+    os.environ.setdefault(name, "1")
 
 torch.set_num_threads(1)  # a tiny model gains nothing from more, and loses much where another program takes a core
 
@@ -165,7 +171,7 @@ class Started:
         self.out, self.err = (Path(self.printed.name) / name for name in ("stdout", "stderr"))
         for path in (self.out, self.err):
             path.touch()  # there at once, for those who read along
-        self.process = fork_server().Process(target=_be, args=(command, cwd, env, self.out, self.err, before))
+        self.process = fork_server().Process(target=_be, args=(command, cwd, env, {1: self.out, 2: self.err}, before))
         self.process.start()
         self.pid = self.process.pid
 
@@ -197,22 +203,34 @@ class Started:
 
 @functools.cache
 def fork_server() -> Any:
-    """The multiprocessing context whose processes begin with PyTorch and other packages imported, and nothing of the project."""
+    """The multiprocessing context whose processes begin with PyTorch, other packages, and what train.py imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "torch._dynamo", "torch._inductor.compile_fx", "torch.nn.parallel", "tiktoken",
-                                    "pydantic", "yaml", "filelock", "safetensors.torch", "rich.table"])
+                                    "pydantic", "yaml", "filelock", "safetensors.torch", "rich.table", "tests.conftest", "train"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # where it finds the last two
+        multiprocessing.forkserver._forkserver.ensure_running()
     return context
 
 
-def _be(command: tuple[str, ...], cwd: Path, env: dict[str, str], out: Path, err: Path, before: Callable[[], None] | None) -> None:
-    """Become the command `python <command>`: a script, `-m module` or `-c code`."""
-    for path, descriptor in ((out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+def _be(command: Sequence[str], cwd: Path, env: Mapping[str, str], streams: Mapping[int, Path | int],
+        before: Callable[[], None] | None, forking: bool = False) -> None:
+    """Become the command `python <command>`: a script, `-m module` or `-c code`. `streams`: what the descriptors 0 to 2 are;
+    `forking`: whether the commands that it starts are forked too."""
+    for descriptor, stream in streams.items():
+        given = stream if isinstance(stream, int) else os.open(stream, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(given, descriptor)
+        os.close(given)
+    # the fork server's own were made for other files
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     if "OMP_NUM_THREADS" in env:  # read when PyTorch was imported
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    if forking:
+        forks()
     if before:
         before()
     first, *rest = command
@@ -226,6 +244,70 @@ def _be(command: tuple[str, ...], cwd: Path, env: dict[str, str], out: Path, err
         sys.argv = [first, *rest]
         sys.path.insert(0, str(Path(first).parent))
         runpy.run_path(first, run_name="__main__")
+
+
+class Forked(subprocess.Popen):
+    """subprocess.Popen which forks commands of this Python as `Started` does; for code that starts processes by itself."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+                       startupinfo: Any, creationflags: Any, shell: Any, *pipes: Any) -> None:
+        self.process = None
+        if args[0] != sys.executable:
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *pipes)
+            return
+        command = [str(word) for word in args[1 + (args[1] == "-u"):]]
+        given = enumerate((pipes[0], pipes[3], pipes[5]))  # -1: this process's own
+        streams = {number: _Descriptor(number if theirs == -1 else theirs) for number, theirs in given}
+        before = os.setsid if pipes[11] else None  # start_new_session
+        self.process = fork_server().Process(
+            target=_be, args=(command, cwd or os.getcwd(), dict(os.environ if env is None else env), streams, before, True))
+        self.process.start()
+        self.pid = self.process.pid
+        self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        """As os.waitpid, which knows children only."""
+        if self.process is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc]
+        self.process.join(0 if wait_flags else None)
+        code = self.process.exitcode
+        return (0, 0) if code is None else (self.pid, -code if code < 0 else code << 8)
+
+    def _internal_poll(self, *given: Any, **more: Any) -> int | None:
+        if self.process is None:
+            return super()._internal_poll(*given, **more)  # type: ignore[misc]
+        pid, status = self._try_wait(os.WNOHANG)
+        if pid and self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class _Descriptor:
+    """The number of an open file, which is another one in the process that it is handed to."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _received, (multiprocessing.reduction.DupFd(self.number),)
+
+
+def _received(handed_over: Any) -> int:
+    return handed_over.detach()
+
+
+def forks() -> None:
+    """Let this process, which is forked, fork the commands of Python that it starts from the same one."""
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    subprocess.Popen = Forked  # type: ignore[misc]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of Python that this test's code starts, and those that they start, begin with PyTorch imported."""
+    if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux":
+        monkeypatch.setattr(subprocess, "Popen", Forked)
 
 
 def start(*command: str | Path, cwd: Path, before: Callable[[], None] | None = None, **env: str) -> Any:

@@ -29,7 +29,6 @@ TRAIN = """if True:
     from train import train
 
     runtime.measure.matmul_tflops = lambda *_, **__: 1.0  # takes longer than a run
-    torch._inductor.config.cpp.vec_isa_ok = True  # trying out what instructions this processor has does too
     with joined_world(torch.device("cpu"), timeout=100) as world:
         for options in json.loads(sys.argv[1]):
             train(tiny_run(Path.cwd(), **options), world)

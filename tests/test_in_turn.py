@@ -114,7 +114,7 @@ TINY = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--vocab_size", "12
 
 def in_turn(*arguments):
     return subprocess.run([sys.executable, "-m", "benchmarks.in_turn", *arguments], cwd=ROOT, text=True, capture_output=True,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+                          env=os.environ | {"OMP_NUM_THREADS": "1", "TURN_SECONDS": "0.01"})
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def config(tmp_path, corpus):
     return str(path)
 
 
-def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path):
+def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path, forked):
     output = tmp_path / "turns.json"
     run = in_turn(config, f"{config} --n_layer 2", "--rounds", "6", "--width", "0", "--output", str(output), "--", *TINY)
     assert run.returncode == 0, run.stderr
@@ -164,14 +164,14 @@ def test_the_seconds_of_a_turn_are_those_in_the_log(config, tmp_path):
     (["quickstart.yaml", "quickstart.yaml --seed '1"], "no closing quotation; a side is quoted as a whole"),
     (["quickstart.yaml", "speedup1.yaml", "--rounds", "3"], "greater than or equal to 6"),
 ])
-def test_what_cannot_be_compared_is_one_error_line(arguments, said):
+def test_what_cannot_be_compared_is_one_error_line(arguments, said, forked):
     run = in_turn(*arguments)
     assert run.returncode == 2
     assert said in run.stderr
     assert "Traceback" not in run.stderr
 
 
-def test_a_side_that_fails_says_which_and_why(config, tmp_path):
+def test_a_side_that_fails_says_which_and_why(config, tmp_path, forked):
     run = in_turn(config, f"{config} --dataset nowhere", "--rounds", "6", "--", *TINY)
     assert run.returncode == 1
     assert f"error: {config} --dataset nowhere: " in run.stderr

@@ -18,7 +18,7 @@ import runtime.report as reports
 from runtime.errors import UserError, why_it_failed
 from runtime.ratio import Ratio, median_ratio, product
 from runtime.runlog import read_rows
-from tests.conftest import ROOT, flags, run
+from tests.conftest import ROOT, flags, forks, run
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def climb(*arguments):
     return 0
 
 
-def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, tmp_path, monkeypatch, capsys):
+def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, tmp_path, monkeypatch, capsys, forked):
     monkeypatch.chdir(tmp_path)
     assert climb(*rungs) == 0
     folder = tmp_path / "logs/ladder"
@@ -78,9 +78,10 @@ def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, tmp_path, monkeypatc
     assert [name for name in rows if after[name] != before[name]] == ["plain"]
 
 
-def test_each_stage_and_its_base_are_timed_in_turn_once(rungs, tmp_path, monkeypatch):
+def test_each_stage_and_its_base_are_timed_in_turn_once(rungs, tmp_path, monkeypatch, forked):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TURN_SECONDS", "0.01")
     (tmp_path / "tied.yaml").write_text("base: flash.yaml\ntie_weights: true\n")
     at = rungs.index("--rounds")
     ladder_of_three = [*rungs[:at], "tied.yaml", "--rounds", "6", *rungs[at + 2:]]
@@ -141,7 +142,7 @@ def test_sides_that_have_no_room_at_once_keep_no_memory_from_step_to_step(tmp_pa
     assert environment((100, 100), memory_mb=room - 1) == [{"GLIBC_TUNABLES": ""}]
 
 
-def test_a_side_that_fails_in_turn_is_told_and_the_rest_is_reported(rungs, tmp_path, monkeypatch, capsys):
+def test_a_side_that_fails_in_turn_is_told_and_the_rest_is_reported(rungs, tmp_path, monkeypatch, capsys, forked):
     monkeypatch.chdir(tmp_path)
     at = rungs.index("--rounds")
     watch = ladder._watch
@@ -222,7 +223,7 @@ def test_every_published_counterpart_has_a_factor():
 def test_a_failing_stage_is_reported_and_the_others_go_on(rungs, tmp_path):
     (tmp_path / "bad.yaml").write_text("base: plain.yaml\nlr: 1e30\n")
     # the first of the others runs on two processes
-    done = run("ladder.py", "--nproc_per_node", "2", "bad.yaml", *rungs[1:], cwd=tmp_path)
+    done = run("ladder.py", "--nproc_per_node", "2", "bad.yaml", *rungs[1:], cwd=tmp_path, before=forks)
     assert done.returncode == 1
     assert "failed: bad: step " in done.stdout
     assert list(results(tmp_path)) == ["flash"]
@@ -230,7 +231,7 @@ def test_a_failing_stage_is_reported_and_the_others_go_on(rungs, tmp_path):
     assert json.loads((tmp_path / "logs/ladder/flash/summary.json").read_text())["world_size"] == 2
 
 
-def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(rungs, tmp_path, monkeypatch):
+def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(rungs, tmp_path, monkeypatch, forked):
     at = rungs.index("--max_steps")
     short, options = rungs[:at], rungs[at + 2:]
     # the second rung is too long to finish

@@ -220,7 +220,7 @@ def test_starts_are_timed_with_an_empty_and_then_with_the_filled_compile_cache(o
     assert folder.startswith(str(tmp_path))
 
 
-def test_tiny_models_are_compared_whole(peer, corpus, tmp_path, monkeypatch):
+def test_tiny_models_are_compared_whole(peer, corpus, tmp_path, monkeypatch, forked):
     monkeypatch.setattr(in_turn, "TURN_SECONDS", 0.01)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     sizes = [word for name, value in SIZES.items() if not isinstance(value, bool) for word in (f"--{name}", str(value))]

@@ -39,7 +39,7 @@ def tiny_yaml(tmp_path, corpus):
     return tmp_path / "tiny.yaml"
 
 
-def test_one_process_and_two_train_the_same_batch_in_turn(tiny_yaml, tmp_path, monkeypatch):
+def test_one_process_and_two_train_the_same_batch_in_turn(tiny_yaml, tmp_path, monkeypatch, forked):
     monkeypatch.setattr(in_turn, "TURN_SECONDS", 0.01)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert command_line("--config", tiny_yaml, "--scaling", "2,1", "--rounds", "6", "--log_dir", tmp_path / "logs") == 0
