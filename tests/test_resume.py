@@ -1,5 +1,6 @@
 """Going on with a run: the same numbers as without the interruption, whatever was switched on; checkpoints that went bad."""
 
+import contextlib
 import csv
 import functools
 import hashlib
@@ -33,11 +34,11 @@ from tests.conftest import (
     TINY,
     TORCHRUN,
     at_step,
-    children,
     ended,
     fast_precision,
     flags,
     fork_server,
+    forks,
     reseal,
     run,
     run_ranks,
@@ -195,6 +196,14 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tiny_config):
     assert (folder_of(config) / "checkpoints/best_000006").is_dir()
 
 
+def working_in(folder):
+    """The numbers of the processes that work in a folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended meanwhile
+            if (process / "cwd").readlink() == folder:
+                yield int(process.name)
+
+
 @needs_proc
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_processes_under_torchrun_go_on_exactly(ranks, tiny_config, tmp_path):
@@ -203,9 +212,9 @@ def test_killed_processes_under_torchrun_go_on_exactly(ranks, tiny_config, tmp_p
     for done in run_ranks(ranks, "train.py", *options, "--run_name", "straight", cwd=tmp_path):
         assert done.returncode == 0, done.stderr
     command = [*TORCHRUN, f"--nproc_per_node={ranks}", "--max_restarts=2", ROOT / "train.py", *options, "--run_name", "killed"]
-    with ended([start(*command, cwd=tmp_path, OMP_NUM_THREADS="1")]) as (process,):
+    with ended([start(*command, cwd=tmp_path, before=forks, OMP_NUM_THREADS="1")]) as (process,):
         wait_for(lambda: (tmp_path / "logs/killed/checkpoints/step_000002").exists(), process)
-        workers = children(process)
+        workers = sorted({*working_in(tmp_path)} - {process.pid})  # forked, they are not torchrun's children
         assert len(workers) == ranks
         os.kill(workers[-1], signal.SIGKILL)
         output, errors = process.communicate(timeout=120)
