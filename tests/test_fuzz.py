@@ -76,7 +76,7 @@ def test_any_bytes_as_a_token_file(content, tmp_path):
     read_tokens(path)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(changes=mutations)
 def test_a_mutated_token_file(changes, tmp_path):
     whole = tmp_path / "whole"
@@ -121,7 +121,7 @@ def test_any_bytes_as_a_config(content, tmp_path):
     read_config(tmp_path / "fuzz.yaml")
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(changes=mutations)
 def test_a_mutated_config(changes, tmp_path):
     (tmp_path / "fuzz.yaml").write_bytes(mutate(VALID.encode(), changes))
@@ -134,7 +134,7 @@ yaml_values = st.recursive(
 names = st.one_of(st.sampled_from([*Config.model_fields, "base"]), st.text(max_size=8))
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(values=st.dictionaries(names, yaml_values, max_size=5))
 def test_any_values_in_a_config(values, tmp_path):
     (tmp_path / "fuzz.yaml").write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
@@ -181,7 +181,7 @@ def read_checkpoint(folder: Path) -> None:
 FILES = ["model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(name=st.sampled_from(FILES), changes=mutations, sealed=st.booleans())
 def test_a_mutated_checkpoint(name, changes, sealed, saved, tmp_path):
     folder = tmp_path / "checkpoints" / "step_000001"
@@ -215,7 +215,7 @@ def test_any_bytes_in_a_checkpoint(name, content, saved, tmp_path):
         resume()
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(where=st.lists(st.integers(0, 30), min_size=1, max_size=5), value=yaml_values)
 def test_any_values_in_a_checkpoints_state(where, value, saved, tmp_path):
     folder = tmp_path / "checkpoints" / "step_000001"
