@@ -50,7 +50,18 @@ for name in ("TORCHINDUCTOR_VEC_ISA_OK", "TORCHINDUCTOR_COMPILE_THREADS"):
 torch.set_num_threads(1)  # a tiny model gains nothing from more, and loses much where another program takes a core
 
 
+# half of the time; begun first, so that at the end of several workers' tests none waits for a long one of another
+LONG = [f"test_{name}.py" for name in ("fsdp", "machines", "gpu_script", "ddp", "documents", "resume", "train")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":  # of pytest-xdist: it was not given
+        config.option.dist = "worksteal"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
