@@ -202,7 +202,8 @@ def save_shards(run: Path, model: GPT, optimizers: list[torch.optim.Optimizer], 
     sums: dict[str, str] = {}
     with contextlib.ExitStack() as stack:  # of rank 0; the others write into the folder that it makes
         unfinished = world.on_first(lambda: stack.enter_context(_being_saved(run, saved, sums, keep_last, whole)))
-        _check_shared(unfinished, world)
+        if unseen := [rank for rank, there in enumerate(world.gather(unfinished.is_dir())) if not there]:
+            raise _not_shared(unfinished, unseen)
         for file, tensors in _tensors(model, optimizers).items():
             for name, digest in write_shards(unfinished / SHARDS[file], tensors, world).items():
                 sums[f"{SHARDS[file]}/{name}"] = digest
@@ -620,15 +621,17 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
 
     notes = world.on_first(open_folder)
     if unseen := [rank for rank, there in enumerate(world.gather((run.path / "config.yaml").exists())) if not there]:
+        if config.fsdp and config.keep_last:
+            world.on_first(run.abandon)
+            raise _not_shared(run.path, unseen)
         notes.append(f"{run.path} is not there for {ranks_in_words(unseen)}: the run trains, but can go on after a fault only "
                      f"where all processes see its folder; put --log_dir on a file system that they share")
-    if config.fsdp and config.keep_last:
-        _check_shared(run.path, world)
     return notes
 
 
-def _check_shared(folder: Path, world: World) -> None:
-    """Raises UserError unless all processes find a folder that rank 0 has made."""
-    if lacking := [rank for rank, finds in enumerate(world.gather(folder.is_dir())) if not finds]:
-        raise UserError(f"{folder}: rank {lacking[0]} does not find it, and with fsdp every process writes its shards there; "
-                        f"log_dir has to be on a disk that all machines share")
+def _not_shared(folder: Path, unseen: Sequence[int]) -> UserError:
+    """What every process raises where some do not find a folder that rank 0 has made."""
+    error = UserError(f"{folder}: is not there for {ranks_in_words(unseen)}, and with fsdp every process writes its shards there; "
+                      f"put --log_dir on a file system that all machines share, or --keep_last 0 to save nothing")
+    error.of_all = True
+    return error

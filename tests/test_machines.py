@@ -217,6 +217,11 @@ def test_a_machine_that_does_not_see_the_runs_folder_is_told_at_the_start_and_ca
     (tmp_path / "elsewhere").mkdir()
     apart = 'os.chdir("elsewhere"); import runtime.report; runtime.report.code_version = lambda: "other code"'
     options = [*flags(tiny_config(max_steps=2)), "--log_dir", "logs"]
+    first, second = run_different(apart, *options, "--fsdp", cwd=tmp_path)
+    (line,) = first.stderr.splitlines()
+    assert line.startswith("error: logs/train: is not there for rank 1, and with fsdp every process writes its shards there; put ")
+    assert (first.returncode, second.returncode, second.stderr) == (2, 2, "")
+    assert not (tmp_path / "logs").exists()
     for done in run_different(apart, *options, cwd=tmp_path):
         assert (done.returncode, done.stderr) == (0, "")
     console = (tmp_path / "logs/train/console.log").read_text()
