@@ -14,8 +14,13 @@ from train import main, train
 from weights import build_model
 
 
-def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def the_matmul_rate_is_given(monkeypatch):
+    """Measuring it takes a second or two."""
     monkeypatch.setattr(estimate_module, "matmul_tflops", lambda *_, **__: 250.0)
+
+
+def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, capsys):
     config = load_config("gpt2_124m", device="cpu", data_dir=str(tmp_path), log_dir=str(tmp_path / "a/b"))
     estimate(config, ALONE)
     said = capsys.readouterr().out
