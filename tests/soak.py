@@ -33,7 +33,7 @@ from weights import MODEL, OPTIMIZER, STATE, read_json, read_part
 
 STEPS_PER_KILL = 12
 EARLY = 0.25  # share of several ranks' lives that are counted from their start: most of these end while the ranks import
-PATIENCE = 500.0  # seconds after which a run hangs; less than the 600 after which one of its ranks gives up on another
+PATIENCE = 500.0  # seconds without a step after which a run hangs; fewer than the 600 of a rank that waits for another
 ALL = sys.maxsize
 # what is killed of several ranks: so many of them, and whether torchrun is
 KINDS = {"one rank": (1, False), "all ranks": (ALL, False), "torchrun alone": (0, True), "torchrun and all ranks": (ALL, True)}
@@ -92,9 +92,11 @@ class Run:
 
     def wait(self, condition: Callable[[], bool]) -> bool:
         """Wait until the condition holds or the run has ended; returns whether it has not ended."""
-        until = time.monotonic() + PATIENCE
+        newest, until = list[Path](), time.monotonic() + PATIENCE
         while not condition() and self.process.poll() is None:
-            if time.monotonic() > until:
+            if newest != (now := all_checkpoints(self.path)[-1:]):
+                newest, until = now, time.monotonic() + PATIENCE
+            elif time.monotonic() > until:
                 self.fail("hangs")
             time.sleep(0.005)
         if self.process.poll():
