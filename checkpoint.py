@@ -76,6 +76,7 @@ class State:
     model: GPT  # without torch.compile and DDP; sharded, with FSDP
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # of the loss; does nothing without fp16
+    memory_before: float = 0.0  # MiB that the process had before all this was built
     step: int = 0  # steps taken
     skipped_steps: int = 0  # of these, left out for a loss or norm that was not finite
     best_val_loss: float | None = None

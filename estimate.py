@@ -1,16 +1,27 @@
 """What a run would take, said before anything starts: `python train.py --config gpt2_124m.yaml --estimate`."""
 
+import bisect
+import functools
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from config import Config
 from data.prepare import is_there
 from dataloader import open_corpus
+from kernels.loss import sum_of_parts
 from model import GPT, GPTConfig
-from runtime.device import device_name, prepare, product_dtype
+from optimizer import clip_gradients, make_optimizers
+from runtime.device import autocast_to, device_name, prepare, product_dtype
 from runtime.measure import bf16_note, matmul_tflops
+from runtime.memory import Recorder, compiled_graphs, count_graph
+from runtime.parallel import recompute, take_float32_input
+from runtime.process import memory_left
 from runtime.report import flops_rate
 from runtime.world import World
 from weights import build_model
@@ -19,7 +30,7 @@ UTILIZATIONS = (0.3, 0.4, 0.5)  # shares of the measured rate that training reac
 
 
 def estimate(config: Config, world: World) -> None:
-    """Print the run's tokens and compute, the hours on this device, the disk that checkpoints take, and the epochs.
+    """Print the run's tokens and compute, the hours on this device, the disk that checkpoints take, the epochs, and the memory.
 
     Measures the device for some seconds, and writes no run. Every process may call this; rank 0 prints. Raises UserError for
     what this device cannot do, a corpus that is bad, and weights of `init_from` that cannot be had.
@@ -47,8 +58,11 @@ def estimate(config: Config, world: World) -> None:
         print(f"at {share:.0%} of that: {hours(seconds)}, {seconds / config.max_steps:,.3f} s a step, "
               f"{tokens / seconds:,.0f} tokens/s")
     print(disk_in_words(config, model))
+    lines, peak = memory_in_words(config, world)
+    print("\n".join(lines))
     for note in [*notes, *config.notes(), *(bf16_note(world.device) if config.bf16 else [])]:
         print(f"note: {note}")
+    print(f"estimated peak: {peak} MB")
 
 
 def hours(seconds: float) -> str:
@@ -87,3 +101,217 @@ def disk_in_words(config: Config, model: GPT) -> str:
     free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
     return (f"disk:    {each / 1e9:,.3g} GB a checkpoint, at most {each * (kept + best) / 1e9:,.3g} GB for {kept} at a time"
             f"{' and the best one' if best else ''}; {free / 1e9:,.3g} GB are free in {config.log_dir}")
+
+
+# ---- memory
+
+MB = 2**20
+PHASES = {"forward": "forward pass", "backward": "backward pass", "late backward": "backward pass", "clipping": "clipping",
+          "update": "update"}
+STEPS = 2  # that are counted: the optimizer's state comes with the first
+MOST_LAYERS = 6  # that are compiled to graphs, which takes some seconds: more are extrapolated, as blocks are all alike
+# What a process on a CPU takes beside tensors, measured with benchmarks/memory.py (docs/results.md): the code that it loads after
+# its model is built, and the gaps among buffers of many sizes, which the C library keeps for the next ones
+CODE, COMPILED_CODE, GAPS = 110 * MB, 170 * MB, 0.25
+
+
+def memory_in_words(config: Config, world: World) -> tuple[list[str], int]:
+    """What each process's memory goes to, and the largest batch_size that fits; and the peak, in MiB, of what summary.json calls
+    memory_growth_mb. Nothing is allocated."""
+    device, each = world.device, f"of each of {world.world_size} processes" if world.world_size > 1 else "of the process"
+    found = figures(config, world.world_size, device)
+    tensors, moment = max((found[phase], phase) for phase in PHASES)
+    peak = whole(tensors, config, device)
+    parts = [f"{found[part] / MB:,.0f} MB {words}" for part, words in (
+        ("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer state"),
+        ("activations", "activations that the forward pass keeps for the backward pass"))]
+    uncompiled = ", counted as if not compiled" if config.compile and not _as_one_graph(config, world.world_size) else ""
+    lines = [f"memory:  {each}: {', '.join(parts)}",
+             f"         {tensors / MB:,.0f} MB of tensors at once at the worst moment, in the {PHASES[moment]}{uncompiled}",
+             f"         {(peak - tensors) / MB:,.0f} MB beside them: " + (
+                 "the workspace of matrix products" if device.type == "cuda" else
+                 "code, and gaps among buffers, which are kept for the next ones until memory runs short")]
+    left = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_left() / world.world_size
+    if math.isfinite(left):
+        largest = largest_batch(config, world.world_size, device, left)
+        lines.append(f"batch:   {f'the largest batch_size that fits is {largest:,}' if largest else 'no batch_size fits'}, in the "
+                     f"{left / MB:,.0f} MB that are left here for a process")
+    return lines, round(peak / MB)
+
+
+def whole(tensors: float, config: Config, device: torch.device) -> float:
+    """Bytes that a process takes that has so many bytes of tensors at once, beyond what it has before its model is built."""
+    if device.type == "cuda":  # cuBLAS's workspace
+        return tensors + (32 if torch.cuda.get_device_capability(device) >= (9, 0) else 8) * MB
+    return (1 + GAPS) * tensors + (COMPILED_CODE if config.compile else CODE)
+
+
+def _as_one_graph(config: Config, world_size: int) -> bool:
+    """Whether the whole model is compiled: FSDP compiles each block by itself."""
+    return config.compile and not (config.fsdp and world_size > 1)
+
+
+def largest_batch(config: Config, world_size: int, device: torch.device, memory: float) -> int:
+    """The largest batch_size with which a process takes at most `memory` bytes, 0 if there is none; with total_batch_tokens, of
+    those that divide it."""
+    sizes = 1, 2
+    one, two = (figures(config.model_copy(update={"batch_size": size, "total_batch_tokens": None}), world_size, device)
+                for size in sizes)
+
+    def fits(batch_size: int) -> bool:  # each sequence adds the same
+        tensors = max(one[phase] + (batch_size - 1) * (two[phase] - one[phase]) for phase in PHASES)
+        return whole(tensors, config, device) <= memory
+
+    most = config.total_batch_tokens // (config.seq_len * world_size) if config.total_batch_tokens else 10**9
+    largest = bisect.bisect_left(range(1, most + 1), True, key=lambda size: not fits(size))
+    if config.total_batch_tokens:
+        largest = max((size for size in range(1, largest + 1) if most % size == 0), default=0)
+    return largest
+
+
+def figures(config: Config, world_size: int, device: torch.device) -> dict[str, float]:
+    """Bytes of a process's parameters, gradients, optimizer state and activations, and of the most tensors at once by phase."""
+    if _as_one_graph(config, world_size) and config.n_layer > MOST_LAYERS:
+        fewer, more = (count(config.model_copy(update={"n_layer": layers}), world_size, device)
+                       for layers in (MOST_LAYERS - 2, MOST_LAYERS))
+        return {name: more[name] + (more[name] - fewer[name]) / 2 * (config.n_layer - MOST_LAYERS) for name in more}
+    return count(config, world_size, device)
+
+
+def count(config: Config, world_size: int, device: torch.device) -> dict[str, float]:
+    """The figures above, of steps that are taken with fake tensors: the model's, the loss's and the optimizers' own code, in the
+    order of train.py's, so what they keep and for how long is what they do. torch.compile's graphs are traced, not compiled."""
+    sharded, compiled = config.fsdp and world_size > 1, _as_one_graph(config, world_size)
+    autocast = autocast_to(product_dtype(bf16=config.bf16, fp16=config.fp16), device)
+    accumulation = min(2, config.accumulation_steps(world_size))
+    recorder = Recorder({torch.ops.gpt2.summed_loss.default:
+                         lambda x, weight, y, n_vocab, chunks, train, _: sum_of_parts(x, weight, y, n_vocab, chunks, train, False)},
+                        rounded_to=512 if device.type == "cuda" else 1)
+    last = True  # of the micro-steps
+
+    def loss_of(model: Any) -> Tensor:
+        x, y = (torch.zeros(config.batch_size, config.seq_len, dtype=torch.long) for _ in range(2))
+        with autocast():
+            return model(x, y) / accumulation
+
+    found: dict[str, float] = {}
+    with FakeTensorMode(), torch.device(device):
+        graphs = compiled_graphs(model_of(config), loss_of) if compiled else None
+        gathered = model_of(config) if sharded else None  # its parts are counted while they are gathered
+        with recorder:
+            model = shards_of(config, world_size) if sharded else model_of(config)
+            sharding = Sharding(gathered, model, recorder, config.bf16) if gathered else None
+            parameters = list(model.parameters())
+            found["parameters"] = found["gradients"] = float(sum(p.numel() * p.element_size() for p in parameters))
+            beside = recorder.now  # buffers too
+            buckets = [torch.empty_like(p) for p in parameters] if world_size > 1 and not sharded else []
+
+            def into(bucket: Tensor, p: Tensor) -> None:  # as DDP does, which sends them
+                p.grad = bucket if last else p.grad
+
+            for p, bucket in zip(parameters, buckets, strict=False):
+                p.register_post_accumulate_grad_hook(functools.partial(into, bucket))
+            optimizers, _ = make_optimizers(model, config.model_copy(update={"compile": False}))
+            loss = None  # train.py's is freed when the next one is there
+            for micro_step in range(STEPS * accumulation):
+                last = micro_step % accumulation == accumulation - 1
+                if sharding:
+                    sharding.synchronizing = last
+                before = recorder.now
+                recorder.begin("forward")
+                if graphs:
+                    saved = count_graph(graphs[0], recorder, {})
+                    found["activations"] = float(recorder.now - before)
+                    recorder.begin("backward")
+                    results = count_graph(graphs[1], recorder, saved, lambda: recorder.begin("late backward"))
+                    for number in {number for numbers in results.values() for number in numbers}:
+                        recorder.free(number)
+                    for p, bucket in zip(parameters, buckets or parameters, strict=True):
+                        if buckets and last:
+                            p.grad = bucket
+                        elif p.grad is None:
+                            p.grad = torch.empty_like(p)
+                else:
+                    loss = loss_of(gathered or model)
+                    found["activations"] = float(recorder.now - before)
+                    recorder.begin("backward")
+                    loss.backward()
+                if not last:
+                    continue
+                recorder.begin("clipping")
+                clip_gradients(model, config.grad_clip)
+                recorder.begin("update")
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+            found["optimizer"] = float(recorder.now - beside) - (found["gradients"] if buckets else 0.0)
+    return found | {phase: float(recorder.most[phase]) for phase in PHASES}
+
+
+def model_of(config: Config) -> GPT:
+    """The model as train.py builds it, whose blocks compute again what they do not keep, if the config says so."""
+    model = GPT(GPTConfig.of(config))
+    if config.recompute:
+        recompute(model.transformer.h)
+    return model
+
+
+def shards_of(config: Config, world_size: int) -> GPT:
+    """A model of the shards that one of so many processes has of each parameter, along its first dimension."""
+    model = model_of(config)
+    for p in model.parameters():
+        p.data = torch.empty(-(-p.size(0) // world_size), *p.shape[1:])
+    return model
+
+
+class Sharding:
+    """Counts what FSDP adds to the shards: a block's parameters are whole while it computes, what is in no block from the forward
+    pass to its gradients (runtime/parallel.py). Gradients are whole until they are summed, over the processes and in float32."""
+
+    def __init__(self, whole: GPT, shards: GPT, recorder: Recorder, bf16: bool):
+        self.recorder, self.synchronizing = recorder, True
+        self.own = dict(shards.named_parameters())
+        names = {id(p): name for name, p in whole.named_parameters()}
+        blocks = list(whole.transformer.h)
+        for block in blocks:
+            if bf16:
+                block.to(torch.bfloat16)
+                take_float32_input(block, next(block.parameters()).device)
+            self._follow(block, [(names[id(p)], p) for p in block.parameters()], is_block=True)
+        in_blocks = {id(p) for block in blocks for p in block.parameters()}
+        self._follow(whole, [(name, p) for name, p in whole.named_parameters() if id(p) not in in_blocks], is_block=False)
+
+    def _follow(self, module: torch.nn.Module, parameters: list[tuple[str, Tensor]], is_block: bool) -> None:
+        size, numbers = sum(p.numel() * p.element_size() for _, p in parameters), list[int]()
+        waiting: set[str] = set()
+
+        def gathered(*_: object) -> None:
+            waiting.update(name for name, _ in parameters)
+            if not numbers:
+                flat = self.recorder.allocate(size)  # of all processes, then cut up into parameters
+                numbers.append(self.recorder.allocate(size))
+                self.recorder.free(flat)
+
+        def released(*_: object) -> None:
+            while numbers:
+                self.recorder.free(numbers.pop())
+
+        def has_gradient(name: str) -> None:
+            waiting.discard(name)
+            if waiting:
+                return
+            if self.synchronizing:
+                flat = self.recorder.allocate(4 * sum(p.numel() for _, p in parameters))
+                for other, p in parameters:
+                    p.grad = None
+                    if self.own[other].grad is None:
+                        self.own[other].grad = torch.empty_like(self.own[other])
+                self.recorder.free(flat)
+            released()
+
+        module.register_forward_pre_hook(gathered)
+        if is_block:
+            module.register_forward_hook(released)
+            module.register_full_backward_pre_hook(gathered)
+        for name, p in parameters:
+            p.register_post_accumulate_grad_hook(lambda _, name=name: has_gradient(name))

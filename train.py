@@ -34,7 +34,7 @@ from estimate import estimate
 from evaluate import HellaSwag, validation_loss
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import autocast_to, check_compiler, choose_device, flash_note, in_words, prepare, product_dtype, synchronize
-from runtime.measure import TimeLeft, bf16_note, live_figures, summarize
+from runtime.measure import TimeLeft, bf16_note, live_figures, memory_before_mb, summarize
 from runtime.parallel import compiling_told, gradients_averaged, parallelize
 from runtime.runlog import LogRow, RunFolder
 from runtime.world import World, joined_world, launch
@@ -49,7 +49,7 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
 
     Raises UserError for what this device cannot do and for weights that cannot be had or do not fit.
     """
-    device, dtype = world.device, product_dtype(bf16=config.bf16, fp16=config.fp16)
+    device, dtype, before = world.device, product_dtype(bf16=config.bf16, fp16=config.fp16), memory_before_mb(world.device)
     notes = prepare(device, tf32=config.tf32, bf16=config.bf16)
     notes += check_compiler(device, config.compile_mode, config.accumulation_steps(world.world_size)) if config.compile else []
     torch.manual_seed(config.seed)
@@ -62,7 +62,7 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
     optimizers, groups = make_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.fp16)
     say("\n".join([f"{raw_model.num_parameters():,} parameters", *groups, *(f"note: {note}" for note in notes)]))
-    return config, State(raw_model, optimizers, scaler), model, autocast_to(dtype, device)
+    return config, State(raw_model, optimizers, scaler, before), model, autocast_to(dtype, device)
 
 
 def open_data(config: Config, run: RunFolder, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream, HellaSwag]:
@@ -207,7 +207,7 @@ def summary_of(run: RunFolder, config: Config, state: State, world: World, step_
     tokens_per_step, dtype = config.tokens_per_step(world.world_size), product_dtype(bf16=config.bf16, fp16=config.fp16)
     return {"steps": state.step, "tokens": state.step * tokens_per_step, "parameters": state.model.num_parameters(),
             "skipped_steps": state.skipped_steps, "final_loss": loss if math.isfinite(loss) else None} | summarize(
-        step_seconds, tokens_per_step, state.model.flops_per_token(config.seq_len), world.device, dtype, world.world_size)
+        step_seconds, tokens_per_step, state.model.flops_per_token(config.seq_len), dtype, world, state.memory_before)
 
 
 def is_due(every: int, step: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from runtime.device import choose_device, device_name, synchronize
-from runtime.process import memory_left
+from runtime.process import memory_left, resident_memory
 from runtime.report import git_commit, machine, physical_memory
 from runtime.world import World
 
@@ -35,6 +35,11 @@ def peak_memory_mb(device: torch.device) -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, Linux KiB
+
+
+def memory_before_mb(device: torch.device) -> float:
+    """What of `peak_memory_mb` there is before a model is built, in MiB: Python and PyTorch on a CPU, elsewhere nothing."""
+    return resident_memory() / 2**20 if device.type == "cpu" else 0.0
 
 
 def product_seconds(n: int, device: torch.device, dtype: torch.dtype, budget: float) -> float:
@@ -135,22 +140,24 @@ def live_figures(flops_per_token: int, dtype: torch.dtype, world: World) -> Call
         "memory_mb": peak_memory_mb(world.device)}
 
 
-def summarize(step_seconds: list[float], tokens_per_step: int, flops_per_token: int, device: torch.device, dtype: torch.dtype,
-              world_size: int) -> dict[str, Any]:
-    """Figures of summary.json that follow from the times of a run's steps and from the device, measured in the run's own dtype.
+def summarize(step_seconds: list[float], tokens_per_step: int, flops_per_token: int, dtype: torch.dtype, world: World,
+              memory_before: float = 0.0) -> dict[str, Any]:
+    """Figures of summary.json that follow from the times of a run's steps and from the device, measured in the run's own dtype;
+    `memory_before` is as from `memory_before_mb`.
 
     Without any times, those that follow from them are None.
     """
     left_out = min(5, max(len(step_seconds) - 1, 0) // 2)  # the first steps compile and warm up
     median = statistics.median(step_seconds[left_out:]) if step_seconds else None
-    peak = peak_memory_mb(device)  # before the measurement below adds to it
-    rate = matmul_tflops(device, dtype, seconds=min(0.5, sum(step_seconds)))
+    peak = peak_memory_mb(world.device)  # before the measurement below adds to it
+    rate = matmul_tflops(world.device, dtype, seconds=min(0.5, sum(step_seconds)))
     return {
         "median_dt_ms": median and median * 1e3, "median_tokens_per_sec": median and tokens_per_step / median,
         "median_leaves_out": left_out, "first_step_s": step_seconds[0] if step_seconds else None, "peak_memory_mb": peak,
+        "memory_growth_mb": max(0.0, peak - memory_before),
         "flops_per_token": flops_per_token, "matmul_tflops": rate,
-        "utilization": median and utilization(flops_per_token * tokens_per_step / median / world_size / 1e12, rate),
-        "machine": machine(), "device": device_name(device), "world_size": world_size, "torch": torch.__version__,
+        "utilization": median and utilization(flops_per_token * tokens_per_step / median / world.world_size / 1e12, rate),
+        "machine": machine(), "device": device_name(world.device), "world_size": world.world_size, "torch": torch.__version__,
         "git": git_commit(),
     }
 

@@ -79,7 +79,7 @@ def _shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], world: Wor
     if config.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in blocks:
-            _take_float32_input(block, world.device)
+            take_float32_input(block, world.device)
     for block in blocks:
         if config.compile:  # in place, so that FSDP's hooks stay outside
             _replace_in_training(block, torch.compile(block.forward, mode=config.compile_mode))
@@ -87,7 +87,7 @@ def _shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], world: Wor
     return fully_shard(model, mesh=mesh)
 
 
-def _take_float32_input(block: torch.nn.Module, device: torch.device) -> None:
+def take_float32_input(block: torch.nn.Module, device: torch.device) -> None:
     """Let a block whose weights are gathered in bfloat16 compute with float32 inputs wherever it is called, as by sampling, which
     has no autocast."""
     block.forward = functools.partial(_in_bfloat16, block.forward, device.type)

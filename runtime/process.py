@@ -13,8 +13,12 @@ from runtime.world import launch, threads_are_chosen
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8  # of glibc's mallopt(3)
 
 
+CACHES = "glibc.malloc.tcache_count"  # a tunable of glibc: buffers of each size that a thread keeps for itself
+
+
 def before_torch() -> None:
     """Settings that make steps on a CPU and starts faster, and warnings short. What the user has set in the environment stands."""
+    start_without_caches()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks in warnings
     share_cores()
     keep_memory()
@@ -45,14 +49,31 @@ def cores(pid: int = 0, system: Path = Path("/")) -> int:
     return len(found)
 
 
+def start_without_caches() -> None:
+    """Start this process anew, once, with a C library that joins all that is freed to what is free beside it.
+
+    PyTorch's buffers are aligned, and glibc keeps the small ends that it cuts off for that in caches of each thread. There they lie
+    between large buffers, which can then never be joined: with them, what `keep_memory` keeps grew to twice what is needed without
+    torch.compile, and to another size in each run. glibc can do without these caches only from a process's start. Not under a
+    debugger or profiler, which would begin anew too, nor where a GPU computes: there nothing is kept, and small buffers count.
+    """
+    if (glibc() is None or "GLIBC_TUNABLES" in os.environ or "torch" in sys.modules or sys.gettrace() or sys.getprofile()
+            or Path("/dev/nvidiactl").exists()):
+        return
+    for output in filter(None, (sys.stdout, sys.stderr)):
+        output.flush()
+    with contextlib.suppress(OSError):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"GLIBC_TUNABLES": f"{CACHES}=0"})
+
+
 def keep_memory() -> None:
     """Let the C library keep what this process frees, for its next buffers, until `give_back_if_short`.
 
     The activations and gradients of every step are large. By default glibc gives such buffers back to the system when they are
     freed, and the system zeroes them and faults them in again, page by page, at the next step. Kept buffers of many sizes do not
-    fill each other's gaps: without torch.compile, they take about half as much memory again.
+    fill each other's gaps, which takes more memory: how much, `--estimate` says.
     """
-    if libc := _glibc():
+    if libc := glibc():
         libc.mallopt(M_MMAP_MAX, 0)  # large buffers come from the heap too
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # whose end is never given back
         libc.mallopt(M_TOP_PAD, 256 * 2**20)  # and which grows in large steps
@@ -63,7 +84,7 @@ def give_back_if_short() -> None:
     """Give back what `keep_memory` has kept, and keep no more, if less memory is left than half of what the run's processes on this
     machine have: keeping might take that much more. For between two steps."""
     started = launch()
-    if (libc := _glibc()) and memory_left() < started.local_world_size * resident_memory() / 2:
+    if (libc := glibc()) and memory_left() < started.local_world_size * resident_memory() / 2:
         libc.mallopt(M_MMAP_MAX, 2**16)  # glibc's own settings, as they are after some large buffers
         libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
@@ -71,9 +92,10 @@ def give_back_if_short() -> None:
         libc.malloc_trim(0)
 
 
-def _glibc() -> ctypes.CDLL | None:
+def glibc() -> ctypes.CDLL | None:
     """The C library, if it is glibc and the user has not set how it keeps memory."""
-    if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
+    if (sys.platform != "linux" or not os.environ.get("GLIBC_TUNABLES", CACHES).startswith(CACHES)
+            or any(name.startswith("MALLOC_") for name in os.environ)):
         return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None  # other C libraries lack them

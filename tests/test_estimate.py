@@ -1,15 +1,18 @@
 """What `--estimate` says: the arithmetic, the corpus that is there, and that nothing is begun."""
 
+import contextlib
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import estimate as estimate_module
 from config import load_config
-from estimate import checkpoint_bytes, estimate, hours
+from estimate import PHASES, checkpoint_bytes, estimate, figures, hours, largest_batch, whole
 from runtime.cli import ConfigError
-from tests.conftest import ALONE, flags, run
+from tests.conftest import ALONE, CPU, flags, run
 from train import main, train
 from weights import build_model
 
@@ -75,3 +78,96 @@ def test_an_estimate_is_of_a_whole_run(tiny_config):
 def test_a_time_is_in_hours_and_in_days_where_it_is_long():
     assert [hours(seconds) for seconds in (36, 5400, 100 * 3600, 999.7 * 3600, 1e7)] == [
         "0.01 hours", "1.5 hours", "100 hours (4 days)", "1,000 hours (42 days)", "2,778 hours (116 days)"]
+
+
+# ---- memory
+
+WAYS = {"nothing on": {}, "flash": {"flash": True}, "bf16": {"bf16": True, "flash": True}, "recompute": {"recompute": True},
+        "loss in parts": {"loss_chunks": 4}, "muon": {"optimizer": "muon"}, "accumulation": {"total_batch_tokens": 256}}
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_what_is_counted_without_numbers_is_what_a_step_with_numbers_takes(options, tiny_config, monkeypatch):
+    config = tiny_config(tie_weights=True, fused_adamw=True, grad_clip=1.0, **options)
+    counted = figures(config, 1, CPU)
+    monkeypatch.setattr(estimate_module, "FakeTensorMode", contextlib.nullcontext)
+    real = figures(config, 1, CPU)
+    assert counted == pytest.approx(real, rel=0.01)
+    assert min(counted.values()) >= 0
+    assert all(counted[part] > 0 for part in ("parameters", "optimizer", "activations", "forward", "backward", "update"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_parameters_gradients_and_optimizer_state_are_the_bytes_of_a_model(optimizer, tiny_config):
+    config = tiny_config(optimizer=optimizer, tie_weights=True)
+    model = build_model(config)[1]
+    found = figures(config, 1, CPU)
+    assert found["parameters"] == found["gradients"] == 4 * model.num_parameters()
+    assert found["optimizer"] == pytest.approx(checkpoint_bytes(config, model) - 4 * model.num_parameters(), rel=0.01)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_activations_are_what_autograd_keeps_for_the_backward_pass(flash, tiny_config):
+    config = tiny_config(tie_weights=True, batch_size=8, flash=flash)
+    model = build_model(config)[1]
+    own, kept = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}, {}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()  # alive, so that no other one takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(*torch.zeros(2, 8, config.seq_len, dtype=torch.long))
+    assert loss.requires_grad
+    assert figures(config, 1, CPU)["activations"] == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.02)
+
+
+def test_what_saves_memory_is_estimated_to_save_it(tiny_config):
+    def most(world_size=1, **options):
+        found = figures(tiny_config(tie_weights=True, seq_len=64, block_size=64, **options), world_size, CPU)
+        return max(found[phase] for phase in PHASES)
+
+    wide = {"batch_size": 16, "n_layer": 4}
+    assert most(flash=True, **wide) < most(**wide)
+    assert most(recompute=True, **wide) < most(**wide)
+    assert most(loss_chunks=8, **wide) < most(**wide)
+    assert most(bf16=True, **wide) < most(**wide)
+    assert most(compile=True, **wide) < most(**wide)
+    assert most(compile=True, recompute=True, **wide) < most(compile=True, **wide)
+    large = {"n_embd": 256, "batch_size": 1}
+    assert most(4, fsdp=True, **large) < most(2, fsdp=True, **large) < most(2, **large)
+    assert most(2, **large) > most(**large), "DDP has buckets"
+
+
+def test_layers_that_are_not_traced_are_extrapolated(tiny_config, monkeypatch):
+    config = tiny_config(compile=True, n_layer=8, n_embd=16)
+    extrapolated = figures(config, 1, CPU)
+    monkeypatch.setattr(estimate_module, "MOST_LAYERS", 8)
+    assert extrapolated == pytest.approx(figures(config, 1, CPU), rel=0.02)
+
+
+def test_the_largest_batch_that_is_said_to_fit_is_the_largest_that_does(tiny_config):
+    config = tiny_config(tie_weights=True)
+
+    def takes(batch_size):
+        found = figures(config.model_copy(update={"batch_size": batch_size}), 1, CPU)
+        return whole(max(found[phase] for phase in PHASES), config, CPU)
+
+    assert largest_batch(config, 1, CPU, takes(40)) in (39, 40)
+    assert largest_batch(config, 1, CPU, takes(1) - 2**20) == 0
+    in_steps = config.model_copy(update={"total_batch_tokens": 48 * config.seq_len})
+    assert largest_batch(in_steps, 1, CPU, takes(40)) == 24, "it divides the sequences of a step"
+    assert largest_batch(in_steps, 1, CPU, 2**40) == 48
+
+
+def test_the_estimate_ends_with_the_peak_and_a_run_says_what_it_took(tiny_config, capsys):
+    config = tiny_config(max_steps=3, estimate=True)
+    main(config)
+    said = capsys.readouterr().out
+    assert re.search(r"^memory:  of the process: [\d,]+ MB parameters, ", said, re.MULTILINE)
+    assert re.search(r"^batch:   the largest batch_size that fits is [\d,]+, in the [\d,]+ MB", said, re.MULTILINE)
+    assert re.fullmatch(r"estimated peak: \d+ MB", said.splitlines()[-1])
+    train(config.model_copy(update={"estimate": False}), ALONE)
+    summary = json.loads((Path(config.log_dir) / "train/summary.json").read_text())
+    assert 0 <= summary["memory_growth_mb"] < summary["peak_memory_mb"]

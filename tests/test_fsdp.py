@@ -16,7 +16,7 @@ from evaluate import EvaluateOptions, evaluate
 from export import export
 from runtime.cli import ConfigError
 from runtime.errors import UserError
-from runtime.parallel import _take_float32_input
+from runtime.parallel import take_float32_input
 from runtime.world import World
 from sample import sample_text
 from tests.conftest import ALONE, CPU, ended, reseal, run_ranks, start_ranks, tiny_run, write_tiny_corpus
@@ -154,7 +154,7 @@ def test_on_a_cpu_norms_take_the_weights_that_are_gathered_in_bf16(norm, functio
     monkeypatch.setattr(F, function, lambda x, shape, weight, *rest: dtypes.append((x.dtype, weight.dtype)) or real(
         x, shape, weight, *rest))
     block = tiny_model(norm=norm).transformer.h[0].bfloat16()
-    _take_float32_input(block, CPU)
+    take_float32_input(block, CPU)
     assert block(torch.zeros(1, 4, 32)).dtype == torch.float32
     assert dtypes == [(torch.float32, torch.float32)] * 2
 

@@ -55,6 +55,42 @@ def test_buffers_that_a_step_frees_are_not_faulted_in_again_by_the_next():
     assert printed_by(CHURN, "settled", MALLOC_TRIM_THRESHOLD_="131072") > 1000, "what the user has set stands"
 
 
+# how many buffers of each size glibc's threads keep for themselves, -1 if nothing is said of it
+CACHED = """
+import os, sys
+if sys.argv[1] == "traced":
+    sys.settrace(lambda *_: None)
+from runtime.process import before_torch
+before_torch()
+print(os.environ.get("GLIBC_TUNABLES", "=-1").partition("=")[2])
+"""
+
+# how many of 20 aligned buffers stay as they are when all are freed and one of their size is made of them
+LEFT = """
+from runtime.process import before_torch
+before_torch()
+import ctypes
+libc, places = ctypes.CDLL(None), [ctypes.c_void_p() for _ in range(21)]
+libc.posix_memalign.argtypes = ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t
+for place in places[:-1]:
+    libc.posix_memalign(ctypes.byref(place), 64, 2**20)
+for place in places[:-1]:
+    libc.free(place)
+libc.posix_memalign(ctypes.byref(places[-1]), 64, 20 * 2**20)
+print(sum(place.value < places[-1].value for place in places[:-1]))
+"""
+
+
+@glibc_only
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="where a GPU computes nothing is kept")
+def test_a_process_begins_anew_with_a_c_library_that_joins_freed_buffers():
+    assert printed_by(LEFT, "") == 0
+    assert printed_by(CACHED, "") == 0
+    assert printed_by(CACHED, "", GLIBC_TUNABLES="glibc.malloc.tcache_count=7") == 7, "what the user has set stands"
+    assert printed_by(CACHED, "", MALLOC_ARENA_MAX="1") == -1
+    assert printed_by(CACHED, "traced") == -1, "a debugger would begin anew too"
+
+
 # MB that the process has beyond what it began with, once 64 buffers of 4 MB have been freed but for the newest, after a step
 FREED = """
 import sys
@@ -155,7 +191,7 @@ import os
 import runtime.process as process
 process.cores = lambda pid=0: 8
 process.before_torch()
-print(os.environ["OMP_NUM_THREADS"], flush=True)
+print(os.environ["OMP_NUM_THREADS"] + "\\n", end="", flush=True)  # at once: several processes print
 """
 
 

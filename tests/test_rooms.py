@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "evaluate.py": ["model", "dataloader", "weights", "data", "runtime"],
     "sample.py": ["model", "weights", "data", "runtime"],
     "export.py": ["model", "dataloader", "weights", "checkpoint", "config", "data", "runtime"],
-    "estimate.py": ["model", "dataloader", "config", "weights", "data", "runtime"],
+    "estimate.py": [*HEART, "kernels", "config", "weights", "data", "runtime"],
     "train.py": [*HEART, "estimate", "config", "weights", "checkpoint", "evaluate", "sample", "data", "runtime"],
     "ladder.py": ["config", "runtime"],
     "bench.py": [*HEART, "config", "weights", "checkpoint", "evaluate", "data", "runtime", "benchmarks"],
