@@ -4,7 +4,7 @@
     python -m benchmarks.learning quickstart.yaml -- --max_steps 200     options after -- go to every run
 
 Tunes with one seed: each rate is doubled and halved until both neighbours are worse. Then trains every seed at the best rates. All
-runs stay in the folder, so that the same command goes on where it was interrupted.
+runs stay in the folder, so that the same command goes on where it was interrupted; of those that are done their eval.csv is enough.
 """
 
 import sys
@@ -93,12 +93,15 @@ class Study:
         self.config, self.options, self.learn = config, options, learn
 
     def run(self, side: str, rates: Mapping[str, float], seed: int, steps: int) -> Curve:
-        """The validation losses of one run; infinite at its end if it diverges."""
+        """The validation losses of one run; infinite at its end if it diverges. A run whose eval.csv has its last step is done."""
         name = "_".join(f"{side} {in_words(rates)} seed {seed} steps {steps}".split())
         changes = {"optimizer": side, "seed": seed, "max_steps": steps, "run_name": name, "log_dir": self.options.log_dir,
                    "resume": "auto", "warmup_steps": min(self.config.warmup_steps, steps // 10), **rates}
+        config = Config.model_validate(self.config.model_dump() | changes)
         try:
-            return self.learn(Config.model_validate(self.config.model_dump() | changes))
+            if (Path(self.options.log_dir) / name / "eval.csv").exists() and steps in (curve := val_losses(config)):
+                return curve
+            return self.learn(config)
         except TrainingError as error:
             print(f"{name}: {error}")
             return {steps: math.inf}

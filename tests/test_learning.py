@@ -1,6 +1,7 @@
 """What optimizers learn from the same tokens: the search for rates, the tokens to a loss, and a study of tiny runs."""
 
 import math
+import shutil
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_the_step_of_a_loss_lies_on_the_line_between_two_evaluations():
     assert steps_to(curve, 3.0) is None
 
 
-def test_a_study_tunes_trains_every_seed_and_does_no_run_twice(tiny_config, tmp_path, monkeypatch, capsys):
+def test_a_study_tunes_trains_every_seed_and_does_no_run_twice(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "STARTS", {"adamw": {"lr": 1e-2}, "muon": {"muon_lr": 0.02}})
     config = tiny_config(val_fraction=0.2, eval_every=4, checkpoint_every=4, keep_last=1, max_steps=8)
     done = []
@@ -63,7 +64,12 @@ def test_a_study_tunes_trains_every_seed_and_does_no_run_twice(tiny_config, tmp_
     assert first.startswith("| 1 | {:.4f} | {:.4f} | {:.4f} |".format(
         ends["adamw", 1], ends["muon", 1], ends["adamw", 1] - ends["muon", 1]))
     assert (tmp_path / "study/learning.png").stat().st_size > 10_000
-    capsys.readouterr()
+    for file in (tmp_path / "study").glob("*/*"):
+        if file.is_dir():
+            shutil.rmtree(file)
+        elif file.name != "eval.csv":
+            file.unlink()
+    known = len(done)
     Study(config, options, learn).report()  # once more
-    assert "step  1/" not in capsys.readouterr().out, "a run was trained again"
+    assert len(done) == known, "a run was trained again"
     assert (tmp_path / "study/report.md").read_text() == text
