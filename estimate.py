@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from config import Config
 from data.prepare import is_there
 from dataloader import open_corpus
-from kernels.loss import sum_of_parts
+from kernels.loss import loss_of_part, sum_of_parts
 from model import GPT, GPTConfig
 from optimizer import clip_gradients, make_optimizers
 from runtime.device import autocast_to, device_name, prepare, product_dtype
@@ -109,7 +109,7 @@ MB = 2**20
 PHASES = {"forward": "forward pass", "backward": "backward pass", "late backward": "backward pass", "clipping": "clipping",
           "update": "update"}
 STEPS = 2  # that are counted: the optimizer's state comes with the first
-MOST_LAYERS = 6  # that are compiled to graphs, which takes some seconds: more are extrapolated, as blocks are all alike
+MOST_LAYERS = 4  # that are compiled to graphs, which takes some seconds: more are extrapolated, as blocks are all alike
 # What a process on a CPU takes beside tensors, measured with benchmarks/memory.py (docs/results.md): the code that it loads after
 # its model is built, and the gaps among buffers of many sizes, which the C library keeps for the next ones
 CODE, COMPILED_CODE, GAPS = 110 * MB, 170 * MB, 0.25
@@ -133,7 +133,7 @@ def memory_in_words(config: Config, world: World) -> tuple[list[str], int]:
                  "code, and gaps among buffers, which are kept for the next ones until memory runs short")]
     left = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_left() / world.world_size
     if math.isfinite(left):
-        largest = largest_batch(config, world.world_size, device, left)
+        largest = largest_batch(config, world.world_size, device, left, found)
         lines.append(f"batch:   {f'the largest batch_size that fits is {largest:,}' if largest else 'no batch_size fits'}, in the "
                      f"{left / MB:,.0f} MB that are left here for a process")
     return lines, round(peak / MB)
@@ -151,15 +151,14 @@ def _as_one_graph(config: Config, world_size: int) -> bool:
     return config.compile and not (config.fsdp and world_size > 1)
 
 
-def largest_batch(config: Config, world_size: int, device: torch.device, memory: float) -> int:
+def largest_batch(config: Config, world_size: int, device: torch.device, memory: float, found: dict[str, float]) -> int:
     """The largest batch_size with which a process takes at most `memory` bytes, 0 if there is none; with total_batch_tokens, of
-    those that divide it."""
-    sizes = 1, 2
-    one, two = (figures(config.model_copy(update={"batch_size": size, "total_batch_tokens": None}), world_size, device)
-                for size in sizes)
+    those that divide it. `found` are the config's own figures."""
+    size = config.batch_size
+    other = figures(config.model_copy(update={"batch_size": 2 if size == 1 else 1, "total_batch_tokens": None}), world_size, device)
 
     def fits(batch_size: int) -> bool:  # each sequence adds the same
-        tensors = max(one[phase] + (batch_size - 1) * (two[phase] - one[phase]) for phase in PHASES)
+        tensors = max(found[phase] + (batch_size - size) * (found[phase] - other[phase]) / (size - 1 or -1) for phase in PHASES)
         return whole(tensors, config, device) <= memory
 
     most = config.total_batch_tokens // (config.seq_len * world_size) if config.total_batch_tokens else 10**9
@@ -184,8 +183,10 @@ def count(config: Config, world_size: int, device: torch.device) -> dict[str, fl
     sharded, compiled = config.fsdp and world_size > 1, _as_one_graph(config, world_size)
     autocast = autocast_to(product_dtype(bf16=config.bf16, fp16=config.fp16), device)
     accumulation = min(2, config.accumulation_steps(world_size))
+    of_part = fused_part if config.compile else loss_of_part
     recorder = Recorder({torch.ops.gpt2.summed_loss.default:
-                         lambda x, weight, y, n_vocab, chunks, train, _: sum_of_parts(x, weight, y, n_vocab, chunks, train, False)},
+                         lambda x, weight, y, n_vocab, chunks, train, _: sum_of_parts(
+                             x, weight, y, n_vocab, chunks, train, of_part)},
                         rounded_to=512 if device.type == "cuda" else 1)
     last = True  # of the micro-steps
 
@@ -246,6 +247,12 @@ def count(config: Config, world_size: int, device: torch.device) -> dict[str, fl
                     optimizer.zero_grad(set_to_none=True)
             found["optimizer"] = float(recorder.now - beside) - (found["gradients"] if buckets else 0.0)
     return found | {phase: float(recorder.most[phase]) for phase in PHASES}
+
+
+def fused_part(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """The buffers of `loss_of_part` where it is compiled: all that comes after the product is computed in its place."""
+    logits = x @ weight.t()
+    return logits.sum(), logits if with_gradient else None
 
 
 def model_of(config: Config) -> GPT:

@@ -33,10 +33,10 @@ class PeerConfig(WhichPeer, Config):
 
 
 if __name__ == "__main__":
-    TURNS = Turns()
     OPTIONS = parse_command_line(PeerConfig, description=__doc__, config_file=True)
     if OPTIONS.process_settings:
         before_torch()
+    TURNS = Turns()
 
 import contextlib
 import importlib.util

@@ -32,13 +32,12 @@ def cross_entropy_in_chunks(x: Tensor, weight: Tensor, targets: Tensor, n_vocab:
 def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int, with_gradients: bool,
                 compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses of N tokens, and its gradients with respect to x (N, C) and weight (V, C), empty if not wanted."""
-    return sum_of_parts(x, weight, targets, n_vocab, chunks, with_gradients, compiled)
+    return sum_of_parts(x, weight, targets, n_vocab, chunks, with_gradients, compiled_part() if compiled else loss_of_part)
 
 
 def sum_of_parts(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int, with_gradients: bool,
-                 compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What `summed_loss` computes, in operators of PyTorch's own."""
-    of_part = compiled_part() if compiled else loss_of_part
+                 of_part: Callable[..., tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor]:
+    """What `summed_loss` computes, with `of_part` for each part."""
     total = torch.zeros((), device=x.device)
     x_grads, weight_grad = [], torch.zeros_like(weight) if with_gradients else weight.new_empty(0)
     cast_weight = weight.to(x.dtype)

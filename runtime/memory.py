@@ -25,7 +25,7 @@ class Recorder(TorchDispatchMode):
         self.rounded_to = rounded_to
         self.now, self.phase, self.most = 0, "", defaultdict[str, int](int)
         self.sizes: dict[int, int] = {}  # of the buffers that there are, by their numbers
-        self.number = 0
+        self.number, self.counts = 0, True
         self.storages: dict[int, weakref.ref] = {}  # by their address
 
     def begin(self, phase: str) -> None:
@@ -45,12 +45,15 @@ class Recorder(TorchDispatchMode):
         """The buffer of this number is no more."""
         self.now -= self.sizes.pop(number)
 
-    def ignore(self, values: list[Any]) -> None:
-        """Do not count the tensors among these, nor views of them."""
-        for value in values:
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                self.storages.setdefault(storage._cdata, weakref.ref(storage))
+    def stand_in(self, value: Any) -> Any:
+        """For a tensor one of its shape that is not counted; for anything else itself."""
+        if not isinstance(value, Tensor):
+            return value
+        self.counts = False
+        try:
+            return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        finally:
+            self.counts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self.instead.get(func, func)(*args, **(kwargs or {}))
@@ -61,7 +64,9 @@ class Recorder(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
-        if address not in self.storages and storage.nbytes():
+        if not self.counts:
+            self.storages[address] = weakref.ref(storage, lambda _: self.storages.pop(address))
+        elif address not in self.storages and storage.nbytes():
             number = self.allocate(storage.nbytes())
 
             def freed(_: object) -> None:
@@ -168,10 +173,8 @@ def count_graph(graph: fx.Graph, recorder: Recorder, given: dict[str, list[int]]
         if written and node is list(written)[len(written) // 2]:
             halfway()
         if node.target in recorder.instead:  # what it makes and frees by itself
-            values = [argument.meta["val"] if isinstance(argument, fx.Node) else argument for argument in node.args]
-            recorder.ignore(values)
-            recorder.instead[node.target](*values)
-            del values
+            recorder.instead[node.target](*(
+                recorder.stand_in(value.meta["val"] if isinstance(value, fx.Node) else value) for value in node.args))
         sizes = _sizes(node)
         dying = [source for source in sources if last_use[source] is node and source in buffers]
         for source in dying if _is_fused(node) and len(sizes) == 1 else ():

@@ -128,22 +128,23 @@ def test_what_saves_memory_is_estimated_to_save_it(tiny_config):
         found = figures(tiny_config(tie_weights=True, seq_len=64, block_size=64, **options), world_size, CPU)
         return max(found[phase] for phase in PHASES)
 
-    wide = {"batch_size": 16, "n_layer": 4}
+    wide, compiled = {"batch_size": 16, "n_layer": 4}, {"batch_size": 16, "n_layer": 1, "n_embd": 16, "compile": True}
     assert most(flash=True, **wide) < most(**wide)
     assert most(recompute=True, **wide) < most(**wide)
     assert most(loss_chunks=8, **wide) < most(**wide)
     assert most(bf16=True, **wide) < most(**wide)
-    assert most(compile=True, **wide) < most(**wide)
-    assert most(compile=True, recompute=True, **wide) < most(compile=True, **wide)
+    assert most(**compiled) < most(**compiled | {"compile": False})
+    assert most(loss_chunks=8, **compiled) < most(**compiled)
     large = {"n_embd": 256, "batch_size": 1}
     assert most(4, fsdp=True, **large) < most(2, fsdp=True, **large) < most(2, **large)
     assert most(2, **large) > most(**large), "DDP has buckets"
 
 
 def test_layers_that_are_not_traced_are_extrapolated(tiny_config, monkeypatch):
-    config = tiny_config(compile=True, n_layer=8, n_embd=16)
+    config = tiny_config(compile=True, n_layer=5, n_embd=16)
+    monkeypatch.setattr(estimate_module, "MOST_LAYERS", 3)
     extrapolated = figures(config, 1, CPU)
-    monkeypatch.setattr(estimate_module, "MOST_LAYERS", 8)
+    monkeypatch.setattr(estimate_module, "MOST_LAYERS", 5)
     assert extrapolated == pytest.approx(figures(config, 1, CPU), rel=0.02)
 
 
@@ -154,11 +155,14 @@ def test_the_largest_batch_that_is_said_to_fit_is_the_largest_that_does(tiny_con
         found = figures(config.model_copy(update={"batch_size": batch_size}), 1, CPU)
         return whole(max(found[phase] for phase in PHASES), config, CPU)
 
-    assert largest_batch(config, 1, CPU, takes(40)) in (39, 40)
-    assert largest_batch(config, 1, CPU, takes(1) - 2**20) == 0
+    for size in (1, 4):
+        config = config.model_copy(update={"batch_size": size})
+        found = figures(config, 1, CPU)
+        assert largest_batch(config, 1, CPU, takes(40), found) in (39, 40)
+        assert largest_batch(config, 1, CPU, takes(1) - 2**20, found) == 0
     in_steps = config.model_copy(update={"total_batch_tokens": 48 * config.seq_len})
-    assert largest_batch(in_steps, 1, CPU, takes(40)) == 24, "it divides the sequences of a step"
-    assert largest_batch(in_steps, 1, CPU, 2**40) == 48
+    assert largest_batch(in_steps, 1, CPU, takes(40), found) == 24, "it divides the sequences of a step"
+    assert largest_batch(in_steps, 1, CPU, 2**40, found) == 48
 
 
 def test_the_estimate_ends_with_the_peak_and_a_run_says_what_it_took(tiny_config, capsys):
