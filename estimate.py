@@ -129,8 +129,8 @@ def memory_in_words(config: Config, world: World) -> tuple[list[str], int]:
     lines = [f"memory:  {each}: {', '.join(parts)}",
              f"         {tensors / MB:,.0f} MB of tensors at once at the worst moment, in the {PHASES[moment]}{uncompiled}",
              f"         {(peak - tensors) / MB:,.0f} MB beside them: " + (
-                 "the workspace of matrix products" if device.type == "cuda" else
-                 "code, and gaps among buffers, which are kept for the next ones until memory runs short")]
+                 "code, and gaps among buffers, which are kept for the next ones until memory runs short"
+                 if device.type == "cpu" else "the workspace of matrix products")]
     left = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_left() / world.world_size
     if math.isfinite(left):
         largest = largest_batch(config, world.world_size, device, left, found)
@@ -141,8 +141,10 @@ def memory_in_words(config: Config, world: World) -> tuple[list[str], int]:
 
 def whole(tensors: float, config: Config, device: torch.device) -> float:
     """Bytes that a process takes that has so many bytes of tensors at once, beyond what it has before its model is built."""
-    if device.type == "cuda":  # cuBLAS's workspace
-        return tensors + (32 if torch.cuda.get_device_capability(device) >= (9, 0) else 8) * MB
+    if device.type == "cuda":
+        return tensors + (32 if torch.cuda.get_device_capability(device) >= (9, 0) else 8) * MB  # cuBLAS's workspace
+    if device.type != "cpu":
+        return tensors
     return (1 + GAPS) * tensors + (COMPILED_CODE if config.compile else CODE)
 
 
