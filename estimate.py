@@ -110,9 +110,10 @@ PHASES = {"forward": "forward pass", "backward": "backward pass", "late backward
           "update": "update"}
 STEPS = 2  # that are counted: the optimizer's state comes with the first
 MOST_LAYERS = 4  # that are compiled to graphs, which takes some seconds: more are extrapolated, as blocks are all alike
-# What a process on a CPU takes beside tensors, measured with benchmarks/memory.py (docs/results.md): the code that it loads after
-# its model is built, and the gaps among buffers of many sizes, which the C library keeps for the next ones
-CODE, COMPILED_CODE, GAPS = 110 * MB, 170 * MB, 0.25
+# What a process on a CPU takes beside tensors, fitted to what benchmarks/memory.py measures (docs/results.md): code that is loaded
+# after the model is built, and the libraries' own buffers; as a share of tensors, gaps among buffers of many sizes, which are kept
+CODE, GAPS = 150 * MB, 0.21
+COMPILED_CODE, COMPILED_GAPS = 240 * MB, 0.13
 
 
 def memory_in_words(config: Config, world: World) -> tuple[list[str], int]:
@@ -121,11 +122,11 @@ def memory_in_words(config: Config, world: World) -> tuple[list[str], int]:
     device, each = world.device, f"of each of {world.world_size} processes" if world.world_size > 1 else "of the process"
     found = figures(config, world.world_size, device)
     tensors, moment = max((found[phase], phase) for phase in PHASES)
-    peak = whole(tensors, config, device)
+    peak = whole(tensors, config, world.world_size, device)
     parts = [f"{found[part] / MB:,.0f} MB {words}" for part, words in (
         ("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer state"),
         ("activations", "activations that the forward pass keeps for the backward pass"))]
-    uncompiled = ", counted as if not compiled" if config.compile and not _as_one_graph(config, world.world_size) else ""
+    uncompiled = ", counted as if not compiled" if config.compile and not is_one_graph(config, world.world_size) else ""
     lines = [f"memory:  {each}: {', '.join(parts)}",
              f"         {tensors / MB:,.0f} MB of tensors at once at the worst moment, in the {PHASES[moment]}{uncompiled}",
              f"         {(peak - tensors) / MB:,.0f} MB beside them: " + (
@@ -139,16 +140,17 @@ def memory_in_words(config: Config, world: World) -> tuple[list[str], int]:
     return lines, round(peak / MB)
 
 
-def whole(tensors: float, config: Config, device: torch.device) -> float:
+def whole(tensors: float, config: Config, world_size: int, device: torch.device) -> float:
     """Bytes that a process takes that has so many bytes of tensors at once, beyond what it has before its model is built."""
     if device.type == "cuda":
         return tensors + (32 if torch.cuda.get_device_capability(device) >= (9, 0) else 8) * MB  # cuBLAS's workspace
     if device.type != "cpu":
         return tensors
-    return (1 + GAPS) * tensors + (COMPILED_CODE if config.compile else CODE)
+    gaps = COMPILED_GAPS if is_one_graph(config, world_size) else GAPS
+    return (1 + gaps) * tensors + (COMPILED_CODE if config.compile else CODE)
 
 
-def _as_one_graph(config: Config, world_size: int) -> bool:
+def is_one_graph(config: Config, world_size: int) -> bool:
     """Whether the whole model is compiled: FSDP compiles each block by itself."""
     return config.compile and not (config.fsdp and world_size > 1)
 
@@ -161,7 +163,7 @@ def largest_batch(config: Config, world_size: int, device: torch.device, memory:
 
     def fits(batch_size: int) -> bool:  # each sequence adds the same
         tensors = max(found[phase] + (batch_size - size) * (found[phase] - other[phase]) / (size - 1 or -1) for phase in PHASES)
-        return whole(tensors, config, device) <= memory
+        return whole(tensors, config, world_size, device) <= memory
 
     most = config.total_batch_tokens // (config.seq_len * world_size) if config.total_batch_tokens else 10**9
     largest = bisect.bisect_left(range(1, most + 1), True, key=lambda size: not fits(size))
@@ -172,7 +174,7 @@ def largest_batch(config: Config, world_size: int, device: torch.device, memory:
 
 def figures(config: Config, world_size: int, device: torch.device) -> dict[str, float]:
     """Bytes of a process's parameters, gradients, optimizer state and activations, and of the most tensors at once by phase."""
-    if _as_one_graph(config, world_size) and config.n_layer > MOST_LAYERS:
+    if is_one_graph(config, world_size) and config.n_layer > MOST_LAYERS:
         fewer, more = (count(config.model_copy(update={"n_layer": layers}), world_size, device)
                        for layers in (MOST_LAYERS - 2, MOST_LAYERS))
         return {name: more[name] + (more[name] - fewer[name]) / 2 * (config.n_layer - MOST_LAYERS) for name in more}
@@ -182,7 +184,7 @@ def figures(config: Config, world_size: int, device: torch.device) -> dict[str, 
 def count(config: Config, world_size: int, device: torch.device) -> dict[str, float]:
     """The figures above, of steps that are taken with fake tensors: the model's, the loss's and the optimizers' own code, in the
     order of train.py's, so what they keep and for how long is what they do. torch.compile's graphs are traced, not compiled."""
-    sharded, compiled = config.fsdp and world_size > 1, _as_one_graph(config, world_size)
+    sharded, compiled = config.fsdp and world_size > 1, is_one_graph(config, world_size)
     autocast = autocast_to(product_dtype(bf16=config.bf16, fp16=config.fp16), device)
     accumulation = min(2, config.accumulation_steps(world_size))
     of_part = fused_part if config.compile else loss_of_part
@@ -200,10 +202,10 @@ def count(config: Config, world_size: int, device: torch.device) -> dict[str, fl
     found: dict[str, float] = {}
     with FakeTensorMode(), torch.device(device):
         graphs = compiled_graphs(model_of(config), loss_of) if compiled else None
-        gathered = model_of(config) if sharded else None  # its parts are counted while they are gathered
+        gathered = gathered_of(config) if sharded else None  # its parts are counted while they are gathered
         with recorder:
             model = shards_of(config, world_size) if sharded else model_of(config)
-            sharding = Sharding(gathered, model, recorder, config.bf16) if gathered else None
+            sharding = Sharding(gathered, model, recorder) if gathered else None
             parameters = list(model.parameters())
             found["parameters"] = found["gradients"] = float(sum(p.numel() * p.element_size() for p in parameters))
             beside = recorder.now  # buffers too
@@ -273,19 +275,26 @@ def shards_of(config: Config, world_size: int) -> GPT:
     return model
 
 
+def gathered_of(config: Config) -> GPT:
+    """The model as FSDP gathers it to compute: under bf16 its blocks are in bfloat16."""
+    model = model_of(config)
+    for block in model.transformer.h if config.bf16 else ():
+        for p in block.parameters():
+            p.data = torch.empty(p.shape, dtype=torch.bfloat16)
+        take_float32_input(block, next(block.parameters()).device)
+    return model
+
+
 class Sharding:
     """Counts what FSDP adds to the shards: a block's parameters are whole while it computes, what is in no block from the forward
     pass to its gradients (runtime/parallel.py). Gradients are whole until they are summed, over the processes and in float32."""
 
-    def __init__(self, whole: GPT, shards: GPT, recorder: Recorder, bf16: bool):
+    def __init__(self, whole: GPT, shards: GPT, recorder: Recorder):
         self.recorder, self.synchronizing = recorder, True
         self.own = dict(shards.named_parameters())
         names = {id(p): name for name, p in whole.named_parameters()}
         blocks = list(whole.transformer.h)
         for block in blocks:
-            if bf16:
-                block.to(torch.bfloat16)
-                take_float32_input(block, next(block.parameters()).device)
             self._follow(block, [(names[id(p)], p) for p in block.parameters()], is_block=True)
         in_blocks = {id(p) for block in blocks for p in block.parameters()}
         self._follow(whole, [(name, p) for name, p in whole.named_parameters() if id(p) not in in_blocks], is_block=False)

@@ -41,7 +41,7 @@ RUNS: list[tuple[int, str]] = [
     (1, "speedup10.yaml --batch_size 2"),
     (2, SMALL),
     (2, f"{SMALL} --no-compile"),
-    (2, f"{SMALL} --fsdp"),
+    (2, f"{SMALL} --fsdp --compile_mode default"),
     (2, f"{SMALL} --fsdp --no-compile"),
 ]
 

@@ -137,6 +137,7 @@ def test_what_saves_memory_is_estimated_to_save_it(tiny_config):
     assert most(loss_chunks=8, **compiled) < most(**compiled)
     large = {"n_embd": 256, "batch_size": 1}
     assert most(4, fsdp=True, **large) < most(2, fsdp=True, **large) < most(2, **large)
+    assert most(4, fsdp=True, bf16=True, **large) < most(4, fsdp=True, **large)
     assert most(2, **large) > most(**large), "DDP has buckets"
 
 
@@ -153,7 +154,7 @@ def test_the_largest_batch_that_is_said_to_fit_is_the_largest_that_does(tiny_con
 
     def takes(batch_size):
         found = figures(config.model_copy(update={"batch_size": batch_size}), 1, CPU)
-        return whole(max(found[phase] for phase in PHASES), config, CPU)
+        return whole(max(found[phase] for phase in PHASES), config, 1, CPU)
 
     for size in (1, 4):
         config = config.model_copy(update={"batch_size": size})
