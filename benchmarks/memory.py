@@ -1,11 +1,11 @@
 """What --estimate says of memory beside what a run takes: `python benchmarks/memory.py [--device cpu]`.
 
 Each row is one config and its options: first `train.py ... --estimate`, whose last line is the estimated peak, then the run itself,
-whose summary.json says what rank 0's process grew by (on a CUDA GPU, its tensors' peak). Options given are added to every row.
+whose summary.json says what rank 0's process grew by (on a CUDA GPU, its tensors' peak). Options given are added to every row. On
+GPUs, rows of more processes than there are GPUs are left out.
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -59,15 +59,17 @@ def output(processes: int, options: list[str]) -> str:
 
 def main(given: list[str]) -> None:
     """Print a row for each of RUNS, and how far the estimates are off. Raises TrainingError if a run fails."""
+    import torch
+
     rows, off = [], []
     for processes, options in RUNS:
+        if "cpu" not in given and processes > (torch.cuda.device_count() or processes):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             line = [*options.split(), "--dataset", "shakespeare", "--val_fraction", "0", "--eval_every", "0", "--sample_every", "0",
                     "--max_steps", str(STEPS), "--keep_last", "0", "--log_dir", folder, "--run_name", "run", *given]
             said = output(processes, [*line, "--estimate"]).splitlines()
             estimated = float(said[-1].removeprefix("estimated peak: ").removesuffix(" MB").replace(",", ""))
-            if os.environ.get("SAID"):
-                print("\n".join(l for l in said if "MB" in l))
             output(processes, line)
             measured = json.loads((Path(folder) / "run" / "summary.json").read_text())["memory_growth_mb"]
         off.append(estimated / measured - 1)

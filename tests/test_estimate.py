@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import estimate as estimate_module
+from benchmarks import memory
 from config import load_config
 from estimate import PHASES, checkpoint_bytes, estimate, figures, hours, largest_batch, whole
 from runtime.cli import ConfigError
@@ -176,3 +177,14 @@ def test_the_estimate_ends_with_the_peak_and_a_run_says_what_it_took(tiny_config
     train(config.model_copy(update={"estimate": False}), ALONE)
     summary = json.loads((Path(config.log_dir) / "train/summary.json").read_text())
     assert 0 <= summary["memory_growth_mb"] < summary["peak_memory_mb"]
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_script_sets_estimates_beside_what_runs_took(tiny_config, tmp_path, monkeypatch, capsys):
+    config = tiny_config(max_steps=2)
+    (tmp_path / "tiny.yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True, exclude={"max_steps"})))
+    monkeypatch.setattr(memory, "RUNS", [(1, f"{tmp_path}/tiny.yaml --n_layer 1")])
+    memory.main(["--dataset", config.dataset, "--max_steps", "2"])
+    said = capsys.readouterr().out
+    assert re.search(r"tiny.yaml --n_layer 1, \d+, \d+, [+-][\d.]+%$", said, re.MULTILINE)
+    assert re.search(r"off by [\d.]+% in the median, [\d.]+% at most", said)
