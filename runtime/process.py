@@ -57,8 +57,8 @@ def start_without_caches() -> None:
     torch.compile, and to another size in each run. glibc can do without these caches only from a process's start. Not under a
     debugger or profiler, which would begin anew too, nor where a GPU computes: there nothing is kept, and small buffers count.
     """
-    if (glibc() is None or "GLIBC_TUNABLES" in os.environ or "torch" in sys.modules or sys.gettrace() or sys.getprofile()
-            or Path("/dev/nvidiactl").exists()):
+    if (glibc() is None or "GLIBC_TUNABLES" in os.environ or sys.gettrace() or sys.getprofile()
+            or {"torch", "bdb", "pydevd"} & sys.modules.keys() or Path("/dev/nvidiactl").exists()):
         return
     for output in filter(None, (sys.stdout, sys.stderr)):
         output.flush()
