@@ -25,7 +25,7 @@ def the_matmul_rate_is_given(monkeypatch):
 
 
 def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, capsys):
-    config = load_config("gpt2_124m", device="cpu", data_dir=str(tmp_path), log_dir=str(tmp_path / "a/b"))
+    config = load_config("gpt2_124m", device="cpu", compile=False, data_dir=str(tmp_path), log_dir=str(tmp_path / "a/b"))
     estimate(config, ALONE)
     said = capsys.readouterr().out
     flops = 9_999_745_024 * (6 * (124_475_904 - 1024 * 768) + 12 * 12 * 768 * 1024)
