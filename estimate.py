@@ -4,6 +4,7 @@ import bisect
 import functools
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,10 @@ def largest_batch(config: Config, world_size: int, device: torch.device, memory:
     """The largest batch_size with which a process takes at most `memory` bytes, 0 if there is none; with total_batch_tokens, of
     those that divide it. `found` are the config's own figures."""
     size = config.batch_size
-    other = figures(config.model_copy(update={"batch_size": 2 if size == 1 else 1, "total_batch_tokens": None}), world_size, device)
+    changed: dict[str, int] = {"batch_size": 2 if size == 1 else 1}
+    if config.total_batch_tokens:  # with as many micro-steps, so that the size alone makes the difference
+        changed["total_batch_tokens"] = config.total_batch_tokens // size * changed["batch_size"]
+    other = figures(config.model_copy(update=changed), world_size, device)
 
     def fits(batch_size: int) -> bool:  # each sequence adds the same
         tensors = max(found[phase] + (batch_size - size) * (found[phase] - other[phase]) / (size - 1 or -1) for phase in PHASES)
@@ -289,17 +293,18 @@ class Sharding:
     """Counts what FSDP adds to the shards: a block's parameters are whole while it computes, what is in no block from the forward
     pass to its gradients (runtime/parallel.py). Gradients are whole until they are summed, over the processes and in float32."""
 
-    def __init__(self, whole: GPT, shards: GPT, recorder: Recorder):
+    def __init__(self, gathered: GPT, shards: GPT, recorder: Recorder):
         self.recorder, self.synchronizing = recorder, True
         self.own = dict(shards.named_parameters())
-        names = {id(p): name for name, p in whole.named_parameters()}
-        blocks = list(whole.transformer.h)
+        names = {id(p): name for name, p in gathered.named_parameters()}
+        blocks = list(gathered.transformer.h)
         for block in blocks:
             self._follow(block, [(names[id(p)], p) for p in block.parameters()], is_block=True)
         in_blocks = {id(p) for block in blocks for p in block.parameters()}
-        self._follow(whole, [(name, p) for name, p in whole.named_parameters() if id(p) not in in_blocks], is_block=False)
+        outside = [(name, p) for name, p in gathered.named_parameters() if id(p) not in in_blocks]
+        self._follow(gathered, outside, is_block=False)
 
-    def _follow(self, module: torch.nn.Module, parameters: list[tuple[str, Tensor]], is_block: bool) -> None:
+    def _follow(self, module: torch.nn.Module, parameters: Sequence[tuple[str, Tensor]], is_block: bool) -> None:
         size, numbers = sum(p.numel() * p.element_size() for _, p in parameters), list[int]()
         waiting: set[str] = set()
 

@@ -163,8 +163,11 @@ def test_the_largest_batch_that_is_said_to_fit_is_the_largest_that_does(tiny_con
         assert largest_batch(config, 1, CPU, takes(40), found) in (39, 40)
         assert largest_batch(config, 1, CPU, takes(1) - 2**20, found) == 0
     in_steps = config.model_copy(update={"total_batch_tokens": 48 * config.seq_len})
+    found = figures(in_steps, 1, CPU)
     assert largest_batch(in_steps, 1, CPU, takes(40), found) == 24, "it divides the sequences of a step"
     assert largest_batch(in_steps, 1, CPU, 2**40, found) == 48
+    config = in_steps  # gradients are there while the next micro-step goes forward
+    assert largest_batch(in_steps, 1, CPU, takes(24) + 2**16, found) == 24
 
 
 def test_the_estimate_ends_with_the_peak_and_a_run_says_what_it_took(tiny_config, capsys):
