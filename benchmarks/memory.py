@@ -6,10 +6,12 @@ GPUs, rows of more processes than there are GPUs are left out.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
@@ -46,12 +48,12 @@ RUNS: list[tuple[int, str]] = [
 ]
 
 
-def output(processes: int, options: list[str]) -> str:
-    """What train.py prints, on so many processes. Raises TrainingError if it fails."""
+def output(processes: int, script: Path, options: list[str], environment: Mapping[str, str] | None = None) -> str:
+    """What a script prints, on so many processes. Raises TrainingError if it fails."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        done = subprocess.run([sys.executable, *launcher, "train.py", "--config", *options], cwd=HERE, stdout=subprocess.PIPE,
-                              stderr=errors, text=True)
+        done = subprocess.run([sys.executable, *launcher, str(script), *options], env=os.environ | (environment or {}),
+                              stdout=subprocess.PIPE, stderr=errors, text=True)
         if done.returncode:
             raise TrainingError(f"{' '.join(options)} on {processes} processes: {why_it_failed(done.returncode, errors)}")
     return done.stdout
@@ -66,11 +68,12 @@ def main(given: list[str]) -> None:
         if "cpu" not in given and processes > (torch.cuda.device_count() or processes):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            line = [*options.split(), "--dataset", "shakespeare", "--val_fraction", "0", "--eval_every", "0", "--sample_every", "0",
-                    "--max_steps", str(STEPS), "--keep_last", "0", "--log_dir", folder, "--run_name", "run", *given]
-            said = output(processes, [*line, "--estimate"]).splitlines()
-            estimated = float(said[-1].removeprefix("estimated peak: ").removesuffix(" MB").replace(",", ""))
-            output(processes, line)
+            line = ["--config", *options.split(), "--dataset", "shakespeare", "--val_fraction", "0", "--eval_every", "0",
+                    "--sample_every", "0", "--max_steps", str(STEPS), "--keep_last", "0", "--log_dir", folder,
+                    "--run_name", "run", *given]
+            said = output(processes, HERE / "train.py", [*line, "--estimate"]).splitlines()
+            estimated = float(said[-1].removeprefix("estimated peak: ").removesuffix(" MB"))
+            output(processes, HERE / "train.py", line)
             measured = json.loads((Path(folder) / "run" / "summary.json").read_text())["memory_growth_mb"]
         off.append(estimated / measured - 1)
         rows.append((str(processes), options, f"{estimated:,.0f}", f"{measured:,.0f}", f"{off[-1]:+.1%}"))

@@ -9,7 +9,6 @@ is built, with a C library that gives back at once what is freed (which costs ti
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.memory import output
 from config import Config
 from runtime.cli import parse_command_line
-from runtime.errors import TrainingError, reported, why_it_failed
-from runtime.process import before_torch, resident_memory
+from runtime.errors import reported
+from runtime.process import before_torch
 from runtime.report import items, print_table
 from runtime.world import launch
 
@@ -43,9 +43,8 @@ def measure(config: Config) -> None:
     from train import train
 
     with tempfile.TemporaryDirectory() as folder, joined_world(choose_device(config.device, launch()), config.timeout) as world:
-        before = 0 if world.device.type == "cuda" else resident_memory() / 2**20
         summary = train(config.model_copy(update={"log_dir": folder, "keep_last": 0, "max_steps": STEPS}), world)
-        peaks = world.gather(summary["peak_memory_mb"] - before)
+        peaks = world.gather(summary["memory_growth_mb"])
         if world.rank == 0:
             rows = read_rows(Path(folder) / str(config.run_name) / "log.csv")
             seconds = statistics.median(row["dt_ms"] or 0.0 for step, row in rows.items() if step > 2) / 1e3
@@ -54,13 +53,8 @@ def measure(config: Config) -> None:
 
 def figures(ranks: int, options: list[str]) -> dict[str, Any]:
     """What `measure` prints of so many processes, with these options of train.py. Raises TrainingError if they fail."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__, *options]
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))} | GIVE_BACK
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        done = subprocess.run(command, env=os.environ | threads, stdout=subprocess.PIPE, stderr=errors, text=True)
-        if done.returncode:
-            raise TrainingError(f"{' '.join(options)} on {ranks} processes: {why_it_failed(done.returncode, errors)}")
-    return json.loads(done.stdout.splitlines()[-1])
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    return json.loads(output(ranks, Path(__file__), options, threads | GIVE_BACK).splitlines()[-1])
 
 
 def main(config: Config) -> None:

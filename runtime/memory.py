@@ -169,8 +169,9 @@ def count_graph(graph: fx.Graph, recorder: Recorder, given: dict[str, list[int]]
 
     for name in given.keys() - {node.name for node in buffers}:
         release(given[name])
-    for node, sources in list(written.items())[:-1]:  # the last one is the output
-        if written and node is list(written)[len(written) // 2]:
+    *made, _ = written.items()  # the last one is the output
+    for i, (node, sources) in enumerate(made):
+        if i == len(written) // 2:
             halfway()
         if node.target in recorder.instead:  # what it makes and frees by itself
             recorder.instead[node.target](*(

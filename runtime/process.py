@@ -57,7 +57,7 @@ def start_without_caches() -> None:
     torch.compile, and to another size in each run. glibc can do without these caches only from a process's start. Not under a
     debugger or profiler, which would begin anew too, nor where a GPU computes: there nothing is kept, and small buffers count.
     """
-    if (glibc() is None or "GLIBC_TUNABLES" in os.environ or sys.gettrace() or sys.getprofile()
+    if (_glibc() is None or "GLIBC_TUNABLES" in os.environ or sys.gettrace() or sys.getprofile()
             or {"torch", "bdb", "pydevd"} & sys.modules.keys() or Path("/dev/nvidiactl").exists()):
         return
     for output in filter(None, (sys.stdout, sys.stderr)):
@@ -73,7 +73,7 @@ def keep_memory() -> None:
     freed, and the system zeroes them and faults them in again, page by page, at the next step. Kept buffers of many sizes do not
     fill each other's gaps, which takes more memory: how much, `--estimate` says.
     """
-    if libc := glibc():
+    if libc := _glibc():
         libc.mallopt(M_MMAP_MAX, 0)  # large buffers come from the heap too
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # whose end is never given back
         libc.mallopt(M_TOP_PAD, 256 * 2**20)  # and which grows in large steps
@@ -84,7 +84,7 @@ def give_back_if_short() -> None:
     """Give back what `keep_memory` has kept, and keep no more, if less memory is left than half of what the run's processes on this
     machine have: keeping might take that much more. For between two steps."""
     started = launch()
-    if (libc := glibc()) and memory_left() < started.local_world_size * resident_memory() / 2:
+    if (libc := _glibc()) and memory_left() < started.local_world_size * resident_memory() / 2:
         libc.mallopt(M_MMAP_MAX, 2**16)  # glibc's own settings, as they are after some large buffers
         libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
@@ -92,7 +92,7 @@ def give_back_if_short() -> None:
         libc.malloc_trim(0)
 
 
-def glibc() -> ctypes.CDLL | None:
+def _glibc() -> ctypes.CDLL | None:
     """The C library, if it is glibc and the user has not set how it keeps memory."""
     if (sys.platform != "linux" or not os.environ.get("GLIBC_TUNABLES", CACHES).startswith(CACHES)
             or any(name.startswith("MALLOC_") for name in os.environ)):
