@@ -1,22 +1,25 @@
 #!/usr/bin/env bash
-# Everything that this project measures on a GPU, in about nine minutes at most.
+# Everything that this project measures on a GPU, in nine minutes at most.
 #
 #     benchmarks/gpu.sh OUT                  all parts: OUT/results.tgz unpacks to logs/results/<gpu>/
-#     benchmarks/gpu.sh OUT peers memory     some of them: tests gpu_ms peers memory profile speedup
+#     benchmarks/gpu.sh OUT peers memory     some of them, with more time for each: tests gpu_ms peers memory profile speedup
+#     LIMIT=3600 benchmarks/gpu.sh OUT       in an hour at most
 #     TINY=1 benchmarks/gpu.sh OUT           a rehearsal on the CPU with a tiny model
 #
 # Needs Python 3.11 or newer with PyTorch 2.11 or newer, and no network: packages that are missing are installed from a folder wheels/
 # here, if there is one, and corpora are used where they are (data/shakespeare; python data/shakespeare.py --source FILE). Each part has
-# a limit of time, so that a slow one loses itself only. What it prints is in OUT/<part>.txt.
+# its share of the time that is left, so that a slow one loses itself only, and a fast one leaves more to the others. What a part
+# prints is in OUT/<part>.txt; what is finished is in the archive after each.
 
 set -uo pipefail
-[[ $# -gt 0 ]] || { sed -n '2,11s/^# \?//p' "$0"; exit 2; }
+[[ $# -gt 0 ]] || { sed -n '2,13s/^# \?//p' "$0"; exit 2; }
 out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
 cd "$(dirname "$0")/.." || exit 2
 shift
 parts=("$@")
 [[ ${#parts[@]} -gt 0 ]] || parts=(tests gpu_ms peers memory profile speedup)
-begun=$SECONDS
+declare -A weights=([tests]=6 [gpu_ms]=13 [peers]=11 [memory]=4 [profile]=4 [speedup]=16)
+begun=$SECONDS limit=${LIMIT:-540}
 trap 'exit 130' INT
 python=${PYTHON:-python3}
 
@@ -24,7 +27,7 @@ if [[ -d wheels ]]; then
     missing=$("$python" - <<'END'
 import importlib.metadata, re
 for line in [*open("requirements.txt"), *open("requirements-dev.txt")]:
-    if name := re.match(r"[\w-]+", line):
+    if name := re.match(r"\w[\w-]*", line):
         try:
             importlib.metadata.version(name[0])
         except importlib.metadata.PackageNotFoundError:
@@ -56,45 +59,53 @@ mkdir -p "$logs"
 
 # part NAME SECONDS COMMAND...: run a command with a limit of time, at which it gets Ctrl-C's signal and keeps what it has finished
 part() {
-    local name=$1 limit=$2 start=$SECONDS status
+    local name=$1 seconds=$(($2 > 1 ? $2 : 1)) start=$SECONDS status
     shift 2
     echo "\$ $*" >>"$out/$name.txt"
-    timeout --foreground --signal=INT --kill-after=15 "$limit" "$@" >>"$out/$name.txt" 2>&1
+    timeout --foreground --signal=INT --kill-after=15 "$seconds" "$@" >>"$out/$name.txt" 2>&1
     status=$?
-    echo "$name: ended with status $status after $((SECONDS - start)) s of at most $limit"
+    echo "$name: ended with status $status after $((SECONDS - start)) s of at most $seconds"
 }
 
 # ladder NAME SECONDS STAGE...: the losses first, then the stages in turn as far as the time goes; and a report of what is finished
 ladder() {
-    local name=$1 limit=$2
+    local name=$1 seconds=$2
     shift 2
-    part "$name" "$limit" "$python" ladder.py "$@" --log_dir "$logs" "${rounds[@]}"
+    part "$name" $((seconds - 20)) "$python" ladder.py "$@" --log_dir "$logs" "${rounds[@]}"
     part "$name" 20 "$python" ladder.py "$@" --log_dir "$logs" --report_only
 }
 
-run_tests() { part tests 60 "$python" -m pytest -q "${tests[@]}"; }
-run_gpu_ms() { ladder gpu_ms 110 "${gpu_ms[@]}"; }
-run_speedup() { ladder speedup 150 "${speedup[@]}"; }
-run_profile() { part profile 35 "$python" bench.py --log_dir "$logs" "${profile[@]}"; }
+run_tests() { part tests "$1" "$python" -m pytest -q "${tests[@]}"; }
+run_gpu_ms() { ladder gpu_ms "$1" "${gpu_ms[@]}"; }
+run_speedup() { ladder speedup "$1" "${speedup[@]}"; }
+run_profile() { part profile "$1" "$python" bench.py --log_dir "$logs" "${profile[@]}"; }
 
 run_peers() {
-    local batch_size
+    local batch_size more=("${peers[@]}")
     for batch_size in "${batches[@]}"; do
-        part peers 50 "$python" -m benchmarks.peers --config "$config" --batch_size "$batch_size" --log_dir "$logs/b$batch_size" \
-            --no-starts --no-settings "${rounds[@]}" "${peers[@]}"
+        part peers $(($1 / ${#batches[@]})) "$python" -m benchmarks.peers --config "$config" --batch_size "$batch_size" \
+            --log_dir "$logs/b$batch_size" --no-starts --no-settings "${rounds[@]}" "${more[@]}"
+        more=("${peers[@]}" --no-baseline)  # one is enough: with all its scores in fp32 a large batch has no room
     done
 }
 
-run_memory() {
-    part memory 35 "$python" bench.py --config "$config" --computation training_step --steps 2 --loss_chunks 8 \
+run_memory() {  # three passes first: the second records the CUDA graphs
+    part memory "$1" "$python" bench.py --config "$config" --computation training_step --warmup_steps 3 --steps 5 --loss_chunks 8 \
         --scan "batch_size=$(IFS=, && echo "${batches[*]}")" --log_dir "$logs"
 }
 
+pack() {
+    cp "$out"/*.txt "$logs"
+    tar -C "$out" -czf "$out/packing.tgz" "logs/results/$gpu" && mv "$out/packing.tgz" "$out/results.tgz"
+}
+
+left=0  # of the weights
 for name in "${parts[@]}"; do
     declare -F "run_$name" >/dev/null || { echo "no part is called $name; there are: tests gpu_ms peers memory profile speedup"; exit 2; }
+    left=$((left + weights[$name]))
 done
 for name in "${parts[@]}"; do
-    "run_$name"
+    "run_$name" $(((limit - 15 - (SECONDS - begun)) * weights[$name] / left))  # 15: for one that does not end when it is told to
+    left=$((left - weights[$name]))
+    pack && echo "$out/results.tgz has it, after $((SECONDS - begun)) s"
 done
-cp "$out"/*.txt "$logs"
-tar -C "$out" -czf "$out/results.tgz" "logs/results/$gpu" && echo "$out/results.tgz after $((SECONDS - begun)) s"

@@ -68,9 +68,12 @@ def test_every_part_leaves_its_results_in_one_archive(python, tmp_path):
     done = gpu_script(str(tmp_path / "out"), python=python)
     assert done.returncode == 0, done.stdout + done.stderr
     printed = "".join(path.read_text() for path in (tmp_path / "out").glob("*.txt"))
-    ends = re.findall(r"^(\w+): ended with status (\d+)", done.stdout, re.MULTILINE)
-    assert list(dict.fromkeys(name for name, _ in ends)) == PARTS
-    assert {status for _, status in ends} == {"0"}, done.stdout + printed
+    ends = re.findall(r"^(\w+): ended with status (\d+) after \d+ s of at most (\d+)", done.stdout, re.MULTILINE)
+    assert list(dict.fromkeys(name for name, *_ in ends)) == PARTS
+    assert {status for _, status, _ in ends} == {"0"}, done.stdout + printed
+    limits = {name: sum(int(limit) for other, _, limit in ends if other == name) for name in PARTS}
+    assert limits["tests"] < 60  # seconds
+    assert limits["speedup"] > 300  # what the others left
     with tarfile.open(tmp_path / "out/results.tgz") as archive:
         names = [name.removeprefix("logs/results/tiny/") for name in archive.getnames()]
     for wanted in (r"tests\.txt", r"ladder/report\.md", r"ladder/results\.csv", r"ladder/untied/in_turn\.json",
