@@ -71,6 +71,7 @@ FIRST_TIMED = 6  # published times: medians from this step on
 # ten times what that card can compute.
 UNSYNCHRONIZED = re.compile(r"rtx3080_speedup")
 HEADROOM = 1.25  # of memory, for what a process needs besides its peak
+MOST_PAIRS = 3  # timed at once
 KEEP_NO_MEMORY = {"GLIBC_TUNABLES": ""}  # see runtime/process.py
 ON_ANOTHER_GPU = "cuda_bf16"  # than the stage it changes, which ran on an Apple GPU
 # what no run's own options may say
@@ -442,10 +443,11 @@ def take_turns(pairs: Sequence[Pair], rounds: int, rerun: bool, device: Mapping[
     """Time the pairs that were not timed on this machine and device with the same settings, as many at once as the device's memory
     holds. `device`: what `probe` has found of it.
 
-    A failed one is marked, the others go on. Raises KeyboardInterrupt when the user stops; what is finished stays.
+    A failed one is marked, the others go on. Raises KeyboardInterrupt when the user stops; what is finished stays, and so do the
+    rounds so far of what is not.
     """
     here, memory_mb = {"machine": reports.machine(), "device": device.get("device", "")}, device.get("memory_mb", 0.0)
-    wanted = [pair for pair in pairs if rerun or not here.items() <= pair.found().items()]
+    wanted = [pair for pair in pairs if rerun or not here.items() <= (found := pair.found()).items() or found.get("interrupted")]
     groups = grouped(wanted, memory_mb)
     with bars("rounds") as progress:
         while groups:
@@ -464,13 +466,13 @@ def take_turns(pairs: Sequence[Pair], rounds: int, rerun: bool, device: Mapping[
 def grouped(pairs: Sequence[Pair], memory_mb: float) -> list[list[Pair]]:
     """The pairs in groups: a pair joins the one before where they share a side, and all sides together stay within the memory.
 
-    A side that two pairs share is timed once for both.
+    A side that two pairs share is timed once for both. A group is finished as a whole, and lost as a whole: so it is small.
     """
     groups: list[list[Pair]] = []
     for pair in pairs:
         group = [*groups[-1], pair] if groups else []
         shared = any(pair.base in (member.base, member.other) for member in group[:-1])
-        if shared and needed_mb(group, unknown=math.inf) <= memory_mb:
+        if shared and len(group) <= MOST_PAIRS and needed_mb(group, unknown=math.inf) <= memory_mb:
             groups[-1] = group
         else:
             groups.append([pair])
@@ -495,18 +497,26 @@ def _take_turns(pairs: Sequence[Pair], rounds: int, device: str, keep: bool, tel
             if output.exists():
                 tell(len(json.loads(output.read_text())["sides"][0]["tokens_per_sec"]), "")
 
-        tell(0, "starting")
-        error = _watch([sys.executable, str(ROOT / "benchmarks" / "in_turn.py"), *sides, "--rounds", str(rounds),
-                        "--output", str(output)], look, {} if keep else KEEP_NO_MEMORY)
-        if error is None:
-            found = json.loads(output.read_text())
-            for pair in pairs:
+        def keep_rounds(interrupted: bool) -> None:
+            found = json.loads(output.read_text()) if output.exists() else {}
+            for pair in pairs if found else ():
                 two = [found["sides"][sides.index(shlex.join(side))] for side in (pair.base, pair.other)]
                 rates = [side["tokens_per_sec"] for side in two]
                 factors = [other / base for base, other in zip(*rates, strict=True)]
                 kept = found | {"device": device, "settings": pair.settings(), "factors": factors, "sides": two,
-                                "memory_kept": keep}
-                write_whole(pair.path, json.dumps(kept, indent=1) + "\n")
+                                "memory_kept": keep, "interrupted": interrupted}
+                if not interrupted or (len(factors) >= FEWEST and not pair.found()):
+                    write_whole(pair.path, json.dumps(kept, indent=1) + "\n")
+
+        tell(0, "starting")
+        try:
+            error = _watch([sys.executable, str(ROOT / "benchmarks" / "in_turn.py"), *sides, "--rounds", str(rounds),
+                            "--output", str(output)], look, {} if keep else KEEP_NO_MEMORY)
+        except KeyboardInterrupt:
+            keep_rounds(interrupted=True)  # for the report; the next climb times them anew
+            raise
+        if error is None:
+            keep_rounds(interrupted=False)
         return error
 
 

@@ -117,14 +117,42 @@ def test_each_stage_and_its_base_are_timed_in_turn_once(rungs, tmp_path, monkeyp
 
 
 def test_pairs_share_a_group_while_the_memory_holds_all_sides():
-    stages = ["a", "b", "c", "d"]
+    stages = ["a", "b", "c", "d", "e"]
     pairs = [ladder.Pair(other, [base], [other], Path(other), (100, 100)) for base, other in itertools.pairwise(stages)]
-    for memory, sizes in ((10_000, [3]), (3 * 100 * ladder.HEADROOM, [2, 1]), (0, [1, 1, 1])):
+    for memory, sizes in ((10_000, [ladder.MOST_PAIRS, 1]), (3 * 100 * ladder.HEADROOM, [2, 2]), (0, [1] * 4)):
         assert [len(group) for group in ladder.grouped(pairs, memory)] == sizes
     unknown = [ladder.Pair(other, ["a"], [other], Path(other)) for other in "bc"]
     assert len(ladder.grouped(unknown, 10**9)) == 2
     apart = [pairs[0], pairs[2]]
     assert len(ladder.grouped(apart, 10**9)) == 2
+
+
+def test_rounds_before_an_interruption_count_until_the_next_climb(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / f"{name}.yaml").write_text("base: quickstart.yaml\n")
+    pair = ladder.Pair("b", [str(tmp_path / "a.yaml")], [str(tmp_path / "b.yaml")], tmp_path / "b.json")
+    here, asked = {"device": "any", "gpus": 1}, []
+
+    def interrupted_after(rounds):
+        def watch(command, look, environment):
+            asked.append(rounds)
+            turns = {"machine": reports.machine(), "sides": [{"tokens_per_sec": [base] * rounds} for base in (100, 150)]}
+            Path(command[-1]).write_text(json.dumps(turns))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(ladder, "_watch", watch)
+        with pytest.raises(KeyboardInterrupt):
+            ladder.take_turns([pair], 20, False, here)
+
+    interrupted_after(5)
+    assert not pair.path.exists()  # too few for an interval
+    interrupted_after(7)
+    assert pair.factors == [1.5] * 7
+    interrupted_after(6)  # it was asked for again, and took nothing away
+    assert pair.factors == [1.5] * 7
+    pair.path.write_text(json.dumps(pair.found() | {"interrupted": False}))
+    ladder.take_turns([pair], 20, False, here)
+    assert asked == [5, 7, 6]
 
 
 def test_sides_that_have_no_room_at_once_keep_no_memory_from_step_to_step(tmp_path, monkeypatch):
