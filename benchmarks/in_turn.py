@@ -289,9 +289,8 @@ def do_rounds(sides: Sequence[Side], turns: Mapping[str, Callable[[], float]], r
             f"{rate[-1]:,.0f}" for rate in rates.values()) + " tokens/s" + in_words(rates))
         return narrow_enough(width)(rates)
 
-    for side in sides:  # the first turn, in which they start and compile, all at once
+    for side in sides:  # the first turn, in which they compile: alone, as the compiler times what it chooses from
         side.ask()
-    for side in sides:
         side.answer()
     return take_turns(turns, rounds, enough, left_out=LEFT_OUT - 1)
 
