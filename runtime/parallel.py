@@ -91,8 +91,10 @@ def take_float32_input(block: torch.nn.Module, device: torch.device) -> None:
     """Let a block whose weights are gathered in bfloat16 compute with float32 inputs wherever it is called, as by sampling, which
     has no autocast."""
     block.forward = functools.partial(_in_bfloat16, block.forward, device.type)
-    ours: dict[type, Any] = {torch.nn.LayerNorm: _LayerNorm, torch.nn.RMSNorm: _RMSNorm}
-    for norm in block.modules() if device.type == "cpu" else ():  # whose autocast, unlike CUDA's, leaves norms alone
+    ours: dict[type, Any] = {torch.nn.RMSNorm: _RMSNorm}
+    if device.type == "cpu":  # whose autocast leaves all norms alone; CUDA's takes care of LayerNorm
+        ours[torch.nn.LayerNorm] = _LayerNorm
+    for norm in block.modules():
         if type(norm) in ours:  # its class, as a forward of each one's own would be compiled for each
             norm.__class__ = ours[type(norm)]
 

@@ -55,7 +55,7 @@ def start_without_caches() -> None:
     PyTorch's buffers are aligned, and glibc keeps the small ends that it cuts off for that in caches of each thread. There they lie
     between large buffers, which can then never be joined: with them, what `keep_memory` keeps grew to twice what is needed without
     torch.compile, and to another size in each run. glibc can do without these caches only from a process's start. Not under a
-    debugger or profiler, which would begin anew too, nor where a GPU computes: there nothing is kept, and small buffers count.
+    debugger or profiler, which would begin anew too, nor where a GPU computes: there the host's buffers are small, and caches help.
     """
     if (_glibc() is None or "GLIBC_TUNABLES" in os.environ or sys.gettrace() or sys.getprofile()
             or {"torch", "bdb", "pydevd"} & sys.modules.keys() or Path("/dev/nvidiactl").exists()):
