@@ -20,6 +20,7 @@ from optimizer import clip_gradients
 from runtime.device import choose_device, device_name, product_dtype, synchronize
 from runtime.errors import UserError, kind_of_failure
 from runtime.measure import matmul_tflops, peak_memory_mb, utilization
+from runtime.process import keep_memory
 from runtime.signals import end_with
 from runtime.world import World
 from train import build
@@ -209,6 +210,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any
 
 def _serve(parent: int, connection: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
     end_with(parent)
+    keep_memory()  # as train.py
     _call(connection, function, arguments)
 
 

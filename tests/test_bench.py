@@ -6,6 +6,7 @@ import json
 import math
 import signal
 import statistics
+import sys
 
 import pytest
 import torch
@@ -287,6 +288,25 @@ def test_the_parts_operations_add_up_to_the_models():
     with torch.device("meta"):
         per_token = GPT(GPTConfig.of(config)).flops_per_token(config.seq_len)
     assert 3 * sum(parts.part_flops(config, tokens=1).values()) == pytest.approx(per_token, rel=2e-3)
+
+
+def pages_of_a_large_buffer():
+    """New pages that a large buffer takes once some of its size have been freed."""
+    import resource
+
+    def pages():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    return min(pages() for _ in range(5))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="keeping memory is for Linux's C library")
+def test_what_is_timed_keeps_memory_from_step_to_step_as_training_does():
+    pages, error = workload.in_fresh_process(pages_of_a_large_buffer)
+    assert error == ""
+    assert pages < 1000  # of 16,384
 
 
 def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(tmp_path, monkeypatch):
