@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.attention import attention_in_blocks, blocks_are_faster
 from kernels.cache import KVCache
 from kernels.loss import cross_entropy_in_chunks
 
@@ -104,7 +105,10 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         dropout = self.config.dropout if self.training else 0.0
-        if self.config.flash:
+        in_blocks = torch.compiler.is_compiling() and blocks_are_faster(q.device, q.dtype, T)
+        if self.config.flash and in_blocks and cache is None and not dropout:
+            y = attention_in_blocks(q, k, v)
+        elif self.config.flash:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask if cache else None, dropout_p=dropout,
                                                is_causal=cache is None)
         else:

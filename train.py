@@ -32,6 +32,7 @@ from data.tokenizer import get_encoding
 from dataloader import DataLoader, TokenStream, is_validation, open_corpus, prefetch
 from estimate import estimate
 from evaluate import HellaSwag, validation_loss
+from kernels.attention import blocks_are_faster
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import autocast_to, check_compiler, choose_device, flash_note, in_words, prepare, product_dtype, synchronize
 from runtime.measure import TimeLeft, bf16_note, live_figures, memory_before_mb, summarize
@@ -57,7 +58,7 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
     torch.manual_seed(config.seed + world.rank)  # what is random from here on is dropout: different in each process
     if config.flash:
         shape = (config.batch_size, config.n_head, config.seq_len, config.n_embd // config.n_head)
-        notes += flash_note(device, dtype, shape, config.dropout)
+        notes += flash_note(device, dtype, shape, config.dropout, config.compile and blocks_are_faster(device, dtype, shape[2]))
     model = parallelize(raw_model, raw_model.transformer.h, world, config)
     optimizers, groups = make_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.fp16)
@@ -199,15 +200,14 @@ def train(config: Config, world: World, clock: Callable[[], float] = time.perf_c
     return summary
 
 
-def summary_of(run: RunFolder, config: Config, state: State, world: World, step_seconds: list[float],
-               loss: float) -> dict[str, Any]:
-    """What summary.json says of the steps, which took `step_seconds`, and of the last one's loss."""
-    if not step_seconds:  # the run had ended after its last step, without its summary: the log has the times
-        step_seconds, loss = world.broadcast(run.times_and_loss())
+def summary_of(run: RunFolder, config: Config, state: State, world: World, seconds: list[float], loss: float) -> dict[str, Any]:
+    """What summary.json says of the steps, which took `seconds`, and of the last one's loss."""
+    if not seconds:  # the run had ended after its last step, without its summary: the log has the times
+        seconds, loss = world.broadcast(run.times_and_loss())
     tokens_per_step, dtype = config.tokens_per_step(world.world_size), product_dtype(bf16=config.bf16, fp16=config.fp16)
     return {"steps": state.step, "tokens": state.step * tokens_per_step, "parameters": state.model.num_parameters(),
             "skipped_steps": state.skipped_steps, "final_loss": loss if math.isfinite(loss) else None} | summarize(
-        step_seconds, tokens_per_step, state.model.flops_per_token(config.seq_len), dtype, world, state.memory_before)
+        seconds, tokens_per_step, state.model.flops_per_token(config.seq_len), dtype, world, state.memory_before)
 
 
 def is_due(every: int, step: int) -> bool:

@@ -140,8 +140,11 @@ def attention_kernel(device: torch.device, dtype: torch.dtype, shape: tuple[int,
         return None
 
 
-def flash_note(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int], dropout: float) -> list[str]:
-    """Which attention kernel `flash` gets for queries of `shape` (B, nh, T, hs), for the user."""
+def flash_note(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int], dropout: float,
+               in_blocks: bool) -> list[str]:
+    """Which attention kernel `flash` gets for queries of `shape` (B, nh, T, hs), for the user. `in_blocks`: ours if it can."""
+    if in_blocks and not dropout:
+        return ["flash runs attention in blocks of queries, which this CPU computes faster than PyTorch's kernel"]
     kernel = attention_kernel(device, dtype, shape, dropout)
     if kernel == "math":
         return ["flash has no effect: PyTorch has no fused attention for this device, precision and dropout"]

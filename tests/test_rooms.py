@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "sample.py": ["model", "weights", "data", "runtime"],
     "export.py": ["model", "dataloader", "weights", "checkpoint", "config", "data", "runtime"],
     "estimate.py": [*HEART, "kernels", "config", "weights", "data", "runtime"],
-    "train.py": [*HEART, "estimate", "config", "weights", "checkpoint", "evaluate", "sample", "data", "runtime"],
+    "train.py": [*HEART, "kernels", "estimate", "config", "weights", "checkpoint", "evaluate", "sample", "data", "runtime"],
     "ladder.py": ["config", "runtime"],
     "bench.py": [*HEART, "config", "weights", "checkpoint", "evaluate", "data", "runtime", "benchmarks"],
     "runtime": ["runtime"],

@@ -23,7 +23,7 @@ from dataloader import open_corpus
 from evaluate import validation_loss
 from model import GPT
 from runtime.cli import CONFIG_DIR, ConfigError, parse
-from runtime.device import attention_kernel, autocast_to, check_compiler, product_dtype, set_precision
+from runtime.device import attention_kernel, autocast_to, check_compiler, flash_note, product_dtype, set_precision
 from runtime.errors import TrainingError, UserError
 from runtime.measure import bf16_slowdown, matmul_tflops, summarize
 from runtime.report import flops_rate
@@ -166,6 +166,9 @@ def test_tf32_on_a_gpu_sets_the_precision():
 def test_flash_says_which_kernel_runs():
     assert attention_kernel(CPU, torch.float32, (2, 2, 32, 16), dropout=0.0) == "flash_attention"
     assert attention_kernel(CPU, torch.float32, (2, 2, 32, 16), dropout=0.1) == "math"
+    for dropout, ours in ((0.0, True), (0.1, False)):
+        note, = flash_note(CPU, torch.bfloat16, (2, 2, 512, 16), dropout, in_blocks=True)
+        assert ("in blocks of queries" in note) == ours
 
 
 @pytest.mark.gpu

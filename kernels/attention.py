@@ -1,0 +1,171 @@
+"""Causal attention in blocks of queries, for CPUs that multiply in bfloat16: large matrix products, and between them what the
+compiler fuses.
+
+PyTorch's flash kernel for CPUs multiplies small tiles, at a fifth of the speed that large products reach there. Here a block of
+queries meets all keys up to its end at once. As in flash attention (Dao et al. 2022), the scores of all queries never exist at
+once: the forward pass keeps two numbers for each query, and the backward pass computes the scores anew.
+
+A product is rounded to bfloat16 as it is written: a score of 20 is off by up to 0.06, and its weight by 6%. So the product itself
+subtracts each query's largest score: queries get columns with its negative, keys columns of ones. What counts is then near zero,
+where bfloat16 is fine. In the backward pass the gradients of the weights are centred in the same way.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK, SEQUENCES = 256, 2  # queries that are computed with at once, of so many sequences
+# whether this CPU has instructions for products in bfloat16
+HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def blocks_are_faster(device: torch.device, dtype: torch.dtype, T: int) -> bool:
+    """Whether a compiled model's attention over T tokens is faster in blocks than by PyTorch's kernel."""
+    return HAS_BFLOAT16 and device.type == "cpu" and dtype == torch.bfloat16 and T > BLOCK
+
+
+def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(hs), causal) v, all (B, nh, T, hs)."""
+    y, _, _ = attention_forward(q, k, v, torch.compiler.is_compiling())
+    return y
+
+
+# One operator to torch.compile, whose caches on disk know it by its name: give it another when what it computes changes.
+@torch.library.custom_op("gpt2::causal_attention", mutates_args=())
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention, and of each query (B, nh, T, 1) its largest score, not scaled, and the sum that its weights are divided by."""
+    B, nh, T, hs = q.shape
+    y, largest, sums = _joined(q), q.new_empty(B, nh, T, 1), q.new_empty(B, nh, T, 1, dtype=torch.float32)
+    for part, (qs, ks, vs) in parts(q, k, v):
+        keys, space = with_ones(ks), q.new_empty(len(qs) * BLOCK * T)
+        for rows in blocks(T):
+            seen = slice(rows.stop)
+            scores = product(qs[:, rows], ks[:, seen].mT, space)
+            found = fused(largest_score, compiled)(scores)
+            weights = product(with_minus(qs[:, rows], found), keys[:, seen].mT, space)
+            total = fused(to_weights, compiled)(weights, 1 / math.sqrt(hs))
+            for kept, new in (y, weights @ vs[:, seen] / total), (largest, found), (sums, total):
+                kept[part, :, rows] = new.unflatten(0, (-1, nh))
+    return y, largest, sums
+
+
+@torch.library.custom_op("gpt2::causal_attention_backward", mutates_args=())
+def attention_backward(y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, largest: Tensor, sums: Tensor,
+                       compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    _, nh, T, hs = q.shape
+    q_grad, k_grad, v_grad = _joined(q), _joined(k), _joined(v)
+    for part, (gs, qs, ks, vs, ys, found, totals) in parts(y_grad, q, k, v, y, largest, sums):
+        queries, keys, values = with_minus(qs, found), with_ones(ks), with_ones(vs)
+        centred = with_minus(gs, (gs.float() * ys).sum(-1, keepdim=True))
+        ks_grad, vs_grad = (torch.zeros_like(x, dtype=torch.float32) for x in (ks, vs))
+        spaces = q.new_empty(2, len(qs) * BLOCK * T)
+        for rows in blocks(T):
+            seen = slice(rows.stop)
+            weights = product(queries[:, rows], keys[:, seen].mT, spaces[0])
+            scores_grad = product(centred[:, rows], values[:, seen].mT, spaces[1])
+            fused(to_weights_and_gradients, compiled)(weights, scores_grad, totals[:, rows], 1 / math.sqrt(hs))
+            q_grad[part, :, rows] = (scores_grad @ ks[:, seen]).unflatten(0, (-1, nh))
+            ks_grad[:, seen] += scores_grad.mT @ qs[:, rows]
+            vs_grad[:, seen] += weights.mT @ gs[:, rows]
+        k_grad[part], v_grad[part] = ks_grad.unflatten(0, (-1, nh)), vs_grad.unflatten(0, (-1, nh))
+    return q_grad, k_grad, v_grad
+
+
+def parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+    """A few sequences after the other: which, and of each tensor (B, nh, T, _) theirs (N, T, _), N for sequences and heads."""
+    for start in range(0, len(tensors[0]), SEQUENCES):
+        part = slice(start, start + SEQUENCES)
+        yield part, [x[part].reshape(-1, *x.shape[2:]) for x in tensors]
+
+
+def blocks(T: int) -> list[slice]:
+    """The queries of each block."""
+    return [slice(start, min(start + BLOCK, T)) for start in range(0, T, BLOCK)]
+
+
+def product(a: Tensor, b: Tensor, space: Tensor) -> Tensor:
+    """a b, (N, R, S), in `space`, which is large enough: fresh buffers of each block's size would leave gaps in memory."""
+    N, R, S = len(a), a.size(1), b.size(2)
+    return torch.bmm(a, b, out=space[:N * R * S].view(N, R, S))
+
+
+def with_minus(x: Tensor, subtracted: Tensor) -> Tensor:
+    """x and two columns, whose sum is what is to be subtracted."""
+    first = -subtracted.to(x.dtype)
+    return torch.cat((x, first, -(subtracted + first.float()).to(x.dtype)), dim=-1)
+
+
+def with_ones(x: Tensor) -> Tensor:
+    return torch.cat((x, x.new_ones(*x.shape[:2], 2)), dim=-1)
+
+
+# ---- what stands between the products; scores (N, R, S) are of the last R of S tokens
+
+
+@functools.cache
+def fused(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    """The function, compiled if wanted, for blocks of any length."""
+    return torch.compile(function, dynamic=True) if compiled else function
+
+
+def later(scores: Tensor) -> Tensor:
+    """(R, S), True where a key comes after the query."""
+    R, S = scores.shape[1:]
+    return torch.arange(S, device=scores.device) > torch.arange(S - R, S, device=scores.device)[:, None]
+
+
+def largest_score(scores: Tensor) -> Tensor:
+    """Of each query (N, R, 1)."""
+    return scores.masked_fill(later(scores), -math.inf).amax(-1, keepdim=True)
+
+
+def to_weights(scores: Tensor, scale: float) -> Tensor:
+    """Turn scores into weights, in place; returns the sum of each query's (N, R, 1)."""
+    weights = (scores.float() * scale).exp().masked_fill(later(scores), 0.0)
+    scores.copy_(weights)
+    return weights.sum(-1, keepdim=True)
+
+
+def to_weights_and_gradients(scores: Tensor, weights_grad: Tensor, sums: Tensor, scale: float) -> None:
+    """Turn scores into weights, and the weights' gradients into those of the scores, in place."""
+    weights = (scores.float() * scale).exp().masked_fill(later(scores), 0.0) / sums
+    weights_grad.copy_(weights * weights_grad.float() * scale)
+    scores.copy_(weights)
+
+
+# ---- as one operator
+
+
+def _joined(x: Tensor) -> Tensor:
+    """An empty tensor of the shape of x (B, nh, T, hs), with a token's heads side by side, as the layers around have them."""
+    B, nh, T, hs = x.shape
+    return x.new_empty(B, T, nh, hs).transpose(1, 2)
+
+
+@attention_forward.register_fake
+def _shapes(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    B, nh, T, _ = q.shape
+    return _joined(q), q.new_empty(B, nh, T, 1), q.new_empty(B, nh, T, 1, dtype=torch.float32)
+
+
+@attention_backward.register_fake
+def _gradient_shapes(y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, largest: Tensor, sums: Tensor,
+                     compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return _joined(q), _joined(k), _joined(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, ctx.compiled = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx: Any, y_grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    return *attention_backward(y_grad, *ctx.saved_tensors, ctx.compiled), None
+
+
+attention_forward.register_autograd(_backward, setup_context=_keep)
