@@ -161,6 +161,7 @@ def _gradient_shapes(y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor,
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, ctx.compiled = inputs
+    ctx.set_materialize_grads(False)  # of what nothing depends on
     ctx.save_for_backward(q, k, v, *output)
 
 
