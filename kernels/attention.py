@@ -38,8 +38,8 @@ def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @torch.library.custom_op("gpt2::causal_attention", mutates_args=())
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Attention, and of each query (B, nh, T, 1) its largest score, not scaled, and the sum that its weights are divided by."""
-    B, nh, T, hs = q.shape
-    y, largest, sums = _joined(q), q.new_empty(B, nh, T, 1), q.new_empty(B, nh, T, 1, dtype=torch.float32)
+    _, nh, T, hs = q.shape
+    y, largest, sums = _results(q, k, v, compiled)
     for part, (qs, ks, vs) in parts(q, k, v):
         keys, space = with_ones(ks), q.new_empty(len(qs) * BLOCK * T)
         for rows in blocks(T):
@@ -58,7 +58,7 @@ def attention_backward(y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tenso
                        compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     _, nh, T, hs = q.shape
-    q_grad, k_grad, v_grad = _joined(q), _joined(k), _joined(v)
+    q_grad, k_grad, v_grad = _gradients(y_grad, q, k, v, y, largest, sums, compiled)
     for part, (gs, qs, ks, vs, ys, found, totals) in parts(y_grad, q, k, v, y, largest, sums):
         queries, keys, values = with_minus(qs, found), with_ones(ks), with_ones(vs)
         centred = with_minus(gs, (gs.float() * ys).sum(-1, keepdim=True))
@@ -148,14 +148,15 @@ def _joined(x: Tensor) -> Tensor:
 
 
 @attention_forward.register_fake
-def _shapes(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what the operator returns: its shapes and strides are also what the compiler is told."""
     B, nh, T, _ = q.shape
     return _joined(q), q.new_empty(B, nh, T, 1), q.new_empty(B, nh, T, 1, dtype=torch.float32)
 
 
 @attention_backward.register_fake
-def _gradient_shapes(y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, largest: Tensor, sums: Tensor,
-                     compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, largest: Tensor, sums: Tensor,
+               compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _joined(q), _joined(k), _joined(v)
 
 
