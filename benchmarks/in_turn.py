@@ -290,8 +290,7 @@ def do_rounds(sides: Sequence[Side], turns: Mapping[str, Callable[[], float]], r
         return narrow_enough(width)(rates)
 
     for side in sides:  # the first turn, in which they compile: alone, as the compiler times what it chooses from
-        side.ask()
-        side.answer()
+        side.turn()
     return take_turns(turns, rounds, enough, left_out=LEFT_OUT - 1)
 
 
