@@ -16,8 +16,9 @@ set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
 cd "$(dirname "$0")/.." || exit 2
 shift
+all=(tests gpu_ms peers memory profile speedup)
 parts=("$@")
-[[ ${#parts[@]} -gt 0 ]] || parts=(tests gpu_ms peers memory profile speedup)
+[[ ${#parts[@]} -gt 0 ]] || parts=("${all[@]}")
 declare -A weights=([tests]=6 [gpu_ms]=13 [peers]=11 [memory]=4 [profile]=4 [speedup]=16)
 begun=$SECONDS limit=${LIMIT:-540}
 trap 'exit 130' INT
@@ -101,7 +102,7 @@ pack() {
 
 left=0  # of the weights
 for name in "${parts[@]}"; do
-    declare -F "run_$name" >/dev/null || { echo "no part is called $name; there are: tests gpu_ms peers memory profile speedup"; exit 2; }
+    declare -F "run_$name" >/dev/null || { echo "no part is called $name; there are: ${all[*]}"; exit 2; }
     left=$((left + weights[$name]))
 done
 for name in "${parts[@]}"; do
