@@ -133,6 +133,8 @@ class SpeedConfig(Options):
     """shard weights, gradients and optimizer state over the processes (FSDP2) rather than keep all of them in each"""
     recompute: bool = False
     """compute each block's activations again in the backward pass instead of keeping them: less memory, more arithmetic"""
+    recompute_cheap: bool | None = None
+    """under compile, also compute norms, GELU, casts and residual sums again: less memory, hardly more time (none: on a CPU)"""
     loss_chunks: Count = 1
     """compute the loss in this many parts, so that the logits of all tokens never exist at once; 8 saves most of their memory"""
 
@@ -326,6 +328,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             ("decay_matrices_only", self.weight_decay, "weight_decay is 0"),
             ("muon_lr", self.optimizer == "muon", "optimizer is adamw"),
             ("muon_weight_decay", self.optimizer == "muon", "optimizer is adamw"),
+            ("recompute_cheap", self.compile, "compile is off"),
             ("checkpoint_every", self.keep_last, "keep_last is 0"),
             ("eval_tokens", self.eval_every, "eval_every is 0"),
             ("hellaswag_file", self.hellaswag_every, "hellaswag_every is 0"),
@@ -348,8 +351,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), weight_decay or betas",
             "other process": f"another process died or did not answer within {self.timeout} s ({{reason}})",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. These lower it: a smaller "
-                      f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, --compile, --recompute, "
-                      f"--loss_chunks 8, a smaller --seq_len or model"}
+                      f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, --compile, "
+                      f"--loss_chunks 8, --recompute_cheap, --recompute, a smaller --seq_len or model"}
 
     def to_yaml(self) -> str:
         """All options as a YAML file that `--config` takes and that repeats the run."""

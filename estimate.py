@@ -38,7 +38,7 @@ def estimate(config: Config, world: World) -> None:
     """
     if world.rank:
         return
-    notes = prepare(world.device, tf32=config.tf32, bf16=config.bf16)
+    notes = prepare(world.device, tf32=config.tf32, bf16=config.bf16, recompute_cheap=config.recompute_cheap)
     if config.init_from == "scratch":
         with torch.device("meta"):  # the sizes alone
             model = GPT(GPTConfig.of(config))

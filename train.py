@@ -51,7 +51,7 @@ def build(config: Config, world: World, say: Callable[[str], None], checkpoint: 
     Raises UserError for what this device cannot do and for weights that cannot be had or do not fit.
     """
     device, dtype, before = world.device, product_dtype(bf16=config.bf16, fp16=config.fp16), memory_before_mb(world.device)
-    notes = prepare(device, tf32=config.tf32, bf16=config.bf16)
+    notes = prepare(device, tf32=config.tf32, bf16=config.bf16, recompute_cheap=config.recompute_cheap)
     notes += check_compiler(device, config.compile_mode, config.accumulation_steps(world.world_size)) if config.compile else []
     torch.manual_seed(config.seed)
     config, raw_model = world.together(lambda: build_model(config, checkpoint))

@@ -44,13 +44,14 @@ def in_words(world: World) -> str:
             f"torch {torch.__version__}")
 
 
-def prepare(device: torch.device, *, tf32: bool = False, bf16: bool = False) -> list[str]:
-    """Set this process up to train on the device, in these precisions; returns notes for the user.
+def prepare(device: torch.device, *, tf32: bool = False, bf16: bool = False, recompute_cheap: bool | None = None) -> list[str]:
+    """Set this process up to train on the device, in these precisions; returns notes for the user. What is cheap to compute is
+    recomputed if wanted, by default on a CPU.
 
     Raises UserError for a precision that the device lacks.
     """
     make_repeatable(device)
-    keep_little(device)
+    keep_what_is_cheap(not (device.type == "cpu" if recompute_cheap is None else recompute_cheap))
     return set_precision(device, tf32=tf32, bf16=bf16)
 
 
@@ -83,16 +84,16 @@ def make_repeatable(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would cost time
 
 
-def keep_little(device: torch.device) -> None:
-    """Let torch.compile compute norms, GELU, casts and sums of the residual stream again in the backward pass, rather than keep
-    them.
+def keep_what_is_cheap(keep: bool) -> None:
+    """Let torch.compile keep norms, GELU's results, casts and sums of the residual stream for the backward pass, as it does by
+    itself, or compute them again there.
 
-    On a CPU this takes a sixth of GPT-2's memory in a step and none of its speed (docs/results.md); a GPU has PyTorch's own choice,
-    as it has not been measured there.
+    On a CPU the latter takes a sixth of GPT-2's memory in a step and none of its speed (docs/results.md). On GPUs it has not been
+    measured.
     """
     from torch._functorch import config
 
-    config.ban_recompute_materialized_backward = config.ban_recompute_used_far_apart = device.type != "cpu"
+    config.ban_recompute_materialized_backward = config.ban_recompute_used_far_apart = keep
 
 
 def product_dtype(*, bf16: bool = False, fp16: bool = False) -> torch.dtype:

@@ -32,7 +32,7 @@ CONTRACT = {
         "eps": 1e-8, "weight_decay": 0.01, "decay_matrices_only": False, "grad_clip": 0.0, "max_steps": 50},
     "speed": {
         "tf32": False, "bf16": False, "fp16": False, "compile": False, "compile_mode": "default", "flash": False,
-        "fused_adamw": False, "fsdp": False, "recompute": False, "loss_chunks": 1},
+        "fused_adamw": False, "fsdp": False, "recompute": False, "recompute_cheap": None, "loss_chunks": 1},
     "run": {
         "device": "auto", "seed": 1337, "run_name": None, "log_dir": "logs", "log_every": 1, "eval_every": 0,
         "eval_tokens": None, "sample_every": 0, "sample_prompt": "The", "checkpoint_every": 0},
@@ -543,7 +543,7 @@ def test_help_shows_every_option_under_its_sections_title_with_its_default(capsy
         assert list(shown) == list(section.model_fields)
         for name, field in section.model_fields.items():
             assert shown[name].endswith(f"[{in_words(field.default)}]"), name
-            assert (f"--no-{name}" in shown[name]) == isinstance(field.default, bool)
+            assert (f"--no-{name}" in shown[name]) == (field.annotation in (bool, bool | None))
             assert CHOICES.get(name, "") in shown[name]
 
 

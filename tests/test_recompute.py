@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-import runtime.device
 from estimate import figures
-from runtime.device import keep_little
+from runtime.device import prepare
 from runtime.parallel import recompute
 from tests.conftest import ALONE, COMPILED
 from tests.test_resume import folder_of, log
@@ -63,19 +62,19 @@ def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice
     assert counted(lambda: model(x, x).backward())[0] == 4
 
 
-def test_what_the_compiler_computes_again_on_a_cpu_is_half_of_what_it_would_keep_and_the_same_run(tiny_config, monkeypatch):
-    options = COMPILED | {"n_layer": 2, "flash": True, "bf16": True, "seq_len": 64, "block_size": 64}
-    little, much = (tiny_config(**options, max_steps=3, run_name=name) for name in ("little", "much"))
-    wide = {"n_embd": 64, "batch_size": 16, "vocab_size": 128}
+def test_what_is_cheap_is_computed_again_in_half_of_the_memory_and_the_same_run(tiny_config, monkeypatch):
     for name in ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart"):
         monkeypatch.setattr(torch._functorch.config, name, False)  # as before at the end
+    options = COMPILED | {"n_layer": 2, "flash": True, "bf16": True, "seq_len": 64, "block_size": 64}
+    little, much = (tiny_config(**options, max_steps=3, run_name=str(cheap), recompute_cheap=cheap) for cheap in (None, False))
+    for config in (little, much):
+        train(config, ALONE)
+    same(little, much)
 
-    def kept(device):
-        keep_little(torch.device(device))
+    def kept(device, cheap):
+        prepare(torch.device(device), recompute_cheap=cheap)
+        wide = {"n_embd": 64, "batch_size": 16, "vocab_size": 128}
         return figures(tiny_config(**options | wide), 1, torch.device("cpu"))["activations"]
 
-    assert kept("cpu") < 0.6 * kept("cuda")
-    train(little, ALONE)
-    monkeypatch.setattr(runtime.device, "keep_little", lambda _: keep_little(torch.device("cuda")))
-    train(much, ALONE)
-    same(little, much)
+    assert kept("cpu", None) == kept("cuda", True) < 0.6 * kept("cuda", None)
+    assert kept("cpu", False) == kept("cuda", None)
