@@ -98,6 +98,7 @@ def compiled_graphs(model: torch.nn.Module, run: Callable[[Any], Any]) -> tuple[
 
     backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=lambda graph, _: graph, partition_fn=partition,
                            decompositions=select_decomp_table())
+    torch.compiler.reset()  # what is compiled already would not come by again
     try:
         run(torch.compile(model, backend=backend))
     except Exception:  # PyTorch wraps it in one of its own
