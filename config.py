@@ -134,7 +134,7 @@ class SpeedConfig(Options):
     recompute: bool = False
     """compute each block's activations again in the backward pass instead of keeping them: less memory, more arithmetic"""
     recompute_cheap: bool | None = None
-    """under compile, also compute norms, GELU, casts and residual sums again: less memory, hardly more time (none: on a CPU)"""
+    """compiled, compute norms, GELU, casts and residual sums again instead of keeping them (none: on a CPU, where it is free)"""
     loss_chunks: Count = 1
     """compute the loss in this many parts, so that the logits of all tokens never exist at once; 8 saves most of their memory"""
 

@@ -19,7 +19,7 @@ shift
 all=(tests gpu_ms peers memory profile speedup)
 parts=("$@")
 [[ ${#parts[@]} -gt 0 ]] || parts=("${all[@]}")
-declare -A weights=([tests]=6 [gpu_ms]=13 [peers]=11 [memory]=6 [profile]=4 [speedup]=16)
+declare -A weights=([tests]=6 [gpu_ms]=13 [peers]=11 [memory]=8 [profile]=4 [speedup]=16)
 begun=$SECONDS limit=${LIMIT:-540}
 trap 'exit 130' INT
 python=${PYTHON:-python3}
@@ -92,7 +92,7 @@ run_peers() {
 
 run_memory() {  # three passes first: the second records the CUDA graphs
     part memory $(($1 / 2)) "$python" -m benchmarks.in_turn "$config" "$config --recompute_cheap" --output "$logs/recompute_cheap.json" \
-        "${rounds[@]}"
+        "${rounds[@]}" -- --compile_mode default
     part memory $(($1 / 2)) "$python" bench.py --config "$config" --computation training_step --warmup_steps 3 --steps 5 --loss_chunks 8 \
         --scan "batch_size=$(IFS=, && echo "${batches[*]}")" --log_dir "$logs"
 }
