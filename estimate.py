@@ -113,8 +113,7 @@ STEPS = 2  # that are counted: the optimizer's state comes with the first
 MOST_LAYERS = 4  # that are compiled to graphs, which takes some seconds: more are extrapolated, as blocks are all alike
 # What a process on a CPU takes beside tensors, fitted to what benchmarks/memory.py measures (docs/results.md): code that is loaded
 # after the model is built, and the libraries' own buffers; as a share of tensors, gaps among buffers of many sizes, which are kept
-CODE, GAPS = 150 * MB, 0.21
-COMPILED_CODE, COMPILED_GAPS = 240 * MB, 0.13
+CODE, COMPILED_CODE, GAPS = 150 * MB, 240 * MB, 0.21
 
 
 def memory_in_words(config: Config, world: World) -> tuple[list[str], int]:
@@ -123,7 +122,7 @@ def memory_in_words(config: Config, world: World) -> tuple[list[str], int]:
     device, each = world.device, f"of each of {world.world_size} processes" if world.world_size > 1 else "of the process"
     found = figures(config, world.world_size, device)
     tensors, moment = max((found[phase], phase) for phase in PHASES)
-    peak = whole(tensors, config, world.world_size, device)
+    peak = whole(tensors, config, device)
     parts = [f"{found[part] / MB:,.0f} MB {words}" for part, words in (
         ("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer state"),
         ("activations", "activations that the forward pass keeps for the backward pass"))]
@@ -141,14 +140,13 @@ def memory_in_words(config: Config, world: World) -> tuple[list[str], int]:
     return lines, round(peak / MB)
 
 
-def whole(tensors: float, config: Config, world_size: int, device: torch.device) -> float:
+def whole(tensors: float, config: Config, device: torch.device) -> float:
     """Bytes that a process takes that has so many bytes of tensors at once, beyond what it has before its model is built."""
     if device.type == "cuda":
         return tensors + (32 if torch.cuda.get_device_capability(device) >= (9, 0) else 8) * MB  # cuBLAS's workspace
     if device.type != "cpu":
         return tensors
-    gaps = COMPILED_GAPS if is_one_graph(config, world_size) else GAPS
-    return (1 + gaps) * tensors + (COMPILED_CODE if config.compile else CODE)
+    return (1 + GAPS) * tensors + (COMPILED_CODE if config.compile else CODE)
 
 
 def is_one_graph(config: Config, world_size: int) -> bool:
@@ -167,7 +165,7 @@ def largest_batch(config: Config, world_size: int, device: torch.device, memory:
 
     def fits(batch_size: int) -> bool:  # each sequence adds the same
         tensors = max(found[phase] + (batch_size - size) * (found[phase] - other[phase]) / (size - 1 or -1) for phase in PHASES)
-        return whole(tensors, config, world_size, device) <= memory
+        return whole(tensors, config, device) <= memory
 
     most = config.total_batch_tokens // (config.seq_len * world_size) if config.total_batch_tokens else 10**9
     largest = bisect.bisect_left(range(1, most + 1), True, key=lambda size: not fits(size))

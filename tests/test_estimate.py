@@ -155,7 +155,7 @@ def test_the_largest_batch_that_is_said_to_fit_is_the_largest_that_does(tiny_con
 
     def takes(batch_size):
         found = figures(config.model_copy(update={"batch_size": batch_size}), 1, CPU)
-        return whole(max(found[phase] for phase in PHASES), config, 1, CPU)
+        return whole(max(found[phase] for phase in PHASES), config, CPU)
 
     for size in (1, 4):
         config = config.model_copy(update={"batch_size": size})
