@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 
 from estimate import figures
 from runtime.device import prepare
@@ -64,7 +65,7 @@ def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice
 
 def test_what_is_cheap_is_computed_again_in_half_of_the_memory_and_the_same_run(tiny_config, monkeypatch):
     for name in ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart"):
-        monkeypatch.setattr(torch._functorch.config, name, False)  # as before at the end
+        monkeypatch.setattr(functorch_config, name, getattr(functorch_config, name))  # as before at the end
     options = COMPILED | {"n_layer": 2, "flash": True, "bf16": True, "seq_len": 64, "block_size": 64}
     little, much = (tiny_config(**options, max_steps=3, run_name=str(cheap), recompute_cheap=cheap) for cheap in (None, False))
     for config in (little, much):
