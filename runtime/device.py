@@ -51,7 +51,7 @@ def prepare(device: torch.device, *, tf32: bool = False, bf16: bool = False, rec
     Raises UserError for a precision that the device lacks.
     """
     make_repeatable(device)
-    keep_what_is_cheap(not (device.type == "cpu" if recompute_cheap is None else recompute_cheap))
+    recompute_what_is_cheap(device.type == "cpu" if recompute_cheap is None else recompute_cheap)
     return set_precision(device, tf32=tf32, bf16=bf16)
 
 
@@ -84,15 +84,15 @@ def make_repeatable(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would cost time
 
 
-def keep_what_is_cheap(keep: bool) -> None:
-    """Let torch.compile keep norms, GELU's results, casts and sums of the residual stream for the backward pass, as it does by
-    itself, or compute them again there.
+def recompute_what_is_cheap(wanted: bool) -> None:
+    """Let torch.compile compute norms, GELU's results, casts and sums of the residual stream again in the backward pass, or keep
+    them for it, as it does by itself.
 
     Again: GPT-2 (124M) trains in a sixth less memory, and on a CPU no slower (docs/results.md). On GPUs it has not been measured.
     """
     from torch._functorch import config
 
-    config.ban_recompute_materialized_backward = config.ban_recompute_used_far_apart = keep
+    config.ban_recompute_materialized_backward = config.ban_recompute_used_far_apart = not wanted
 
 
 def product_dtype(*, bf16: bool = False, fp16: bool = False) -> torch.dtype:
