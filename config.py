@@ -1,4 +1,5 @@
-"""Every option of a run, declared once: the command-line flags, the YAML keys and `--help` all come from the classes below.
+"""Every option of a run, declared once: the command-line flags, the YAML keys and `--help` all come
+from the classes below.
 
 Nothing here imports torch, so `--help` and mistakes answer at once.
 """
@@ -15,7 +16,8 @@ from runtime.cli import ContradictionError, Name, Options, load, to_yaml
 
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
 
-# Bounds far beyond any run: a number outside them is a slip of the hand, and would overflow somewhere or never come to an end.
+# Bounds far beyond any run: a number outside them is a slip of the hand, and would overflow
+# somewhere or never come to an end.
 Size = Annotated[int, Field(ge=1, le=10**15)]  # tokens, sequences, units of a layer
 Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
 ZeroIsOff = Annotated[int, Field(ge=0, le=10**9)]
@@ -35,9 +37,13 @@ class ModelConfig(Options):
     block_size: Size = 1024
     """longest context, in tokens: the number of learned positions"""
     vocab_size: Size = 50257
-    """rows of the embedding and of the output head; 50304 pads GPT-2's 50257 to a multiple of 128, which is faster"""
+    """rows of the embedding and of the output head; 50304 pads GPT-2's 50257 to a multiple of 128,
+    which is faster
+    """
     real_vocab_size: Size | None = None
-    """tokens that exist; the rows above are padding and take no part in loss or sampling (none: vocab_size, at most 50257)"""
+    """tokens that exist; the rows above are padding and take no part in loss or sampling (none:
+    vocab_size, at most 50257)
+    """
     bias: bool = True
     """biases in linear layers and norms"""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -53,14 +59,18 @@ class ModelConfig(Options):
     residual_scaling: bool = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
     init_from: Name = "scratch"
-    """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a .pt file of nanoGPT"""
+    """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a
+    .pt file of nanoGPT
+    """
 
 
 class DataConfig(Options):
     """data"""
 
     dataset: Name = "pydocs"
-    """corpus: a folder of token files below data_dir; pydocs and shakespeare are prepared when first asked for"""
+    """corpus: a folder of token files below data_dir; pydocs and shakespeare are prepared when
+    first asked for
+    """
     data_dir: Name = "data"
     """folder that holds the corpora"""
     batch_size: Size = 4
@@ -68,13 +78,16 @@ class DataConfig(Options):
     seq_len: Size = 1024
     """tokens per sequence"""
     total_batch_tokens: Size | None = None
-    """tokens per step over all processes, reached by gradient accumulation (none: one micro-step)"""
+    """tokens per step over all processes, reached by gradient accumulation (none: one micro-step)
+    """
     shuffle: bool = False
     """every epoch in a fresh seeded order, without replacement (off: in the order of the text)"""
     overfit_batch: bool = False
     """repeat the first step's batch for ever"""
     val_fraction: float = Field(0.0, ge=0, lt=1)
-    """share of the tokens, off the tail, kept for validation (0: the *_val_* token files, if there are any)"""
+    """share of the tokens, off the tail, kept for validation (0: the *_val_* token files, if there
+    are any)
+    """
 
 
 class OptimizationConfig(Options):
@@ -89,7 +102,9 @@ class OptimizationConfig(Options):
     warmup_steps: ZeroIsOff = 0
     """steps of linear warm-up; the last of them has the peak rate"""
     lr_schedule: Literal["constant", "cosine", "wsd"] = "constant"
-    """after the warm-up: constant, cosine decay, or wsd (warmup-stable-decay: constant, then linear decay)"""
+    """after the warm-up: constant, cosine decay, or wsd (warmup-stable-decay: constant, then linear
+    decay)
+    """
     wsd_decay_fraction: float = Field(0.2, gt=0, le=1)
     """share of max_steps over which wsd decays"""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -109,7 +124,9 @@ class OptimizationConfig(Options):
     max_steps: Count = 50
     """optimizer steps"""
     skip_nonfinite: ZeroIsOff = 0
-    """leave out up to this many steps whose loss or gradient norm is not finite (0: stop at the first)"""
+    """leave out up to this many steps whose loss or gradient norm is not finite (0: stop at the
+    first)
+    """
 
 
 class SpeedConfig(Options):
@@ -123,20 +140,30 @@ class SpeedConfig(Options):
     """float16 autocast with loss scaling, for GPUs without bfloat16"""
     compile: bool = False
     """torch.compile the model"""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    compile_mode: Literal[
+        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ] = "default"
     """mode of torch.compile"""
     flash: bool = False
     """fused scaled_dot_product_attention in place of the T x T matrix"""
     fused_adamw: bool = False
     """one kernel for the whole AdamW update"""
     fsdp: bool = False
-    """shard weights, gradients and optimizer state over the processes (FSDP2) rather than keep all of them in each"""
+    """shard weights, gradients and optimizer state over the processes (FSDP2) rather than keep all
+    of them in each
+    """
     recompute: bool = False
-    """compute each block's activations again in the backward pass instead of keeping them: less memory, more arithmetic"""
+    """compute each block's activations again in the backward pass instead of keeping them: less
+    memory, more arithmetic
+    """
     recompute_cheap: bool | None = None
-    """compiled, compute norms, GELU, casts and residual sums again instead of keeping them (none: on a CPU, where it is free)"""
+    """compiled, compute norms, GELU, casts and residual sums again instead of keeping them (none:
+    on a CPU, where it is free)
+    """
     loss_chunks: Count = 1
-    """compute the loss in this many parts, so that the logits of all tokens never exist at once; 8 saves most of their memory"""
+    """compute the loss in this many parts, so that the logits of all tokens never exist at once; 8
+    saves most of their memory
+    """
 
 
 class RunConfig(Options):
@@ -153,13 +180,19 @@ class RunConfig(Options):
     log_every: Count = 1
     """steps per line of the log"""
     eval_every: ZeroIsOff = 0
-    """steps per evaluation of the validation loss, also before the first and after the last step (0: never)"""
+    """steps per evaluation of the validation loss, also before the first and after the last step
+    (0: never)
+    """
     eval_tokens: Size | None = None
-    """tokens that the validation loss is the mean of, always the same ones (none: the whole validation split)"""
+    """tokens that the validation loss is the mean of, always the same ones (none: the whole
+    validation split)
+    """
     hellaswag_every: ZeroIsOff = 0
     """steps per score in HellaSwag, also before the first and after the last step (0: never)"""
     hellaswag_file: Name | None = None
-    """items of HellaSwag's form (none: data_dir/hellaswag/hellaswag_val.jsonl, which data/hellaswag.py downloads)"""
+    """items of HellaSwag's form (none: data_dir/hellaswag/hellaswag_val.jsonl, which
+    data/hellaswag.py downloads)
+    """
     sample_every: ZeroIsOff = 0
     """steps per generated sample, also after the last step (0: never)"""
     sample_prompt: str = "The"
@@ -169,13 +202,21 @@ class RunConfig(Options):
     checkpoint_every: ZeroIsOff = 0
     """steps per checkpoint; one is always saved at the end (0: only there)"""
     keep_last: ZeroIsOff = 3
-    """checkpoints to keep, the newest ones; the best by validation loss is kept too (0: save none at all)"""
+    """checkpoints to keep, the newest ones; the best by validation loss is kept too (0: save none
+    at all)
+    """
     tensorboard: bool = False
-    """write what is logged for TensorBoard too, into the run's folder (pip install -r requirements-track.txt)"""
+    """write what is logged for TensorBoard too, into the run's folder (pip install -r
+    requirements-track.txt)
+    """
     wandb: bool = False
-    """send what is logged to Weights & Biases too; without an account it is kept offline (pip install -r requirements-track.txt)"""
+    """send what is logged to Weights & Biases too; without an account it is kept offline (pip
+    install -r requirements-track.txt)
+    """
     resume: str | None = None
-    """auto: go on from the run's newest whole checkpoint, or begin where there is none; or a run's folder, or a checkpoint"""
+    """auto: go on from the run's newest whole checkpoint, or begin where there is none; or a run's
+    folder, or a checkpoint
+    """
     estimate: bool = False
     """say what the run would take (tokens, hours, disk), and end"""
     timeout: Count = 600
@@ -183,7 +224,9 @@ class RunConfig(Options):
 
 
 class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig):
-    """All options of a training run. Invalid or contradictory values raise pydantic's ValidationError."""
+    """All options of a training run. Invalid or contradictory values raise pydantic's
+    ValidationError.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -195,18 +238,44 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     @model_validator(mode="after")
     def _check_combinations(self, info: ValidationInfo) -> Self:
         problems = []
-        if self.run_name is not None and (Path(self.run_name).name != self.run_name or self.run_name == ".."):
-            problems.append(("run_name", f"run_name {self.run_name!r} is not a plain folder name; "
-                             f"use log_dir for the folder it lies in"))
+        if self.run_name is not None and (
+            Path(self.run_name).name != self.run_name or self.run_name == ".."
+        ):
+            problems.append(
+                (
+                    "run_name",
+                    f"run_name {self.run_name!r} is not a plain folder name; "
+                    f"use log_dir for the folder it lies in",
+                )
+            )
         if self.estimate and self.resume is not None:
-            problems.append(("estimate", "estimate and resume exclude each other: an estimate is of a whole run"))
+            problems.append(
+                (
+                    "estimate",
+                    "estimate and resume exclude each other: an estimate is of a whole run",
+                )
+            )
         # a run moved aside, <run_name>.1, has its old name in its config.yaml
-        if self.resume not in (None, "auto") and "run_name" in (info.context or {}).get("given", ()) and not any(
-                re.fullmatch(rf"{re.escape(str(self.run_name))}(\.\d+)?", name) for name in _names_of_run(str(self.resume))):
-            problems.append(("run_name", f"run_name {self.run_name} is not the run that resume {self.resume} goes on with; leave "
-                             f"run_name out, or begin a new run of that name: --init_from {shlex.quote(str(self.resume))} in place "
-                             f"of --resume"))
-        # with `resume`, what is not given here is the checkpoint's: checkpoint.py merges the two and has them judged then
+        if (
+            self.resume not in (None, "auto")
+            and "run_name" in (info.context or {}).get("given", ())
+            and not any(
+                re.fullmatch(rf"{re.escape(str(self.run_name))}(\.\d+)?", name)
+                for name in _names_of_run(str(self.resume))
+            )
+        ):
+            problems.append(
+                (
+                    "run_name",
+                    f"run_name {self.run_name} is not the run that resume {self.resume} goes on "
+                    f"with; leave "
+                    f"run_name out, or begin a new run of that name: --init_from "
+                    f"{shlex.quote(str(self.resume))} in place "
+                    f"of --resume",
+                )
+            )
+        # with `resume`, what is not given here is the checkpoint's: checkpoint.py merges the two
+        # and has them judged then
         if self.resume is None:
             problems += self._contradictions((info.context or {}).get("world_size", 1))
         if problems:
@@ -217,31 +286,72 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """Options that exclude each other: pairs of (option to blame, message)."""
         problems = []
         if self.n_embd % self.n_head:
-            problems.append(("n_head", f"n_embd {self.n_embd} does not divide into {self.n_head} heads; "
-                             f"n_head must divide n_embd"))
+            problems.append(
+                (
+                    "n_head",
+                    f"n_embd {self.n_embd} does not divide into {self.n_head} heads; "
+                    f"n_head must divide n_embd",
+                )
+            )
         if self.seq_len > self.block_size:
-            problems.append(("seq_len", f"seq_len {self.seq_len} is longer than block_size {self.block_size}; "
-                             f"lower seq_len or raise block_size"))
+            problems.append(
+                (
+                    "seq_len",
+                    f"seq_len {self.seq_len} is longer than block_size {self.block_size}; "
+                    f"lower seq_len or raise block_size",
+                )
+            )
         if self.real_vocab_size is not None and self.real_vocab_size > self.vocab_size:
-            problems.append(("real_vocab_size", f"real_vocab_size {self.real_vocab_size} is more than "
-                             f"vocab_size {self.vocab_size}; it may be at most vocab_size"))
+            problems.append(
+                (
+                    "real_vocab_size",
+                    f"real_vocab_size {self.real_vocab_size} is more than "
+                    f"vocab_size {self.vocab_size}; it may be at most vocab_size",
+                )
+            )
         if self.bf16 and self.fp16:
             problems.append(("fp16", "bf16 and fp16 exclude each other; choose one"))
         if self.min_lr is not None and self.min_lr > self.lr:
-            problems.append(("min_lr", f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr"))
+            problems.append(
+                ("min_lr", f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr")
+            )
         for name in ("sample_every", "hellaswag_every"):
             if getattr(self, name) and self.n_vocab != GPT2_TOKENS:
-                problems.append((name, f"{name} {getattr(self, name)} needs GPT-2's vocabulary: set vocab_size to at least "
-                                 f"{GPT2_TOKENS}, or {name} to 0"))
+                problems.append(
+                    (
+                        name,
+                        f"{name} {getattr(self, name)} needs GPT-2's vocabulary: set vocab_size "
+                        f"to at least "
+                        f"{GPT2_TOKENS}, or {name} to 0",
+                    )
+                )
         if self.fp16 and self.optimizer == "muon":
-            problems.append(("fp16", "fp16 and optimizer muon exclude each other: at an overflow only one of its two optimizers "
-                             "would skip the step; use bf16"))
+            problems.append(
+                (
+                    "fp16",
+                    "fp16 and optimizer muon exclude each other: at an overflow only one of its "
+                    "two optimizers "
+                    "would skip the step; use bf16",
+                )
+            )
         if self.fsdp and self.optimizer == "muon":
-            problems.append(("fsdp", "fsdp and optimizer muon exclude each other: Muon's matrices have to be whole; use adamw, or "
-                             "several processes without fsdp"))
+            problems.append(
+                (
+                    "fsdp",
+                    "fsdp and optimizer muon exclude each other: Muon's matrices have to be "
+                    "whole; use adamw, or "
+                    "several processes without fsdp",
+                )
+            )
         if self.fsdp and self.compile and self.compile_mode in ("reduce-overhead", "max-autotune"):
-            problems.append(("fsdp", f"fsdp and compile_mode {self.compile_mode} exclude each other: its CUDA graphs need weights "
-                             "that stay where they are; use default or max-autotune-no-cudagraphs"))
+            problems.append(
+                (
+                    "fsdp",
+                    f"fsdp and compile_mode {self.compile_mode} exclude each other: its CUDA "
+                    f"graphs need weights "
+                    "that stay where they are; use default or max-autotune-no-cudagraphs",
+                )
+            )
         try:
             self.accumulation_steps(world_size)
         except ContradictionError as error:
@@ -254,22 +364,35 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)
 
     def alike(self) -> dict[str, Any]:
-        """The options that all processes of a run need to have alike: folders may have other places on another machine."""
+        """The options that all processes of a run need to have alike: folders may have other places
+        on another machine.
+        """
         return self.model_dump(mode="json", exclude={"data_dir", "hellaswag_file", "log_dir"})
 
     def accumulation_steps(self, world_size: int) -> int:
         """Micro-steps per step that make up `total_batch_tokens` over `world_size` processes.
 
-        Raises ContradictionError, naming the nearest totals that work, if it is not a multiple of a micro-step's tokens.
+        Raises ContradictionError, naming the nearest totals that work, if it is not a multiple of a
+        micro-step's tokens.
         """
         tokens = self.batch_size * self.seq_len * world_size
         total = self.total_batch_tokens or tokens
         steps, rest = divmod(total, tokens)
         if rest:
             nearest = " or ".join(f"{n * tokens:,}" for n in (steps, steps + 1) if n)
-            raise ContradictionError([("total_batch_tokens", (
-                f"total_batch_tokens {total:,} is not a multiple of the {tokens:,} tokens of one micro-step (batch_size "
-                f"{self.batch_size} x seq_len {self.seq_len} x {world_size} processes); nearest that work: {nearest}"))])
+            raise ContradictionError(
+                [
+                    (
+                        "total_batch_tokens",
+                        (
+                            f"total_batch_tokens {total:,} is not a multiple of the {tokens:,} "
+                            f"tokens of one micro-step (batch_size "
+                            f"{self.batch_size} x seq_len {self.seq_len} x {world_size} "
+                            f"processes); nearest that work: {nearest}"
+                        ),
+                    )
+                ]
+            )
         return steps
 
     def tokens_per_step(self, world_size: int) -> int:
@@ -281,47 +404,92 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
 
     def final_lr(self) -> float:
-        """Learning rate that a decaying schedule goes down to: `min_lr`, or a tenth of `lr` where that is not set."""
+        """Learning rate that a decaying schedule goes down to: `min_lr`, or a tenth of `lr` where
+        that is not set.
+        """
         return self.lr / 10 if self.min_lr is None else self.min_lr
 
     def optimizations(self, world_size: int) -> tuple[list[str], list[str]]:
         """The optimizations of the ladder that are on, and those that are off, in words."""
-        switches = [*self._switches(), (world_size > 1, f"{world_size} processes", "several processes", [])]
-        return [on for is_on, on, _, _ in switches if is_on and on], [off for is_on, on, off, _ in switches if on and not is_on]
+        switches = [
+            *self._switches(),
+            (world_size > 1, f"{world_size} processes", "several processes", []),
+        ]
+        return [on for is_on, on, _, _ in switches if is_on and on], [
+            off for is_on, on, off, _ in switches if on and not is_on
+        ]
 
     def switched_off(self) -> dict[str, list[str]]:
-        """For each optimization that is on, in words, the flags that switch it off and nothing else."""
+        """For each optimization that is on, in words, the flags that switch it off and nothing
+        else.
+        """
         return {off: flags for is_on, _, off, flags in self._switches() if is_on}
 
     def _switches(self) -> list[tuple[object, str, str, list[str]]]:
-        """For each optimization: whether it is on, how it is called on ("": it is not told) and off, the flags that switch
-        it off."""
+        """For each optimization: whether it is on, how it is called on ("": it is not told) and
+        off, the flags that switch it off.
+        """
         searched = self.compile and self.compile_mode != "default"
         return [
             (self.tie_weights, "", "tie_weights", ["--no-tie_weights"]),
-            (self.tf32, "tf32", "tf32", ["--no-tf32"]), (self.bf16, "bf16", "bf16", ["--no-bf16"]),
+            (self.tf32, "tf32", "tf32", ["--no-tf32"]),
+            (self.bf16, "bf16", "bf16", ["--no-bf16"]),
             (self.fp16, "fp16", "fp16", ["--no-fp16"]),
-            (self.compile, f"compile ({self.compile_mode})", "compile", ["--no-compile", "--compile_mode", "default"]),
+            (
+                self.compile,
+                f"compile ({self.compile_mode})",
+                "compile",
+                ["--no-compile", "--compile_mode", "default"],
+            ),
             (searched, "", f"compile_mode {self.compile_mode}", ["--compile_mode", "default"]),
             (self.flash, "flash", "flash", ["--no-flash"]),
-            (self.vocab_size > self.n_vocab, f"vocabulary padded to {self.vocab_size}", "padded vocabulary",
-             ["--vocab_size", str(self.n_vocab)]),
+            (
+                self.vocab_size > self.n_vocab,
+                f"vocabulary padded to {self.vocab_size}",
+                "padded vocabulary",
+                ["--vocab_size", str(self.n_vocab)],
+            ),
             (self.fused_adamw, "fused_adamw", "fused_adamw", ["--no-fused_adamw"]),
             (self.fsdp, "fsdp", "fsdp", ["--no-fsdp"]),
             (self.recompute, "recompute", "recompute", ["--no-recompute"]),
-            (self.loss_chunks > 1, f"loss_chunks {self.loss_chunks}", "loss_chunks", ["--loss_chunks", "1"]),
+            (
+                self.loss_chunks > 1,
+                f"loss_chunks {self.loss_chunks}",
+                "loss_chunks",
+                ["--loss_chunks", "1"],
+            ),
             (self.grad_clip, f"grad_clip {self.grad_clip:g}", "grad_clip", ["--grad_clip", "0"]),
-            (self.lr_schedule != "constant", f"lr_schedule {self.lr_schedule}", "lr_schedule", ["--lr_schedule", "constant"]),
-            (self.warmup_steps, f"warmup_steps {self.warmup_steps}", "warmup_steps", ["--warmup_steps", "0"]),
-            (self.decay_matrices_only and self.weight_decay, "decay_matrices_only", "decay_matrices_only",
-             ["--no-decay_matrices_only"])]
+            (
+                self.lr_schedule != "constant",
+                f"lr_schedule {self.lr_schedule}",
+                "lr_schedule",
+                ["--lr_schedule", "constant"],
+            ),
+            (
+                self.warmup_steps,
+                f"warmup_steps {self.warmup_steps}",
+                "warmup_steps",
+                ["--warmup_steps", "0"],
+            ),
+            (
+                self.decay_matrices_only and self.weight_decay,
+                "decay_matrices_only",
+                "decay_matrices_only",
+                ["--no-decay_matrices_only"],
+            ),
+        ]
 
     def notes(self) -> list[str]:
-        """One line for each option that is valid but has no effect, or less than one might expect, with the others."""
+        """One line for each option that is valid but has no effect, or less than one might expect,
+        with the others.
+        """
         notes = []
         if self.warmup_steps > self.max_steps:
-            notes.append(f"warmup_steps {self.warmup_steps} > max_steps {self.max_steps}: the learning rate only warms up, "
-                         f"to {self.lr * self.max_steps / self.warmup_steps:g}")
+            notes.append(
+                f"warmup_steps {self.warmup_steps} > max_steps {self.max_steps}: the learning "
+                f"rate only warms up, "
+                f"to {self.lr * self.max_steps / self.warmup_steps:g}"
+            )
         for name, in_use, why in (
             ("min_lr", self.lr_schedule != "constant", "lr_schedule is constant"),
             ("wsd_decay_fraction", self.lr_schedule == "wsd", f"lr_schedule is {self.lr_schedule}"),
@@ -335,7 +503,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             ("sample_tokens", self.sample_every, "sample_every is 0"),
             ("sample_prompt", self.sample_every, "sample_every is 0"),
             ("init", self.init_from == "scratch", f"the weights come from {self.init_from}"),
-            ("residual_scaling", self.init_from == "scratch", f"the weights come from {self.init_from}"),
+            (
+                "residual_scaling",
+                self.init_from == "scratch",
+                f"the weights come from {self.init_from}",
+            ),
         ):
             if not in_use and getattr(self, name) != Config.model_fields[name].default:
                 notes.append(f"{name} has no effect: {why}")
@@ -344,33 +516,48 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return notes
 
     def advice(self) -> dict[str, str]:
-        """What to say, and what may help, at each kind of failure that runtime/errors.py tells apart."""
+        """What to say, and what may help, at each kind of failure that runtime/errors.py tells
+        apart.
+        """
         return {
             "compiler": "--compile failed: {reason}; run without --compile",
             "C++": "--compile failed: {reason}, or run without --compile",
             "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), weight_decay or betas",
             "other process": f"another process died or did not answer within {self.timeout} s ({{reason}})",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. These lower it: a smaller "
-                      f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, --compile, "
-                      f"--loss_chunks 8, --recompute_cheap, --recompute, a smaller --seq_len or model"}
+            f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, "
+            f"--compile, "
+            f"--loss_chunks 8, --recompute_cheap, --recompute, a smaller --seq_len or model",
+        }
 
     def to_yaml(self) -> str:
         """All options as a YAML file that `--config` takes and that repeats the run."""
         changed: dict[str, Any] = {"resume": None}  # repeating a run is not going on with it
         if self.lr_schedule != "constant":
             changed["min_lr"] = self.final_lr()
-        return "# All options of one run. Repeat it with: python train.py --config <this file>\n\n" + to_yaml(self, changed)
+        return (
+            "# All options of one run. Repeat it with: python train.py --config <this file>\n\n"
+            + to_yaml(self, changed)
+        )
 
 
 def _names_of_run(resume: str) -> set[str]:
-    """What the run may be called that `resume` means: a run's folder, its checkpoints/ or one of these, or a link to one."""
+    """What the run may be called that `resume` means: a run's folder, its checkpoints/ or one of
+    these, or a link to one.
+    """
     path = Path(os.path.abspath(resume.replace("\0", "")))  # no file has a NUL in its name
-    paths = [path, *(folder.parent for folder in (path, path.parent) if folder.name == "checkpoints")]
-    return {name for path in paths for name in (path.name, os.path.basename(os.path.realpath(path)))}
+    paths = [
+        path,
+        *(folder.parent for folder in (path, path.parent) if folder.name == "checkpoints"),
+    ]
+    return {
+        name for path in paths for name in (path.name, os.path.basename(os.path.realpath(path)))
+    }
 
 
 def load_config(config: str | None = None, **values: Any) -> Config:
-    """A training run's `Config` from a YAML file (a path, or a name in configs/) and values that override it.
+    """A training run's `Config` from a YAML file (a path, or a name in configs/) and values that
+    override it.
 
     Raises ConfigError.
     """

@@ -1,9 +1,10 @@
-"""Token files to batches. A batch is a pure function of the step: there is no cursor to save or to drift.
+"""Token files to batches. A batch is a pure function of the step: there is no cursor to save or to
+drift.
 
-The tokens of a split are cut into windows of `seq_len` (window k reads tokens kT .. kT + T inclusive: its inputs and,
-one further on, its targets); no window crosses the end of a file. A step takes a global batch of
-G = batch_size x world_size x accumulation windows, and which ones depends on the step and the seed alone. Processes and
-micro-steps only divide them up.
+The tokens of a split are cut into windows of `seq_len` (window k reads tokens kT .. kT + T
+inclusive: its inputs and, one further on, its targets); no window crosses the end of a file. A step
+takes a global batch of G = batch_size x world_size x accumulation windows, and which ones depends
+on the step and the seed alone. Processes and micro-steps only divide them up.
 """
 
 import hashlib
@@ -47,7 +48,9 @@ class TokenStream:
         self.spans, self.seq_len = list(spans), seq_len
         self.tokens = sum(span.stop - span.start for span in spans)
         windows = [max(0, span.stop - span.start - 1) // seq_len for span in spans]
-        self._ends = np.cumsum(windows, dtype=np.int64)  # windows in the spans up to and including each
+        self._ends = np.cumsum(
+            windows, dtype=np.int64
+        )  # windows in the spans up to and including each
         self._firsts = self._ends - windows
 
     def __len__(self) -> int:
@@ -55,7 +58,9 @@ class TokenStream:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, windows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (len(windows), seq_len) int64. Raises TokenFileError for a file that went bad."""
+        """Inputs and targets, each (len(windows), seq_len) int64. Raises TokenFileError for a file
+        that went bad.
+        """
         rows = np.empty((len(windows), self.seq_len + 1), dtype=np.int64)
         spans = np.searchsorted(self._ends, windows, side="right")  # of each window
         places = (windows - self._firsts[spans]) * self.seq_len  # in its span
@@ -65,16 +70,19 @@ class TokenStream:
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
     def fingerprint(self, like: str = "") -> str:
-        """A hash of the tokens that tells corpora apart: of how many each file holds, and of all of them or, of many, samples.
+        """A hash of the tokens that tells corpora apart: of how many each file holds, and of all of
+        them or, of many, samples.
 
-        `like`: a checkpoint's fingerprint. If it is of the kind that older checkpoints have, so is what is returned.
-        Raises TokenFileError for a file that went bad.
+        `like`: a checkpoint's fingerprint. If it is of the kind that older checkpoints have, so is
+        what is returned. Raises TokenFileError for a file that went bad.
         """
         if like and not like.startswith(KIND):
             return self._older_fingerprint()
         digest = hashlib.sha256()
         for span in self.spans:
-            digest.update(f"{span.start} {span.stop};".encode() + span.file.digest(span.start, span.stop))
+            digest.update(
+                f"{span.start} {span.stop};".encode() + span.file.digest(span.start, span.stop)
+            )
         return KIND + digest.hexdigest()
 
     def _older_fingerprint(self) -> str:
@@ -88,11 +96,14 @@ class TokenStream:
         return digest.hexdigest()
 
 
-def open_corpus(folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 0.0) -> tuple[TokenStream, TokenStream]:
+def open_corpus(
+    folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 0.0
+) -> tuple[TokenStream, TokenStream]:
     """The training and the validation split of the token files in `folder`.
 
-    Validation is the files with `_val_` in their name; where there are none, the last `val_fraction` of the tokens.
-    Raises TokenFileError for a folder without training files, a bad file, or one that is missing by the corpus's manifest.
+    Validation is the files with `_val_` in their name; where there are none, the last
+    `val_fraction` of the tokens. Raises TokenFileError for a folder without training files, a bad
+    file, or one that is missing by the corpus's manifest.
     """
     paths = sorted(folder.glob("*.bin"))
     share = COMPARED_WHOLE // max(1, sum(not is_validation(path) for path in paths))
@@ -103,8 +114,10 @@ def open_corpus(folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 
     for file in files:
         spans[is_validation(file.path)].append(Span(file, 0, file.tokens))
     if not spans[False]:
-        raise TokenFileError(f"{folder}: no token files (*.bin) to train on; write some with a script in data/, "
-                             f"such as: python data/text.py FILE --name {shlex.quote(folder.name)}")
+        raise TokenFileError(
+            f"{folder}: no token files (*.bin) to train on; write some with a script in data/, "
+            f"such as: python data/text.py FILE --name {shlex.quote(folder.name)}"
+        )
     if not spans[True]:
         spans[False], spans[True] = _cut_tail(spans[False], val_fraction)
     return TokenStream(spans[False], seq_len), TokenStream(spans[True], seq_len)
@@ -129,27 +142,55 @@ def _cut_tail(spans: list[Span], fraction: float) -> tuple[list[Span], list[Span
 
 
 class DataLoader:
-    """The batches of one process. `accumulation` micro-steps of every one of `world_size` processes make up a step."""
+    """The batches of one process. `accumulation` micro-steps of every one of `world_size` processes
+    make up a step.
+    """
 
-    def __init__(self, stream: TokenStream, batch_size: int, *, world_size: int = 1, rank: int = 0, accumulation: int = 1,
-                 seed: int = 1337, shuffle: bool = False, overfit_batch: bool = False):
+    def __init__(
+        self,
+        stream: TokenStream,
+        batch_size: int,
+        *,
+        world_size: int = 1,
+        rank: int = 0,
+        accumulation: int = 1,
+        seed: int = 1337,
+        shuffle: bool = False,
+        overfit_batch: bool = False,
+    ):
         """Raises TokenFileError if the stream has too few tokens for one step."""
-        self.stream, self.batch_size, self.world_size, self.rank = stream, batch_size, world_size, rank
-        self.accumulation, self.seed, self.shuffle, self.overfit_batch = accumulation, seed, shuffle, overfit_batch
+        self.stream, self.batch_size, self.world_size, self.rank = (
+            stream,
+            batch_size,
+            world_size,
+            rank,
+        )
+        self.accumulation, self.seed, self.shuffle, self.overfit_batch = (
+            accumulation,
+            seed,
+            shuffle,
+            overfit_batch,
+        )
         self.global_batch = batch_size * world_size * accumulation
         if len(stream) < self.global_batch:
             T = stream.seq_len
             raise TokenFileError(
-                f"{stream.spans[0].path.parent if stream.spans else 'the corpus'}: {stream.tokens:,} tokens make {len(stream)} "
-                f"sequences of {T}, but one step takes {self.global_batch}, at least {self.global_batch * T + 1:,} tokens; "
+                f"{stream.spans[0].path.parent if stream.spans else 'the corpus'}: "
+                f"{stream.tokens:,} tokens make {len(stream)} "
+                f"sequences of {T}, but one step takes {self.global_batch}, at least "
+                f"{self.global_batch * T + 1:,} tokens; "
                 f"lower batch_size, seq_len or total_batch_tokens, or train on a larger corpus"
-                + (", or start fewer processes" if world_size > 1 else ""))
+                + (", or start fewer processes" if world_size > 1 else "")
+            )
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """What an epoch and a step are, for the user."""
-        return (f"1 epoch = {self.steps_per_epoch:,} batches\n"
-                f"1 step = {self.global_batch * self.stream.seq_len:,} tokens: batch_size {self.batch_size} x seq_len "
-                f"{self.stream.seq_len} x {self.world_size} processes x {self.accumulation} micro-steps")
+        return (
+            f"1 epoch = {self.steps_per_epoch:,} batches\n"
+            f"1 step = {self.global_batch * self.stream.seq_len:,} tokens: batch_size "
+            f"{self.batch_size} x seq_len "
+            f"{self.stream.seq_len} x {self.world_size} processes x {self.accumulation} micro-steps"
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -157,18 +198,24 @@ class DataLoader:
         return len(self.stream) // self.global_batch
 
     def batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (batch_size, seq_len) int64, of this process at a step (from 1) and micro-step (from 0)."""
+        """Inputs and targets, each (batch_size, seq_len) int64, of this process at a step (from 1)
+        and micro-step (from 0).
+        """
         if step < 1 or not 0 <= micro_step < self.accumulation:
-            raise IndexError(f"no step {step}, micro-step {micro_step}: steps count from 1, micro-steps from 0")
+            raise IndexError(
+                f"no step {step}, micro-step {micro_step}: steps count from 1, micro-steps from 0"
+            )
         step = 1 if self.overfit_batch else step
         first = (micro_step * self.world_size + self.rank) * self.batch_size
         return self.stream.read(self._windows(step, first))
 
     def _windows(self, step: int, first: int) -> Sequence[int] | np.ndarray:
-        """Windows first .. first + batch_size - 1 of a step's global batch, which is the same however it is divided up.
+        """Windows first .. first + batch_size - 1 of a step's global batch, which is the same
+        however it is divided up.
 
-        In order, an epoch is the largest multiple of the global batch that fits; shuffled, it is all windows in a fresh
-        seeded order, and a step may lie across the end of one epoch and the start of the next.
+        In order, an epoch is the largest multiple of the global batch that fits; shuffled, it is
+        all windows in a fresh seeded order, and a step may lie across the end of one epoch and the
+        start of the next.
         """
         if not self.shuffle:
             first += (step - 1) % self.steps_per_epoch * self.global_batch
@@ -176,19 +223,28 @@ class DataLoader:
         n = len(self.stream)
         first += (step - 1) * self.global_batch
         epochs, places = np.divmod(np.arange(first, first + self.batch_size), n)
-        return np.concatenate([permuted(places[epochs == epoch], n, self.seed, epoch) for epoch in np.unique(epochs).tolist()])
+        return np.concatenate(
+            [
+                permuted(places[epochs == epoch], n, self.seed, epoch)
+                for epoch in np.unique(epochs).tolist()
+            ]
+        )
 
 
 def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """What stands at some places of an epoch's order, a permutation of 0 .. n - 1 that is computed and not stored; both int64.
+    """What stands at some places of an epoch's order, a permutation of 0 .. n - 1 that is computed
+    and not stored; both int64.
 
-    A Feistel network. A number is a pair, left < a and right < b, where a b is n or little more. A round adds a keyed hash of one
-    half to the other, which can be undone: no two numbers become one. What comes out as n or more goes through again until it
-    does not (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    A Feistel network. A number is a pair, left < a and right < b, where a b is n or little more. A
+    round adds a keyed hash of one half to the other, which can be undone: no two numbers become
+    one. What comes out as n or more goes through again until it does not (cycle walking; Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    keys = np.frombuffer(hashlib.sha512(f"{seed} {epoch}".encode()).digest(), dtype="<u8")  # 8, each for a round
+    keys = np.frombuffer(
+        hashlib.sha512(f"{seed} {epoch}".encode()).digest(), dtype="<u8"
+    )  # 8, each for a round
     numbers, outside = places.astype(np.uint64), np.arange(len(places))
     while outside.size:
         left, right = np.divmod(numbers[outside], np.uint64(b))
@@ -201,15 +257,23 @@ def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _hashed(x: np.ndarray) -> np.ndarray:
-    """63 bits that depend on all bits of each number (the finalizer of splitmix64; Steele and others, 2014)."""
+    """63 bits that depend on all bits of each number (the finalizer of splitmix64; Steele and
+    others, 2014).
+    """
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return (x ^ x >> np.uint64(31)) >> np.uint64(1)  # one bit less: a sum with it does not wrap
 
 
-def prefetch(loader: DataLoader, device: torch.device, steps: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The loader's batches, every micro-step of every step, on the device. Threads read the next ones ahead."""
-    pin = device.type == "cuda"  # pinned memory is copied to the GPU while both go on; each batch has its own
+def prefetch(
+    loader: DataLoader, device: torch.device, steps: Iterable[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The loader's batches, every micro-step of every step, on the device. Threads read the next
+    ones ahead.
+    """
+    pin = (
+        device.type == "cuda"
+    )  # pinned memory is copied to the GPU while both go on; each batch has its own
 
     def fetch(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
         x, y = loader.batch(step, micro_step)

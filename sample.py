@@ -9,7 +9,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from runtime.cli import ContradictionError, Name, Options, Positive, parse_command_line, reconfigure_output
+from runtime.cli import (
+    ContradictionError,
+    Name,
+    Options,
+    Positive,
+    parse_command_line,
+    reconfigure_output,
+)
 from runtime.errors import UserError, reported
 
 
@@ -17,13 +24,17 @@ class SampleOptions(Options):
     """options"""
 
     run: Name
-    """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a .pt file of nanoGPT"""
+    """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a
+    .pt file of nanoGPT
+    """
     prompt: str = ""
     """text to continue (empty: the model begins a new document)"""
     prompt_file: Name | None = None
     """UTF-8 file of prompts, one a line, an empty line being an empty prompt"""
     interactive: bool = False
-    """type prompts, each of which goes on after the text so far; Ctrl-C stops an answer, Ctrl-D ends"""
+    """type prompts, each of which goes on after the text so far; Ctrl-C stops an answer, Ctrl-D
+    ends
+    """
     max_new_tokens: int = Field(100, ge=1, le=1_000_000)
     """tokens to generate"""
     temperature: float = Field(0.8, ge=0)
@@ -31,11 +42,15 @@ class SampleOptions(Options):
     top_k: Positive | None = 50
     """draw from the k likeliest tokens only (none: from all)"""
     top_p: float = Field(1.0, gt=0, le=1)
-    """draw from the fewest likeliest tokens that together have this probability (1: from all that top_k leaves)"""
+    """draw from the fewest likeliest tokens that together have this probability (1: from all that
+    top_k leaves)
+    """
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     """above 1: tokens that are in the text already become less likely, such as 1.2 (1: off)"""
     seed: int = Field(1337, ge=0, lt=2**63)
-    """the same seed gives the same text; of several texts of one prompt the second has seed + 1, and so on"""
+    """the same seed gives the same text; of several texts of one prompt the second has seed + 1,
+    and so on
+    """
     num_samples: int = Field(1, ge=1, le=10_000)
     """texts to generate, of each prompt"""
     batch_size: int = Field(16, ge=1, le=10_000)
@@ -54,17 +69,29 @@ class SampleOptions(Options):
         given = self.model_fields_set
         problems = []
         if self.prompt_file is not None and "prompt" in given:
-            problems.append(("prompt_file", "prompt_file and prompt exclude each other; put the prompt into the file"))
+            problems.append(
+                (
+                    "prompt_file",
+                    "prompt_file and prompt exclude each other; put the prompt into the file",
+                )
+            )
         if self.interactive:
-            problems += [(name, f"{name} and interactive exclude each other; leave one out")
-                         for name in ("prompt_file", "num_samples") if name in given]
+            problems += [
+                (name, f"{name} and interactive exclude each other; leave one out")
+                for name in ("prompt_file", "num_samples")
+                if name in given
+            ]
         if problems:
             raise ContradictionError(problems)
         return self
 
     def notes(self) -> list[str]:
         """A line for each option that has no effect with the others."""
-        names = [name for name in ("top_k", "top_p", "seed") if name in self.model_fields_set] if self.temperature == 0 else []
+        names = (
+            [name for name in ("top_k", "top_p", "seed") if name in self.model_fields_set]
+            if self.temperature == 0
+            else []
+        )
         notes = [f"{name} has no effect: temperature is 0" for name in names]
         if self.temperature == 0 and self.num_samples > 1:
             notes.append("temperature is 0: all texts of a prompt are the same")
@@ -74,9 +101,12 @@ class SampleOptions(Options):
 
     def advice(self) -> dict[str, str]:
         """What may help at each kind of failure that runtime/errors.py tells apart."""
-        return {"memory": f"out of memory at batch_size {self.batch_size}; take fewer" + ", or --bf16" * (not self.bf16),
-                "compiler": "--compile failed: {reason}; run without --compile",
-                "C++": "--compile failed: {reason}, or run without --compile"}
+        return {
+            "memory": f"out of memory at batch_size {self.batch_size}; take fewer"
+            + ", or --bf16" * (not self.bf16),
+            "compiler": "--compile failed: {reason}; run without --compile",
+            "C++": "--compile failed: {reason}, or run without --compile",
+        }
 
 
 if __name__ == "__main__":
@@ -109,27 +139,40 @@ SEPARATOR = "\n---\n"  # between two texts
 # ---- from logits to text
 
 
-def filtered(logits: Tensor, text: list[int], temperature: float, top_k: int | None, top_p: float = 1.0,
-             repetition_penalty: float = 1.0) -> Tensor:
-    """The scores (V,) of what follows a text: its logits with the options applied, each as transformers defines it and in the order
-    in which transformers applies them. Tokens that are not drawn from have -inf."""
-    return nucleus(scores_of(penalized(logits, text, repetition_penalty), temperature, top_k), top_p)
+def filtered(
+    logits: Tensor,
+    text: list[int],
+    temperature: float,
+    top_k: int | None,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+) -> Tensor:
+    """The scores (V,) of what follows a text: its logits with the options applied, each as
+    transformers defines it and in the order in which transformers applies them. Tokens that are not
+    drawn from have -inf.
+    """
+    return nucleus(
+        scores_of(penalized(logits, text, repetition_penalty), temperature, top_k), top_p
+    )
 
 
 def penalized(logits: Tensor, text: list[int], penalty: float) -> Tensor:
     """Logits (V,) in which the tokens of the text are less likely, if the penalty is above 1.
 
-    Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers this multiplies a negative logit by it, as
-    dividing would make its token likelier.
+    Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers this
+    multiplies a negative logit by it, as dividing would make its token likelier.
     """
     if penalty == 1:
         return logits
     seen = torch.tensor(list(set(text)))
-    return logits.index_copy(0, seen, torch.where(logits > 0, logits / penalty, logits * penalty)[seen])
+    return logits.index_copy(
+        0, seen, torch.where(logits > 0, logits / penalty, logits * penalty)[seen]
+    )
 
 
 def nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Scores (V,) with -inf for all but the fewest likeliest tokens, at least one, whose probabilities add up to top_p.
+    """Scores (V,) with -inf for all but the fewest likeliest tokens, at least one, whose
+    probabilities add up to top_p.
 
     Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1.
     """
@@ -148,7 +191,10 @@ def encode(model: GPT, prompt: str) -> list[int]:
     """
     encoding = get_encoding()
     if model.config.n_vocab != encoding.n_vocab:
-        raise UserError(f"a vocabulary of {model.config.n_vocab} is not that of GPT-2's tokenizer, {encoding.n_vocab}")
+        raise UserError(
+            f"a vocabulary of {model.config.n_vocab} is not that of GPT-2's tokenizer, "
+            f"{encoding.n_vocab}"
+        )
     return encoding.encode_ordinary(prompt) or [END_OF_TEXT]
 
 
@@ -161,17 +207,32 @@ def decoded(steps: Iterable[list[int | None]]) -> Iterator[list[str | None]]:
     decoders: list[codecs.IncrementalDecoder] = []
     for tokens in steps:
         decoders = decoders or [codecs.getincrementaldecoder("utf-8")("replace") for _ in tokens]
-        yield [None if token is None else decoder.decode(b"", final=True) if token == END_OF_TEXT
-               else decoder.decode(encoding.decode_single_token_bytes(token))
-               for token, decoder in zip(tokens, decoders, strict=True)]
+        yield [
+            None
+            if token is None
+            else decoder.decode(b"", final=True)
+            if token == END_OF_TEXT
+            else decoder.decode(encoding.decode_single_token_bytes(token))
+            for token, decoder in zip(tokens, decoders, strict=True)
+        ]
     yield [decoder.decode(b"", final=True) for decoder in decoders]
 
 
-def chooser(generators: Sequence[torch.Generator], temperature: float, top_k: int | None, top_p: float = 1.0,
-            repetition_penalty: float = 1.0) -> Callable[[Tensor, int, list[int]], int]:
-    """What `GPT.stream` takes as `choose`. Each text draws from its own generator, so that it is what it would be alone."""
+def chooser(
+    generators: Sequence[torch.Generator],
+    temperature: float,
+    top_k: int | None,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+) -> Callable[[Tensor, int, list[int]], int]:
+    """What `GPT.stream` takes as `choose`. Each text draws from its own generator, so that it is
+    what it would be alone.
+    """
+
     def choose(logits: Tensor, row: int, text: list[int]) -> int:
-        return draw(filtered(logits, text, temperature, top_k, top_p, repetition_penalty), generators[row])
+        return draw(
+            filtered(logits, text, temperature, top_k, top_p, repetition_penalty), generators[row]
+        )
 
     return choose
 
@@ -181,26 +242,45 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def continued(model: GPT, prompts: Sequence[list[int]], max_new_tokens: int, choose: Callable[[Tensor, int, list[int]], int],
-              decode: Callable[..., Tensor] | None = None) -> Iterator[list[int | None]]:
-    """The tokens that `GPT.stream` continues the prompts with, each up to its <|endoftext|>. Raises UserError."""
+def continued(
+    model: GPT,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    choose: Callable[[Tensor, int, list[int]], int],
+    decode: Callable[..., Tensor] | None = None,
+) -> Iterator[list[int | None]]:
+    """The tokens that `GPT.stream` continues the prompts with, each up to its <|endoftext|>. Raises
+    UserError.
+    """
     try:
         yield from model.stream(prompts, max_new_tokens, END_OF_TEXT, choose, decode)
     except ModelError as error:
         raise UserError(str(error)) from None
 
 
-def sample_text(model: GPT, prompt: str, max_new_tokens: int, temperature: float = 0.8, top_k: int | None = 50, seed: int = 0,
-                num_samples: int = 1, agree: Callable[[int], int] = int) -> list[str]:
-    """Continuations of the prompt, which they begin with, each up to its <|endoftext|>. The first is drawn with the seed, the next
-    with seed + 1, and so on. `agree` is given each token and returns the one that counts: with FSDP processes have to draw the same
-    text, and on different processors rounding may let them draw others.
+def sample_text(
+    model: GPT,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    num_samples: int = 1,
+    agree: Callable[[int], int] = int,
+) -> list[str]:
+    """Continuations of the prompt, which they begin with, each up to its <|endoftext|>. The first
+    is drawn with the seed, the next with seed + 1, and so on. `agree` is given each token and
+    returns the one that counts: with FSDP processes have to draw the same text, and on different
+    processors rounding may let them draw others.
 
-    Raises UserError if the model's vocabulary is not that of GPT-2's tokenizer, which makes the prompt, or if it cannot go on.
+    Raises UserError if the model's vocabulary is not that of GPT-2's tokenizer, which makes the
+    prompt, or if it cannot go on.
     """
     texts, tokens = [prompt] * num_samples, [encode(model, prompt)] * num_samples
     choose = chooser([seeded(seed + i) for i in range(num_samples)], temperature, top_k)
-    for pieces in decoded(continued(model, tokens, max_new_tokens, lambda *text: agree(choose(*text)))):
+    for pieces in decoded(
+        continued(model, tokens, max_new_tokens, lambda *text: agree(choose(*text)))
+    ):
         texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
     return texts
 
@@ -209,17 +289,25 @@ def sample_text(model: GPT, prompt: str, max_new_tokens: int, temperature: float
 
 
 class Sampler:
-    """The model of a command's options, on its device; counts the tokens it draws and the seconds that drawing takes."""
+    """The model of a command's options, on its device; counts the tokens it draws and the seconds
+    that drawing takes.
+    """
 
     def __init__(self, options: SampleOptions):
         """Raises UserError for what cannot be loaded and what this device cannot do."""
         device = choose_device(options.device)
-        notes = options.notes() + set_precision(device, bf16=options.bf16) + (bf16_note(device) if options.bf16 else [])
+        notes = (
+            options.notes()
+            + set_precision(device, bf16=options.bf16)
+            + (bf16_note(device) if options.bf16 else [])
+        )
         notes += check_compiler(device) if options.compile else []
         for note in notes:
             tell(f"note: {note}")
         self.options, self.tokens, self.seconds = options, 0, 0.0
-        self.model = load_model(options.run, options.log_dir).to(device, torch.bfloat16 if options.bf16 else torch.float32)
+        self.model = load_model(options.run, options.log_dir).to(
+            device, torch.bfloat16 if options.bf16 else torch.float32
+        )
         encode(self.model, "")  # fails now rather than at the first prompt
         self.decode: Callable[..., Tensor] | None = None
 
@@ -230,19 +318,28 @@ class Sampler:
         seconds = []
         for function in (decode, None):
             times = [time.perf_counter()]
-            for _ in self.model.stream([[END_OF_TEXT]] * batch_size, 8, None, lambda *_: END_OF_TEXT, function):
+            for _ in self.model.stream(
+                [[END_OF_TEXT]] * batch_size, 8, None, lambda *_: END_OF_TEXT, function
+            ):
                 times.append(time.perf_counter())
             seconds.append([after - before for before, after in itertools.pairwise(times)][1:])
         compiled, plain = (min(times[1:]) for times in seconds)
-        tell(f"note: compiled in {seconds[0][0]:.0f} s: a token now takes {compiled * 1e3:.1f} ms, {plain * 1e3:.1f} ms without "
-             f"--compile" + ("; it does not pay here" if compiled > 0.95 * plain else ""))
+        tell(
+            f"note: compiled in {seconds[0][0]:.0f} s: a token now takes {compiled * 1e3:.1f} "
+            f"ms, {plain * 1e3:.1f} ms without "
+            f"--compile" + ("; it does not pay here" if compiled > 0.95 * plain else "")
+        )
         self.decode = decode
 
-    def draw(self, prompts: Sequence[list[int]], generators: Sequence[torch.Generator]) -> Iterator[list[int | None]]:
+    def draw(
+        self, prompts: Sequence[list[int]], generators: Sequence[torch.Generator]
+    ) -> Iterator[list[int | None]]:
         """The tokens that continue the prompts, as `GPT.stream` yields them. Raises UserError."""
         o = self.options
         choose = chooser(generators, o.temperature, o.top_k, o.top_p, o.repetition_penalty)
-        decode = self.decode if self.decode and len(prompts) == self.batch_size else None  # it is for this many texts
+        decode = (
+            self.decode if self.decode and len(prompts) == self.batch_size else None
+        )  # it is for this many texts
         steps = continued(self.model, prompts, o.max_new_tokens, choose, decode)
         start = time.perf_counter()
         for tokens in steps:
@@ -260,8 +357,11 @@ def read_prompts(path: str) -> list[str]:
         raise UserError(f"--prompt_file {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(f"--prompt_file {path}: line {line} is not UTF-8 text ({error.reason}); convert the file, for example with "
-                        f"iconv") from None
+        raise UserError(
+            f"--prompt_file {path}: line {line} is not UTF-8 text ({error.reason}); convert the "
+            f"file, for example with "
+            f"iconv"
+        ) from None
     if not text:
         raise UserError(f"--prompt_file {path}: is empty; give a prompt on each line")
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
@@ -280,8 +380,9 @@ def tell(line: str) -> None:
 
 
 def in_order(texts: Sequence[str], steps: Iterable[list[str | None]]) -> Iterator[str]:
-    """Pieces of texts that grow together, to be printed one after the other: what the first gains comes at once, what the next has
-    gained by then when the first has ended."""
+    """Pieces of texts that grow together, to be printed one after the other: what the first gains
+    comes at once, what the next has gained by then when the first has ended.
+    """
     waiting, at = list(texts), 0
     nothing: list[str | None] = [""] * len(texts)
     for pieces in itertools.chain([nothing], steps):
@@ -302,9 +403,12 @@ def print_texts(sampler: Sampler, prompts: Sequence[str]) -> None:
         sampler.compile(min(o.batch_size, len(texts)))
     try:
         for first in range(0, len(texts), o.batch_size):
-            batch = texts[first:first + o.batch_size]
+            batch = texts[first : first + o.batch_size]
             show(SEPARATOR if first else "")
-            tokens = sampler.draw([encode(sampler.model, prompt) for prompt, _ in batch], [seeded(seed) for _, seed in batch])
+            tokens = sampler.draw(
+                [encode(sampler.model, prompt) for prompt, _ in batch],
+                [seeded(seed) for _, seed in batch],
+            )
             for piece in in_order([prompt for prompt, _ in batch], decoded(tokens)):
                 show(piece)
     finally:
@@ -312,8 +416,10 @@ def print_texts(sampler: Sampler, prompts: Sequence[str]) -> None:
 
 
 def converse(sampler: Sampler) -> None:
-    """Continue what is typed, line by line. Each line goes on after the text so far, on a line of its own; an empty one lets the
-    model go on by itself. What the context cannot hold any more, with room for an answer, is forgotten."""
+    """Continue what is typed, line by line. Each line goes on after the text so far, on a line of
+    its own; an empty one lets the model go on by itself. What the context cannot hold any more,
+    with room for an answer, is forgotten.
+    """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     with contextlib.suppress(ImportError):
@@ -333,7 +439,7 @@ def converse(sampler: Sampler) -> None:
             context = encode(sampler.model, line)
         elif line:
             context += encode(sampler.model, line if context[-1] == END_OF_TEXT else f"\n{line}")
-        context = context[-max(block_size - o.max_new_tokens, block_size // 2, 1):]
+        context = context[-max(block_size - o.max_new_tokens, block_size // 2, 1) :]
         try:
             for pieces in decoded(_added_to(context, sampler.draw([context], [generator]))):
                 show(pieces[0] or "")
@@ -354,14 +460,19 @@ def main(options: SampleOptions) -> None:
     reconfigure_output()
     prompts = [options.prompt] if options.prompt_file is None else read_prompts(options.prompt_file)
     if options.interactive and sys.stdin is None:
-        raise UserError("--interactive: there is no stdin to read prompts from; use --prompt or --prompt_file")
+        raise UserError(
+            "--interactive: there is no stdin to read prompts from; use --prompt or --prompt_file"
+        )
     sampler = Sampler(options)
     with reported("stdout", advice=options.advice()):
         if options.interactive:
             converse(sampler)
         else:
             print_texts(sampler, prompts)
-    tell(f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: {sampler.tokens / max(sampler.seconds, 1e-9):.1f} tokens/s")
+    tell(
+        f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: "
+        f"{sampler.tokens / max(sampler.seconds, 1e-9):.1f} tokens/s"
+    )
 
 
 if __name__ == "__main__":

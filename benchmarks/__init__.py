@@ -1,1 +1,3 @@
-"""Measurements of the model and its parts, for bench.py, and of the loader, of checkpoints and against transformers."""
+"""Measurements of the model and its parts, for bench.py, and of the loader, of checkpoints and
+against transformers.
+"""

@@ -1,11 +1,12 @@
-"""What the key-value cache is worth: seconds for 256 tokens of GPT-2 (124M), with random weights, cached as sample.py draws them,
-and by a plain loop that reads all of the text again for each token.
+"""What the key-value cache is worth: seconds for 256 tokens of GPT-2 (124M), with random weights,
+cached as sample.py draws them, and by a plain loop that reads all of the text again for each token.
 
     python benchmarks/decoding.py
     python benchmarks/decoding.py --rounds 1 --bf16
 
-Both sides continue the same text, in turn, 16 tokens of one and 16 of the other, and every other turn has them in reverse order: so
-a machine that grows slower slows both. A round is one text of 256 tokens; its ratio is that of the two sums.
+Both sides continue the same text, in turn, 16 tokens of one and 16 of the other, and every other
+turn has them in reverse order: so a machine that grows slower slows both. A round is one text of
+256 tokens; its ratio is that of the two sums.
 """
 
 import argparse
@@ -41,8 +42,10 @@ def uncached(model: GPT, prompt: list[int], seed: int) -> Iterator[int]:
     text, choose = list(prompt), chooser([seeded(seed)], 0.8, 50)
     for _ in range(NEW):
         with torch.no_grad():
-            x = model.transformer(torch.tensor([text[-model.config.block_size:]]))
-            logits = model.lm_head(x[0, -1])[:model.config.n_vocab].float()  # of the last token alone, as with the cache
+            x = model.transformer(torch.tensor([text[-model.config.block_size :]]))
+            logits = model.lm_head(x[0, -1])[
+                : model.config.n_vocab
+            ].float()  # of the last token alone, as with the cache
         text.append(choose(logits, 0, text))
         yield text[-1]
 
@@ -59,8 +62,12 @@ def one_round(model: GPT, seed: int) -> tuple[float, float]:
             texts[side].extend(next(sides[side]) for _ in range(TURN))
             seconds[side] += time.perf_counter() - start
     same = sum(a == b for a, b in zip(*texts, strict=True))
-    print(f"  cached {seconds[0]:.2f} s, uncached {seconds[1]:.2f} s: {seconds[1] / seconds[0]:.2f} times as fast; "
-          f"{same} of {NEW} tokens the same", flush=True)
+    print(
+        f"  cached {seconds[0]:.2f} s, uncached {seconds[1]:.2f} s: "
+        f"{seconds[1] / seconds[0]:.2f} times as fast; "
+        f"{same} of {NEW} tokens the same",
+        flush=True,
+    )
     return seconds[0], seconds[1]
 
 
@@ -73,13 +80,19 @@ def main() -> None:
     torch.manual_seed(0)
     config = load_config(init="gpt2", tie_weights=True)
     model = GPT(GPTConfig.of(config)).eval().to(torch.bfloat16 if args.bf16 else torch.float32)
-    print(f"GPT-2 (124M), {NEW} tokens after {PROMPT}, in {'bf16' if args.bf16 else 'fp32'}, {torch.get_num_threads()} threads")
+    print(
+        f"GPT-2 (124M), {NEW} tokens after {PROMPT}, in {'bf16' if args.bf16 else 'fp32'}, "
+        f"{torch.get_num_threads()} threads"
+    )
     print(f"{machine()}, torch {torch.__version__}, commit {git_commit()}")
     rounds = [one_round(model, seed) for seed in range(args.rounds)]
     ours, theirs = (statistics.median(side) for side in zip(*rounds, strict=True))
     ratio = statistics.median(plain / fast for fast, plain in rounds)
-    print(f"medians of {len(rounds)}: cached {ours:.2f} s, {NEW / ours:.1f} tokens/s; uncached {theirs:.2f} s, "
-          f"{NEW / theirs:.1f} tokens/s; {ratio:.2f} times as fast")
+    print(
+        f"medians of {len(rounds)}: cached {ours:.2f} s, {NEW / ours:.1f} tokens/s; uncached "
+        f"{theirs:.2f} s, "
+        f"{NEW / theirs:.1f} tokens/s; {ratio:.2f} times as fast"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What the processes of a run cost each other: the share of a step in which one only waits for others, and their link's speed."""
+"""What the processes of a run cost each other: the share of a step in which one only waits for
+others, and their link's speed.
+"""
 
 import statistics
 import time
@@ -18,7 +20,9 @@ Interval = tuple[float, float]  # when something began and ended
 
 
 class StepProfile:
-    """PyTorch's profiler around some steps: of each, the share spent waiting for others, and the time of the update."""
+    """PyTorch's profiler around some steps: of each, the share spent waiting for others, and the
+    time of the update.
+    """
 
     def __init__(self, device: torch.device):
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
@@ -35,17 +39,21 @@ class StepProfile:
         self.step.__exit__(None, None, None)
 
     def figures(self) -> dict[str, list[float]]:
-        """End, and return for each step the seconds it took here, those of transfers, of waiting for others, and of the update."""
+        """End, and return for each step the seconds it took here, those of transfers, of waiting
+        for others, and of the update.
+        """
         self.profiler.__exit__(None, None, None)
         return figures_of(self.profiler.events())
 
 
 def figures_of(events: Iterable[Any]) -> dict[str, list[float]]:
-    """What the profiler's events say of each step, in seconds: `step`, `transfer`, `waiting` and `update`.
+    """What the profiler's events say of each step, in seconds: `step`, `transfer`, `waiting` and
+    `update`.
 
-    A process waits while a transfer is under way and it computes nothing: on a GPU, while no kernel runs but NCCL's; on a CPU,
-    while PyTorch runs no operation. So a transfer does not count as far as it goes on beside the backward pass. The time of slower
-    processes does, since a transfer lasts until all have come.
+    A process waits while a transfer is under way and it computes nothing: on a GPU, while no kernel
+    runs but NCCL's; on a CPU, while PyTorch runs no operation. So a transfer does not count as far
+    as it goes on beside the backward pass. The time of slower processes does, since a transfer
+    lasts until all have come.
     """
     events = list(events)
     on_gpu = any(event.device_type == DeviceType.CUDA for event in events)
@@ -66,21 +74,27 @@ def figures_of(events: Iterable[Any]) -> dict[str, list[float]]:
             transfers.append(interval)
         elif is_computation(event):
             computing.append(interval)
-    return {"step": [end - start for start, end in steps],
-            "transfer": [length(clipped(transfers, step)) for step in steps],
-            "waiting": [length(without(clipped(transfers, step), computing)) for step in steps],
-            "update": [length(clipped(updates, step)) for step in steps]}
+    return {
+        "step": [end - start for start, end in steps],
+        "transfer": [length(clipped(transfers, step)) for step in steps],
+        "waiting": [length(without(clipped(transfers, step), computing)) for step in steps],
+        "update": [length(clipped(updates, step)) for step in steps],
+    }
 
 
 def is_transfer(event: Any) -> bool:
     """Whether an event is one of NCCL's kernels, or the whole of a transfer by gloo."""
-    return event.name.startswith("gloo:") or (event.name.startswith("nccl") and not event.is_user_annotation)
+    return event.name.startswith("gloo:") or (
+        event.name.startswith("nccl") and not event.is_user_annotation
+    )
 
 
 def is_computation(event: Any) -> bool:
-    """Whether an event is a kernel or an operation itself, and not one that consists of others or hands a transfer over.
+    """Whether an event is a kernel or an operation itself, and not one that consists of others or
+    hands a transfer over.
 
-    What torch.compile made consists of kernels of which the profiler sees only some on a CPU, so it counts as a whole.
+    What torch.compile made consists of kernels of which the profiler sees only some on a CPU, so it
+    counts as a whole.
     """
     if event.is_user_annotation or event.is_async or "c10d" in event.name:
         return False
@@ -115,14 +129,18 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def bus_factor(ranks: int) -> float:
-    """How often a ring all-reduce sends each byte over each process's link (NCCL tests, PERFORMANCE.md)."""
+    """How often a ring all-reduce sends each byte over each process's link (NCCL tests,
+    PERFORMANCE.md).
+    """
     return 2 * (ranks - 1) / ranks
 
 
 def link_speed(world: World, message: int, seconds: float = 1.0) -> float:
-    """GB/s that a process's link carries in an all-reduce of `message` bytes: what NCCL's tests call the bus bandwidth.
+    """GB/s that a process's link carries in an all-reduce of `message` bytes: what NCCL's tests
+    call the bus bandwidth.
 
-    Every process has to call this. The median of the transfers that fit into about `seconds`, at least five.
+    Every process has to call this. The median of the transfers that fit into about `seconds`, at
+    least five.
     """
     numbers = torch.zeros(max(1, message // 4), device=world.device)
 
@@ -135,4 +153,10 @@ def link_speed(world: World, message: int, seconds: float = 1.0) -> float:
 
     transfer()  # the first one connects
     count = world.broadcast(int(min(1000, max(5, seconds / transfer()))))
-    return bus_factor(world.world_size) * 4 * numbers.numel() / statistics.median(transfer() for _ in range(count)) / 1e9
+    return (
+        bus_factor(world.world_size)
+        * 4
+        * numbers.numel()
+        / statistics.median(transfer() for _ in range(count))
+        / 1e9
+    )

@@ -1,8 +1,10 @@
-"""How far DDP's transfers go on beside the backward pass of a compiled model, by the order of wrapping and the size of buckets.
+"""How far DDP's transfers go on beside the backward pass of a compiled model, by the order of
+wrapping and the size of buckets.
 
     OMP_NUM_THREADS=1 python -m benchmarks.overlap --config model/gpt2.yaml --compile --flash --bf16 --batch_size 1 --seq_len 512
 
-Takes train.py's options. Two processes for each way, in turn; then some steps of each under PyTorch's profiler.
+Takes train.py's options. Two processes for each way, in turn; then some steps of each under
+PyTorch's profiler.
 """
 
 import functools
@@ -32,7 +34,9 @@ WAY = "WAY_OF_WRAPPING"  # in a process's environment: how it wraps the model
 
 
 def whole(model: Any, blocks: Any, average: Callable[[Any], Any]) -> Any:
-    """DDP around the compiled model, which PyTorch then divides where a bucket is full: what `runtime/parallel.py` does."""
+    """DDP around the compiled model, which PyTorch then divides where a bucket is full: what
+    `runtime/parallel.py` does.
+    """
     import torch
 
     return average(torch.compile(model))
@@ -60,7 +64,12 @@ def by_block(model: Any, blocks: Any, average: Callable[[Any], Any]) -> Any:
     return average(model)
 
 
-WRAPPED = {"DDP(compile)": whole, "DDP(compile), undivided": one_piece, "compile(DDP)": outside, "DDP(compiled blocks)": by_block}
+WRAPPED = {
+    "DDP(compile)": whole,
+    "DDP(compile), undivided": one_piece,
+    "compile(DDP)": outside,
+    "DDP(compiled blocks)": by_block,
+}
 BUCKETS = (25, 5, 100, 10_000)  # MB, DDP's default first; the last is more than all gradients
 
 
@@ -71,18 +80,36 @@ def train_wrapped(way: str, bucket_mb: int) -> None:
     from runtime.parallel import averaging
 
     def wrapped(model: Any, blocks: Any, world: Any, config: Any) -> Any:
-        return WRAPPED[way](model, blocks, functools.partial(averaging, world=world, bucket_cap_mb=bucket_mb))
+        return WRAPPED[way](
+            model, blocks, functools.partial(averaging, world=world, bucket_cap_mb=bucket_mb)
+        )
 
     train.parallelize = wrapped
     side.main()
 
 
 def compare(ways: Sequence[tuple[str, int]], config: Config, given: Sequence[str]) -> None:
-    """Print a row for each of these ways to wrap the model, with buckets of so many MB. Raises TrainingError if one fails."""
+    """Print a row for each of these ways to wrap the model, with buckets of so many MB. Raises
+    TrainingError if one fails.
+    """
     with tempfile.TemporaryDirectory() as place:
-        sides = [Group(f"{name}, {bucket_mb} MB",
-                       [sys.executable, __file__, *given, "--log_dir", f"{place}/{i}", "--run_name", "side"],
-                       {WAY: json.dumps((name, bucket_mb))}, RANKS) for i, (name, bucket_mb) in enumerate(ways)]
+        sides = [
+            Group(
+                f"{name}, {bucket_mb} MB",
+                [
+                    sys.executable,
+                    __file__,
+                    *given,
+                    "--log_dir",
+                    f"{place}/{i}",
+                    "--run_name",
+                    "side",
+                ],
+                {WAY: json.dumps((name, bucket_mb))},
+                RANKS,
+            )
+            for i, (name, bucket_mb) in enumerate(ways)
+        ]
         with all_sides(sides) as turns:
             rates = do_rounds(sides, turns, ROUNDS, 0.0, tell=lambda line: print(line, flush=True))
             for side in sides:
@@ -91,13 +118,30 @@ def compare(ways: Sequence[tuple[str, int]], config: Config, given: Sequence[str
     rows = []
     for side in sides:
         ranks = side.turns[-1]["ranks"]
-        share = {name: statistics.fmean(sum(rank["profile"][name][1:]) / sum(rank["profile"]["step"][1:]) for rank in ranks)
-                 for name in ("transfer", "waiting")}
-        rows.append((side.name, f"{statistics.median(rates[side.name]):,.0f}",
-                     "" if side is sides[0] else str(over(rates, side.name, sides[0].name)), f"{share['transfer']:.1%}",
-                     f"{share['waiting']:.1%}", f"{max(rank['peak_memory_mb'] for rank in ranks):,.0f}"))
-    print_table(f"{RANKS} processes, {config.batch_size} x {config.seq_len} tokens each, {ROUNDS} rounds in turn",
-                items("order of wrapping, buckets", "tokens/s", "x first", "transfers", "waiting", "MB each"), rows)
+        share = {
+            name: statistics.fmean(
+                sum(rank["profile"][name][1:]) / sum(rank["profile"]["step"][1:]) for rank in ranks
+            )
+            for name in ("transfer", "waiting")
+        }
+        rows.append(
+            (
+                side.name,
+                f"{statistics.median(rates[side.name]):,.0f}",
+                "" if side is sides[0] else str(over(rates, side.name, sides[0].name)),
+                f"{share['transfer']:.1%}",
+                f"{share['waiting']:.1%}",
+                f"{max(rank['peak_memory_mb'] for rank in ranks):,.0f}",
+            )
+        )
+    print_table(
+        f"{RANKS} processes, {config.batch_size} x {config.seq_len} tokens each, {ROUNDS} rounds "
+        f"in turn",
+        items(
+            "order of wrapping, buckets", "tokens/s", "x first", "transfers", "waiting", "MB each"
+        ),
+        rows,
+    )
 
 
 def main(config: Config, given: Sequence[str]) -> None:

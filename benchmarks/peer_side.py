@@ -1,10 +1,12 @@
-"""A peer's side of a comparison in turn: a GPT-2 that others wrote, trained by the plain loop that one would write around it.
+"""A peer's side of a comparison in turn: a GPT-2 that others wrote, trained by the plain loop that
+one would write around it.
 
     echo 3 | python benchmarks/peer_side.py --peer transformers --init_from FOLDER --config speedup10.yaml
 
-It is asked and answers as benchmarks/side.py; benchmarks/peers.py starts it. A peer is `transformers`, or a nanoGPT-like file: one
-with a `GPT` and a `GPTConfig` that have nanoGPT's fields, parameter names and forward(idx, targets). Tokens, weights at the start,
-precision, and the optimizer's settings are those of the config.
+It is asked and answers as benchmarks/side.py; benchmarks/peers.py starts it. A peer is
+`transformers`, or a nanoGPT-like file: one with a `GPT` and a `GPTConfig` that have nanoGPT's
+fields, parameter names and forward(idx, targets). Tokens, weights at the start, precision, and the
+optimizer's settings are those of the config.
 """
 
 import sys
@@ -50,7 +52,14 @@ from torch import Tensor
 
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, open_corpus, prefetch
-from runtime.device import autocast_to, check_compiler, choose_device, product_dtype, set_precision, synchronize
+from runtime.device import (
+    autocast_to,
+    check_compiler,
+    choose_device,
+    matmul_dtype,
+    set_precision,
+    synchronize,
+)
 from runtime.errors import UserError, reported
 from runtime.measure import peak_memory_mb
 from weights import read_weights
@@ -60,9 +69,13 @@ LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # of the model, compiled or no
 
 
 def build_peer(peer: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
-    """The peer's model with the weights of the folder `init_from`, and what gives its loss. Raises UserError."""
+    """The peer's model with the weights of the folder `init_from`, and what gives its loss. Raises
+    UserError.
+    """
     folder = Path(config.init_from)
-    return transformers_model(folder) if peer == TRANSFORMERS else nanogpt_like(peer, folder, config)
+    return (
+        transformers_model(folder) if peer == TRANSFORMERS else nanogpt_like(peer, folder, config)
+    )
 
 
 def open_loader(config: Config) -> DataLoader:
@@ -70,8 +83,14 @@ def open_loader(config: Config) -> DataLoader:
     folder = Path(config.data_dir) / config.dataset
     prepare_if_missing(folder, lambda line: print(line, file=sys.stderr))
     stream, _ = open_corpus(folder, config.seq_len, config.n_vocab, config.val_fraction)
-    return DataLoader(stream, config.batch_size, seed=config.seed, accumulation=config.accumulation_steps(1),
-                      shuffle=config.shuffle, overfit_batch=config.overfit_batch)
+    return DataLoader(
+        stream,
+        config.batch_size,
+        seed=config.seed,
+        accumulation=config.accumulation_steps(1),
+        shuffle=config.shuffle,
+        overfit_batch=config.overfit_batch,
+    )
 
 
 # ---- transformers
@@ -82,31 +101,53 @@ def transformers_model(folder: Path) -> tuple[torch.nn.Module, LossOf]:
     try:
         from transformers import GPT2LMHeadModel
     except ImportError:
-        raise UserError("transformers is not installed: pip install -r requirements-dev.txt") from None
+        raise UserError(
+            "transformers is not installed: pip install -r requirements-dev.txt"
+        ) from None
 
-    # shift_labels are targets that are already one token further on; from labels alone it would shift them itself
-    return (GPT2LMHeadModel.from_pretrained(folder, use_cache=False).train(),  # keys and values are for generating
-            lambda model, x, y: model(input_ids=x, labels=y, shift_labels=y).loss)
+    # shift_labels are targets that are already one token further on; from labels alone it would
+    # shift them itself
+    return (
+        GPT2LMHeadModel.from_pretrained(
+            folder, use_cache=False
+        ).train(),  # keys and values are for generating
+        lambda model, x, y: model(input_ids=x, labels=y, shift_labels=y).loss,
+    )
 
 
 # ---- nanoGPT-like files
 
 
 def nanogpt_like(path: str, folder: Path, config: Config) -> tuple[torch.nn.Module, LossOf]:
-    """The `GPT` of a file. Raises UserError where the file, its options or its parameters are not like nanoGPT's."""
+    """The `GPT` of a file. Raises UserError where the file, its options or its parameters are not
+    like nanoGPT's.
+    """
     options, weights = read_weights(folder)
     module = load_file(path)
     # what GPT-2 is, under nanoGPT's names; the vocabulary is padded as the config says
-    needed = {name: options[name] for name in ("block_size", "n_layer", "n_head", "n_embd")} | {"vocab_size": config.vocab_size}
+    needed = {name: options[name] for name in ("block_size", "n_layer", "n_head", "n_embd")} | {
+        "vocab_size": config.vocab_size
+    }
     if_known = {"dropout": 0.0, "bias": True, "flash": True, "tie_weights": True}
     with told(path, "its GPTConfig cannot be used"):
         fields = inspect.signature(module.GPTConfig).parameters
     if lacking := [name for name in needed if name not in fields]:
-        raise UserError(f"{path}: its GPTConfig has no {', '.join(lacking)}; nanoGPT's fields are needed: {', '.join(needed)}")
+        raise UserError(
+            f"{path}: its GPTConfig has no {', '.join(lacking)}; nanoGPT's fields are needed: "
+            f"{', '.join(needed)}"
+        )
     values = needed | {name: value for name, value in if_known.items() if name in fields}
-    if unknown := [name for name, field in fields.items()
-                   if name not in values and field.default is field.empty and field.kind is not field.VAR_KEYWORD]:
-        raise UserError(f"{path}: its GPTConfig asks for {', '.join(unknown)}, which nanoGPT's does not have; give it a default")
+    if unknown := [
+        name
+        for name, field in fields.items()
+        if name not in values
+        and field.default is field.empty
+        and field.kind is not field.VAR_KEYWORD
+    ]:
+        raise UserError(
+            f"{path}: its GPTConfig asks for {', '.join(unknown)}, which nanoGPT's does not "
+            f"have; give it a default"
+        )
     with told(path, "its GPT cannot be made"), contextlib.redirect_stdout(sys.stderr):
         model = module.GPT(module.GPTConfig(**values)).train()
     copy_weights(model, weights, path)
@@ -116,14 +157,20 @@ def nanogpt_like(path: str, folder: Path, config: Config) -> tuple[torch.nn.Modu
         return found[1] if isinstance(found, tuple) else found
 
     with told(path, "its forward(idx, targets) fails"), torch.no_grad():
-        loss = loss_of(model, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long))
+        loss = loss_of(
+            model, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long)
+        )
     if not isinstance(loss, Tensor) or loss.dim():
-        raise UserError(f"{path}: its forward(idx, targets) must return the loss, or logits and the loss")
+        raise UserError(
+            f"{path}: its forward(idx, targets) must return the loss, or logits and the loss"
+        )
     return model, loss_of
 
 
 def load_file(path: str) -> Any:
-    """The module in a Python file. Raises UserError if it has no GPT and GPTConfig, or cannot be imported."""
+    """The module in a Python file. Raises UserError if it has no GPT and GPTConfig, or cannot be
+    imported.
+    """
     spec = importlib.util.spec_from_file_location("peer_file", path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: is no Python file")
@@ -133,7 +180,10 @@ def load_file(path: str) -> Any:
     with told(path, "cannot be imported"), contextlib.redirect_stdout(sys.stderr):
         spec.loader.exec_module(module)
     if lacking := [name for name in ("GPT", "GPTConfig") if not hasattr(module, name)]:
-        raise UserError(f"{path}: has no {' and no '.join(lacking)}; a peer is a file with both, such as nanoGPT's model.py")
+        raise UserError(
+            f"{path}: has no {' and no '.join(lacking)}; a peer is a file with both, such as "
+            f"nanoGPT's model.py"
+        )
     return module
 
 
@@ -158,18 +208,26 @@ def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) 
     if embedding in theirs and head in theirs:
         raise UserError(f"{path}: its {head} and {embedding} are two matrices; GPT-2 has one")
     tied = head if head in theirs else embedding
-    ours = {tied if name == embedding else name: tensor for name, tensor in weights.items() if name != head}
+    ours = {
+        tied if name == embedding else name: tensor
+        for name, tensor in weights.items()
+        if name != head
+    }
     problems = [f"has no {name}" for name in ours if name not in theirs]
     problems += [f"has {name} besides" for name in theirs if name not in ours]
     for name in (name for name in theirs if name in ours):
         rows = len(ours[name]) if name == tied else None
         if theirs[name][:rows].shape != ours[name].shape:
-            problems.append(f"has {name} of shape {tuple(theirs[name].shape)}, GPT-2 {tuple(ours[name].shape)}")
+            problems.append(
+                f"has {name} of shape {tuple(theirs[name].shape)}, GPT-2 {tuple(ours[name].shape)}"
+            )
         elif not problems:
             theirs[name].zero_()[:rows].copy_(ours[name])
     if problems:
-        raise UserError(f"{path}: its parameters are not GPT-2's under nanoGPT's names: it {problems[0]}"
-                        + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
+        raise UserError(
+            f"{path}: its parameters are not GPT-2's under nanoGPT's names: it {problems[0]}"
+            + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+        )
 
 
 # ---- the loop
@@ -188,12 +246,20 @@ def train_peer(options: PeerConfig, turns: Turns) -> None:
     parameters = list(model.parameters())
     matrices = [p for p in parameters if p.dim() >= 2 or not options.decay_matrices_only]
     vectors = [p for p in parameters if p.dim() < 2 and options.decay_matrices_only]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-6, betas=options.betas, eps=options.eps,
-                                  fused=True if options.fused_adamw else None)  # the rate of benchmarks/side.py
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=1e-6,
+        betas=options.betas,
+        eps=options.eps,
+        fused=True if options.fused_adamw else None,
+    )  # the rate of benchmarks/side.py
     loader = open_loader(options)
     batches = prefetch(loader, device, range(1, 10**9))
-    autocast = autocast_to(product_dtype(bf16=options.bf16), device)
+    autocast = autocast_to(matmul_dtype(bf16=options.bf16), device)
 
     def training_step() -> float:
         loss = torch.zeros((), device=device)
@@ -217,13 +283,19 @@ def train_peer(options: PeerConfig, turns: Turns) -> None:
             loss = training_step()
             synchronize(device)
             seconds.append(time.perf_counter() - start)
-        turns.answer(seconds=seconds, tokens=len(seconds) * options.tokens_per_step(1), loss=loss,
-                     peak_memory_mb=peak_memory_mb(device))
+        turns.answer(
+            seconds=seconds,
+            tokens=len(seconds) * options.tokens_per_step(1),
+            loss=loss,
+            peak_memory_mb=peak_memory_mb(device),
+        )
 
 
 @torch.no_grad()
 def loss_in_fp32(model: torch.nn.Module, loss_of: LossOf, loader: DataLoader) -> float:
-    """Loss of the first 64 tokens of the first batch, in fp32 on the CPU and uncompiled: what tells models apart best."""
+    """Loss of the first 64 tokens of the first batch, in fp32 on the CPU and uncompiled: what tells
+    models apart best.
+    """
     x, y = (tokens[:1, :64].contiguous() for tokens in loader.batch(1))
     return float(loss_of(model, x, y))
 

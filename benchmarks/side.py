@@ -1,10 +1,12 @@
-"""One side of a comparison in turn: `train.py` with the options given, taking a few of its steps each time it is asked to.
+"""One side of a comparison in turn: `train.py` with the options given, taking a few of its steps
+each time it is asked to.
 
     echo 3 | python -m benchmarks.side --config speedup10.yaml --log_dir /tmp/side
 
-A line of stdin is a number of steps; the answer is a line of JSON. benchmarks/in_turn.py starts it; any program that answers
-likewise can be a side. A second number on the line asks for more: the steps are profiled, and if there are other processes, which
-torchrun's environment tells, their link is timed with transfers of so many bytes.
+A line of stdin is a number of steps; the answer is a line of JSON. benchmarks/in_turn.py starts it;
+any program that answers likewise can be a side. A second number on the line asks for more: the
+steps are profiled, and if there are other processes, which torchrun's environment tells, their link
+is timed with transfers of so many bytes.
 """
 
 import json
@@ -24,7 +26,9 @@ SETTLED_AT = 0.1  # of one core, where a process counts as asleep
 
 
 class Turns:
-    """The questions on stdin and the answers on what was stdout; whatever else this process prints goes to stderr."""
+    """The questions on stdin and the answers on what was stdout; whatever else this process prints
+    goes to stderr.
+    """
 
     def __init__(self) -> None:
         self.answers = os.fdopen(os.dup(1), "w")
@@ -32,7 +36,9 @@ class Turns:
         os.dup2(2, 1)
 
     def wait(self) -> int:
-        """The number of steps to take, when they are asked for; ends the process where nobody asks any more."""
+        """The number of steps to take, when they are asked for; ends the process where nobody asks
+        any more.
+        """
         line = sys.stdin.readline()
         if not line:
             os._exit(0)  # there is nothing to save
@@ -46,7 +52,8 @@ class Turns:
 
 
 def falls_asleep(patience: float = 2.0) -> bool:
-    """Wait until the threads of this process use no more CPU: after a parallel region they spin for a while.
+    """Wait until the threads of this process use no more CPU: after a parallel region they spin for
+    a while.
 
     False if they still do after `patience` seconds, as with OMP_WAIT_POLICY=active.
     """
@@ -69,8 +76,9 @@ def main() -> None:
     from runtime.signals import StopRequest
 
     class Pace(StopRequest):
-        """Holds `train` before each step until that step's turn. `clock` is its clock: it reads it first when a step begins, then
-        when it ends."""
+        """Holds `train` before each step until that step's turn. `clock` is its clock: it reads it
+        first when a step begins, then when it ends.
+        """
 
         def __init__(self) -> None:
             self.readings: list[float] = []
@@ -97,9 +105,13 @@ def main() -> None:
                 self.seconds.append(self.readings[1] - self.readings[0])
                 self.left -= 1
                 if not self.left:
-                    turns.answer(seconds=self.seconds, tokens=len(self.seconds) * config.tokens_per_step(world.world_size),
-                                 loss=read_rows(log).popitem()[1]["loss"] if world.rank == 0 else None,
-                                 peak_memory_mb=peak_memory_mb(device), **self.closer_look())
+                    turns.answer(
+                        seconds=self.seconds,
+                        tokens=len(self.seconds) * config.tokens_per_step(world.world_size),
+                        loss=read_rows(log).popitem()[1]["loss"] if world.rank == 0 else None,
+                        peak_memory_mb=peak_memory_mb(device),
+                        **self.closer_look(),
+                    )
             if not self.left:
                 self.left, self.seconds = turns.wait(), []
                 self.profile = StepProfile(device) if turns.message else None
@@ -109,7 +121,9 @@ def main() -> None:
             if not self.profile:
                 return {}
             threads = {"threads": torch.get_num_threads(), "profile": self.profile.figures()}
-            return threads | ({"link_gb_s": link_speed(world, turns.message or 0)} if world.distributed else {})
+            return threads | (
+                {"link_gb_s": link_speed(world, turns.message or 0)} if world.distributed else {}
+            )
 
     options = parse_command_line(Config, description=__doc__, config_file=True)
     with reported(options.log_dir, advice=options.advice()):
@@ -122,10 +136,24 @@ def main() -> None:
         from runtime.world import joined_world, launch
         from train import train
 
-        # as many steps as it takes; at these rates the weights hardly move, so that none of them diverges
-        config = options.model_copy(update={"max_steps": 10**9, "lr": 1e-6, "min_lr": None, "muon_lr": 1e-6, "log_every": 1,
-                                            "eval_every": 0, "hellaswag_every": 0, "sample_every": 0, "checkpoint_every": 0,
-                                            "keep_last": 0, "tensorboard": False, "wandb": False})
+        # as many steps as it takes; at these rates the weights hardly move, so that none of them
+        # diverges
+        config = options.model_copy(
+            update={
+                "max_steps": 10**9,
+                "lr": 1e-6,
+                "min_lr": None,
+                "muon_lr": 1e-6,
+                "log_every": 1,
+                "eval_every": 0,
+                "hellaswag_every": 0,
+                "sample_every": 0,
+                "checkpoint_every": 0,
+                "keep_last": 0,
+                "tensorboard": False,
+                "wandb": False,
+            }
+        )
         log, pace = Path(config.log_dir) / str(config.run_name) / "log.csv", Pace()
         device = choose_device(config.device, launch())
         with joined_world(device, config.timeout) as world:

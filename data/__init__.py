@@ -1,1 +1,3 @@
-"""One script per corpus that writes token files, and what they share. Token files lie in a folder here per corpus."""
+"""One script per corpus that writes token files, and what they share. Token files lie in a folder
+here per corpus.
+"""

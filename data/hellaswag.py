@@ -1,14 +1,18 @@
-"""HellaSwag (Zellers et al. 2019): 10,042 situations from videos and how-to articles, each with four endings, one of them right.
+"""HellaSwag (Zellers et al. 2019): 10,042 situations from videos and how-to articles, each with
+four endings, one of them right.
 
     python data/hellaswag.py    downloads the validation split to data/hellaswag/hellaswag_val.jsonl
 
-`train.py --hellaswag_every N` reads it there; `evaluate.py --hellaswag` also takes any other file of that form.
+`train.py --hellaswag_every N` reads it there; `evaluate.py --hellaswag` also takes any other file
+of that form.
 """
 
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # found also when run as a script
+sys.path.insert(
+    0, os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+)  # found also when run as a script
 
 from runtime.interrupt import end_at_ctrl_c
 
@@ -29,7 +33,8 @@ from runtime.errors import UserError, in_a_line, reported
 from runtime.files import locked, write_whole
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # as several public projects give it
+# as several public projects give it
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 ENDINGS = 4
 
 
@@ -49,7 +54,9 @@ def default_path(data_dir: str) -> Path:
 
 
 def download(data_dir: str) -> Path:
-    """The validation split, downloaded if it is not there yet. Raises UserError if it cannot be had."""
+    """The validation split, downloaded if it is not there yet. Raises UserError if it cannot be
+    had.
+    """
     path = default_path(data_dir)
     with locked(path.with_name(f".{path.name}.lock"), patience=-1):
         if not path.exists():
@@ -60,26 +67,42 @@ def download(data_dir: str) -> Path:
 def _download(path: Path) -> None:
     try:
         content = urllib.request.urlopen(URL, timeout=20).read()
-    except (OSError, HTTPException, ValueError) as error:  # ValueError: a proxy or redirection that is no address
-        raise UserError(f"HellaSwag could not be downloaded from {URL} ({in_a_line(error)}); fetch that file by other means and "
-                        f"put it at {path}") from None
+    except (
+        OSError,
+        HTTPException,
+        ValueError,
+    ) as error:  # ValueError: a proxy or redirection that is no address
+        raise UserError(
+            f"HellaSwag could not be downloaded from {URL} ({in_a_line(error)}); fetch that file "
+            f"by other means and "
+            f"put it at {path}"
+        ) from None
     if (digest := hashlib.sha256(content).hexdigest()) != SHA256:
-        raise UserError(f"{URL}: not HellaSwag's validation split: SHA-256 {digest}, expected {SHA256}")
+        raise UserError(
+            f"{URL}: not HellaSwag's validation split: SHA-256 {digest}, expected {SHA256}"
+        )
     write_whole(path, content.decode())
 
 
 def read_items(path: Path) -> list[Item]:
-    """The items of a file in HellaSwag's form: a JSON object on each line. Raises UserError, naming the line of the first mistake.
+    """The items of a file in HellaSwag's form: a JSON object on each line. Raises UserError, naming
+    the line of the first mistake.
     """
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise UserError(f"{path}: cannot be read: not a file")
-        lines = path.read_bytes().split(b"\n")  # splitlines would also cut at U+2028, which may stand in a text
+        lines = path.read_bytes().split(
+            b"\n"
+        )  # splitlines would also cut at U+2028, which may stand in a text
     except FileNotFoundError:
         data_dir = str(path.parent.parent)
-        elsewhere = f" --data_dir {shlex.quote(data_dir)}" * (path == default_path(data_dir) != default_path("data"))
-        raise UserError(f"{path}: no such file; HellaSwag's validation split is downloaded by: python data/hellaswag.py{elsewhere}"
-                        ) from None
+        elsewhere = f" --data_dir {shlex.quote(data_dir)}" * (
+            path == default_path(data_dir) != default_path("data")
+        )
+        raise UserError(
+            f"{path}: no such file; HellaSwag's validation split is downloaded by: python "
+            f"data/hellaswag.py{elsewhere}"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     items = []
@@ -88,9 +111,16 @@ def read_items(path: Path) -> list[Item]:
             if line.strip():
                 items.append(_item(json.loads(line)))
         except (ValueError, RecursionError) as error:
-            said = "not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError) else error
-            raise UserError(f"{path}, line {number}: {said}; an item of HellaSwag is one JSON object with activity_label, ctx_a, "
-                            f"ctx_b, {ENDINGS} endings and the label of the right one, 0 to {ENDINGS - 1}") from None
+            said = (
+                "not JSON"
+                if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError)
+                else error
+            )
+            raise UserError(
+                f"{path}, line {number}: {said}; an item of HellaSwag is one JSON object with "
+                f"activity_label, ctx_a, "
+                f"ctx_b, {ENDINGS} endings and the label of the right one, 0 to {ENDINGS - 1}"
+            ) from None
     if not items:
         raise UserError(f"{path}: has no items")
     return items
@@ -102,21 +132,42 @@ def _item(values: Any) -> Item:
         raise ValueError("not a JSON object")
     for name in ("activity_label", "ctx_a", "ctx_b"):
         if not isinstance(values.get(name), str):
-            raise ValueError(f"{name} is {_shown(values[name])}, no text" if name in values else f"lacks {name}")
+            raise ValueError(
+                f"{name} is {_shown(values[name])}, no text" if name in values else f"lacks {name}"
+            )
     endings, label = values.get("endings"), values.get("label")
-    if not isinstance(endings, list) or len(endings) != ENDINGS or not all(isinstance(ending, str) for ending in endings):
-        raise ValueError(f"endings: {len(endings)} of them, not {ENDINGS}" if isinstance(endings, list) and len(endings) != ENDINGS
-                         else f"endings are {_shown(endings)}, not {ENDINGS} texts")
-    if not isinstance(label, int | str) or str(label) not in map(str, range(ENDINGS)):  # Hugging Face's copy has labels as text
-        raise ValueError(f"label is {_shown(label)}" + (" (the test split has no labels)" if label in ("", None) else ""))
+    if (
+        not isinstance(endings, list)
+        or len(endings) != ENDINGS
+        or not all(isinstance(ending, str) for ending in endings)
+    ):
+        raise ValueError(
+            f"endings: {len(endings)} of them, not {ENDINGS}"
+            if isinstance(endings, list) and len(endings) != ENDINGS
+            else f"endings are {_shown(endings)}, not {ENDINGS} texts"
+        )
+    if not isinstance(label, int | str) or str(label) not in map(
+        str, range(ENDINGS)
+    ):  # Hugging Face's copy has labels as text
+        raise ValueError(
+            f"label is {_shown(label)}"
+            + (" (the test split has no labels)" if label in ("", None) else "")
+        )
     ctx_a, ctx_b = values["ctx_a"], values["ctx_b"]
     plain = values.get("ctx")
-    return Item(clean(f"{values['activity_label']}: {ctx_a} {ctx_b.capitalize()}"), [clean(ending) for ending in endings],
-                plain if isinstance(plain, str) else f"{ctx_a} {ctx_b}" if ctx_b else ctx_a, endings, int(label))
+    return Item(
+        clean(f"{values['activity_label']}: {ctx_a} {ctx_b.capitalize()}"),
+        [clean(ending) for ending in endings],
+        plain if isinstance(plain, str) else f"{ctx_a} {ctx_b}" if ctx_b else ctx_a,
+        endings,
+        int(label),
+    )
 
 
 def clean(text: str) -> str:
-    """A text without the marks that the how-to articles came with, such as [header], [title] and [step]."""
+    """A text without the marks that the how-to articles came with, such as [header], [title] and
+    [step].
+    """
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 

@@ -1,4 +1,6 @@
-"""manifest.json: what a corpus that data/documents.py writes is made of, and, while it is unfinished, how to go on with it."""
+"""manifest.json: what a corpus that data/documents.py writes is made of, and, while it is
+unfinished, how to go on with it.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +11,9 @@ from data.token_file import TokenFileError
 from runtime.files import write_whole
 
 MANIFEST = "manifest.json"
-SOURCES = b',"sources":['  # as `Manifest.write` has it; in a string the quotes would have backslashes
+SOURCES = (
+    b',"sources":['  # as `Manifest.write` has it; in a string the quotes would have backslashes
+)
 
 
 class Part(pydantic.BaseModel):
@@ -27,14 +31,18 @@ class Shard(Part):
 
 
 class SourceFile(Part):
-    """A file that documents are read from. What is not known before it has been read is None until then."""
+    """A file that documents are read from. What is not known before it has been read is None until
+    then.
+    """
 
     file: str
     bytes: int
     sha256: str | None = None
     documents: int | None = None
     skipped: int | None = None  # lines or rows without a text
-    end_of_text_spelled_out: int | None = None  # how often the text of documents has the separator of documents
+    end_of_text_spelled_out: int | None = (
+        None  # how often the text of documents has the separator of documents
+    )
 
 
 class Options(Part):
@@ -77,24 +85,32 @@ class Manifest(Part):
 
 
 def read_manifest(folder: Path, *, with_sources: bool = True) -> Manifest | None:
-    """The manifest of a corpus; None where there is none. Raises TokenFileError if it cannot be understood.
+    """The manifest of a corpus; None where there is none. Raises TokenFileError if it cannot be
+    understood.
 
     The sources may be a million: without them, where the corpus is finished, it is read in no time.
     """
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate_json((b"" if with_sources else _without_sources(path)) or path.read_bytes())
+        return Manifest.model_validate_json(
+            (b"" if with_sources else _without_sources(path)) or path.read_bytes()
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
     except pydantic.ValidationError:
-        raise TokenFileError(f"{path}: damaged, or not written by data/documents.py; restore it, or delete it to take the token "
-                             f"files beside it as they are") from None
+        raise TokenFileError(
+            f"{path}: damaged, or not written by data/documents.py; restore it, or delete it to "
+            f"take the token "
+            f"files beside it as they are"
+        ) from None
 
 
 def _without_sources(path: Path) -> bytes:
-    """A finished corpus's manifest with its sources left out; nothing where it is not as `Manifest.write` writes it."""
+    """A finished corpus's manifest with its sources left out; nothing where it is not as
+    `Manifest.write` writes it.
+    """
     with open(path, "rb") as file:
         text, found, _ = file.read(2**24).partition(SOURCES)  # 100,000 shards
         file.seek(max(0, path.stat().st_size - 3))
@@ -102,7 +118,8 @@ def _without_sources(path: Path) -> bytes:
 
 
 def check_shards(folder: Path, there: Mapping[str, int]) -> None:
-    """Raises TokenFileError unless all token files that the manifest names are `there`, with the numbers of tokens that it names.
+    """Raises TokenFileError unless all token files that the manifest names are `there`, with the
+    numbers of tokens that it names.
 
     A corpus without a manifest is taken as it is.
     """
@@ -110,16 +127,23 @@ def check_shards(folder: Path, there: Mapping[str, int]) -> None:
     if not manifest:
         return
     if manifest.unfinished:
-        raise TokenFileError(f"{folder}: {in_words(manifest)}")
+        raise TokenFileError(f"{folder}: {describe(manifest)}")
     missing = [shard.file for shard in manifest.shards if shard.file not in there]
     if missing:
         others = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
-        raise TokenFileError(f"{folder}: {missing[0]}{others} missing: {MANIFEST} names {len(manifest.shards)} token files; "
-                             f"restore what is missing, or delete {MANIFEST} to train on the files that are there")
+        raise TokenFileError(
+            f"{folder}: {missing[0]}{others} missing: {MANIFEST} names {len(manifest.shards)} "
+            f"token files; "
+            f"restore what is missing, or delete {MANIFEST} to train on the files that are there"
+        )
     for shard in manifest.shards:
         if there[shard.file] != shard.tokens:
-            raise TokenFileError(f"{folder / shard.file}: holds {there[shard.file]:,} tokens, not the {shard.tokens:,} that "
-                                 f"{MANIFEST} names; restore it, or delete {MANIFEST} to train on the files that are there")
+            raise TokenFileError(
+                f"{folder / shard.file}: holds {there[shard.file]:,} tokens, not the "
+                f"{shard.tokens:,} that "
+                f"{MANIFEST} names; restore it, or delete {MANIFEST} to train on the files that "
+                f"are there"
+            )
 
 
 # ---- a corpus that is not finished
@@ -131,18 +155,26 @@ def unfinished_folder(folder: Path) -> Path:
 
 
 def unfinished(folder: Path) -> Manifest | None:
-    """The manifest of an unfinished corpus that can be gone on with. Raises TokenFileError if it cannot be understood."""
+    """The manifest of an unfinished corpus that can be gone on with. Raises TokenFileError if it
+    cannot be understood.
+    """
     where = unfinished_folder(folder)
     try:
         manifest = read_manifest(where)
     except TokenFileError:
-        raise TokenFileError(f"{where / MANIFEST}: cannot be read, or is damaged; delete {where} to begin {folder} anew") from None
+        raise TokenFileError(
+            f"{where / MANIFEST}: cannot be read, or is damaged; delete {where} to begin "
+            f"{folder} anew"
+        ) from None
     return manifest if manifest and manifest.shards else None
 
 
-def in_words(manifest: Manifest) -> str:
+def describe(manifest: Manifest) -> str:
     """How far an unfinished corpus is, and how to go on."""
     shards = "1 shard is" if len(manifest.shards) == 1 else f"{len(manifest.shards)} shards are"
     command = manifest.unfinished.command if manifest.unfinished else ""
-    return (f"is not finished: {shards} written, {sum(shard.tokens for shard in manifest.shards):,} tokens; go on with: "
-            f"{command or 'the command that wrote them'}")
+    return (
+        f"is not finished: {shards} written, {sum(shard.tokens for shard in manifest.shards):,} "
+        f"tokens; go on with: "
+        f"{command or 'the command that wrote them'}"
+    )

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from data.manifest import in_words, unfinished
+from data.manifest import describe, unfinished
 from data.token_file import TokenFileError, corpus_writer
 from runtime.cli import did_you_mean
 from runtime.files import lock_file
@@ -16,14 +16,17 @@ SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
 def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
     """Write the corpus of `folder` if it is a small one that is not there yet, telling `say`.
 
-    Where another process is writing the corpus, whichever it is, that is waited for. Raises TokenFileError if it is not
-    there and no small one, or not finished: it names what to run, and the nearest corpus.
+    Where another process is writing the corpus, whichever it is, that is waited for. Raises
+    TokenFileError if it is not there and no small one, or not finished: it names what to run, and
+    the nearest corpus.
     """
     if is_there(folder):
         return
     is_small = folder.name in SMALL_CORPORA
     if is_small or lock_file(folder).exists():
-        with corpus_writer(folder, on_wait=lambda: say(f"another process is writing {folder}: waiting for it")):
+        with corpus_writer(
+            folder, on_wait=lambda: say(f"another process is writing {folder}: waiting for it")
+        ):
             if is_there(folder):
                 return
             if is_small:
@@ -31,18 +34,29 @@ def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
                 importlib.import_module(f"data.{folder.name}").prepare(folder)
                 return
     if begun := unfinished(folder):
-        raise TokenFileError(f"{folder}: {in_words(begun)}")
-    there = {path.parent.name for path in folder.parent.glob("*/*.bin") if path.parent.suffix != ".tmp"}
-    script = "python data/fineweb.py" if folder.name == "fineweb" else f"python data/text.py FILE --name {shlex.quote(folder.name)}"
+        raise TokenFileError(f"{folder}: {describe(begun)}")
+    there = {
+        path.parent.name for path in folder.parent.glob("*/*.bin") if path.parent.suffix != ".tmp"
+    }
+    script = (
+        "python data/fineweb.py"
+        if folder.name == "fineweb"
+        else f"python data/text.py FILE --name {shlex.quote(folder.name)}"
+    )
     if folder.parent != Path("data"):
         script += f" --data_dir {shlex.quote(str(folder.parent))}"
     nearest = did_you_mean(folder.name, sorted(there.union(SMALL_CORPORA)))
-    raise TokenFileError(f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: {script}; "
-                         f"or say with --data_dir which folder holds it")
+    raise TokenFileError(
+        f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: "
+        f"{script}; "
+        f"or say with --data_dir which folder holds it"
+    )
 
 
 def is_there(folder: Path) -> bool:
-    """Whether a corpus has been written to the folder. Raises TokenFileError if that cannot be seen."""
+    """Whether a corpus has been written to the folder. Raises TokenFileError if that cannot be
+    seen.
+    """
     try:
         return any(path.suffix == ".bin" for path in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):

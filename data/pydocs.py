@@ -1,4 +1,5 @@
-"""The embedded corpus: the language reference that ships inside every CPython, as `help()` shows it. No download.
+"""The embedded corpus: the language reference that ships inside every CPython, as `help()` shows
+it. No download.
 
     python data/pydocs.py                         writes data/pydocs/pydocs_train_000000.bin
 
@@ -8,7 +9,9 @@ train.py does this by itself the first time it is asked for `dataset: pydocs`.
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # found also when run as a script
+sys.path.insert(
+    0, os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+)  # found also when run as a script
 
 from runtime.interrupt import end_at_ctrl_c
 
@@ -26,17 +29,20 @@ from runtime.errors import reported
 
 
 def prepare(folder: Path) -> int:
-    """Write the corpus to a new `folder`, each topic after an <|endoftext|>; returns the number of tokens.
+    """Write the corpus to a new `folder`, each topic after an <|endoftext|>; returns the number of
+    tokens.
 
-    A quarter of the text stands in several topics; each paragraph is kept once, so that a validation split off the tail
-    holds text the model has not seen. For the same reason the topics' order is arbitrary, though always the same.
-    Raises TokenFileError or TokenizerError.
+    A quarter of the text stands in several topics; each paragraph is kept once, so that a
+    validation split off the tail holds text the model has not seen. For the same reason the topics'
+    order is arbitrary, though always the same. Raises TokenFileError or TokenizerError.
     """
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise TokenFileError("this Python was built without pydoc_data, the corpus pydocs; "
-                             "train on a text of your own: python data/text.py FILE") from None
+        raise TokenFileError(
+            "this Python was built without pydoc_data, the corpus pydocs; "
+            "train on a text of your own: python data/text.py FILE"
+        ) from None
     seen: set[str] = set()
     texts = []
     for name in sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest()):
@@ -48,7 +54,9 @@ def prepare(folder: Path) -> int:
                 seen.add(paragraph)
         texts.append("\n\n".join(paragraphs))
     documents = get_encoding().encode_ordinary_batch(texts)
-    return write_corpus(folder, itertools.chain.from_iterable(([END_OF_TEXT], document) for document in documents))
+    return write_corpus(
+        folder, itertools.chain.from_iterable(([END_OF_TEXT], document) for document in documents)
+    )
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Documents from parquet, JSON lines and text files, a piece at a time, from any place on.
 
-What is read is never held as a whole: of a parquet file a few rows, of JSON lines a line, of a text file a megabyte.
+What is read is never held as a whole: of a parquet file a few rows, of JSON lines a line, of a text
+file a megabyte.
 """
 
 import contextlib
@@ -20,7 +21,9 @@ from data.tokenizer import SEPARATOR, chunks
 from runtime.errors import in_a_line
 
 KINDS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".txt": "text"}
-NAMED_KINDS = KINDS | {".json": "json"}  # in a folder it is mostly something else: one object over many lines, about the data
+NAMED_KINDS = KINDS | {
+    ".json": "json"
+}  # in a folder it is mostly something else: one object over many lines, about the data
 PACKED = (".gz", ".zst")
 ENDINGS = ".parquet, .jsonl (.ndjson; .json if the file itself is named) or .txt, the latter two also with .gz or .zst"
 BUFFER = 2**16  # bytes that are read at once
@@ -67,11 +70,12 @@ BEGINNING = Place()
 
 
 def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
-    """The files that are named, and those in folders that are named, each once; and what the user should know.
+    """The files that are named, and those in folders that are named, each once; and what the user
+    should know.
 
-    The order is that of the names; in a folder, and the folders in it, it is that of the files' paths. What is hidden is left
-    out, and so is what has another ending. Raises TokenFileError for a file that is not there or has another ending, and for a
-    folder without any.
+    The order is that of the names; in a folder, and the folders in it, it is that of the files'
+    paths. What is hidden is left out, and so is what has another ending. Raises TokenFileError for
+    a file that is not there or has another ending, and for a folder without any.
     """
     sources: dict[str, Source] = {}
     twice = others = 0
@@ -83,15 +87,28 @@ def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
         if not of_a_kind:
             if not is_folder:
                 _size_and_time(name)  # rather say that it is not there
-            raise TokenFileError(f"{name}: {'no file in it has a name that ends' if is_folder else 'its name does not end'} in "
-                                 f"{ENDINGS}, which says what a file holds")
+            raise TokenFileError(
+                f"{name}: {'no file in it has a name that ends' if is_folder else 'its name does not end'} in "
+                f"{ENDINGS}, which says what a file holds"
+            )
         others += len(paths) - len(of_a_kind)
         for path in of_a_kind:
             source = Source(path, *_ending(path, kinds), *_size_and_time(path))
             twice += (real := os.path.realpath(path)) in sources
             sources.setdefault(real, source)
-    notes = [f"files in the folders that are left out, as their names do not end in {ENDINGS}: {others:,}"] if others else []
-    notes += [f"files that are named more than once, and taken once, at their first place: {twice:,}"] if twice else []
+    notes = (
+        [
+            f"files in the folders that are left out, as their names do not end in {ENDINGS}: "
+            f"{others:,}"
+        ]
+        if others
+        else []
+    )
+    notes += (
+        [f"files that are named more than once, and taken once, at their first place: {twice:,}"]
+        if twice
+        else []
+    )
     return list(sources.values()), notes
 
 
@@ -115,6 +132,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 def _files_in(folder: Path) -> list[Path]:
     """All files in a folder and the folders in it, linked ones too, but for hidden ones."""
+
     def refuse(error: OSError) -> None:
         raise TokenFileError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
@@ -132,30 +150,44 @@ def _files_in(folder: Path) -> list[Path]:
 # ---- what is in them
 
 
-def read_documents(sources: list[Source], column: str, on_bad: Callable[[str], None], start: Place = BEGINNING) -> Iterator[Piece]:
-    """The documents of all sources in order, from the place `start` on, each source followed by its end.
+def read_documents(
+    sources: list[Source], column: str, on_bad: Callable[[str], None], start: Place = BEGINNING
+) -> Iterator[Piece]:
+    """The documents of all sources in order, from the place `start` on, each source followed by its
+    end.
 
-    `column` has the text in parquet files and JSON lines. `on_bad` is told of each line or row without a text, and may
-    raise. Raises TokenFileError for a file that cannot be read.
+    `column` has the text in parquet files and JSON lines. `on_bad` is told of each line or row
+    without a text, and may raise. Raises TokenFileError for a file that cannot be read.
     """
     for i in range(start.source, len(sources)):
         yield from _read(sources[i], column, on_bad, start if i == start.source else Place(i))
 
 
-def _read(source: Source, column: str, on_bad: Callable[[str], None], start: Place) -> Iterator[Piece]:
+def _read(
+    source: Source, column: str, on_bad: Callable[[str], None], start: Place
+) -> Iterator[Piece]:
     try:
         with open(source.path, "rb") as file:
             before = os.fstat(file.fileno())
             if (before.st_size, before.st_mtime_ns) != (source.size, source.modified):
-                raise TokenFileError(f"{source.path}: was changed since this command began; run it again once it stays as it is")
+                raise TokenFileError(
+                    f"{source.path}: was changed since this command began; run it again once it "
+                    f"stays as it is"
+                )
             if source.kind == "text":
                 yield from _text(source, file, start)
             else:
-                records = _rows(source, column, start) if source.kind == "parquet" else _lines(source, file, column, start)
+                records = (
+                    _rows(source, column, start)
+                    if source.kind == "parquet"
+                    else _lines(source, file, column, start)
+                )
                 yield from _pieces(source, records, on_bad, start)
             check_unchanged(source.path, before, os.fstat(file.fileno()))
     except OSError as error:
-        raise TokenFileError(f"{source.path}: cannot be read: {error.strerror or in_a_line(error)}") from None
+        raise TokenFileError(
+            f"{source.path}: cannot be read: {error.strerror or in_a_line(error)}"
+        ) from None
 
 
 class _Record(NamedTuple):
@@ -168,19 +200,28 @@ class _Record(NamedTuple):
     read: int
 
 
-def _pieces(source: Source, records: Iterator[_Record], on_bad: Callable[[str], None], start: Place) -> Iterator[Piece]:
+def _pieces(
+    source: Source, records: Iterator[_Record], on_bad: Callable[[str], None], start: Place
+) -> Iterator[Piece]:
     place = start
     for text, problem, offset, line, read in records:
         place = place._replace(offset=offset, line=line)
         if text is None:
-            on_bad(f"{source.path}: {'row' if source.kind == 'parquet' else 'line'} {line + 1}: {problem}")
+            on_bad(
+                f"{source.path}: {'row' if source.kind == 'parquet' else 'line'} {line + 1}: "
+                f"{problem}"
+            )
             place = place._replace(skipped=place.skipped + 1)
             continue
         chars = start.chars if offset == start.offset else 0
         for chunk in chunks([text[chars:]]) if text else [""]:
             yield Piece(chunk, chars == 0, place._replace(chars=chars), read)
             chars += len(chunk)
-        place = place._replace(chars=0, documents=place.documents + 1, spelled_out=place.spelled_out + text.count(SEPARATOR))
+        place = place._replace(
+            chars=0,
+            documents=place.documents + 1,
+            spelled_out=place.spelled_out + text.count(SEPARATOR),
+        )
     yield Piece(None, False, place._replace(chars=0), source.size)
 
 
@@ -192,9 +233,13 @@ def _text(source: Source, file: BinaryIO, start: Place) -> Iterator[Piece]:
         bom = len(BOM) if start.offset == 0 and unpacked.peek(len(BOM)).startswith(BOM) else 0
         unpacked.read(bom)
         for chunk in chunks(decoded(source.path, unpacked, "utf-8")):
-            after = place._replace(offset=place.offset + len(chunk.encode()) + bom,
-                                   spelled_out=place.spelled_out + chunk.count(SEPARATOR))
-            yield Piece(chunk, place.offset == 0, place, file.tell() if source.packed else after.offset)
+            after = place._replace(
+                offset=place.offset + len(chunk.encode()) + bom,
+                spelled_out=place.spelled_out + chunk.count(SEPARATOR),
+            )
+            yield Piece(
+                chunk, place.offset == 0, place, file.tell() if source.packed else after.offset
+            )
             place, bom = after, 0
     if place.offset == 0:
         yield Piece("", True, place, source.size)
@@ -223,26 +268,48 @@ def _json_text(line: bytes, column: str) -> tuple[str | None, str]:
         return None, f"not a line of JSON: {error.msg}, column {error.colno}"
     except UnicodeDecodeError as error:
         return None, f"not UTF-8: {error.reason}, byte {error.start + 1}"
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets in brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits, brackets in brackets in brackets
         return None, f"not a line of JSON that can be read: {in_a_line(error)}"
     if not isinstance(value, dict):
-        return None, f"must be a JSON object with the text under {json.dumps(column)}, and is {_json_kind(value)}"
+        return (
+            None,
+            f"must be a JSON object with the text under {json.dumps(column)}, and is "
+            f"{_json_kind(value)}",
+        )
     if column not in value:
-        return None, f"has no {json.dumps(column)}; it has {_listed(value)}; say with --text_column where the text is"
+        return (
+            None,
+            f"has no {json.dumps(column)}; it has {_listed(value)}; say with --text_column where "
+            f"the text is",
+        )
     if not isinstance(value[column], str):
         return None, f"{json.dumps(column)} is {_json_kind(value[column])}, not a text"
     return value[column], ""
 
 
 def _json_kind(value: object) -> str:
-    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
     return "null" if value is None else kinds[type(value)]
 
 
 def _listed(names: Iterable[str]) -> str:
     """Names for a message, the first ones if there are many."""
     quoted = [json.dumps(name) for name in names]
-    return ", ".join(quoted[:20]) + (f" and {len(quoted) - 20} more" if len(quoted) > 20 else "") if quoted else "nothing"
+    return (
+        ", ".join(quoted[:20]) + (f" and {len(quoted) - 20} more" if len(quoted) > 20 else "")
+        if quoted
+        else "nothing"
+    )
 
 
 # ---- parquet
@@ -254,20 +321,32 @@ def open_parquet(source: Source, column: str) -> Any:
         import pyarrow
         from pyarrow import parquet, types
     except ImportError:
-        raise TokenFileError(f"{source.path}: needs the package pyarrow; run: pip install -r requirements.txt") from None
+        raise TokenFileError(
+            f"{source.path}: needs the package pyarrow; run: pip install -r requirements.txt"
+        ) from None
     with _damage_reported(source):
-        opened = parquet.ParquetFile(source.path, buffer_size=2**20, pre_buffer=False)  # else it holds a row group as a whole
+        opened = parquet.ParquetFile(
+            source.path, buffer_size=2**20, pre_buffer=False
+        )  # else it holds a row group as a whole
         schema = opened.schema_arrow
     if column not in schema.names:
-        raise TokenFileError(f"{source.path}: has no column {json.dumps(column)}; it has {_listed(schema.names)}; say with "
-                             f"--text_column which has the text")
+        raise TokenFileError(
+            f"{source.path}: has no column {json.dumps(column)}; it has {_listed(schema.names)}; "
+            f"say with "
+            f"--text_column which has the text"
+        )
     kind = schema.field(column).type
     if types.is_dictionary(kind):
         kind = kind.value_type
-    if not (types.is_string(kind) or types.is_large_string(kind) or (kind == pyarrow.string_view())):
+    if not (
+        types.is_string(kind) or types.is_large_string(kind) or (kind == pyarrow.string_view())
+    ):
         texts = [name for name in schema.names if "string" in str(schema.field(name).type)]
-        raise TokenFileError(f"{source.path}: the column {json.dumps(column)} holds {kind}, not text; columns with text: "
-                             f"{_listed(texts)}; say with --text_column which one")
+        raise TokenFileError(
+            f"{source.path}: the column {json.dumps(column)} holds {kind}, not text; columns "
+            f"with text: "
+            f"{_listed(texts)}; say with --text_column which one"
+        )
     return opened
 
 
@@ -280,10 +359,18 @@ def _rows(source: Source, column: str, start: Place) -> Iterator[_Record]:
             if rows + group.num_rows <= start.offset:
                 rows += group.num_rows
                 continue
-            size = next((group.column(k).total_uncompressed_size for k in range(group.num_columns)
-                         if group.column(k).path_in_schema == column), group.total_byte_size)
+            size = next(
+                (
+                    group.column(k).total_uncompressed_size
+                    for k in range(group.num_columns)
+                    if group.column(k).path_in_schema == column
+                ),
+                group.total_byte_size,
+            )
             at_once = max(1, min(1024, ROWS_BYTES * group.num_rows // max(1, size)))
-            for batch in opened.iter_batches(at_once, row_groups=[i], columns=[column], use_threads=False):
+            for batch in opened.iter_batches(
+                at_once, row_groups=[i], columns=[column], use_threads=False
+            ):
                 first = max(0, start.offset - rows)
                 for row, (text, problem) in enumerate(_texts(batch.column(0), first), rows + first):
                     yield _Record(text, problem, row, row, source.size * (row + 1) // total)
@@ -291,7 +378,9 @@ def _rows(source: Source, column: str, start: Place) -> Iterator[_Record]:
 
 
 def _texts(values: Any, first: int) -> list[tuple[str | None, str]]:
-    """The texts of a column's values, from the first on; in place of one that is none, None and what is wrong with it."""
+    """The texts of a column's values, from the first on; in place of one that is none, None and
+    what is wrong with it.
+    """
     try:
         texts = values[first:].to_pylist()
     except UnicodeDecodeError:
@@ -310,7 +399,9 @@ def _one_text(value: Any) -> tuple[str | None, str]:
 
 
 class _Unzstd(io.RawIOBase):
-    """What a .zst file unpacks to. Unlike the package's own reader it tells a file that is cut short from a whole one."""
+    """What a .zst file unpacks to. Unlike the package's own reader it tells a file that is cut
+    short from a whole one.
+    """
 
     def __init__(self, file: BinaryIO):
         import zstandard
@@ -345,7 +436,9 @@ def _unpacked(source: Source, file: BinaryIO) -> io.BufferedReader:
         try:
             return io.BufferedReader(_Unzstd(file), BUFFER)
         except ImportError:
-            raise TokenFileError(f"{source.path}: needs the package zstandard; run: pip install -r requirements.txt") from None
+            raise TokenFileError(
+                f"{source.path}: needs the package zstandard; run: pip install -r requirements.txt"
+            ) from None
     return file  # type: ignore[return-value]  # open() gives one
 
 
@@ -364,9 +457,14 @@ def _damage_reported(source: Source) -> Iterator[None]:
         yield
     except _damages(source) as error:
         if isinstance(error, OSError) and error.errno:  # the file may be as it should
-            raise TokenFileError(f"{source.path}: cannot be read: {os.strerror(error.errno)}") from None
-        raise TokenFileError(f"{source.path}: not a whole {source.packed or '.parquet'} file, but cut short or damaged "
-                             f"({in_a_line(error)}); fetch or write it again") from None
+            raise TokenFileError(
+                f"{source.path}: cannot be read: {os.strerror(error.errno)}"
+            ) from None
+        raise TokenFileError(
+            f"{source.path}: not a whole {source.packed or '.parquet'} file, but cut short or "
+            f"damaged "
+            f"({in_a_line(error)}); fetch or write it again"
+        ) from None
 
 
 def _damages(source: Source) -> tuple[type[Exception], ...]:

@@ -1,7 +1,7 @@
 """Tokenizing in several processes: texts in, tokens out, in the order of the texts.
 
-Threads would do, as tiktoken lets others run while it works; but two of them in a process are slower than two processes, and
-all that Python does between its calls they do one at a time.
+Threads would do, as tiktoken lets others run while it works; but two of them in a process are
+slower than two processes, and all that Python does between its calls they do one at a time.
 """
 
 import contextlib
@@ -17,7 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Self
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # found also when run as a script
+sys.path.insert(
+    0, os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+)  # found also when run as a script
 
 import numpy as np
 import tiktoken
@@ -30,12 +32,15 @@ DOCUMENT_BEGINS = np.array([END_OF_TEXT], dtype=np.uint32)
 AHEAD = 8  # batches for each worker that are read and not yet taken
 
 
-Tokens = tuple[np.ndarray, np.ndarray]  # how many tokens each text of a batch has; the tokens of all
+Tokens = tuple[
+    np.ndarray, np.ndarray
+]  # how many tokens each text of a batch has; the tokens of all
 
 
 class Workers:
-    """Processes that tokenize. They start when there is work, and end when this process ends, even if it is killed: the pipe that
-    they read from is closed then."""
+    """Processes that tokenize. They start when there is work, and end when this process ends, even
+    if it is killed: the pipe that they read from is closed then.
+    """
 
     def __init__(self, n: int):
         self.n = n
@@ -58,9 +63,12 @@ class Workers:
             process.communicate()
         self._stderr.close()
 
-    def encode(self, batches: Iterable[Sequence[Piece]]) -> Iterator[tuple[Sequence[Piece], Tokens]]:
-        """Each batch with its tokens, in order. Raises TrainingError if a process died, and what `batches` raises: after the
-        batches before it."""
+    def encode(
+        self, batches: Iterable[Sequence[Piece]]
+    ) -> Iterator[tuple[Sequence[Piece], Tokens]]:
+        """Each batch with its tokens, in order. Raises TrainingError if a process died, and what
+        `batches` raises: after the batches before it.
+        """
         waiting: deque[tuple[Sequence[Piece], Future[Tokens]]] = deque()
         rest, fault = iter(batches), None
         while True:
@@ -71,7 +79,14 @@ class Workers:
                 break
             if batch is None:
                 break
-            waiting.append((batch, self._threads.submit(self._ask, [(piece.text, piece.begins) for piece in batch])))
+            waiting.append(
+                (
+                    batch,
+                    self._threads.submit(
+                        self._ask, [(piece.text, piece.begins) for piece in batch]
+                    ),
+                )
+            )
             while len(waiting) > AHEAD * self.n or (waiting and waiting[0][1].done()):
                 first, answer = waiting.popleft()
                 yield first, answer.result()
@@ -89,18 +104,31 @@ class Workers:
             process.stdin.flush()
             return pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError, ValueError):
-            raise TrainingError(f"a process that tokenizes has ended: {why_it_failed(process.wait(), self._stderr)}; "
-                                f"take fewer --workers if memory is short") from None
+            raise TrainingError(
+                f"a process that tokenizes has ended: "
+                f"{why_it_failed(process.wait(), self._stderr)}; "
+                f"take fewer --workers if memory is short"
+            ) from None
 
     def _start(self) -> subprocess.Popen:
         with self._lock:
             if self._processes is None:
                 raise RuntimeError("no longer needed")
             try:  # a session of its own: Ctrl-C in the terminal is for the process that asks
-                self._processes.append(subprocess.Popen([sys.executable, Path(__file__).resolve()], stdin=subprocess.PIPE,
-                                                        stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True))
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, Path(__file__).resolve()],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=self._stderr,
+                        start_new_session=True,
+                    )
+                )
             except OSError as error:
-                raise TrainingError(f"a process to tokenize cannot be started: {error.strerror}; take fewer --workers") from None
+                raise TrainingError(
+                    f"a process to tokenize cannot be started: {error.strerror}; take fewer "
+                    f"--workers"
+                ) from None
             return self._processes[-1]
 
 
@@ -111,7 +139,9 @@ def encode(encoding: tiktoken.Encoding, batch: Iterable[tuple[str | None, bool]]
         if begins:
             parts.append(DOCUMENT_BEGINS)
         if text:
-            try:  # this form of tiktoken makes no list of Python's numbers, which takes a fifth of the time
+            # this form of tiktoken makes no list of Python's numbers, which takes a fifth of the
+            # time
+            try:
                 parts.append(encoding.encode_to_numpy(text, disallowed_special=()))
             except UnicodeEncodeError:  # half a character, as JSON can have: becomes U+FFFD
                 parts.append(np.array(encoding.encode_ordinary(text), dtype=np.uint32))
@@ -122,7 +152,9 @@ def encode(encoding: tiktoken.Encoding, batch: Iterable[tuple[str | None, bool]]
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:
     """Tokenize the batches that come, until no more can come."""
     encoding = get_encoding()
-    with contextlib.suppress(EOFError, pickle.UnpicklingError, BrokenPipeError):  # whoever asks has gone
+    with contextlib.suppress(
+        EOFError, pickle.UnpicklingError, BrokenPipeError
+    ):  # whoever asks has gone
         while True:
             pickle.dump(encode(encoding, pickle.load(questions)), answers)
             answers.flush()

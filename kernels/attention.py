@@ -1,13 +1,15 @@
-"""Causal attention in blocks of queries, for CPUs that multiply in bfloat16: large matrix products, and between them what the
-compiler fuses.
+"""Causal attention in blocks of queries, for CPUs that multiply in bfloat16: large matrix products,
+and between them what the compiler fuses.
 
-PyTorch's flash kernel for CPUs multiplies small tiles, at a fifth of the speed that large products reach there. Here a block of
-queries meets all keys up to its end at once. As in flash attention (Dao et al. 2022), the scores of all queries never exist at
-once: the forward pass keeps two numbers for each query, and the backward pass computes the scores anew.
+PyTorch's flash kernel for CPUs multiplies small tiles, at a fifth of the speed that large products
+reach there. Here a block of queries meets all keys up to its end at once. As in flash attention
+(Dao et al. 2022), the scores of all queries never exist at once: the forward pass keeps two numbers
+for each query, and the backward pass computes the scores anew.
 
-A product is rounded to bfloat16 as it is written: a score of 20 is off by up to 0.06, and its weight by 6%. So the product itself
-subtracts each query's largest score: queries get columns with its negative, keys columns of ones. What counts is then near zero,
-where bfloat16 is fine. In the backward pass the gradients of the weights are centred in the same way.
+A product is rounded to bfloat16 as it is written: a score of 20 is off by up to 0.06, and its
+weight by 6%. So the product itself subtracts each query's largest score: queries get columns with
+its negative, keys columns of ones. What counts is then near zero, where bfloat16 is fine. In the
+backward pass the gradients of the weights are centred in the same way.
 """
 
 import functools
@@ -23,21 +25,28 @@ BLOCK, SEQUENCES = 256, 2  # queries that are computed with at once, of so many 
 HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
-def blocks_are_faster(device: torch.device, dtype: torch.dtype, T: int) -> bool:
-    """Whether a compiled model's attention over T tokens is faster in blocks than by PyTorch's kernel."""
+def blocked_is_faster(device: torch.device, dtype: torch.dtype, T: int) -> bool:
+    """Whether a compiled model's attention over T tokens is faster in blocks than by PyTorch's
+    kernel.
+    """
     return HAS_BFLOAT16 and device.type == "cpu" and dtype == torch.bfloat16 and T > BLOCK
 
 
-def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(hs), causal) v, all (B, nh, T, hs)."""
     y, _, _ = attention_forward(q, k, v, torch.compiler.is_compiling())
     return y
 
 
-# One operator to torch.compile, whose caches on disk know it by its name: give it another when what it computes changes.
+# One operator to torch.compile, whose caches on disk know it by its name: give it another when what
+# it computes changes.
 @torch.library.custom_op("gpt2::causal_attention", mutates_args=())
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention, and of each query (B, nh, T, 1) its largest score, not scaled, and the sum that its weights are divided by."""
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention, and of each query (B, nh, T, 1) its largest score, not scaled, and the sum that
+    its weights are divided by.
+    """
     _, nh, T, hs = q.shape
     y, largest, sums = _results(q, k, v, compiled)
     for part, (qs, ks, vs) in parts(q, k, v):
@@ -54,8 +63,16 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[
 
 
 @torch.library.custom_op("gpt2::causal_attention_backward", mutates_args=())
-def attention_backward(y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, largest: Tensor, sums: Tensor,
-                       compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(
+    y_grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    largest: Tensor,
+    sums: Tensor,
+    compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     _, nh, T, hs = q.shape
     q_grad, k_grad, v_grad = _gradients(y_grad, q, k, v, y, largest, sums, compiled)
@@ -68,7 +85,9 @@ def attention_backward(y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tenso
             seen = slice(rows.stop)
             weights = product(queries[:, rows], keys[:, seen].mT, spaces[0])
             scores_grad = product(centred[:, rows], values[:, seen].mT, spaces[1])
-            fused(to_weights_and_gradients, compiled)(weights, scores_grad, totals[:, rows], 1 / math.sqrt(hs))
+            fused(to_weights_and_gradients, compiled)(
+                weights, scores_grad, totals[:, rows], 1 / math.sqrt(hs)
+            )
             q_grad[part, :, rows] = (scores_grad @ ks[:, seen]).unflatten(0, (-1, nh))
             ks_grad[:, seen] += scores_grad.mT @ qs[:, rows]
             vs_grad[:, seen] += weights.mT @ gs[:, rows]
@@ -77,7 +96,9 @@ def attention_backward(y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tenso
 
 
 def parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """A few sequences after the other: which, and of each tensor (B, nh, T, _) theirs (N, T, _), N for sequences and heads."""
+    """A few sequences after the other: which, and of each tensor (B, nh, T, _) theirs (N, T, _), N
+    for sequences and heads.
+    """
     for start in range(0, len(tensors[0]), SEQUENCES):
         part = slice(start, start + SEQUENCES)
         yield part, [x[part].reshape(-1, *x.shape[2:]) for x in tensors]
@@ -89,9 +110,11 @@ def blocks(T: int) -> list[slice]:
 
 
 def product(a: Tensor, b: Tensor, space: Tensor) -> Tensor:
-    """a b, (N, R, S), in `space`, which is large enough: fresh buffers of each block's size would leave gaps in memory."""
+    """a b, (N, R, S), in `space`, which is large enough: fresh buffers of each block's size would
+    leave gaps in memory.
+    """
     N, R, S = len(a), a.size(1), b.size(2)
-    return torch.bmm(a, b, out=space[:N * R * S].view(N, R, S))
+    return torch.bmm(a, b, out=space[: N * R * S].view(N, R, S))
 
 
 def with_minus(x: Tensor, subtracted: Tensor) -> Tensor:
@@ -116,7 +139,10 @@ def fused(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
 def later(scores: Tensor) -> Tensor:
     """(R, S), True where a key comes after the query."""
     R, S = scores.shape[1:]
-    return torch.arange(S, device=scores.device) > torch.arange(S - R, S, device=scores.device)[:, None]
+    return (
+        torch.arange(S, device=scores.device)
+        > torch.arange(S - R, S, device=scores.device)[:, None]
+    )
 
 
 def largest_score(scores: Tensor) -> Tensor:
@@ -131,7 +157,9 @@ def to_weights(scores: Tensor, scale: float) -> Tensor:
     return weights.sum(-1, keepdim=True)
 
 
-def to_weights_and_gradients(scores: Tensor, weights_grad: Tensor, sums: Tensor, scale: float) -> None:
+def to_weights_and_gradients(
+    scores: Tensor, weights_grad: Tensor, sums: Tensor, scale: float
+) -> None:
     """Turn scores into weights, and the weights' gradients into those of the scores, in place."""
     weights = (scores.float() * scale).exp().masked_fill(later(scores), 0.0) / sums
     weights_grad.copy_(weights * weights_grad.float() * scale)
@@ -142,21 +170,33 @@ def to_weights_and_gradients(scores: Tensor, weights_grad: Tensor, sums: Tensor,
 
 
 def _joined(x: Tensor) -> Tensor:
-    """An empty tensor of the shape of x (B, nh, T, hs), with a token's heads side by side, as the layers around have them."""
+    """An empty tensor of the shape of x (B, nh, T, hs), with a token's heads side by side, as the
+    layers around have them.
+    """
     B, nh, T, hs = x.shape
     return x.new_empty(B, T, nh, hs).transpose(1, 2)
 
 
 @attention_forward.register_fake
 def _results(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for what the operator returns: its shapes and strides are also what the compiler is told."""
+    """Room for what the operator returns: its shapes and strides are also what the compiler is
+    told.
+    """
     B, nh, T, _ = q.shape
     return _joined(q), q.new_empty(B, nh, T, 1), q.new_empty(B, nh, T, 1, dtype=torch.float32)
 
 
 @attention_backward.register_fake
-def _gradients(y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, largest: Tensor, sums: Tensor,
-               compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(
+    y_grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    largest: Tensor,
+    sums: Tensor,
+    compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     return _joined(q), _joined(k), _joined(v)
 
 

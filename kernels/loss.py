@@ -1,7 +1,9 @@
-"""The loss in parts: the logits of a few tokens at a time, so that those of all tokens, (B, T, V), never exist at once.
+"""The loss in parts: the logits of a few tokens at a time, so that those of all tokens, (B, T, V),
+never exist at once.
 
-The forward pass computes the gradients of each part as soon as it has the part's logits; the backward pass only scales them. So
-nothing is computed twice, which recomputing the logits would do with a tenth of a step's arithmetic.
+The forward pass computes the gradients of each part as soon as it has the part's logits; the
+backward pass only scales them. So nothing is computed twice, which recomputing the logits would do
+with a tenth of a step's arithmetic.
 """
 
 import functools
@@ -13,30 +15,66 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def cross_entropy_in_chunks(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int) -> Tensor:
-    """The mean loss in nats per token of the last layer's output x (B, T, C), given the head's weight (V, C) and targets (B, T).
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int
+) -> Tensor:
+    """The mean loss in nats per token of the last layer's output x (B, T, C), given the head's
+    weight (V, C) and targets (B, T).
 
-    The tokens are cut into `chunks` equal parts; where they do not divide, the last one is smaller, and there may be fewer. Rows
-    of the head from n_vocab on are padding. Products run in autocast's dtype.
+    The tokens are cut into `chunks` equal parts; where they do not divide, the last one is smaller,
+    and there may be fewer. Rows of the head from n_vocab on are padding. Products run in autocast's
+    dtype.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    total, _, _ = summed_loss(x.flatten(0, 1).to(dtype), weight, targets.flatten(), n_vocab, chunks, torch.is_grad_enabled(),
-                              torch.compiler.is_compiling())
+    total, _, _ = summed_loss(
+        x.flatten(0, 1).to(dtype),
+        weight,
+        targets.flatten(),
+        n_vocab,
+        chunks,
+        torch.is_grad_enabled(),
+        torch.compiler.is_compiling(),
+    )
     return total / targets.numel()
 
 
-# One operator to torch.compile, which otherwise keeps the logits of all parts for the backward pass. Its caches on disk know the
-# operator by its name: give it another one when what `_backward` computes changes.
+# One operator to torch.compile, which otherwise keeps the logits of all parts for the backward
+# pass. Its caches on disk know the operator by its name: give it another one when what `_backward`
+# computes changes.
 @torch.library.custom_op("gpt2::summed_loss", mutates_args=())
-def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int, with_gradients: bool,
-                compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses of N tokens, and its gradients with respect to x (N, C) and weight (V, C), empty if not wanted."""
-    return sum_of_parts(x, weight, targets, n_vocab, chunks, with_gradients, compiled_part() if compiled else loss_of_part)
+def summed_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    n_vocab: int,
+    chunks: int,
+    with_gradients: bool,
+    compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses of N tokens, and its gradients with respect to x (N, C) and weight (V,
+    C), empty if not wanted.
+    """
+    return sum_of_parts(
+        x,
+        weight,
+        targets,
+        n_vocab,
+        chunks,
+        with_gradients,
+        compiled_part() if compiled else loss_of_part,
+    )
 
 
-def sum_of_parts(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int, with_gradients: bool,
-                 of_part: Callable[..., tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor]:
+def sum_of_parts(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    n_vocab: int,
+    chunks: int,
+    with_gradients: bool,
+    of_part: Callable[..., tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `summed_loss` computes, with `of_part` for each part."""
     total = torch.zeros((), device=x.device)
     x_grads, weight_grad = [], torch.zeros_like(weight) if with_gradients else weight.new_empty(0)
@@ -51,14 +89,20 @@ def sum_of_parts(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunk
     return total, torch.cat(x_grads) if with_gradients else x.new_empty(0), weight_grad
 
 
-def loss_of_part(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """The sum of the losses of R tokens, and its gradient with respect to their logits (R, V), in the dtype of x (R, C)."""
+def loss_of_part(
+    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of the losses of R tokens, and its gradient with respect to their logits (R, V), in
+    the dtype of x (R, C).
+    """
     rows = torch.arange(weight.size(0), device=x.device)  # of the head
     logits = (x @ weight.t()).float().masked_fill(rows >= n_vocab, float("-inf"))
     log_p = F.log_softmax(logits, dim=-1)
     loss = F.nll_loss(log_p, targets, reduction="sum")
     # not yet divided by the number of tokens: float16 would lose it
-    return loss, (log_p.exp() - (rows == targets[:, None]).float()).to(x.dtype) if with_gradient else None
+    return loss, (log_p.exp() - (rows == targets[:, None]).float()).to(
+        x.dtype
+    ) if with_gradient else None
 
 
 @functools.cache
@@ -68,15 +112,24 @@ def compiled_part() -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 @summed_loss.register_fake
-def _shapes(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int, with_gradients: bool,
-            compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _shapes(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    n_vocab: int,
+    chunks: int,
+    with_gradients: bool,
+    compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     total = torch.empty((), device=x.device)
     if not with_gradients:
         return total, x.new_empty(0), weight.new_empty(0)
     return total, torch.empty_like(x), torch.empty_like(weight)
 
 
-def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep_gradients(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 

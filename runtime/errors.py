@@ -17,7 +17,8 @@ from runtime.world import end_process, has_joined, is_first_to_tell, launch
 
 
 class UserError(Exception):
-    """Something the user can put right. A command prints each line of the message and ends with `status`.
+    """Something the user can put right. A command prints each line of the message and ends with
+    `status`.
 
     Notes (Exception.add_note), such as how to go on, are part of the message.
     """
@@ -40,8 +41,9 @@ class TrainingError(UserError):
 def exit_with(error: UserError, status: int | None = None, *, of_others: bool = False) -> NoReturn:
     """Print each line of the error on stderr and end the process with its status.
 
-    Of several processes one speaks. What one finds the others mostly find too: then it is rank 0, which ends first, and torchrun
-    then ends the others. One that fails alone speaks before it ends, so those that only notice its end (`of_others`) need not.
+    Of several processes one speaks. What one finds the others mostly find too: then it is rank 0,
+    which ends first, and torchrun then ends the others. One that fails alone speaks before it ends,
+    so those that only notice its end (`of_others`) need not.
     """
     rank = launch().rank
     if rank and error.of_all:
@@ -49,24 +51,39 @@ def exit_with(error: UserError, status: int | None = None, *, of_others: bool = 
         end_process(error.status if status is None else status)
     if rank and not of_others:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # this is how torchrun ends it
-        time.sleep(1 if has_joined() else 5 + (launch().local_rank > 0))  # on each machine one speaks
-    ended_already = rank and not has_joined() and StopRequest.came  # by torchrun, as another process has failed and told why
+        time.sleep(
+            1 if has_joined() else 5 + (launch().local_rank > 0)
+        )  # on each machine one speaks
+    ended_already = (
+        rank and not has_joined() and StopRequest.came
+    )  # by torchrun, as another process has failed and told why
     if not ended_already and is_first_to_tell():
         found_by = rank if error.found_by is None else error.found_by
         prefix = f"error: rank {found_by}: " if found_by else "error: "
         with contextlib.suppress(OSError):  # nobody may read it
-            print("\n".join(prefix + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
+            print(
+                "\n".join(prefix + line for line in str(error).splitlines()),
+                file=sys.stderr,
+                flush=True,
+            )
     end_process(error.status if status is None else status)
 
 
 @contextlib.contextmanager
-def reported(place: str, *, status: int | None = None, interrupted: str = "interrupted",
-             advice: Mapping[str, str] | None = None) -> Iterator[None]:
-    """End the process with an error line for each foreseeable way in which a command fails, and no traceback.
+def reported(
+    place: str,
+    *,
+    status: int | None = None,
+    interrupted: str = "interrupted",
+    advice: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """End the process with an error line for each foreseeable way in which a command fails, and no
+    traceback.
 
-    `place` is named where the system does not say which file a fault is about; `status`, if given, is that of every UserError.
-    `advice` has a message for kinds of failure (see `kind_of_failure`), in which {reason} stands for the cause. Where nobody
-    reads the output any more (`| head`), a command that still has some ends as other Unix commands do, without a word.
+    `place` is named where the system does not say which file a fault is about; `status`, if given,
+    is that of every UserError. `advice` has a message for kinds of failure (see `kind_of_failure`),
+    in which {reason} stands for the cause. Where nobody reads the output any more (`| head`), a
+    command that still has some ends as other Unix commands do, without a word.
     """
     try:
         raise_at_ctrl_c()
@@ -82,7 +99,11 @@ def reported(place: str, *, status: int | None = None, interrupted: str = "inter
             raise SystemExit(141) from None  # 128 + SIGPIPE
         if (said := foreseen(error, place, advice or {})) is None:
             _end_unforeseen(error)
-        exit_with(said, of_others=isinstance(error, RuntimeError) and kind_of_failure(error)[0] == "other process")
+        exit_with(
+            said,
+            of_others=isinstance(error, RuntimeError)
+            and kind_of_failure(error)[0] == "other process",
+        )
     except Exception as error:
         _end_unforeseen(error)
     finally:
@@ -100,7 +121,9 @@ def _end_unforeseen(error: Exception) -> NoReturn:
 
 
 def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> UserError | None:
-    """What is said of an error, with its notes, if it is of a kind that can be foreseen; `place` and `advice` as for `reported`."""
+    """What is said of an error, with its notes, if it is of a kind that can be foreseen; `place`
+    and `advice` as for `reported`.
+    """
     if isinstance(error, UserError):
         return error
     said = None
@@ -110,7 +133,10 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
         kind, reason = kind_of_failure(error)
         said = TrainingError(advice[kind].replace("{reason}", reason)) if kind in advice else None
     if said:
-        said.of_all, said.found_by = getattr(error, "of_all", False), getattr(error, "found_by", None)
+        said.of_all, said.found_by = (
+            getattr(error, "of_all", False),
+            getattr(error, "found_by", None),
+        )
         for note in getattr(error, "__notes__", []):
             said.add_note(note)
     return said
@@ -123,13 +149,17 @@ def why_it_failed(status: int, stderr: TextIO) -> str:
     if named := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
         return named[-1]
     if status < 0:
-        return f"killed by signal {-status}" + (", as the system does when memory runs out" if status == -9 else "")
+        return f"killed by signal {-status}" + (
+            ", as the system does when memory runs out" if status == -9 else ""
+        )
     return (lines or [f"exit status {status}"])[-1]
 
 
 def drop_unread(stream: TextIO | None) -> OSError | None:
-    """Why a stream takes no more output, if so: a reader that has gone, a closed terminal, a full disk. What is printed from then
-    on is dropped, so that Python has nothing left to complain about when it ends."""
+    """Why a stream takes no more output, if so: a reader that has gone, a closed terminal, a full
+    disk. What is printed from then on is dropped, so that Python has nothing left to complain about
+    when it ends.
+    """
     try:
         if stream:
             stream.flush()
@@ -148,27 +178,40 @@ def drop(stream: TextIO) -> None:
 
 
 def in_a_line(error: BaseException) -> str:
-    """What an error of any library says, as a part of one line: its kind and the beginning of its message."""
+    """What an error of any library says, as a part of one line: its kind and the beginning of its
+    message.
+    """
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return "".join(c for c in textwrap.shorten(said, 160, placeholder=" ...") if c.isprintable())
 
 
 # ---- what PyTorch's errors mean
 
-MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed")
+MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "Storage size calculation overflowed",
+)
 
 
 def kind_of_failure(error: BaseException) -> tuple[str, str]:
-    """What failed, and the cause in a line: "C++", "compiler", "other process", "memory", "overflow", or "other".
+    """What failed, and the cause in a line: "C++", "compiler", "other process", "memory",
+    "overflow", or "other".
 
-    PyTorch has a class for some of these and only a wording for others, which differs from device to device.
+    PyTorch has a class for some of these and only a wording for others, which differs from device
+    to device.
     """
     text = str(error)
     lines = [line.strip() for line in text.splitlines()] + [type(error).__name__]
     cause = next((line for line in lines if "rror" in line), lines[0])
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return ("C++", said) if (said := _compiler_said(text)) else ("compiler", cause)
-    if type(error).__module__.startswith("torch.distributed") or type(error).__name__.startswith("Dist") or "gloo" in text:
+    if (
+        type(error).__module__.startswith("torch.distributed")
+        or type(error).__name__.startswith("Dist")
+        or "gloo" in text
+    ):
         return "other process", _first_sentence(text)
     if isinstance(error, MemoryError) or any(words in text for words in MEMORY):
         return "memory", "out of memory"
@@ -181,7 +224,9 @@ HEADERS = "install Python's headers (python3-dev on Debian and Ubuntu, python3-d
 
 
 def _compiler_said(text: str) -> str | None:
-    """What the C++ compiler or linker said was wrong, and what to install; None where it is not to blame."""
+    """What the C++ compiler or linker said was wrong, and what to install; None where it is not to
+    blame.
+    """
     if "returned non-zero exit status" in text:  # Triton's C compiler, which prints for itself
         return f"the C compiler failed, its own lines stand above; if it lacks Python.h, {HEADERS}"
     if "C++ compile error" not in text:
@@ -193,6 +238,13 @@ def _compiler_said(text: str) -> str | None:
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of an error of torch.distributed, without the place in PyTorch's source that may stand before it."""
-    sentence = re.sub(r"^\[[^]]*:\d+\] (\S+ != \S+\. )?", "", text.strip()).partition("\n")[0].partition(". ")[0].rstrip(".")
+    """The first sentence of an error of torch.distributed, without the place in PyTorch's source
+    that may stand before it.
+    """
+    sentence = (
+        re.sub(r"^\[[^]]*:\d+\] (\S+ != \S+\. )?", "", text.strip())
+        .partition("\n")[0]
+        .partition(". ")[0]
+        .rstrip(".")
+    )
     return textwrap.shorten(sentence, 200, placeholder=" ...")

@@ -18,7 +18,9 @@ class BeingWrittenError(OSError):
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or as it was, and nothing else. Raises OSError that names it."""
+    """Write a file so that it is there whole or as it was, and nothing else. Raises OSError that
+    names it.
+    """
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         with open(unfinished, "w", newline="", encoding="utf-8") as file:
@@ -41,8 +43,9 @@ def cannot_be_written(path: Path, error: OSError) -> OSError:
 def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     """A folder to fill, which gets its name once it is whole and on the disk.
 
-    One that has the name already is deleted then, if `replace`; else it stays and FileExistsError is raised, unless it is
-    empty. Raises OSError if the folder cannot be written; nothing is left of it in that case.
+    One that has the name already is deleted then, if `replace`; else it stays and FileExistsError
+    is raised, unless it is empty. Raises OSError if the folder cannot be written; nothing is left
+    of it in that case.
     """
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
@@ -64,18 +67,22 @@ def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def sole_writer(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the right to write a folder, whose parents are made: one process has it at a time, and none once it has died.
+    """Hold the right to write a folder, whose parents are made: one process has it at a time, and
+    none once it has died.
 
-    What writers that died left of the folder (see `whole_folder`) is deleted first; afterwards nothing is there but what was
-    written. Where another process has the right, `on_wait` is called once and then waited for it; without `on_wait`,
-    BeingWrittenError is raised. May be entered again by who has it. Raises OSError if nothing can be written there.
+    What writers that died left of the folder (see `whole_folder`) is deleted first; afterwards
+    nothing is there but what was written. Where another process has the right, `on_wait` is called
+    once and then waited for it; without `on_wait`, BeingWrittenError is raised. May be entered
+    again by who has it. Raises OSError if nothing can be written there.
     """
     with contextlib.ExitStack() as stack:
         try:
             outermost = stack.enter_context(locked(lock_file(folder), patience=0))
         except filelock.Timeout:
             if on_wait is None:
-                raise BeingWrittenError(errno.EBUSY, "another process is writing it", str(folder)) from None
+                raise BeingWrittenError(
+                    errno.EBUSY, "another process is writing it", str(folder)
+                ) from None
             on_wait()
             outermost = stack.enter_context(locked(lock_file(folder), patience=-1))
         for other in [*folder.parent.iterdir()] if outermost else []:
@@ -85,30 +92,38 @@ def sole_writer(folder: Path, on_wait: Callable[[], None] | None = None) -> Iter
 
 
 def lock_file(folder: Path) -> Path:
-    """The file that the folder's writer holds locked (see `sole_writer`). A writer that died leaves it behind, unlocked."""
+    """The file that the folder's writer holds locked (see `sole_writer`). A writer that died leaves
+    it behind, unlocked.
+    """
     return folder.parent / f".{folder.name}.lock"
 
 
 @contextlib.contextmanager
 def locked(path: Path, patience: float) -> Iterator[bool]:
-    """Hold a lock file, whose parents are made: one process has it at a time, and none once it has died.
+    """Hold a lock file, whose parents are made: one process has it at a time, and none once it has
+    died.
 
-    Afterwards the file is gone, and so are the folders that were made for it, if nothing else is in them. May be entered again
-    by who has it: what is given tells whether this is the outermost time. Raises filelock.Timeout after `patience` seconds
-    (-1: never), OSError if no such file can be made.
+    Afterwards the file is gone, and so are the folders that were made for it, if nothing else is in
+    them. May be entered again by who has it: what is given tells whether this is the outermost
+    time. Raises filelock.Timeout after `patience` seconds (-1: never), OSError if no such file can
+    be made.
     """
     made = missing_parents(path)
     lock = filelock.FileLock(path, is_singleton=True)
     try:
         try:
             lock.acquire(timeout=patience)
-        except FileNotFoundError:  # another process failed at this moment, and has taken back the parent that it had made
+        except (
+            FileNotFoundError
+        ):  # another process failed at this moment, and has taken back the parent that it had made
             lock.acquire(timeout=patience)
         outermost = lock.lock_counter == 1
         try:
             yield outermost
         finally:
-            if outermost:  # deleted while held: who waits for it finds that the file has lost its name, and makes a new one
+            # deleted while held: who waits for it finds that the file has lost its name, and makes
+            # a new one
+            if outermost:
                 with contextlib.suppress(OSError):
                     path.unlink()
             lock.release()
@@ -129,9 +144,13 @@ def delete_empty(folders: Iterable[Path]) -> None:
 
 
 def delete(folders: Iterable[Path]) -> None:
-    """Delete folders so that half of one is never taken for a whole one. Of a link only the link goes."""
+    """Delete folders so that half of one is never taken for a whole one. Of a link only the link
+    goes.
+    """
     for folder in folders:
-        if folder.is_symlink():  # what it leads to is another's: put there by hand, such as on another disk, or by another run
+        # what it leads to is another's: put there by hand, such as on another disk, or by another
+        # run
+        if folder.is_symlink():
             folder.unlink()
             continue
         doomed = folder.with_name(f"{folder.name}.deleted.tmp")
@@ -141,15 +160,23 @@ def delete(folders: Iterable[Path]) -> None:
 
 
 def aside(path: Path) -> Path:
-    """Where to move what has this name, so that the name is free: the first of `<name>.1`, `.2`, ... that is not there."""
-    return next(free for n in itertools.count(1) if not os.path.lexists(free := path.with_name(f"{path.name}.{n}")))
+    """Where to move what has this name, so that the name is free: the first of `<name>.1`, `.2`,
+    ... that is not there.
+    """
+    return next(
+        free
+        for n in itertools.count(1)
+        if not os.path.lexists(free := path.with_name(f"{path.name}.{n}"))
+    )
 
 
 def flush_to_disk(path: Path) -> None:
     """Wait until a file's content, or a folder's list of files, is on the disk."""
     if path.is_dir() and os.name == "nt":  # Windows cannot open a folder
         return
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes only what is open for writing
+    descriptor = os.open(
+        path, os.O_RDWR if os.name == "nt" else os.O_RDONLY
+    )  # Windows flushes only what is open for writing
     try:
         os.fsync(descriptor)
     finally:

@@ -1,13 +1,17 @@
-"""Ending a command at Ctrl-C while it still imports. This imports next to nothing itself, so that it comes early."""
+"""Ending a command at Ctrl-C while it still imports. This imports next to nothing itself, so that
+it comes early.
+"""
 
 import _signal as signal  # type: ignore[import-not-found]  # the part of `signal` that Python has at hand: the rest imports enum, which takes milliseconds
 import os
 
 
 def end_at_ctrl_c() -> None:
-    """Let Ctrl-C end this process with a line and status 130 while a command imports; `raise_at_ctrl_c` ends that.
+    """Let Ctrl-C end this process with a line and status 130 while a command imports;
+    `raise_at_ctrl_c` ends that.
 
-    Python's own answer is an exception, which an import cannot handle: it prints a traceback, or is lost.
+    Python's own answer is an exception, which an import cannot handle: it prints a traceback, or is
+    lost.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_interrupted)

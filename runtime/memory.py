@@ -1,4 +1,6 @@
-"""The memory that a computation takes, found without doing it: PyTorch's fake tensors have shapes and dtypes, but no numbers."""
+"""The memory that a computation takes, found without doing it: PyTorch's fake tensors have shapes
+and dtypes, but no numbers.
+"""
 
 import weakref
 from collections import Counter, defaultdict
@@ -12,10 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class Recorder(TorchDispatchMode):
-    """While entered, counts the bytes of all buffers that operators make, each from when it is made until it is freed.
+    """While entered, counts the bytes of all buffers that operators make, each from when it is made
+    until it is freed.
 
-    `now` is what there is, `most` the most that there was at once in each phase that was begun. `instead` has functions to call in
-    place of operators, such as the code of one that PyTorch cannot look into. Sizes are rounded up to a multiple of `rounded_to`.
+    `now` is what there is, `most` the most that there was at once in each phase that was begun.
+    `instead` has functions to call in place of operators, such as the code of one that PyTorch
+    cannot look into. Sizes are rounded up to a multiple of `rounded_to`.
     """
 
     def __init__(self, instead: dict[Any, Callable[..., Any]] | None = None, rounded_to: int = 1):
@@ -84,7 +88,9 @@ class _FoundError(Exception):
 
 
 def compiled_graphs(model: torch.nn.Module, run: Callable[[Any], Any]) -> tuple[fx.Graph, fx.Graph]:
-    """The graphs of forward and backward that torch.compile would compile for `run(compiled model)`, which fake tensors can do."""
+    """The graphs of forward and backward that torch.compile would compile for `run(compiled
+    model)`, which fake tensors can do.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor import compile_fx
     from torch._inductor.decomposition import select_decomp_table
@@ -96,8 +102,12 @@ def compiled_graphs(model: torch.nn.Module, run: Callable[[Any], Any]) -> tuple[
         found.append((forward.graph, backward.graph))
         raise _FoundError
 
-    backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=lambda graph, _: graph, partition_fn=partition,
-                           decompositions=select_decomp_table())
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: graph,
+        bw_compiler=lambda graph, _: graph,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
     torch.compiler.reset()  # what is compiled already would not come by again
     try:
         run(torch.compile(model, backend=backend))
@@ -109,9 +119,36 @@ def compiled_graphs(model: torch.nn.Module, run: Callable[[Any], Any]) -> tuple[
     return found[0]
 
 
-REDUCTIONS = ("sum", "amax", "amin", "mean", "var_mean", "any", "index_put", "_unsafe_index_put", "cumsum")
-GATHERS = ("embedding", "gather", "index", "_unsafe_index", "clone", "_to_copy", "convert_element_type", "full", "iota", "arange",
-           "scalar_tensor", "inductor_lookup_seed", "inductor_seeds", "inductor_random", "masked_fill", "where", "zeros_like")
+REDUCTIONS = (
+    "sum",
+    "amax",
+    "amin",
+    "mean",
+    "var_mean",
+    "any",
+    "index_put",
+    "_unsafe_index_put",
+    "cumsum",
+)
+GATHERS = (
+    "embedding",
+    "gather",
+    "index",
+    "_unsafe_index",
+    "clone",
+    "_to_copy",
+    "convert_element_type",
+    "full",
+    "iota",
+    "arange",
+    "scalar_tensor",
+    "inductor_lookup_seed",
+    "inductor_seeds",
+    "inductor_random",
+    "masked_fill",
+    "where",
+    "zeros_like",
+)
 
 
 def _name(node: fx.Node) -> str:
@@ -119,33 +156,53 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and (_name(node) == "getitem" or bool(getattr(node.target, "is_view", False)))
+    return node.op == "call_function" and (
+        _name(node) == "getitem" or bool(getattr(node.target, "is_view", False))
+    )
 
 
 def _is_fused(node: fx.Node) -> bool:
     return node.op == "call_function" and (
-        torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in (*GATHERS, "getitem"))
+        torch.Tag.pointwise in getattr(node.target, "tags", ())
+        or _name(node) in (*GATHERS, "getitem")
+    )
 
 
 def _sizes(node: fx.Node) -> list[int]:
-    return [value.numel() * value.element_size() for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    return [
+        value.numel() * value.element_size()
+        for value in tree_leaves(node.meta.get("val"))
+        if isinstance(value, Tensor)
+    ]
 
 
-def count_graph(graph: fx.Graph, recorder: Recorder, given: dict[str, list[int]], halfway: Callable[[], None] = lambda: None,
-                ) -> dict[str, list[int]]:
-    """Let the recorder count the buffers of a compiled graph; returns the numbers of those that are its results, by name.
+def count_graph(
+    graph: fx.Graph,
+    recorder: Recorder,
+    given: dict[str, list[int]],
+    halfway: Callable[[], None] = lambda: None,
+) -> dict[str, list[int]]:
+    """Let the recorder count the buffers of a compiled graph; returns the numbers of those that are
+    its results, by name.
 
-    `given` are those that it takes over, by its inputs' names; several may lie in one buffer. What is computed number by number is
-    fused into what reads it, and is written to a buffer only where an operator that is not compiled, such as a matrix product,
-    reads it, or where it is a result. A buffer is freed after its last use, or taken over by a result of its size.
+    `given` are those that it takes over, by its inputs' names; several may lie in one buffer. What
+    is computed number by number is fused into what reads it, and is written to a buffer only where
+    an operator that is not compiled, such as a matrix product, reads it, or where it is a result. A
+    buffer is freed after its last use, or taken over by a result of its size.
     """
     nodes = list(graph.nodes)
     results = nodes[-1].all_input_nodes
-    reads: dict[fx.Node, frozenset[fx.Node]] = {}  # the buffers that hold a node's value, or that it is computed from
+    reads: dict[
+        fx.Node, frozenset[fx.Node]
+    ] = {}  # the buffers that hold a node's value, or that it is computed from
 
     def leads_to_operator(node: fx.Node) -> bool:
-        return any(leads_to_operator(user) if _is_view(user) else not _is_fused(user) and _name(user) not in REDUCTIONS
-                   for user in node.users)  # the graph's output is none of either
+        return any(
+            leads_to_operator(user)
+            if _is_view(user)
+            else not _is_fused(user) and _name(user) not in REDUCTIONS
+            for user in node.users
+        )  # the graph's output is none of either
 
     written: dict[fx.Node, frozenset[fx.Node]] = {}  # buffers, and those that making them reads
     last_use: dict[fx.Node, fx.Node] = {}
@@ -159,7 +216,9 @@ def count_graph(graph: fx.Graph, recorder: Recorder, given: dict[str, list[int]]
             reads[node], written[node] = frozenset((node,)), sources
             last_use |= dict.fromkeys(sources, node)
 
-    buffers = {node: given[node.name] for node in nodes if node.op == "placeholder" and node.name in given}
+    buffers = {
+        node: given[node.name] for node in nodes if node.op == "placeholder" and node.name in given
+    }
     holders = Counter(number for numbers in given.values() for number in numbers)
 
     def release(numbers: list[int]) -> None:
@@ -175,12 +234,18 @@ def count_graph(graph: fx.Graph, recorder: Recorder, given: dict[str, list[int]]
         if i == len(written) // 2:
             halfway()
         if node.target in recorder.instead:  # what it makes and frees by itself
-            recorder.instead[node.target](*(
-                recorder.stand_in(value.meta["val"] if isinstance(value, fx.Node) else value) for value in node.args))
+            recorder.instead[node.target](
+                *(
+                    recorder.stand_in(value.meta["val"] if isinstance(value, fx.Node) else value)
+                    for value in node.args
+                )
+            )
         sizes = _sizes(node)
         dying = [source for source in sources if last_use[source] is node and source in buffers]
         for source in dying if _is_fused(node) and len(sizes) == 1 else ():
-            if [recorder.sizes[number] for number in buffers[source]] == sizes and holders[buffers[source][0]] == 1:
+            if [recorder.sizes[number] for number in buffers[source]] == sizes and holders[
+                buffers[source][0]
+            ] == 1:
                 buffers[node] = buffers.pop(source)
                 dying.remove(source)
                 break
@@ -193,11 +258,12 @@ def count_graph(graph: fx.Graph, recorder: Recorder, given: dict[str, list[int]]
             release(buffers.pop(node))
     kept: dict[str, list[int]] = {}
     for result in results:
-        kept[result.name] = [number for buffer in reads[result] for number in buffers.get(buffer, [])]
+        kept[result.name] = [
+            number for buffer in reads[result] for number in buffers.get(buffer, [])
+        ]
     held = {number for numbers in kept.values() for number in numbers}
     for numbers in buffers.values():
         for number in numbers:
             if number not in held and number in recorder.sizes:
                 recorder.free(number)
     return kept
-

@@ -1,5 +1,6 @@
-"""What wraps a model for training: recomputing its blocks, torch.compile, then data parallelism over the processes: DDP, where each
-has the whole model, or FSDP2, where each has a shard of it."""
+"""What wraps a model for training: recomputing its blocks, torch.compile, then data parallelism
+over the processes: DDP, where each has the whole model, or FSDP2, where each has a shard of it.
+"""
 
 import contextlib
 import functools
@@ -23,14 +24,20 @@ EVERY = 1.0  # seconds after which the time that compiling takes is shown anew
 
 
 def recompute(blocks: Iterable[torch.nn.Module]) -> None:
-    """From now on the blocks keep nothing but their input for the backward pass, which computes the rest again, with the same
-    dropout. Only where they train: without gradients, as in evaluation and sampling, there is nothing to keep."""
+    """From now on the blocks keep nothing but their input for the backward pass, which computes the
+    rest again, with the same dropout. Only where they train: without gradients, as in evaluation
+    and sampling, there is nothing to keep.
+    """
     for block in blocks:
-        _replace_in_training(block, functools.partial(checkpoint, block.forward, use_reentrant=False))
+        _replace_in_training(
+            block, functools.partial(checkpoint, block.forward, use_reentrant=False)
+        )
 
 
 def _replace_in_training(block: torch.nn.Module, trained: Callable[..., Any]) -> None:
-    """Let the block call `trained` in place of its forward where it trains. In place, so that names stay plain."""
+    """Let the block call `trained` in place of its forward where it trains. In place, so that names
+    stay plain.
+    """
     plain = block.forward
 
     @functools.wraps(plain)
@@ -40,10 +47,14 @@ def _replace_in_training(block: torch.nn.Module, trained: Callable[..., Any]) ->
     block.forward = forward
 
 
-def parallelize(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], world: World, config: Any) -> Any:
-    """The model to train, on its device: recomputing its `blocks` and compiled, if the run's options (config.py's Config) say so,
-    and averaging gradients over the processes, if there are several. It shares its parameters with `model`, which is for
-    evaluation, sampling and saving: nothing is compiled again for their shapes, and names stay plain."""
+def parallelize(
+    model: torch.nn.Module, blocks: Iterable[torch.nn.Module], world: World, config: Any
+) -> Any:
+    """The model to train, on its device: recomputing its `blocks` and compiled, if the run's
+    options (config.py's Config) say so, and averaging gradients over the processes, if there are
+    several. It shares its parameters with `model`, which is for evaluation, sampling and saving:
+    nothing is compiled again for their shapes, and names stay plain.
+    """
     blocks = [*blocks]
     if config.recompute:
         recompute(blocks)
@@ -55,29 +66,42 @@ def parallelize(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], world
 
 
 def averaging(model: Any, world: World, **options: Any) -> DistributedDataParallel:
-    """The model, whose gradients are averaged over the processes. `options` of DDP, such as `bucket_cap_mb`."""
+    """The model, whose gradients are averaged over the processes. `options` of DDP, such as
+    `bucket_cap_mb`.
+    """
     # the buffers are constants; the option has a new name since PyTorch 2.13
     known = inspect.signature(DistributedDataParallel).parameters
-    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
-    return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None,
-                                   gradient_as_bucket_view=True, **options)
+    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = (
+        False
+    )
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **options,
+    )
 
 
-def _shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], world: World, config: Any) -> Any:
-    """The model itself, of whose weights, gradients and optimizer state each process keeps a shard from now on. A block is whole
-    only while it computes; what is in no block, such as a tied output head with its embedding, is whole from the forward pass to
-    its gradients.
+def _shard(
+    model: torch.nn.Module, blocks: Sequence[torch.nn.Module], world: World, config: Any
+) -> Any:
+    """The model itself, of whose weights, gradients and optimizer state each process keeps a shard
+    from now on. A block is whole only while it computes; what is in no block, such as a tied output
+    head with its embedding, is whole from the forward pass to its gradients.
 
-    Under bf16 the blocks are gathered in bfloat16, in which they compute anyway, and gradients summed over the processes in
-    float32. The residual stream stays float32, as without FSDP, and so does what is in no block: the gradient of a frequent
-    token's embedding is a sum of many small ones. No device ever holds the whole model: each part is moved there as it is sharded.
+    Under bf16 the blocks are gathered in bfloat16, in which they compute anyway, and gradients
+    summed over the processes in float32. The residual stream stays float32, as without FSDP, and so
+    does what is in no block: the gradient of a frequent token's embedding is a sum of many small
+    ones. No device ever holds the whole model: each part is moved there as it is sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh, policy = init_device_mesh(world.device.type, (world.world_size,)), MixedPrecisionPolicy()
     if config.bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         for block in blocks:
             take_float32_input(block, world.device)
     for block in blocks:
@@ -88,19 +112,26 @@ def _shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], world: Wor
 
 
 def take_float32_input(block: torch.nn.Module, device: torch.device) -> None:
-    """Let a block whose weights are gathered in bfloat16 compute with float32 inputs wherever it is called, as by sampling, which
-    has no autocast."""
+    """Let a block whose weights are gathered in bfloat16 compute with float32 inputs wherever it is
+    called, as by sampling, which has no autocast.
+    """
     block.forward = functools.partial(_in_bfloat16, block.forward, device.type)
     ours: dict[type, Any] = {torch.nn.RMSNorm: _RMSNorm}
-    if device.type == "cpu":  # whose autocast leaves all norms alone; CUDA's takes care of LayerNorm
+    if (
+        device.type == "cpu"
+    ):  # whose autocast leaves all norms alone; CUDA's takes care of LayerNorm
         ours[torch.nn.LayerNorm] = _LayerNorm
     for norm in block.modules():
-        if type(norm) in ours:  # its class, as a forward of each one's own would be compiled for each
+        if (
+            type(norm) in ours
+        ):  # its class, as a forward of each one's own would be compiled for each
             norm.__class__ = ours[type(norm)]
 
 
 def _in_bfloat16(plain: Callable[..., Any], device: str, *inputs: Any) -> Any:
-    with torch.autocast(device, dtype=torch.bfloat16):  # made here: one for each block would be compiled for each
+    with torch.autocast(
+        device, dtype=torch.bfloat16
+    ):  # made here: one for each block would be compiled for each
         return plain(*inputs)
 
 
@@ -120,16 +151,23 @@ class _RMSNorm(torch.nn.RMSNorm):
 
 
 def gradients_averaged(model: Any, now: bool) -> contextlib.AbstractContextManager:
-    """Around forward and backward of a micro-step: DDP and FSDP average the gradients over the processes only if `now`, which is in
-    the last micro-step. It has to cover the forward too: DDP decides there."""
+    """Around forward and backward of a micro-step: DDP and FSDP average the gradients over the
+    processes only if `now`, which is in the last micro-step. It has to cover the forward too: DDP
+    decides there.
+    """
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(now)
-    return model.no_sync() if isinstance(model, DistributedDataParallel) and not now else contextlib.nullcontext()
+    return (
+        model.no_sync()
+        if isinstance(model, DistributedDataParallel) and not now
+        else contextlib.nullcontext()
+    )
 
 
 @contextlib.contextmanager
 def compiling_told(say: Callable[[str], None], world: World, compiled: bool) -> Iterator[None]:
-    """Meanwhile `say` that the model is being compiled, once it is; on a terminal, rank 0 shows the seconds so far too.
+    """Meanwhile `say` that the model is being compiled, once it is; on a terminal, rank 0 shows the
+    seconds so far too.
 
     Compiling begins in the first step, and may take minutes in which nothing else is heard.
     """
@@ -149,7 +187,9 @@ def compiling_told(say: Callable[[str], None], world: World, compiled: bool) -> 
 
 
 class _Progress:
-    """The seconds that compiling has taken so far, shown in one line of a terminal while it goes on."""
+    """The seconds that compiling has taken so far, shown in one line of a terminal while it goes
+    on.
+    """
 
     def __init__(self, say: Callable[[str], None], shown: bool):
         self.say, self.shown, self.told = say, shown, False
@@ -161,8 +201,10 @@ class _Progress:
         if not self.told:
             self.told = True
             kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-            self.say("compiling the model: a minute or more at the first start"
-                     + (f"; later ones find it in {kept}" if kept else ""))
+            self.say(
+                "compiling the model: a minute or more at the first start"
+                + (f"; later ones find it in {kept}" if kept else "")
+            )
         if self.shown:
             self.ended.clear()
             self.thread = threading.Thread(target=self._show, args=(time.monotonic(),), daemon=True)

@@ -1,4 +1,6 @@
-"""How many times as fast: a median with an interval that assumes nothing about how times are distributed."""
+"""How many times as fast: a median with an interval that assumes nothing about how times are
+distributed.
+"""
 
 import math
 import statistics
@@ -11,8 +13,9 @@ FEWEST = 6  # pairs: all of fewer lie on one side of the true median more often 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median ratio and the interval that holds the true one with 95% confidence; without an interval, a ratio of two single
-    measurements."""
+    """A median ratio and the interval that holds the true one with 95% confidence; without an
+    interval, a ratio of two single measurements.
+    """
 
     median: float
     low: float | None = None
@@ -22,14 +25,22 @@ class Ratio:
         low, high = self.ends
         if self.low is None:
             return f"{self.median:.2f}"
-        digits = 2 if high - low >= 0.02 and (low <= 1 <= high or "1.00" not in (f"{low:.2f}", f"{high:.2f}")) else 3
+        digits = (
+            2
+            if high - low >= 0.02
+            and (low <= 1 <= high or "1.00" not in (f"{low:.2f}", f"{high:.2f}"))
+            else 3
+        )
         shown = "about 1" if low <= 1 <= high else f"{self.median:.{digits}f}"
         return f"{shown} ({low:.{digits}f} to {high:.{digits}f})"
 
     @property
     def ends(self) -> tuple[float, float]:
         """The interval, which is only the ratio itself where it is not known."""
-        return (self.median if self.low is None else self.low, self.median if self.high is None else self.high)
+        return (
+            self.median if self.low is None else self.low,
+            self.median if self.high is None else self.high,
+        )
 
     @property
     def width(self) -> float:
@@ -41,9 +52,10 @@ class Ratio:
 def median_ratio(pairs: Sequence[float]) -> Ratio:
     """The median of the ratios of independent pairs, at least six, with its interval.
 
-    The interval is that of the sign test: each pair is above or below the true median with even odds, so it reaches from the k-th
-    smallest to the k-th largest ratio, with the largest k for which fewer than k of them on one side is rare enough (David and
-    Nagaraja, Order Statistics, section 7.1). Raises ValueError for too few pairs.
+    The interval is that of the sign test: each pair is above or below the true median with even
+    odds, so it reaches from the k-th smallest to the k-th largest ratio, with the largest k for
+    which fewer than k of them on one side is rare enough (David and Nagaraja, Order Statistics,
+    section 7.1). Raises ValueError for too few pairs.
     """
     n = len(pairs)
     if n < FEWEST:
@@ -57,10 +69,11 @@ def median_ratio(pairs: Sequence[float]) -> Ratio:
 
 
 def product(factors: Sequence[Ratio]) -> Ratio:
-    """The product of ratios, with its interval. Ratios that share a side's turns count as independent too.
+    """The product of ratios, with its interval. Ratios that share a side's turns count as
+    independent too.
 
-    Below and above the median, the logarithms' distances to the ends add up as independent errors do: by the root of the sum of
-    their squares.
+    Below and above the median, the logarithms' distances to the ends add up as independent errors
+    do: by the root of the sum of their squares.
     """
     median = math.prod(factor.median for factor in factors)
     below = math.hypot(*(math.log(factor.median / factor.ends[0]) for factor in factors))

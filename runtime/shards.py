@@ -1,7 +1,9 @@
-"""Tensors of which each process has a shard, as FSDP2 holds them: in memory, and on disk by torch.distributed.checkpoint.
+"""Tensors of which each process has a shard, as FSDP2 holds them: in memory, and on disk by
+torch.distributed.checkpoint.
 
-On disk they are a folder of safetensors files, one for each process, whose headers say which part of each tensor they hold. So
-nothing is ever unpickled, as it would be from the `.metadata` of PyTorch's own format.
+On disk they are a folder of safetensors files, one for each process, whose headers say which part
+of each tensor they hold. So nothing is ever unpickled, as it would be from the `.metadata` of
+PyTorch's own format.
 """
 
 import math
@@ -17,7 +19,8 @@ from runtime.errors import in_a_line
 from runtime.files import sha256
 from runtime.world import World
 
-SHARD = r"shard-\d{5}-model-00001-of-00001\.safetensors"  # torch.distributed.checkpoint's name of a process's file
+# torch.distributed.checkpoint's name of a process's file
+SHARD = r"shard-\d{5}-model-00001-of-00001\.safetensors"
 
 
 class DamagedShardsError(Exception):
@@ -35,10 +38,11 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> dict[str, str]:
-    """Write tensors to a folder on disk, each process its own shards; of plain tensors one process writes each.
+    """Write tensors to a folder on disk, each process its own shards; of plain tensors one process
+    writes each.
 
-    Every process has to call this. Returns the checksums of all files, by name. Raises OSError on every process if one cannot
-    write.
+    Every process has to call this. Returns the checksums of all files, by name. Raises OSError on
+    every process if one cannot write.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -46,7 +50,10 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> d
     if not tensors:
         return {}
     try:
-        dcp.save(dict(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        dcp.save(
+            dict(tensors),
+            storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
+        )
     except CheckpointException as error:  # the same on every process
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise OSError(f"on rank {rank}: {cause}") from None
@@ -54,14 +61,21 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> d
     def checksums() -> dict[str, str]:
         return {path.name: sha256(path) for path in folder.glob(f"shard-{world.rank + 1:05d}-*")}
 
-    return {name: digest for own in world.gather(world.together(checksums)) for name, digest in own.items()}
+    return {
+        name: digest
+        for own in world.gather(world.raise_on_all(checksums))
+        for name, digest in own.items()
+    }
 
 
-def read_shards(folder: Path, wanted: Callable[[str], bool] = bool, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors of the `wanted` names in a folder's safetensors files, whole or in shards of any number of processes.
+def read_shards(
+    folder: Path, wanted: Callable[[str], bool] = bool, like: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The tensors of the `wanted` names in a folder's safetensors files, whole or in shards of any
+    number of processes.
 
-    They are whole and on the CPU, but sharded where `like` has a sharded tensor of that name and shape: of these a process reads
-    its own part alone. Raises DamagedShardsError.
+    They are whole and on the CPU, but sharded where `like` has a sharded tensor of that name and
+    shape: of these a process reads its own part alone. Raises DamagedShardsError.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException

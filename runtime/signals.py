@@ -1,4 +1,6 @@
-"""Ending a run cleanly on Ctrl-C and other signals, from its first moment on, and with the command that started it."""
+"""Ending a run cleanly on Ctrl-C and other signals, from its first moment on, and with the command
+that started it.
+"""
 
 import os
 import signal
@@ -10,20 +12,26 @@ from typing import Any, Literal
 from runtime.interrupt import say_at_once
 from runtime.world import launch
 
-# SIGHUP is what a closed terminal sends; SIGUSR1 or SIGUSR2 what Slurm or Grid Engine can be asked to send before the time is up;
-# SIGXCPU what a limit of CPU time (`ulimit -S -t`) sends, every second. Windows has none of these.
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-           if hasattr(signal, name)]
+# SIGHUP is what a closed terminal sends; SIGUSR1 or SIGUSR2 what Slurm or Grid Engine can be asked
+# to send before the time is up; SIGXCPU what a limit of CPU time (`ulimit -S -t`) sends, every
+# second. Windows has none of these.
+SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+    if hasattr(signal, name)
+]
 SIGXCPU = getattr(signal, "SIGXCPU", None)
 
-ENDS_WITH = "RUN_ENDS_WITH_PROCESS"  # in the environment: the number of the process that started this one, see end_with
+# in the environment: the number of the process that started this one, see end_with
+ENDS_WITH = "RUN_ENDS_WITH_PROCESS"
 
 
 def end_with(process: int | None = None) -> None:
-    """End this process, without saving, within a second after `process` has ended (default: the one that ENDS_WITH names, if any).
+    """End this process, without saving, within a second after `process` has ended (default: the one
+    that ENDS_WITH names, if any).
 
-    So what a command started does not outlive it, however the command ended. One of several processes whose torchrun has been
-    killed is asked to stop: they end as at SIGTERM.
+    So what a command started does not outlive it, however the command ended. One of several
+    processes whose torchrun has been killed is asked to stop: they end as at SIGTERM.
     """
     number = process or int(os.environ.get(ENDS_WITH, "0"))
     under_torchrun = launch().call is not None and launch().world_size > 1
@@ -42,8 +50,10 @@ def end_with(process: int | None = None) -> None:
 
 
 def end_unfinished(summary: Mapping[str, Any], stop: "StopRequest | None") -> None:
-    """End with status 1 after a run that was interrupted by a signal to other machines alone: this machine's torchrun, if it may
-    start its processes again (--max_restarts), then goes on with those that are left or come. Raises SystemExit."""
+    """End with status 1 after a run that was interrupted by a signal to other machines alone: this
+    machine's torchrun, if it may start its processes again (--max_restarts), then goes on with
+    those that are left or come. Raises SystemExit.
+    """
     if summary.get("interrupted") and stop and stop.received is None and launch().agents > 1:
         raise SystemExit(1)
 
@@ -66,11 +76,13 @@ Phase = Literal["imports", "set-up", "steps"]
 
 
 class StopRequest:
-    """A user's wish to end the run, by Ctrl-C or one of the other SIGNALS (of these, nohup keeps SIGHUP ignored).
+    """A user's wish to end the run, by Ctrl-C or one of the other SIGNALS (of these, nohup keeps
+    SIGHUP ignored).
 
-    While entered, the first such signal sets `received`, and the run ends after its step. A second one acts as it would outside,
-    except SIGXCPU, which comes again by itself.
-    In its first two phases a run has nothing to save: alone, it ends at once; one of several processes waits for `end_early`.
+    While entered, the first such signal sets `received`, and the run ends after its step. A second
+    one acts as it would outside, except SIGXCPU, which comes again by itself. In its first two
+    phases a run has nothing to save: alone, it ends at once; one of several processes waits for
+    `end_early`.
     """
 
     came = False  # whether any such signal has come to this process
@@ -83,7 +95,8 @@ class StopRequest:
         self._answered = threading.Event()  # there is nothing left to end
 
     def hear(self, phase: Phase) -> "StopRequest":
-        """Answer the signals from here on, as in this phase. During imports the process ends, as nothing could handle an exception.
+        """Answer the signals from here on, as in this phase. During imports the process ends, as
+        nothing could handle an exception.
         """
         self.phase = phase
         if self._pipe is None and os.name != "nt":
@@ -113,25 +126,35 @@ class StopRequest:
             self._pipe = None
 
     def _end_if_stuck(self, reading: int) -> None:
-        """End the process if it does not answer a second signal within three seconds: while PyTorch waits for another process, or
-        the system for a disk, Python answers none."""
+        """End the process if it does not answer a second signal within three seconds: while PyTorch
+        waits for another process, or the system for a disk, Python answers none.
+        """
         first: float | None = None
         while came := os.read(reading, 1):
             now = time.monotonic()
             if first is None and came[0] in SIGNALS:
                 first = now
-            elif first is not None and now - first > 1 and came[0] in SIGNALS and came[0] != SIGXCPU:
+            elif (
+                first is not None and now - first > 1 and came[0] in SIGNALS and came[0] != SIGXCPU
+            ):
                 if not self._answered.wait(3):
-                    say_at_once("error: stopped at once, while waiting for another process, a device or a disk")
+                    say_at_once(
+                        "error: stopped at once, while waiting for another process, a device or "
+                        "a disk"
+                    )
                     os._exit(128 + came[0])
                 break
         os.close(reading)
 
     def end_early(self, asked: float) -> None:
-        """End the run before its first step, if one of its processes was `asked` to. Raises Stopped."""
+        """End the run before its first step, if one of its processes was `asked` to. Raises
+        Stopped.
+        """
         if asked:
             if launch().rank == 0:
-                say_at_once("stopped before its first step: nothing is lost, the same command starts again")
+                say_at_once(
+                    "stopped before its first step: nothing is lost, the same command starts again"
+                )
             if self.phase == "imports":
                 os._exit(0)
             raise Stopped(0)
@@ -144,6 +167,8 @@ class StopRequest:
                 self.end_early(launch().world_size == 1)
             elif launch().rank == 0:
                 say_at_once("stopping after this step; once more to stop at once")
-        elif number != SIGXCPU and time.monotonic() - self.received > 1:  # sooner, it is torchrun passing the same Ctrl-C on
+        elif (
+            number != SIGXCPU and time.monotonic() - self.received > 1
+        ):  # sooner, it is torchrun passing the same Ctrl-C on
             self.__exit__()
             signal.raise_signal(number)

@@ -1,6 +1,7 @@
 """The processes of a run: one, or those that torchrun started.
 
-This is the only reader of torchrun's environment. Importing it does not import torch: a mistake in the options is told at once.
+This is the only reader of torchrun's environment. Importing it does not import torch: a mistake in
+the options is told at once.
 """
 
 import contextlib
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-TOLD_WHEN_WAITING = 10.0  # seconds after which a process that still waits to meet the others says so, and for whom
+TOLD_WHEN_WAITING = (
+    10.0  # seconds after which a process that still waits to meet the others says so, and for whom
+)
 GRACE = 10.0  # seconds by which the others give up later than rank 0, which says why
 PAUSE = 0.1  # seconds between two looks at who has come
 A_TRY = 10.0  # seconds that a try to reach the meeting place may take
@@ -34,18 +37,23 @@ _store: Any = None  # what the processes of the run share from their meeting on;
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun told this process through its environment; the defaults are those of a process started without it."""
+    """What torchrun told this process through its environment; the defaults are those of a process
+    started without it.
+    """
 
     rank: int = 0
     local_rank: int = 0  # among the processes of this machine
     world_size: int = 1
     local_world_size: int = 1  # processes of this machine
     agents: int = 1  # machines: each has a torchrun
-    call: str | None = None  # tells one call of torchrun from another, and stays through its restarts
+    call: str | None = (
+        None  # tells one call of torchrun from another, and stays through its restarts
+    )
 
 
 def launch() -> Launch:
     """How this process was started."""
+
     def number(name: str, default: int) -> int:
         text = os.environ.get(name, "")
         return int(text) if text.isdecimal() else default
@@ -54,14 +62,22 @@ def launch() -> Launch:
     several = world_size > 1  # else a rank is left over from another call
     agents = number("GROUP_WORLD_SIZE", 1)
     here = number("LOCAL_WORLD_SIZE", world_size // max(1, agents)) if several else 1
-    return Launch(rank=number("RANK", 0) * several, local_rank=number("LOCAL_RANK", 0) * several, world_size=world_size,
-                  local_world_size=max(1, here), agents=agents, call=_call(run_id, os.getppid()) if run_id else None)
+    return Launch(
+        rank=number("RANK", 0) * several,
+        local_rank=number("LOCAL_RANK", 0) * several,
+        world_size=world_size,
+        local_world_size=max(1, here),
+        agents=agents,
+        call=_call(run_id, os.getppid()) if run_id else None,
+    )
 
 
 @functools.cache
 def _call(run_id: str, agent: int) -> str:
-    """The torchrun with this process number, in words that tell it from all others: containers have the same numbers, and names of
-    machines, again and again, but not at the same moment after the machine's start."""
+    """The torchrun with this process number, in words that tell it from all others: containers have
+    the same numbers, and names of machines, again and again, but not at the same moment after the
+    machine's start.
+    """
     try:
         begun = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):  # only Linux tells
@@ -70,16 +86,26 @@ def _call(run_id: str, agent: int) -> str:
 
 
 def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would tell a process of a run on this machine alone, whose store is at this port."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    """What torchrun would tell a process of a run on this machine alone, whose store is at this
+    port.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def threads_are_chosen() -> bool:
     """Whether the user has set how many threads a process has, by OMP_NUM_THREADS.
 
-    torchrun sets it to 1 where it is not set, which looks the same. But on Linux the environment that torchrun was started with
-    can be read, and has none then; elsewhere that 1 counts as the user's.
+    torchrun sets it to 1 where it is not set, which looks the same. But on Linux the environment
+    that torchrun was started with can be read, and has none then; elsewhere that 1 counts as the
+    user's.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads != "1" or launch().call is None:
@@ -92,23 +118,37 @@ def threads_are_chosen() -> bool:
 
 
 def _check_launch() -> None:
-    """Raises UserError for an environment that no torchrun makes, as where parts of another call are left in it."""
+    """Raises UserError for an environment that no torchrun makes, as where parts of another call
+    are left in it.
+    """
+
     def fault() -> str | None:
-        size, rank, port = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
+        size, rank, port = (
+            os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")
+        )
         if not size.isdecimal() or size == "0":
             return f"WORLD_SIZE is {size!r}, no number of processes" if size else None
         if int(size) == 1:
             return None
-        if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        if missing := [
+            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)
+        ]:
             return f"WORLD_SIZE is {size}, but {' and '.join(missing)} not set"
         if not rank.isdecimal() or int(rank) >= int(size):
             return f"RANK is {rank!r}, no number below the WORLD_SIZE of {size}"
-        return None if port.isdecimal() and 0 < int(port) < 2**16 else f"MASTER_PORT is {port!r}, no port number"
+        return (
+            None
+            if port.isdecimal() and 0 < int(port) < 2**16
+            else f"MASTER_PORT is {port!r}, no port number"
+        )
 
     if said := fault():
         from runtime.errors import UserError
 
-        raise UserError(f"the environment's {said}; start several processes with torchrun, or one after: unset WORLD_SIZE")
+        raise UserError(
+            f"the environment's {said}; start several processes with torchrun, or one after: "
+            f"unset WORLD_SIZE"
+        )
 
 
 @dataclass(frozen=True)
@@ -146,7 +186,7 @@ class World:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def on_first(self, function: Callable[[], T]) -> T:
+    def on_rank0(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0 alone: every process gets its result, or raises what it raised.
 
         Every process has to call this.
@@ -163,9 +203,9 @@ class World:
             raise raised
         return result
 
-    def together(self, function: Callable[[], T]) -> T:
-        """Call a function on every process. If it raises UserError or OSError on some, all raise what the first of them did, and
-        rank 0 tells whose it is.
+    def raise_on_all(self, function: Callable[[], T]) -> T:
+        """Call a function on every process. If it raises UserError or OSError on some, all raise
+        what the first of them did, and rank 0 tells whose it is.
 
         Every process has to call this, and the function must not wait for the others.
         """
@@ -193,12 +233,18 @@ class World:
         dist.all_reduce(total)
         return total.item()
 
-    def share_figures(self, loss: "Tensor", norm: "Tensor", stop: bool) -> tuple[float, float, bool]:
-        """Mean loss, mean norm, and whether any process was asked to stop: one transfer for all three."""
+    def all_reduce_metrics(
+        self, loss: "Tensor", norm: "Tensor", stop: bool
+    ) -> tuple[float, float, bool]:
+        """Mean loss, mean norm, and whether any process was asked to stop: one transfer for all
+        three.
+        """
         import torch
         import torch.distributed as dist
 
-        figures = torch.stack((loss.float(), norm.float(), torch.tensor(float(stop), device=loss.device)))
+        figures = torch.stack(
+            (loss.float(), norm.float(), torch.tensor(float(stop), device=loss.device))
+        )
         if self.distributed:
             dist.all_reduce(figures)  # a sum: gloo has no average
             figures /= self.world_size
@@ -207,11 +253,15 @@ class World:
 
 
 @contextlib.contextmanager
-def joined_world(device: "torch.device", timeout: float, alike: dict[str, Any] | None = None) -> Iterator[World]:
-    """The other processes, if torchrun started any, joined while entered; each gives up on another after `timeout` seconds.
+def joined_world(
+    device: "torch.device", timeout: float, alike: dict[str, Any] | None = None
+) -> Iterator[World]:
+    """The other processes, if torchrun started any, joined while entered; each gives up on another
+    after `timeout` seconds.
 
-    `alike`: options, as JSON has them, that all processes need to have alike. Raises UserError for an environment that contradicts
-    itself and for processes that are not alike, TrainingError if the processes do not meet: rank 0 does, the others end.
+    `alike`: options, as JSON has them, that all processes need to have alike. Raises UserError for
+    an environment that contradicts itself and for processes that are not alike, TrainingError if
+    the processes do not meet: rank 0 does, the others end.
     """
     _check_launch()
     started = launch()
@@ -242,15 +292,23 @@ def _meet(device: "torch.device", started: Launch, timeout: float, alike: dict[s
     try:
         store = dist.PrefixStore("train", meeting.reach())
         verdict = meeting.agree(store, _own(device, started, alike))
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=_share(store, verdict["name"]), rank=started.rank,
-                                world_size=started.world_size, timeout=patience, device_id=device if on_gpu else None)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=_share(store, verdict["name"]),
+            rank=started.rank,
+            world_size=started.world_size,
+            timeout=patience,
+            device_id=device if on_gpu else None,
+        )
     except (RuntimeError, ValueError) as error:  # of many classes
         from runtime.errors import TrainingError, kind_of_failure
 
         raise TrainingError(meeting.failed(kind_of_failure(error)[1])) from None
     finally:
         meeting.waiting.cancel()
-    return World(device, started.rank, started.world_size, tuple(verdict["calls"]), tuple(verdict["notes"]))
+    return World(
+        device, started.rank, started.world_size, tuple(verdict["calls"]), tuple(verdict["notes"])
+    )
 
 
 def _own(device: "torch.device", started: Launch, alike: dict[str, Any]) -> dict[str, Any]:
@@ -260,19 +318,30 @@ def _own(device: "torch.device", started: Launch, alike: dict[str, Any]) -> dict
     from runtime.report import code_version
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"process": uuid.uuid4().hex, "host": socket.gethostname(), "call": started.call,
-            "need": alike | {"WORLD_SIZE": started.world_size, "PyTorch": str(torch.__version__), "kind of device": device.type},
-            "should have": {"code": code_version(), "GPU": gpu}}
+    return {
+        "process": uuid.uuid4().hex,
+        "host": socket.gethostname(),
+        "call": started.call,
+        "need": alike
+        | {
+            "WORLD_SIZE": started.world_size,
+            "PyTorch": str(torch.__version__),
+            "kind of device": device.type,
+        },
+        "should have": {"code": code_version(), "GPU": gpu},
+    }
 
 
 class _Meeting:
-    """The processes of a run come to a place, a store, and go on together once all are there and rank 0 finds them alike.
+    """The processes of a run come to a place, a store, and go on together once all are there and
+    rank 0 finds them alike.
 
-    torchrun may keep one store through its restarts, of which each machine counts only its own. So each attempt gets a name, from
-    its rank 0: processes that come read it, take part under it, and go on only by a verdict that counts them in; what an earlier
-    attempt has left in the store counts none of them. In the store: `meeting`, the name of the latest attempt; and below that name
-    `<rank>`, what a process tells of itself, `again`, what another process of the same rank does, `verdict`, and `read`, how many
-    have read it.
+    torchrun may keep one store through its restarts, of which each machine counts only its own. So
+    each attempt gets a name, from its rank 0: processes that come read it, take part under it, and
+    go on only by a verdict that counts them in; what an earlier attempt has left in the store
+    counts none of them. In the store: `meeting`, the name of the latest attempt; and below that
+    name `<rank>`, what a process tells of itself, `again`, what another process of the same rank
+    does, `verdict`, and `read`, how many have read it.
     """
 
     def __init__(self, started: Launch, timeout: float):
@@ -280,44 +349,67 @@ class _Meeting:
         self.those = f"the {started.world_size} processes of this run"
         self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.place = "{}:{}".format(*self.address)
-        # for whom this process says that it waits. Rank 0 speaks; where it is not there, the first process of each machine does
-        self.awaited = ranks_in_words(range(1, self.size)) if self.rank == 0 else None if started.local_rank else "rank 0"
+        # for whom this process says that it waits. Rank 0 speaks; where it is not there, the first
+        # process of each machine does
+        self.awaited = (
+            describe_ranks(range(1, self.size))
+            if self.rank == 0
+            else None
+            if started.local_rank
+            else "rank 0"
+        )
         self.alone, self.begun = True, time.monotonic()
         self.waiting = threading.Timer(TOLD_WHEN_WAITING * (1.2 if self.rank else 1), self._tell)
         self.waiting.daemon = True
         self.waiting.start()
 
     def reach(self) -> Any:
-        """The store at the meeting place, once somebody listens there. Raises TrainingError, at once if torchrun has ended there,
-        and SystemExit if this process is asked to stop: PyTorch's own tries answer no signal."""
+        """The store at the meeting place, once somebody listens there. Raises TrainingError, at
+        once if torchrun has ended there, and SystemExit if this process is asked to stop: PyTorch's
+        own tries answer no signal.
+        """
         import torch.distributed as dist
 
         from runtime.errors import TrainingError
 
-        # torchrun's agent on the first machine keeps a store, since before it started a process; by hand, rank 0 does
+        # torchrun's agent on the first machine keeps a store, since before it started a process; by
+        # hand, rank 0 does
         of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         keeps_it = self.rank == 0 and not of_torchrun
         while not keeps_it and (fault := _fault_of(self.address)):
             if of_torchrun and isinstance(fault, ConnectionRefusedError):
                 raise TrainingError(self.failed("torchrun has ended there"))
             if self._is_late():
-                raise TrainingError(self.failed(f"{fault.strerror or fault}, for {self.timeout:g} s"))
-        return dist.TCPStore(*self.address, is_master=keeps_it, timeout=datetime.timedelta(seconds=self.timeout),
-                             wait_for_workers=False, multi_tenant=True, use_libuv=sys.platform != "win32")
+                raise TrainingError(
+                    self.failed(f"{fault.strerror or fault}, for {self.timeout:g} s")
+                )
+        return dist.TCPStore(
+            *self.address,
+            is_master=keeps_it,
+            timeout=datetime.timedelta(seconds=self.timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=sys.platform != "win32",
+        )
 
     def agree(self, store: Any, own: dict[str, Any]) -> dict[str, Any]:
-        """Meet the others; returns rank 0's verdict: the `name` of this attempt, the `calls` of torchrun, `notes` for the user.
+        """Meet the others; returns rank 0's verdict: the `name` of this attempt, the `calls` of
+        torchrun, `notes` for the user.
 
-        Raises UserError on rank 0 if the processes are not alike, TrainingError if they do not come; SystemExit on the others.
+        Raises UserError on rank 0 if the processes are not alike, TrainingError if they do not
+        come; SystemExit on the others.
         """
         return self._lead(store, own) if self.rank == 0 else self._follow(store, own)
 
     def failed(self, why: str) -> str:
         """What to say if the processes do not meet."""
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        return (f"{self.those} could not meet at {self.place} ({why}): all of them have to be running and to reach that place, "
-                f"whose port no other program or run may have"
-                + (f", by the network interface {interface} (GLOO_SOCKET_IFNAME)" if interface else ""))
+        return (
+            f"{self.those} could not meet at {self.place} ({why}): all of them have to be "
+            f"running and to reach that place, "
+            f"whose port no other program or run may have"
+            + (f", by the network interface {interface} (GLOO_SOCKET_IFNAME)" if interface else "")
+        )
 
     def _lead(self, store: Any, own: dict[str, Any]) -> dict[str, Any]:
         from runtime.errors import TrainingError, UserError
@@ -329,27 +421,43 @@ class _Meeting:
         store.set("meeting", name)
         while error is None and len(come) < self.size:
             missing = [rank for rank in range(self.size) if rank not in come]
-            self.awaited, self.alone = ranks_in_words(missing), len(come) == 1
-            come |= {rank: json.loads(here.get(str(rank))) for rank in missing if here.check([str(rank)])}
+            self.awaited, self.alone = describe_ranks(missing), len(come) == 1
+            come |= {
+                rank: json.loads(here.get(str(rank))) for rank in missing if here.check([str(rank)])
+            }
             if here.check(["again"]):
                 come[-1] = again = json.loads(here.get("again"))  # no rank, but counted in
                 first = come.get(again["rank"], again)
-                error = UserError(f"rank {again['rank']} has come to {self.place} twice, from {first['host']} and {again['host']}: "
-                                  f"two runs on one port ({OWN_PORT}), or two machines with one --node_rank")
+                error = UserError(
+                    f"rank {again['rank']} has come to {self.place} twice, from {first['host']} "
+                    f"and {again['host']}: "
+                    f"two runs on one port ({OWN_PORT}), or two machines with one --node_rank"
+                )
             elif store.get("meeting").decode() != name:
-                error = UserError(f"another rank 0 has come to {self.place}: two runs on one port; {OWN_PORT}")
+                error = UserError(
+                    f"another rank 0 has come to {self.place}: two runs on one port; {OWN_PORT}"
+                )
             elif len(come) < self.size and self._is_late():
-                error = TrainingError(self.failed(f"{self.awaited} did not come within {self.timeout:g} s"))
+                error = TrainingError(
+                    self.failed(f"{self.awaited} did not come within {self.timeout:g} s")
+                )
         self.awaited, self.alone = "an answer from the others", False
         if error is None:
             faults, notes = _differences([come[rank] for rank in range(self.size)])
             error = UserError("\n".join(faults)) if faults else None
-        verdict = {"name": name, "counts": [each["process"] for each in come.values()], "notes": notes,
-                   "calls": sorted({each["call"] for each in come.values()} - {None}), "status": error.status if error else 0}
+        verdict = {
+            "name": name,
+            "counts": [each["process"] for each in come.values()],
+            "notes": notes,
+            "calls": sorted({each["call"] for each in come.values()} - {None}),
+            "status": error.status if error else 0,
+        }
         here.set("verdict", json.dumps(verdict))
         if error is not None:
             until = time.monotonic() + 5
-            while here.add("read", 0) < len(come) - 1 and time.monotonic() < until:  # the store may go with this process
+            while (
+                here.add("read", 0) < len(come) - 1 and time.monotonic() < until
+            ):  # the store may go with this process
                 time.sleep(PAUSE)
             raise error
         return verdict
@@ -362,7 +470,9 @@ class _Meeting:
             if store.check(["meeting"]) and (latest := store.get("meeting").decode()) != name:
                 here, name, is_open, self.awaited = _share(store, latest), latest, True, None
                 is_first = here.add(f"{self.rank} came", 1) == 1
-                here.set(str(self.rank) if is_first else "again", json.dumps(own | {"rank": self.rank}))
+                here.set(
+                    str(self.rank) if is_first else "again", json.dumps(own | {"rank": self.rank})
+                )
             if is_open and here.check(["verdict"]):
                 verdict = json.loads(here.get("verdict"))
                 if own["process"] in verdict["counts"]:
@@ -370,11 +480,16 @@ class _Meeting:
                     if verdict["status"]:  # rank 0 says why
                         raise SystemExit(verdict["status"])
                     return verdict
-                is_open, self.awaited = False, rank_0  # an earlier attempt's meeting, or another run has this port
+                is_open, self.awaited = (
+                    False,
+                    rank_0,
+                )  # an earlier attempt's meeting, or another run has this port
         raise TrainingError(self.failed(f"rank 0 did not come within {self.timeout:g} s"))
 
     def _is_late(self, grace: float = 0) -> bool:
-        """Pause, and tell whether it is time to give up. Ends the process if it has been asked to stop: nobody has begun."""
+        """Pause, and tell whether it is time to give up. Ends the process if it has been asked to
+        stop: nobody has begun.
+        """
         from runtime.signals import StopRequest
 
         if StopRequest.came:
@@ -384,9 +499,18 @@ class _Meeting:
 
     def _tell(self) -> None:
         if self.awaited:
-            alone = "; started alone by mistake? then end it by Ctrl-C, and: unset WORLD_SIZE" if self.alone else ""
-            print(f"rank {self.rank} waits at {self.place} for {self.awaited} of {self.those}, for up to {self.timeout:g} s "
-                  f"(--timeout{alone})", file=sys.stderr, flush=True)
+            alone = (
+                "; started alone by mistake? then end it by Ctrl-C, and: unset WORLD_SIZE"
+                if self.alone
+                else ""
+            )
+            print(
+                f"rank {self.rank} waits at {self.place} for {self.awaited} of {self.those}, for "
+                f"up to {self.timeout:g} s "
+                f"(--timeout{alone})",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _fault_of(address: tuple[str, int]) -> OSError | None:
@@ -408,7 +532,9 @@ def _share(store: Any, name: str) -> Any:
 
 
 def _differences(everyones: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """What the processes of a run, by rank, need to have alike and do not, and what they should have alike and do not; in lines."""
+    """What the processes of a run, by rank, need to have alike and do not, and what they should
+    have alike and do not; in lines.
+    """
     lines: dict[str, list[str]] = {"need": [], "should have": []}
     hosts = [theirs["host"] for theirs in everyones]
     for kind, found in lines.items():
@@ -418,13 +544,18 @@ def _differences(everyones: Sequence[Mapping[str, Any]]) -> tuple[list[str], lis
                 values.setdefault(str(theirs[kind].get(name, "not known")), []).append(rank)
             if len(values) > 1:
                 (mine, _), *others = values.items()
-                elsewhere = " and ".join(f"{value} on {ranks_in_words(ranks, hosts)}" for value, ranks in others)
-                found.append(f"{name}: all ranks {kind} the same, but it is {mine} on rank 0 and {elsewhere}")
+                elsewhere = " and ".join(
+                    f"{value} on {describe_ranks(ranks, hosts)}" for value, ranks in others
+                )
+                found.append(
+                    f"{name}: all ranks {kind} the same, but it is {mine} on rank 0 and {elsewhere}"
+                )
     return lines["need"], lines["should have"]
 
 
-def ranks_in_words(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
-    """Ranks in few words, such as `rank 1` or `ranks 1, 3 and 8-15`; and their machine, if it is one and not that of rank 0.
+def describe_ranks(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
+    """Ranks in few words, such as `rank 1` or `ranks 1, 3 and 8-15`; and their machine, if it is
+    one and not that of rank 0.
 
     `hosts`: the machine of every rank.
     """
@@ -435,7 +566,9 @@ def ranks_in_words(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
         else:
             spans.append([rank, rank])
     *most, last = [str(first) if first == end else f"{first}-{end}" for first, end in spans]
-    words = f"rank{'s' if most or '-' in last else ''} " + (f"{', '.join(most)} and {last}" if most else last)
+    words = f"rank{'s' if most or '-' in last else ''} " + (
+        f"{', '.join(most)} and {last}" if most else last
+    )
     theirs = {hosts[rank] for rank in ranks} if hosts else set()
     return words + (f" ({theirs.pop()})" if len(theirs) == 1 and theirs != {hosts[0]} else "")
 
@@ -447,8 +580,9 @@ def has_joined() -> bool:
 
 
 def is_first_to_tell() -> bool:
-    """Whether no other process of the run has told yet why it ends, as far as can be known; those that ask later find that this
-    one has."""
+    """Whether no other process of the run has told yet why it ends, as far as can be known; those
+    that ask later find that this one has.
+    """
     try:
         if _store is not None:
             _store.set_timeout(datetime.timedelta(seconds=5))
@@ -460,8 +594,8 @@ def is_first_to_tell() -> bool:
 def end_process(status: int) -> NoReturn:
     """End this process with a status; at once, if it has joined others and something went wrong.
 
-    PyTorch's threads may then still wait for another process. Python, as it ends, waits for these threads while it holds the lock
-    that they need: the process would never end, nor would torchrun.
+    PyTorch's threads may then still wait for another process. Python, as it ends, waits for these
+    threads while it holds the lock that they need: the process would never end, nor would torchrun.
     """
     if has_joined():
         for stream in (sys.stdout, sys.stderr):

@@ -1,10 +1,12 @@
-"""Take machines away from a run and bring them back, or let them differ: two of torchrun's agents on this machine.
+"""Take machines away from a run and bring them back, or let them differ: two of torchrun's agents
+on this machine.
 
     python tests/machines.py --out logs/results/machines.txt
 
-In each way the run has to go on by itself from its newest whole checkpoint, log each step once, and end with the losses, norms
-and evaluations of an undisturbed run. What does not fit at the start has to be told in one line, within 20 seconds. A tiny model on
-CPUs, whose steps wait at a gate, so that each fault comes where it should.
+In each way the run has to go on by itself from its newest whole checkpoint, log each step once, and
+end with the losses, norms and evaluations of an undisturbed run. What does not fit at the start has
+to be told in one line, within 20 seconds. A tiny model on CPUs, whose steps wait at a gate, so that
+each fault comes where it should.
 """
 
 import contextlib
@@ -28,7 +30,8 @@ from data.token_file import write_corpus
 from runtime.cli import Options, Positive, parse_command_line
 from tests.conftest import children, ended, kill_all, start
 
-# train.py whose steps wait until the file `limit` lets them through, or they are asked to stop; on a machine that may be different
+# train.py whose steps wait until the file `limit` lets them through, or they are asked to stop; on
+# a machine that may be different
 GATED = f"""
 import os, runpy, sys, time
 from pathlib import Path
@@ -45,7 +48,8 @@ optimizer.learning_rate = learning_rate
 sys.argv[0] = {str(ROOT / "train.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# without it, a torchrun that comes later waits in vain for an address that the others told only in the first round
+# without it, a torchrun that comes later waits in vain for an address that the others told only in
+# the first round
 REJOIN: dict[str, Any] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 FIGURES = ("step", "loss", "norm", "val_loss")
 STEPS = 12
@@ -72,25 +76,51 @@ class Run:
 
     def training(self) -> list[str]:
         """The command that one process trains by."""
-        return [str(self.place / "gated.py"), *(
-            f"--run_name {self.name} --dataset tiny --device cpu --n_layer 1 --n_head 2 --n_embd 32 --block_size 32 --seq_len 32 "
-            f"--vocab_size 128 --init gpt2 --batch_size 1 --total_batch_tokens 256 --shuffle --val_fraction 0.1 --eval_every 4 "
-            f"--checkpoint_every 2 --max_steps {STEPS} --timeout 60").split()]
+        return [
+            str(self.place / "gated.py"),
+            *(
+                f"--run_name {self.name} --dataset tiny --device cpu --n_layer 1 --n_head 2 "
+                f"--n_embd 32 --block_size 32 --seq_len 32 "
+                f"--vocab_size 128 --init gpt2 --batch_size 1 --total_batch_tokens 256 --shuffle "
+                f"--val_fraction 0.1 --eval_every 4 "
+                f"--checkpoint_every 2 --max_steps {STEPS} --timeout 60"
+            ).split(),
+        ]
 
-    def start(self, agent: str, nnodes: str = "2", *options: str, max_restarts: int = 5, **env: Any) -> None:
+    def start(
+        self, agent: str, nnodes: str = "2", *options: str, max_restarts: int = 5, **env: Any
+    ) -> None:
         """Start torchrun on the machine of this name; that of machine a keeps the rendezvous."""
         self.agents[agent] = start(
-            "-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc_per_node={self.workers}",
-            f"--max_restarts={max_restarts}", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{self.port}",
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={nnodes}",
+            f"--nproc_per_node={self.workers}",
+            f"--max_restarts={max_restarts}",
+            "--rdzv_backend=c10d",
+            f"--rdzv_endpoint=localhost:{self.port}",
             f"--rdzv_id={self.name}",
             f"--rdzv_conf=is_host={int(agent == 'a')},last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=6",
-            *self.training(), *options, cwd=self.place, OMP_NUM_THREADS="1", **env)
+            *self.training(),
+            *options,
+            cwd=self.place,
+            OMP_NUM_THREADS="1",
+            **env,
+        )
 
     def start_by_hand(self, rank: int, world_size: int, *options: str) -> None:
         """Start one process as torchrun would, at the run's port."""
         self.agents[f"{rank} {len(self.agents)}"] = start(
-            *self.training(), *options, cwd=self.place, OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT=str(self.port))
+            *self.training(),
+            *options,
+            cwd=self.place,
+            OMP_NUM_THREADS="1",
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            MASTER_ADDR="localhost",
+            MASTER_PORT=str(self.port),
+        )
 
     def kill(self, agent: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to an agent alone, and leave its processes the time to notice."""
@@ -112,15 +142,22 @@ class Run:
 
     def worlds(self) -> list[int]:
         """The number of processes of each attempt."""
-        return [int(number) for number in re.findall(r"^device: .*processes: (\d+)", self.console(), re.MULTILINE)]
+        return [
+            int(number)
+            for number in re.findall(r"^device: .*processes: (\d+)", self.console(), re.MULTILINE)
+        ]
 
     def until(self, step: int, *, attempts: int | None = None, world: int | None = None) -> None:
-        """Let the run go on, and wait until this step is logged, by so many attempts and a last one of so many processes, if given.
+        """Let the run go on, and wait until this step is logged, by so many attempts and a last one
+        of so many processes, if given.
         """
         self.let_through(step)
         until = time.monotonic() + self.patience
-        while not (f"step {step:2d}/{STEPS} | loss" in self.console().rpartition("device: ")[2]
-                   and (attempts is None or len(self.worlds()) >= attempts) and (world is None or self.worlds()[-1] == world)):
+        while not (
+            f"step {step:2d}/{STEPS} | loss" in self.console().rpartition("device: ")[2]
+            and (attempts is None or len(self.worlds()) >= attempts)
+            and (world is None or self.worlds()[-1] == world)
+        ):
             assert time.monotonic() < until, f"step {step} was not reached:\n{self.printed()}"
             time.sleep(0.05)
 
@@ -128,7 +165,9 @@ class Run:
         """Wait until the run is of so many processes, with the gate as it is."""
         until = time.monotonic() + self.patience
         while self.worlds()[-1] != world:
-            assert time.monotonic() < until, f"there never were {world} processes:\n{self.printed()}"
+            assert time.monotonic() < until, (
+                f"there never were {world} processes:\n{self.printed()}"
+            )
             time.sleep(0.05)
 
     def end(self) -> None:
@@ -145,14 +184,20 @@ class Run:
 
     def printed(self) -> str:
         """What the agents have printed."""
-        return "\n".join(f"{name}:\n{path.read_text()}" for name, agent in self.agents.items() for path in (agent.out, agent.err))
+        return "\n".join(
+            f"{name}:\n{path.read_text()}"
+            for name, agent in self.agents.items()
+            for path in (agent.out, agent.err)
+        )
 
     def figures(self) -> dict[str, list[tuple[str, ...]]]:
         """The rows of log.csv and eval.csv, without times."""
         found = {}
         for name in ("log.csv", "eval.csv"):
             with open(self.path / name, newline="") as file:
-                found[name] = [tuple(row[key] for key in FIGURES if key in row) for row in csv.DictReader(file)]
+                found[name] = [
+                    tuple(row[key] for key in FIGURES if key in row) for row in csv.DictReader(file)
+                ]
         return found
 
 
@@ -163,8 +208,16 @@ def difference(ours: Run, theirs: Run) -> float:
         others = theirs.figures()[name]
         if [row[0] for row in rows] != [row[0] for row in others]:
             return float("inf")
-        largest = max([largest, *(abs(float(a) - float(b)) for row, other in zip(rows, others, strict=True)
-                                  for a, b in zip(row, other, strict=True))])
+        largest = max(
+            [
+                largest,
+                *(
+                    abs(float(a) - float(b))
+                    for row, other in zip(rows, others, strict=True)
+                    for a, b in zip(row, other, strict=True)
+                ),
+            ]
+        )
     return largest
 
 
@@ -175,7 +228,9 @@ def run_in(place: Path, name: str, workers: int = 2) -> Iterator[Run]:
     try:
         yield run
     finally:
-        pids = [pid for agent in run.agents.values() if agent.poll() is None for pid in children(agent)]
+        pids = [
+            pid for agent in run.agents.values() if agent.poll() is None for pid in children(agent)
+        ]
         with ended([*run.agents.values()]):
             pass
         kill_all(pids)
@@ -264,7 +319,9 @@ def is_preempted(run: Run) -> None:
 
 
 def host_is_lost(run: Run) -> None:
-    """kill -9 of the agent that keeps the rendezvous: all end, and go on by the same commands with --resume auto"""
+    """kill -9 of the agent that keeps the rendezvous: all end, and go on by the same commands with
+    --resume auto
+    """
     for name in "ab":
         run.start(name, "2", "--resume", "auto")
     run.until(5)
@@ -277,32 +334,87 @@ def host_is_lost(run: Run) -> None:
     run.end()
 
 
-WAYS: list[Callable[[Run], None]] = [undisturbed, one_process, all_processes, comes_back, never_comes_back, leaves_and_comes_back,
-                                     is_preempted, host_is_lost]
+WAYS: list[Callable[[Run], None]] = [
+    undisturbed,
+    one_process,
+    all_processes,
+    comes_back,
+    never_comes_back,
+    leaves_and_comes_back,
+    is_preempted,
+    host_is_lost,
+]
 
 
 # ---- what does not fit at the start
 
-# what is wrong, what it adds on both machines and on the second, and the one line that says so; by the ranks 0-1 and 2-3
+# what is wrong, what it adds on both machines and on the second, and the one line that says so; by
+# the ranks 0-1 and 2-3
 FAULTS: list[tuple[str, list[str], list[str], str, str]] = [
-    ("another option", [], ["--lr", "0.1"], "",
-     r"error: lr: all ranks need the same, but it is \S+ on rank 0 and 0.1 on ranks 2-3"),
-    ("another PyTorch", [], [], "import torch; torch.__version__ = '2.11.0'",
-     r"error: PyTorch: all ranks need the same, but it is \S+ on rank 0 and 2.11.0 on ranks 2-3"),
-    ("another kind of device", [], [], "import runtime.world as w; own_of = w._own; w._own = lambda *args: (own := own_of(*args), "
-     "own['need'].update({'kind of device': 'cuda'}))[0]",
-     r"error: kind of device: all ranks need the same, but it is cpu on rank 0 and cuda on ranks 2-3"),
-    ("other tokens", [], ["--data_dir", "other"], "", r"error: .*/tiny: ranks 2-3 did not find the same tokens there as rank 0"),
-    ("no corpus", [], ["--data_dir", "nowhere"], "", r"error: rank 2: nowhere/tiny: no token files"),
-    ("more ranks than windows", ["--val_fraction", "0.98"], [], "", r"error: .* make 3 sequences of 32, but one step takes 8"),
-    ("indivisible", ["--total_batch_tokens", "160"], [], "", r"error: .*total_batch_tokens 160 is not a multiple of the 128"),
-    ("other code (a note)", ["--max_steps", "1"], [], "import runtime.report; runtime.report.code_version = lambda: 'other'",
-     r"note: code: all ranks should have the same, but it is .* on rank 0 and other on ranks 2-3"),
+    (
+        "another option",
+        [],
+        ["--lr", "0.1"],
+        "",
+        r"error: lr: all ranks need the same, but it is \S+ on rank 0 and 0.1 on ranks 2-3",
+    ),
+    (
+        "another PyTorch",
+        [],
+        [],
+        "import torch; torch.__version__ = '2.11.0'",
+        r"error: PyTorch: all ranks need the same, but it is \S+ on rank 0 and 2.11.0 on ranks 2-3",
+    ),
+    (
+        "another kind of device",
+        [],
+        [],
+        "import runtime.world as w; own_of = w._own; w._own = lambda *args: (own := own_of(*args), "
+        "own['need'].update({'kind of device': 'cuda'}))[0]",
+        r"error: kind of device: all ranks need the same, but it is cpu on rank 0 and cuda on ranks 2-3",
+    ),
+    (
+        "other tokens",
+        [],
+        ["--data_dir", "other"],
+        "",
+        r"error: .*/tiny: ranks 2-3 did not find the same tokens there as rank 0",
+    ),
+    (
+        "no corpus",
+        [],
+        ["--data_dir", "nowhere"],
+        "",
+        r"error: rank 2: nowhere/tiny: no token files",
+    ),
+    (
+        "more ranks than windows",
+        ["--val_fraction", "0.98"],
+        [],
+        "",
+        r"error: .* make 3 sequences of 32, but one step takes 8",
+    ),
+    (
+        "indivisible",
+        ["--total_batch_tokens", "160"],
+        [],
+        "",
+        r"error: .*total_batch_tokens 160 is not a multiple of the 128",
+    ),
+    (
+        "other code (a note)",
+        ["--max_steps", "1"],
+        [],
+        "import runtime.report; runtime.report.code_version = lambda: 'other'",
+        r"note: code: all ranks should have the same, but it is .* on rank 0 and other on ranks 2-3",
+    ),
 ]
 
 
 def tell(run: Run, pattern: str) -> tuple[float, list[str]]:
-    """Seconds until one of the agents has printed such a line, and all lines of faults, once all have ended."""
+    """Seconds until one of the agents has printed such a line, and all lines of faults, once all
+    have ended.
+    """
     begun, told = time.monotonic(), None
     while told is None:
         has_ended = all(agent.poll() is not None for agent in run.agents.values())
@@ -312,14 +424,21 @@ def tell(run: Run, pattern: str) -> tuple[float, list[str]]:
     seconds = time.monotonic() - begun
     for agent in run.agents.values():
         agent.communicate(timeout=run.patience)
-    return seconds, [line for line in run.printed().splitlines() if line.startswith(("error: ", "note: code", "rank "))]
+    return seconds, [
+        line
+        for line in run.printed().splitlines()
+        if line.startswith(("error: ", "note: code", "rank "))
+    ]
 
 
 def told_by_torchrun(place: Path) -> Iterator[str]:
     """The outcome of each of FAULTS, on two agents of two processes."""
     for what, both, second, code, pattern in FAULTS:
         with run_in(place / re.sub(r"\W", "_", what), "run") as run:
-            write_corpus(run.place / "other" / "tiny", [[(i * i + i // 7 + (i == 9)) % 100 for i in range(5000)]])
+            write_corpus(
+                run.place / "other" / "tiny",
+                [[(i * i + i // 7 + (i == 9)) % 100 for i in range(5000)]],
+            )
             run.let_through(STEPS)
             run.start("a", "2", *both, max_restarts=0)
             run.start("b", "2", *both, *second, max_restarts=0, DIFFERENT=code)
@@ -354,7 +473,10 @@ def main(options: MachinesOptions) -> int:
     """Returns the exit status: 1 if any number differs by more than 1e-5."""
     lines: list[str] = []
     status = 0
-    with tempfile.TemporaryDirectory() as place, run_in(Path(place) / "straight", "straight", workers=4) as straight:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        run_in(Path(place) / "straight", "straight", workers=4) as straight,
+    ):
         straight.start("a", "1")
         straight.end()
         for way in WAYS * options.rounds:
@@ -363,8 +485,12 @@ def main(options: MachinesOptions) -> int:
                 way(run)
                 differs = difference(run, straight)
                 status |= differs > 1e-5
-                lines.append(f"{way.__doc__}: {' -> '.join(map(str, run.worlds()))} processes, {STEPS} steps, largest difference "
-                             f"of any figure from one agent of 4 processes {differs:.2g}, {time.monotonic() - begun:.0f} s")
+                lines.append(
+                    f"{way.__doc__}: {' -> '.join(map(str, run.worlds()))} processes, {STEPS} "
+                    f"steps, largest difference "
+                    f"of any figure from one agent of 4 processes {differs:.2g}, "
+                    f"{time.monotonic() - begun:.0f} s"
+                )
                 print(lines[-1], flush=True)
         for line in itertools.chain(told_by_torchrun(Path(place)), told_by_hand(Path(place))):
             lines.append(line)

@@ -29,8 +29,14 @@ from train import build, train
 def acts() -> None:
     """Do the actions on the command line; rank 0 writes down what they return."""
     runtime.measure.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the runs
-    with reported("here", advice={"other process": "another process died"}), joined_world(torch.device("cpu"), 600) as world:
-        results = [globals()[action](load_config(**options), world) for action, options in json.loads(sys.argv[1])]
+    with (
+        reported("here", advice={"other process": "another process died"}),
+        joined_world(torch.device("cpu"), 600) as world,
+    ):
+        results = [
+            globals()[action](load_config(**options), world)
+            for action, options in json.loads(sys.argv[1])
+        ]
         if world.rank == 0:
             Path(sys.argv[2]).write_text(json.dumps(results))
 
@@ -40,13 +46,17 @@ def trained(config: Config, world: World) -> None:
 
 
 def restored(config: Config, world: World) -> tuple[str, float]:
-    """The checksum of all that a resumed run begins with, weights and optimizer; the share of the weights that this process has."""
+    """The checksum of all that a resumed run begins with, weights and optimizer; the share of the
+    weights that this process has.
+    """
     resumed, config, _ = find_checkpoint(config, world)
     assert resumed
     config, state, _, _ = build(config, world, lambda text: None, resumed.folder)
     resumed.restore(state, config, resumed.saved.corpus, world)
     digest = hashlib.sha256()
-    for name, tensor in sorted((state.model.state_dict() | optimizer_tensors(state.model, state.optimizers)).items()):
+    for name, tensor in sorted(
+        (state.model.state_dict() | optimizer_tensors(state.model, state.optimizers)).items()
+    ):
         whole = tensor.full_tensor() if is_sharded(tensor) else tensor
         digest.update(name.encode() + whole.numpy().tobytes())
     own = sum(own_part(p).numel() for p in state.model.parameters())
@@ -74,7 +84,11 @@ def sums(config: Config, world: World) -> int:
 def summed() -> Iterator[list[torch.dtype]]:
     """The dtypes of the gradients that FSDP sums meanwhile, one for each time."""
     dtypes = []
-    name = next(name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(torch.distributed, name))
+    name = next(
+        name
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor")
+        if hasattr(torch.distributed, name)
+    )
     real = getattr(torch.distributed, name)  # it has the first name since PyTorch 2.13
 
     def reduce_scatter(*args: Any, **kwargs: Any) -> Any:
@@ -89,8 +103,9 @@ def summed() -> Iterator[list[torch.dtype]]:
 
 
 def dtypes(config: Config, world: World) -> dict[str, str]:
-    """The dtypes that a run has in training: of a block's weights, of the residual stream, of the head's weight, of the sums of
-    gradients; and of the sharded weights."""
+    """The dtypes that a run has in training: of a block's weights, of the residual stream, of the
+    head's weight, of the sums of gradients; and of the sharded weights.
+    """
     seen: dict[str, torch.dtype] = {}
 
     def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -102,7 +117,10 @@ def dtypes(config: Config, world: World) -> dict[str, str]:
     def look_at_shards(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         seen["shards"] = optimizer.param_groups[0]["params"][0].dtype
 
-    hooks = [torch.nn.modules.module.register_module_forward_hook(look), register_optimizer_step_pre_hook(look_at_shards)]
+    hooks = [
+        torch.nn.modules.module.register_module_forward_hook(look),
+        register_optimizer_step_pre_hook(look_at_shards),
+    ]
     try:
         with summed() as of_sums:
             train(config, world)

@@ -1,10 +1,12 @@
-"""Kill a run with kill -9 again and again, at random moments, and let it resume each time: it has to end like an undisturbed one.
+"""Kill a run with kill -9 again and again, at random moments, and let it resume each time: it has
+to end like an undisturbed one.
 
     python tests/soak.py --kills 100
     python tests/soak.py --kills 50 --ranks 2 --fsdp
 
-A tiny model, shuffled data, dropout, and a checkpoint after every step, so that many kills fall into a write. Several ranks are
-torchrun's, which starts all of them again when one dies. Where torchrun is killed, the same command goes on.
+A tiny model, shuffled data, dropout, and a checkpoint after every step, so that many kills fall
+into a write. Several ranks are torchrun's, which starts all of them again when one dies. Where
+torchrun is killed, the same command goes on.
 """
 
 import contextlib
@@ -32,11 +34,20 @@ from tests.conftest import children, flags, kill_all, start
 from weights import MODEL, OPTIMIZER, STATE, read_json, read_part
 
 STEPS_PER_KILL = 12
-EARLY = 0.25  # share of several ranks' lives that are counted from their start: most of these end while the ranks import
-PATIENCE = 500.0  # seconds without a step after which a run hangs; fewer than the 600 of a rank that waits for another
+# share of several ranks' lives that are counted from their start: most of these end while the ranks
+# import
+EARLY = 0.25
+# seconds without a step after which a run hangs; fewer than the 600 of a rank that waits for
+# another
+PATIENCE = 500.0
 ALL = sys.maxsize
 # what is killed of several ranks: so many of them, and whether torchrun is
-KINDS = {"one rank": (1, False), "all ranks": (ALL, False), "torchrun alone": (0, True), "torchrun and all ranks": (ALL, True)}
+KINDS = {
+    "one rank": (1, False),
+    "all ranks": (ALL, False),
+    "torchrun alone": (0, True),
+    "torchrun and all ranks": (ALL, True),
+}
 
 
 class SoakOptions(Options):
@@ -51,29 +62,48 @@ class SoakOptions(Options):
     seed: ZeroIsOff = 0
     """seed of the moments, and of what is killed"""
     longest_life: float = 2.0
-    """seconds after which each process is killed at the latest; several ranks mostly count them from their first step on"""
+    """seconds after which each process is killed at the latest; several ranks mostly count them
+    from their first step on
+    """
 
 
 class Run:
-    """A run that goes on however often it is killed. Its methods raise RuntimeError if it fails or hangs."""
+    """A run that goes on however often it is killed. Its methods raise RuntimeError if it fails or
+    hangs.
+    """
 
     def __init__(self, config: Config, options: SoakOptions):
         self.path, self.several = Path(config.log_dir) / str(config.run_name), options.ranks > 1
         self.n_ranks = options.ranks if self.several else 0  # that torchrun starts
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}",
-                    f"--max_restarts={options.kills}", str(ROOT / "train.py")]
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={options.ranks}",
+            f"--max_restarts={options.kills}",
+            str(ROOT / "train.py"),
+        ]
         self.command = [*(torchrun if self.several else ["train.py"]), *flags(config)]
         self.process: Any = None  # torchrun's, or the only one
-        # of this life: the numbers of torchrun's ranks; the checkpoints, and those half written or deleted, that it has found
+        # of this life: the numbers of torchrun's ranks; the checkpoints, and those half written or
+        # deleted, that it has found
         self.ranks, self.saved, self.left = list[int](), list[Path](), set[Path]()
 
     def begin(self) -> bool:
-        """Start a life, unless torchrun does, and wait for its processes; returns whether the run has not ended."""
+        """Start a life, unless torchrun does, and wait for its processes; returns whether the run
+        has not ended.
+        """
         before = {*self.ranks}
         if self.process is None:
             self.process = start(*self.command, cwd=self.path.parent.parent, OMP_NUM_THREADS="1")
-        goes_on = self.wait(lambda: len(self.alive()) == self.n_ranks and not before & {*self.alive()})
-        self.ranks, self.saved, self.left = self.alive(), all_checkpoints(self.path), self.unfinished()
+        goes_on = self.wait(
+            lambda: len(self.alive()) == self.n_ranks and not before & {*self.alive()}
+        )
+        self.ranks, self.saved, self.left = (
+            self.alive(),
+            all_checkpoints(self.path),
+            self.unfinished(),
+        )
         return goes_on
 
     def alive(self) -> list[int]:
@@ -114,9 +144,12 @@ class Run:
             self.fail("was started again by torchrun, and nothing had been killed")
 
     def kill(self, ranks: int, process: bool, moments: random.Random) -> bool:
-        """Kill so many ranks at once, and the process, before whose next life they all have to be gone; returns whether a
-        checkpoint was being written."""
-        killed = [self.process.pid] * process + moments.sample(self.ranks, min(ranks, len(self.ranks)))
+        """Kill so many ranks at once, and the process, before whose next life they all have to be
+        gone; returns whether a checkpoint was being written.
+        """
+        killed = [self.process.pid] * process + moments.sample(
+            self.ranks, min(ranks, len(self.ranks))
+        )
         written = self.unfinished() - self.left
         kill_all(killed)
         written &= self.unfinished()
@@ -136,11 +169,14 @@ class Run:
         raise RuntimeError("\n".join([f"{self.path} {what}", *self.process.communicate()]))
 
     def end(self) -> tuple[Any, ...]:
-        """The hash of the last weights and optimizer state, the random state of each rank's dropout, the log without the times, the
-        evaluations, and the best checkpoint."""
+        """The hash of the last weights and optimizer state, the random state of each rank's
+        dropout, the log without the times, the evaluations, and the best checkpoint.
+        """
         last, digest = all_checkpoints(self.path)[-1], hashlib.sha256()
         for name, tensor in sorted((read_part(last, MODEL) | read_part(last, OPTIMIZER)).items()):
-            digest.update(name.encode() + tensor.numpy().tobytes())  # not of the files: in which shard a number stands may differ
+            digest.update(
+                name.encode() + tensor.numpy().tobytes()
+            )  # not of the files: in which shard a number stands may differ
         dropout = [rank["torch_cpu"] for rank in read_json(last / STATE)["random"]]
         with open(self.path / "log.csv", newline="") as file:
             log = [row[:4] for row in csv.reader(file)]
@@ -149,14 +185,37 @@ class Run:
 
 
 def main(options: SoakOptions) -> int:
-    """Returns the exit status: 1 if any number differs. Raises RuntimeError if a run fails or hangs."""
-    moments, place, several = random.Random(options.seed), Path(tempfile.mkdtemp()), options.ranks > 1
+    """Returns the exit status: 1 if any number differs. Raises RuntimeError if a run fails or
+    hangs.
+    """
+    moments, place, several = (
+        random.Random(options.seed),
+        Path(tempfile.mkdtemp()),
+        options.ranks > 1,
+    )
     write_corpus(place / "data" / "tiny", [[(i * i + i // 7) % 100 for i in range(20_000)]])
     values: dict[str, Any] = {
-        "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "seq_len": 32, "vocab_size": 128, "dropout": 0.1,
-        "dataset": "tiny", "data_dir": f"{place}/data", "log_dir": f"{place}/logs", "device": "cpu", "shuffle": True,
-        "checkpoint_every": 1, "eval_every": 10, "val_fraction": 0.1, "lr_schedule": "cosine", "warmup_steps": 5,
-        "max_steps": STEPS_PER_KILL * options.kills, "resume": "auto", "fsdp": options.fsdp}
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "block_size": 32,
+        "seq_len": 32,
+        "vocab_size": 128,
+        "dropout": 0.1,
+        "dataset": "tiny",
+        "data_dir": f"{place}/data",
+        "log_dir": f"{place}/logs",
+        "device": "cpu",
+        "shuffle": True,
+        "checkpoint_every": 1,
+        "eval_every": 10,
+        "val_fraction": 0.1,
+        "lr_schedule": "cosine",
+        "warmup_steps": 5,
+        "max_steps": STEPS_PER_KILL * options.kills,
+        "resume": "auto",
+        "fsdp": options.fsdp,
+    }
     straight = Run(load_config(**values, run_name="straight"), options)
     straight.begin()
     straight.wait_for_its_end()
@@ -173,17 +232,29 @@ def main(options: SoakOptions) -> int:
             if kills.total() == options.kills or not run.lives_for(seconds):
                 run.wait_for_its_end()
                 break
-            what, (ranks, process) = moments.choice([*KINDS.items()]) if several else ("the process", (0, True))
+            what, (ranks, process) = (
+                moments.choice([*KINDS.items()]) if several else ("the process", (0, True))
+            )
             early += not run.has_stepped()
             in_a_write += run.kill(ranks, process, moments)
             kills[what] += 1
         differ += run.end() != straight.end()
-    counted = f"{options.kills} kills", f"{lives} processes", f"{in_a_write} of them while a checkpoint was being written"
+    counted = (
+        f"{options.kills} kills",
+        f"{lives} processes",
+        f"{in_a_write} of them while a checkpoint was being written",
+    )
     if several:
-        counted = (f"{options.kills} kills ({', '.join(f'{kills[what]} of {what}' for what in KINDS)})",
-                   f"{lives} starts of {options.ranks} ranks", f"{counted[2]} and {early} before the start's first step was saved")
-    print(f"{counted[0]} of {counted[1]} in {rounds} run(s) of {values['max_steps']} steps, {counted[2]}; {differ} run(s) ended "
-          f"with other weights, optimizer state, losses or evaluations")
+        counted = (
+            f"{options.kills} kills ({', '.join(f'{kills[what]} of {what}' for what in KINDS)})",
+            f"{lives} starts of {options.ranks} ranks",
+            f"{counted[2]} and {early} before the start's first step was saved",
+        )
+    print(
+        f"{counted[0]} of {counted[1]} in {rounds} run(s) of {values['max_steps']} steps, "
+        f"{counted[2]}; {differ} run(s) ended "
+        f"with other weights, optimizer state, losses or evaluations"
+    )
     if differ:
         print(f"the runs are in {place}")
     else:

@@ -10,36 +10,108 @@ from pathlib import Path
 import pytest
 import yaml
 
-from config import Config, DataConfig, ModelConfig, OptimizationConfig, RunConfig, SpeedConfig, load_config
+from config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizationConfig,
+    RunConfig,
+    SpeedConfig,
+    load_config,
+)
 from model import GPTConfig
-from runtime.cli import CONFIG_DIR, ConfigError, ContradictionError, parse_command_line, sections, to_yaml
+from runtime.cli import (
+    CONFIG_DIR,
+    ConfigError,
+    ContradictionError,
+    parse_command_line,
+    sections,
+    to_yaml,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 YAMLS = sorted(CONFIG_DIR.rglob("*.yaml"))
-SECTIONS = {"model": ModelConfig, "data": DataConfig, "optimization": OptimizationConfig, "speed": SpeedConfig, "run": RunConfig}
+SECTIONS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optimization": OptimizationConfig,
+    "speed": SpeedConfig,
+    "run": RunConfig,
+}
 
 # the contract of the command line: these names and defaults do not change
 CONTRACT = {
     "model": {
-        "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50257, "bias": True, "dropout": 0.0,
-        "norm": "layernorm", "activation": "gelu_tanh", "tie_weights": False, "init": "torch", "residual_scaling": False,
-        "init_from": "scratch"},
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "block_size": 1024,
+        "vocab_size": 50257,
+        "bias": True,
+        "dropout": 0.0,
+        "norm": "layernorm",
+        "activation": "gelu_tanh",
+        "tie_weights": False,
+        "init": "torch",
+        "residual_scaling": False,
+        "init_from": "scratch",
+    },
     "data": {
-        "dataset": "pydocs", "batch_size": 4, "seq_len": 1024, "total_batch_tokens": None, "shuffle": False,
-        "overfit_batch": False, "val_fraction": 0.0, "data_dir": "data"},
+        "dataset": "pydocs",
+        "batch_size": 4,
+        "seq_len": 1024,
+        "total_batch_tokens": None,
+        "shuffle": False,
+        "overfit_batch": False,
+        "val_fraction": 0.0,
+        "data_dir": "data",
+    },
     "optimization": {
-        "optimizer": "adamw", "lr": 3e-4, "min_lr": None, "warmup_steps": 0, "lr_schedule": "constant", "betas": (0.9, 0.999),
-        "eps": 1e-8, "weight_decay": 0.01, "decay_matrices_only": False, "grad_clip": 0.0, "max_steps": 50},
+        "optimizer": "adamw",
+        "lr": 3e-4,
+        "min_lr": None,
+        "warmup_steps": 0,
+        "lr_schedule": "constant",
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "decay_matrices_only": False,
+        "grad_clip": 0.0,
+        "max_steps": 50,
+    },
     "speed": {
-        "tf32": False, "bf16": False, "fp16": False, "compile": False, "compile_mode": "default", "flash": False,
-        "fused_adamw": False, "fsdp": False, "recompute": False, "recompute_cheap": None, "loss_chunks": 1},
+        "tf32": False,
+        "bf16": False,
+        "fp16": False,
+        "compile": False,
+        "compile_mode": "default",
+        "flash": False,
+        "fused_adamw": False,
+        "fsdp": False,
+        "recompute": False,
+        "recompute_cheap": None,
+        "loss_chunks": 1,
+    },
     "run": {
-        "device": "auto", "seed": 1337, "run_name": None, "log_dir": "logs", "log_every": 1, "eval_every": 0,
-        "eval_tokens": None, "sample_every": 0, "sample_prompt": "The", "checkpoint_every": 0},
+        "device": "auto",
+        "seed": 1337,
+        "run_name": None,
+        "log_dir": "logs",
+        "log_every": 1,
+        "eval_every": 0,
+        "eval_tokens": None,
+        "sample_every": 0,
+        "sample_prompt": "The",
+        "checkpoint_every": 0,
+    },
 }
 CHOICES = {
-    "norm": "layernorm|rmsnorm", "activation": "gelu_tanh|gelu", "init": "torch|gpt2", "optimizer": "adamw|muon",
-    "lr_schedule": "constant|cosine|wsd", "compile_mode": "default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs",
+    "norm": "layernorm|rmsnorm",
+    "activation": "gelu_tanh|gelu",
+    "init": "torch|gpt2",
+    "optimizer": "adamw|muon",
+    "lr_schedule": "constant|cosine|wsd",
+    "compile_mode": "default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs",
     "device": "auto|cuda|mps|cpu",
 }
 # what each stage of the speedup ladder changes, and relative to which
@@ -53,8 +125,14 @@ LADDER = {
     "speedup6": ("speedup5_max_autotune", {"flash": True, "batch_size": 6}),
     "speedup7": ("speedup6", {"vocab_size": 50304}),
     "speedup8": ("speedup7", {"betas": (0.9, 0.95), "grad_clip": 1.0}),
-    "speedup9": ("speedup8", {"lr": 6e-4, "min_lr": 6e-5, "warmup_steps": 10, "lr_schedule": "cosine"}),
-    "speedup10": ("speedup9", {"weight_decay": 0.1, "decay_matrices_only": True, "fused_adamw": True}),
+    "speedup9": (
+        "speedup8",
+        {"lr": 6e-4, "min_lr": 6e-5, "warmup_steps": 10, "lr_schedule": "cosine"},
+    ),
+    "speedup10": (
+        "speedup9",
+        {"weight_decay": 0.1, "decay_matrices_only": True, "fused_adamw": True},
+    ),
 }
 
 
@@ -88,20 +166,37 @@ def write(name: str, text: str | bytes) -> str:
 
 def changes(config: Config, base: Config) -> dict[str, object]:
     ours, theirs = config.model_dump(), base.model_dump()
-    return {name: value for name, value in ours.items() if value != theirs[name] and name != "run_name"}
+    return {
+        name: value for name, value in ours.items() if value != theirs[name] and name != "run_name"
+    }
 
 
 # ---- mistakes: one line each, with where it came from, what is allowed and the nearest name
 
 FLAG_MISTAKES = {
     "unknown flag": ("--zzz 9", ["--zzz: unknown option", "--help"]),
-    "unknown flag, near a known one": ("--batchsize 4", ["--batchsize: unknown option", "did you mean --batch_size?"]),
-    "hyphen for underscore": ("--batch-size 4", ["--batch-size: unknown option", "did you mean --batch_size?"]),
-    "unknown switch": ("--no-compil", ["--no-compil: unknown option", "did you mean --no-compile?"]),
-    "abbreviated flag": ("--batch_s 4", ["--batch_s: unknown option", "did you mean --batch_size?"]),
+    "unknown flag, near a known one": (
+        "--batchsize 4",
+        ["--batchsize: unknown option", "did you mean --batch_size?"],
+    ),
+    "hyphen for underscore": (
+        "--batch-size 4",
+        ["--batch-size: unknown option", "did you mean --batch_size?"],
+    ),
+    "unknown switch": (
+        "--no-compil",
+        ["--no-compil: unknown option", "did you mean --no-compile?"],
+    ),
+    "abbreviated flag": (
+        "--batch_s 4",
+        ["--batch_s: unknown option", "did you mean --batch_size?"],
+    ),
     "stray positional": ("8", ["8: not understood", "--name VALUE"]),
     "no value": ("--lr", ["--lr: expected one argument"]),
-    "boolean with a value": ("--compile yes", ["yes: not understood", "yes/no options --name or --no-name"]),
+    "boolean with a value": (
+        "--compile yes",
+        ["yes: not understood", "yes/no options --name or --no-name"],
+    ),
     "boolean with =value": ("--compile=yes", ["--compile/--no-compile: takes no value"]),
     "fraction for int": ("--n_layer 1.5", ["--n_layer: ", "integer", "'1.5'"]),
     "word for int": ("--batch_size two", ["--batch_size: ", "integer", "'two'"]),
@@ -110,8 +205,14 @@ FLAG_MISTAKES = {
     "word for tuple": ("--betas 0.9 x", ["--betas: ", "number", "'x'"]),
     "one beta": ("--betas 0.9", ["--betas: expected 2"]),
     "three betas": ("--betas 0.9 0.95 0.99", ["0.99: not understood"]),
-    "bad choice": ("--norm layer_norm", ["--norm: ", "'layernorm' or 'rmsnorm'", "'layer_norm'", "did you mean layernorm?"]),
-    "bad choice with =": ("--lr_schedule=cos", ["--lr_schedule: ", "'constant', 'cosine' or 'wsd'", "did you mean cosine?"]),
+    "bad choice": (
+        "--norm layer_norm",
+        ["--norm: ", "'layernorm' or 'rmsnorm'", "'layer_norm'", "did you mean layernorm?"],
+    ),
+    "bad choice with =": (
+        "--lr_schedule=cos",
+        ["--lr_schedule: ", "'constant', 'cosine' or 'wsd'", "did you mean cosine?"],
+    ),
     "bad device": ("--device gpu", ["--device: ", "'cuda'", "'cpu'", "'gpu'"]),
     "n_layer 0": ("--n_layer 0", ["--n_layer: ", "greater than or equal to 1", "'0'"]),
     "dropout 1": ("--dropout 1", ["--dropout: ", "less than 1", "'1'"]),
@@ -125,21 +226,45 @@ FLAG_MISTAKES = {
     "negative grad_clip": ("--grad_clip -1", ["--grad_clip: ", "greater than or equal to 0"]),
     "val_fraction 1": ("--val_fraction 1", ["--val_fraction: ", "less than 1"]),
     "log_every 0": ("--log_every 0", ["--log_every: ", "greater than or equal to 1"]),
-    "total_batch_tokens 0": ("--total_batch_tokens 0", ["--total_batch_tokens: ", "greater than or equal to 1"]),
-    "n_head does not divide n_embd": ("--n_head 7", ["--n_head: ", "n_embd 768", "7 heads", "must divide"]),
+    "total_batch_tokens 0": (
+        "--total_batch_tokens 0",
+        ["--total_batch_tokens: ", "greater than or equal to 1"],
+    ),
+    "n_head does not divide n_embd": (
+        "--n_head 7",
+        ["--n_head: ", "n_embd 768", "7 heads", "must divide"],
+    ),
     "seq_len above block_size": ("--seq_len 2048", ["--seq_len: ", "2048", "block_size 1024"]),
     "bf16 with fp16": ("--bf16 --fp16", ["--fp16: ", "bf16 and fp16", "choose one"]),
     "min_lr above lr": ("--min_lr 1e-3", ["--min_lr: ", "0.001", "lr 0.0003"]),
-    "real_vocab_size above vocab_size": ("--real_vocab_size 60000", ["--real_vocab_size: ", "60000", "vocab_size 50257"]),
-    "indivisible total_batch_tokens": ("--total_batch_tokens 10000", ["--total_batch_tokens: ", "8,192 or 12,288"]),
-    "total_batch_tokens of less than one micro-step": ("--total_batch_tokens 100", ["--total_batch_tokens: ", "that work: 4,096"]),
+    "real_vocab_size above vocab_size": (
+        "--real_vocab_size 60000",
+        ["--real_vocab_size: ", "60000", "vocab_size 50257"],
+    ),
+    "indivisible total_batch_tokens": (
+        "--total_batch_tokens 10000",
+        ["--total_batch_tokens: ", "8,192 or 12,288"],
+    ),
+    "total_batch_tokens of less than one micro-step": (
+        "--total_batch_tokens 100",
+        ["--total_batch_tokens: ", "that work: 4,096"],
+    ),
     "run_name with a slash": ("--run_name a/b", ["--run_name: ", "'a/b'", "log_dir"]),
     "run_name .": ("--run_name .", ["--run_name: ", "'.'", "log_dir"]),
     "run_name ..": ("--run_name ..", ["--run_name: ", "'..'", "log_dir"]),
-    "sampling without GPT-2's vocabulary": ("--sample_every 5 --vocab_size 256", ["--sample_every: ", "vocab_size", "50257"]),
+    "sampling without GPT-2's vocabulary": (
+        "--sample_every 5 --vocab_size 256",
+        ["--sample_every: ", "vocab_size", "50257"],
+    ),
     "no --config value": ("--config", ["--config: expected one argument"]),
-    "missing config, near a known one": ("--config speedup99", ["speedup99: no such config file", "did you mean speedup9?"]),
-    "missing config, near none": ("--config zzz", ["zzz: no such config file", "configs/ has baseline,", "quickstart"]),
+    "missing config, near a known one": (
+        "--config speedup99",
+        ["speedup99: no such config file", "did you mean speedup9?"],
+    ),
+    "missing config, near none": (
+        "--config zzz",
+        ["zzz: no such config file", "configs/ has baseline,", "quickstart"],
+    ),
     "directory as config": ("--config .", ["no such config file"]),
     "empty folder": ("--log_dir=", ["--log_dir: ", "at least 1 character"]),
     "empty config": ("--config=", ["(empty): no such config file"]),
@@ -156,25 +281,42 @@ def test_a_mistaken_flag_is_one_line_that_says_what_is_allowed(case, mistakes):
 
 
 YAML_MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
-    "unknown key": ("batchsize: 4", ["f.yaml: batchsize: unknown option", "did you mean batch_size?"]),
+    "unknown key": (
+        "batchsize: 4",
+        ["f.yaml: batchsize: unknown option", "did you mean batch_size?"],
+    ),
     "list for int": ("n_layer: [1]", ["f.yaml: n_layer: ", "integer", "['1']"]),
     "word for int": ("n_layer: many", ["f.yaml: n_layer: ", "integer", "'many'"]),
     "word for float": ("lr: fast", ["f.yaml: lr: ", "number", "'fast'"]),
     "number for tuple": ("betas: 0.9", ["f.yaml: betas: takes 2 values, not '0.9'"]),
     "one beta": ("betas: [0.9]", ["f.yaml: betas: takes 2 values, not ['0.9']"]),
-    "three betas": ("betas: [0.9, 0.95, 0.99]", ["f.yaml: betas: takes 2 values, not ['0.9', '0.95', '0.99']"]),
+    "three betas": (
+        "betas: [0.9, 0.95, 0.99]",
+        ["f.yaml: betas: takes 2 values, not ['0.9', '0.95', '0.99']"],
+    ),
     "word for bool": ("compile: maybe", ["f.yaml: compile: ", "boolean", "'maybe'"]),
     "nothing for bool": ("compile:", ["f.yaml: compile: ", "boolean"]),
-    "none for an option that must be set": ("n_layer: none", ["f.yaml: n_layer: ", "integer", "'none'"]),
-    "bad choice": ("norm: LayerNorm", ["f.yaml: norm: ", "'layernorm' or 'rmsnorm'", "did you mean layernorm?"]),
+    "none for an option that must be set": (
+        "n_layer: none",
+        ["f.yaml: n_layer: ", "integer", "'none'"],
+    ),
+    "bad choice": (
+        "norm: LayerNorm",
+        ["f.yaml: norm: ", "'layernorm' or 'rmsnorm'", "did you mean layernorm?"],
+    ),
     "out of range": ("dropout: 1.5", ["f.yaml: dropout: ", "less than 1", "'1.5'"]),
     "contradiction": ("seq_len: 99\nblock_size: 64", ["f.yaml: seq_len: ", "99", "block_size 64"]),
     "NUL in a name": ('run_name: "a\\0b"', ["f.yaml:1: not valid YAML", "NUL"]),
     "empty folder": ("data_dir:", ["f.yaml: data_dir: ", "at least 1 character"]),
     "empty base": ("base:", ["f.yaml: base: must name one config file"]),
-    "aliases of aliases": (f"lr: [&a0 [x], {', '.join(f'&a{i} [*a{i - 1}, *a{i - 1}]' for i in range(1, 60))}]",
-                           ["f.yaml: lr: input should be a valid number, not [['x'], [[...], [...]], "]),
-    "missing base, near a known one": ("base: speedup77", ["f.yaml: base: speedup77: no such", "did you mean speedup7?"]),
+    "aliases of aliases": (
+        f"lr: [&a0 [x], {', '.join(f'&a{i} [*a{i - 1}, *a{i - 1}]' for i in range(1, 60))}]",
+        ["f.yaml: lr: input should be a valid number, not [['x'], [[...], [...]], "],
+    ),
+    "missing base, near a known one": (
+        "base: speedup77",
+        ["f.yaml: base: speedup77: no such", "did you mean speedup7?"],
+    ),
     "missing base, near none": ("base: zzz.yaml", ["f.yaml: base: zzz.yaml: no such config file"]),
     "base is a list": ("base: [a, b]", ["f.yaml: base: must name one config file"]),
     "base is the file itself": ("base: f.yaml", ["f.yaml: base: ", "circle", "f.yaml -> f.yaml"]),
@@ -183,8 +325,14 @@ YAML_MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     "two documents": ("lr: 1\n---\nlr: 2", ["f.yaml:2: not valid YAML"]),
     "not UTF-8": (b"lr: 1 # \xe9\n", ["f.yaml: not valid YAML", "utf-8"]),
     "control character": ("lr: \0", ["f.yaml: not valid YAML", "#x0000"]),
-    "list instead of a mapping": ("- lr\n- 1", ["f.yaml: ", "must hold lines of the form `option: value`"]),
-    "word instead of a mapping": ("lr", ["f.yaml: ", "must hold lines of the form `option: value`"]),
+    "list instead of a mapping": (
+        "- lr\n- 1",
+        ["f.yaml: ", "must hold lines of the form `option: value`"],
+    ),
+    "word instead of a mapping": (
+        "lr",
+        ["f.yaml: ", "must hold lines of the form `option: value`"],
+    ),
     "duplicate key": ("lr: 1\nbias: no\nlr: 2", ["f.yaml:", "'lr' stands twice"]),
 }
 
@@ -199,7 +347,9 @@ def test_a_mistaken_yaml_is_one_line_that_names_the_file(case, mistakes):
 def test_a_base_cycle_of_two_files_is_shown(mistakes):
     write("a.yaml", "base: b.yaml")
     write("b.yaml", "base: a.yaml")
-    assert mistakes("--config", "a.yaml") == ["a.yaml: base: goes round in a circle: a.yaml -> b.yaml -> a.yaml"]
+    assert mistakes("--config", "a.yaml") == [
+        "a.yaml: base: goes round in a circle: a.yaml -> b.yaml -> a.yaml"
+    ]
 
 
 def test_a_missing_base_of_a_base_is_blamed_on_the_file_that_names_it(mistakes):
@@ -228,7 +378,10 @@ def test_a_contradiction_names_the_place_its_option_came_from(mistakes):
 def test_several_wrong_values_are_all_reported(mistakes):
     write("f.yaml", "batchsize: 4\nn_layer: 0\nbetas: [2, x]")
     lines = mistakes("--config", "f.yaml", "--dropout", "2", "--norm", "none")
-    assert sorted(line.partition(": ")[0] for line in lines) == ["--dropout", "--norm"] + ["f.yaml"] * 4
+    assert (
+        sorted(line.partition(": ")[0] for line in lines)
+        == ["--dropout", "--norm"] + ["f.yaml"] * 4
+    )
 
 
 def test_several_unknown_flags_are_all_reported_and_their_values_are_not(mistakes):
@@ -243,8 +396,15 @@ def test_contradictions_can_be_sent_to_another_process():
 
 
 def test_several_contradictions_are_all_reported(mistakes):
-    lines = mistakes("--n_head", "7", "--seq_len", "2048", "--bf16", "--fp16", "--total_batch_tokens", "5")
-    assert [line.partition(":")[0] for line in lines] == ["--n_head", "--seq_len", "--fp16", "--total_batch_tokens"]
+    lines = mistakes(
+        "--n_head", "7", "--seq_len", "2048", "--bf16", "--fp16", "--total_batch_tokens", "5"
+    )
+    assert [line.partition(":")[0] for line in lines] == [
+        "--n_head",
+        "--seq_len",
+        "--fp16",
+        "--total_batch_tokens",
+    ]
 
 
 def test_an_unknown_flag_does_not_hide_a_wrong_value(mistakes):
@@ -260,7 +420,9 @@ def test_indivisible_total_batch_counts_the_processes_that_torchrun_started(mist
     assert line.endswith("nearest that work: 32 or 48")
 
 
-def test_under_torchrun_rank_0_speaks_at_once_and_another_rank_only_if_it_is_not_ended_meanwhile(monkeypatch, capsys):
+def test_under_torchrun_rank_0_speaks_at_once_and_another_rank_only_if_it_is_not_ended_meanwhile(
+    monkeypatch, capsys
+):
     slept = []
     monkeypatch.setattr("runtime.errors.time.sleep", slept.append)
     monkeypatch.setattr("runtime.world._store", None)  # of an earlier test
@@ -269,26 +431,37 @@ def test_under_torchrun_rank_0_speaks_at_once_and_another_rank_only_if_it_is_not
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank, local_rank in (("0", "0"), ("1", "0"), ("2", "1")):
         monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", local_rank)  # the second machine has the second and the third
+        monkeypatch.setenv(
+            "LOCAL_RANK", local_rank
+        )  # the second machine has the second and the third
         with pytest.raises(SystemExit, match="2"):
             parse_command_line(Config, ["--n_layer", "0"])
         printed[rank] = capsys.readouterr().err
     assert printed["0"].startswith("error: --n_layer: ")
     assert printed["1"].startswith("error: rank 1: --n_layer: ")
-    assert slept == [5, 6]  # the first of a machine speaks first, and then its torchrun ends the others
+    assert slept == [
+        5,
+        6,
+    ]  # the first of a machine speaks first, and then its torchrun ends the others
 
 
 def test_load_config_raises_rather_than_exits():
-    with pytest.raises(ConfigError, match=r"--n_layer: .*\n--lrr: unknown option; did you mean lr\?"):
+    with pytest.raises(
+        ConfigError, match=r"--n_layer: .*\n--lrr: unknown option; did you mean lr\?"
+    ):
         load_config(n_layer=0, lrr=1)
 
 
 def python(*argv: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    return subprocess.run([sys.executable, *argv], env=env, text=True, capture_output=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, *argv], env=env, text=True, capture_output=True, timeout=60
+    )
 
 
-@pytest.mark.parametrize("argv", ["--batchsize 4", "--config f.yaml", "--config zzz", "--seq_len 2048 --n_head 7"])
+@pytest.mark.parametrize(
+    "argv", ["--batchsize 4", "--config f.yaml", "--config zzz", "--seq_len 2048 --n_head 7"]
+)
 def test_the_real_command_line_prints_no_traceback_and_exits_with_2(argv):
     write("f.yaml", "lr: [\n")
     ran = python(str(ROOT / "train.py"), *argv.split())
@@ -351,12 +524,28 @@ def test_an_empty_file_is_fine(text):
     assert changes(load_config("f.yaml"), Config()) == {}
 
 
-@pytest.mark.parametrize(("line", "expected"), [
-    ("lr: 6e-4", 6e-4), ("lr: 1e-3", 1e-3), ("lr: 1", 1.0), ("bias: no", False), ("bias: false", False), ("tf32: yes", True),
-    ("tf32: on", True), ("n_layer: 007", 7), ("betas: [0.9, 0.95]", (0.9, 0.95)), ("betas: [.9, 95e-2]", (0.9, 0.95)),
-    ("run_name: 123", "123"), ("run_name: no", "no"), ("sample_prompt: yes", "yes"), ("sample_prompt: null", "null"),
-    ("sample_prompt: 2026-01-01", "2026-01-01"), ('sample_prompt: ""', ""), ("dataset: 1e3", "1e3"),
-])
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("lr: 6e-4", 6e-4),
+        ("lr: 1e-3", 1e-3),
+        ("lr: 1", 1.0),
+        ("bias: no", False),
+        ("bias: false", False),
+        ("tf32: yes", True),
+        ("tf32: on", True),
+        ("n_layer: 007", 7),
+        ("betas: [0.9, 0.95]", (0.9, 0.95)),
+        ("betas: [.9, 95e-2]", (0.9, 0.95)),
+        ("run_name: 123", "123"),
+        ("run_name: no", "no"),
+        ("sample_prompt: yes", "yes"),
+        ("sample_prompt: null", "null"),
+        ("sample_prompt: 2026-01-01", "2026-01-01"),
+        ('sample_prompt: ""', ""),
+        ("dataset: 1e3", "1e3"),
+    ],
+)
 def test_yaml_scalars_get_the_type_of_their_field_not_yamls_guess(line, expected):
     write("f.yaml", line)
     value = getattr(load_config("f.yaml"), line.partition(":")[0])
@@ -375,12 +564,17 @@ def test_none_unsets_an_optional(none):
 def test_no_compile_overrides_a_yaml_that_compiles():
     write("f.yaml", "compile: true\nbias: false")
     assert load_config("f.yaml").compile
-    config = parse_command_line(Config, ["--config", "f.yaml", "--no-compile", "--bias"], config_file=True)
+    config = parse_command_line(
+        Config, ["--config", "f.yaml", "--no-compile", "--bias"], config_file=True
+    )
     assert not config.compile
     assert config.bias
 
 
-@pytest.mark.parametrize("name", ["speedup8", "speedup8.yaml", str(CONFIG_DIR / "speedup8"), str(CONFIG_DIR / "speedup8.yaml")])
+@pytest.mark.parametrize(
+    "name",
+    ["speedup8", "speedup8.yaml", str(CONFIG_DIR / "speedup8"), str(CONFIG_DIR / "speedup8.yaml")],
+)
 def test_config_is_a_path_or_a_name_with_or_without_yaml(name):
     config = load_config(name)
     assert (config.grad_clip, config.run_name) == (1.0, "speedup8")
@@ -388,7 +582,12 @@ def test_config_is_a_path_or_a_name_with_or_without_yaml(name):
 
 def test_config_is_found_in_a_folder_of_configs():
     config = load_config("model/gpt2-medium")
-    assert (config.n_layer, config.n_head, config.n_embd, config.run_name) == (24, 16, 1024, "gpt2-medium")
+    assert (config.n_layer, config.n_head, config.n_embd, config.run_name) == (
+        24,
+        16,
+        1024,
+        "gpt2-medium",
+    )
 
 
 def test_a_file_here_goes_before_a_name_in_configs():
@@ -423,11 +622,25 @@ def test_to_yaml_leaves_min_lr_unset_where_the_rate_is_constant():
     assert load_config("f.yaml").min_lr is None
 
 
-ODD = {"sample_prompt": 'a: "b"\n\té😀 #x', "run_name": "yes", "dataset": "null", "init_from": "~/run", "lr": 1 / 3,
-       "eps": 1e-12, "betas": (0.1, 0.2), "bias": False, "eval_tokens": 10**12, "device": "cpu"}
+ODD = {
+    "sample_prompt": 'a: "b"\n\té😀 #x',
+    "run_name": "yes",
+    "dataset": "null",
+    "init_from": "~/run",
+    "lr": 1 / 3,
+    "eps": 1e-12,
+    "betas": (0.1, 0.2),
+    "bias": False,
+    "eval_tokens": 10**12,
+    "device": "cpu",
+}
 
 
-@pytest.mark.parametrize("values", [{}, ODD, {"min_lr": 1e-7}, {"sample_prompt": ""}], ids=["defaults", "odd", "min_lr", "empty"])
+@pytest.mark.parametrize(
+    "values",
+    [{}, ODD, {"min_lr": 1e-7}, {"sample_prompt": ""}],
+    ids=["defaults", "odd", "min_lr", "empty"],
+)
 def test_to_yaml_is_a_config_that_loads_to_the_same(values):
     config = load_config(**values)
     write("f.yaml", config.to_yaml())
@@ -441,6 +654,7 @@ def test_to_yaml_is_a_config_that_loads_to_the_same(values):
 @pytest.fixture
 def printed(capsys):
     """What `--print_config` prints for a command line."""
+
     def run(*argv: str) -> str:
         with pytest.raises(SystemExit) as stopped:
             parse_command_line(Config, [*argv, "--print_config"], config_file=True)
@@ -455,14 +669,36 @@ def printed(capsys):
 def test_print_config_shows_every_option_and_where_its_value_came_from(printed):
     write("mine.yaml", "base: speedup9\nn_layer: 3\nseed: 7")
     text = printed("--config", "mine.yaml", "--seed", "8", "--no-flash", "--betas", "0.8", "0.9")
-    origins = {line.partition(":")[0]: line.partition("  # ")[2] for line in text.splitlines() if line and line[0] != "#"}
+    origins = {
+        line.partition(":")[0]: line.partition("  # ")[2]
+        for line in text.splitlines()
+        if line and line[0] != "#"
+    }
     assert list(origins) == [name for section in SECTIONS.values() for name in section.model_fields]
-    expected = {"n_layer": "mine.yaml", "seed": "--seed", "flash": "--flash", "betas": "--betas", "dropout": "default",
-                "warmup_steps": "configs/speedup9.yaml", "dataset": "configs/baseline.yaml", "vocab_size": "configs/speedup7.yaml"}
+    expected = {
+        "n_layer": "mine.yaml",
+        "seed": "--seed",
+        "flash": "--flash",
+        "betas": "--betas",
+        "dropout": "default",
+        "warmup_steps": "configs/speedup9.yaml",
+        "dataset": "configs/baseline.yaml",
+        "vocab_size": "configs/speedup7.yaml",
+    }
     assert {name: origins[name] for name in expected} == expected
-    assert set(origins.values()) <= {"default", *expected.values(), *(f"configs/{stage}.yaml" for stage in LADDER)}
+    assert set(origins.values()) <= {
+        "default",
+        *expected.values(),
+        *(f"configs/{stage}.yaml" for stage in LADDER),
+    }
     write("again.yaml", text)
-    assert changes(load_config("again.yaml"), load_config("mine.yaml", seed=8, flash=False, betas=(0.8, 0.9))) == {}
+    assert (
+        changes(
+            load_config("again.yaml"),
+            load_config("mine.yaml", seed=8, flash=False, betas=(0.8, 0.9)),
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
@@ -476,8 +712,17 @@ def test_print_config_does_not_hide_a_mistake(mistakes):
     assert line.startswith("--n_layer: ")
 
 
-@pytest.mark.parametrize("values", [{}, ODD, {"sample_prompt": "two\nlines"}, {"sample_prompt": "# no comment"},
-                                    {"sample_prompt": "x " * 200}], ids=["defaults", "odd", "lines", "hash", "long"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        ODD,
+        {"sample_prompt": "two\nlines"},
+        {"sample_prompt": "# no comment"},
+        {"sample_prompt": "x " * 200},
+    ],
+    ids=["defaults", "odd", "lines", "hash", "long"],
+)
 def test_a_config_with_its_origins_loads_to_the_same(values):
     config = load_config(**values)
     write("f.yaml", to_yaml(config, origin={name: f"--{name}" for name in values}))
@@ -491,11 +736,20 @@ def test_the_written_config_of_every_yaml_loads_to_the_same(path):
     assert changes(load_config("f.yaml", min_lr=config.min_lr), config) == {}
 
 
-@pytest.mark.parametrize(("options", "parts"), [
-    ({"warmup_steps": 100, "max_steps": 50, "lr": 1e-3}, ["warmup_steps 100", "max_steps 50", "0.0005"]),
-    ({"min_lr": 1e-5}, ["min_lr", "no effect", "constant"]),
-    ({"compile_mode": "max-autotune"}, ["compile_mode max-autotune", "no effect", "compile is off"]),
-])
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (
+            {"warmup_steps": 100, "max_steps": 50, "lr": 1e-3},
+            ["warmup_steps 100", "max_steps 50", "0.0005"],
+        ),
+        ({"min_lr": 1e-5}, ["min_lr", "no effect", "constant"]),
+        (
+            {"compile_mode": "max-autotune"},
+            ["compile_mode max-autotune", "no effect", "compile is off"],
+        ),
+    ],
+)
 def test_an_option_without_effect_is_noted_not_ignored(options, parts):
     (note,) = load_config(**options).notes()
     assert [part for part in parts if part not in note] == []
@@ -503,14 +757,23 @@ def test_an_option_without_effect_is_noted_not_ignored(options, parts):
 
 def test_options_that_take_effect_are_not_noted():
     assert load_config().notes() == []
-    options = {"warmup_steps": 50, "lr_schedule": "cosine", "min_lr": 1e-5, "compile": True, "compile_mode": "max-autotune"}
+    options = {
+        "warmup_steps": 50,
+        "lr_schedule": "cosine",
+        "min_lr": 1e-5,
+        "compile": True,
+        "compile_mode": "max-autotune",
+    }
     assert load_config(**options).notes() == []
 
 
 # ---- the options themselves
 
 
-@pytest.mark.parametrize(("section", "name"), [(section, name) for section, fields in CONTRACT.items() for name in fields])
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [(section, name) for section, fields in CONTRACT.items() for name in fields],
+)
 def test_the_contracts_names_and_defaults_are_there(section, name):
     default = CONTRACT[section][name]
     assert name in SECTIONS[section].model_fields
@@ -520,7 +783,7 @@ def test_the_contracts_names_and_defaults_are_there(section, name):
         assert type(value) is type(default)
 
 
-def in_words(default: object) -> str:
+def describe(default: object) -> str:
     if isinstance(default, tuple):
         return " ".join(map(str, default))
     return {"True": "on", "False": "off", "None": "none"}.get(str(default), str(default))
@@ -542,7 +805,7 @@ def test_help_shows_every_option_under_its_sections_title_with_its_default(capsy
         (shown,) = (entries for heading, entries in groups.items() if heading.split()[0] == title)
         assert list(shown) == list(section.model_fields)
         for name, field in section.model_fields.items():
-            assert shown[name].endswith(f"[{in_words(field.default)}]"), name
+            assert shown[name].endswith(f"[{describe(field.default)}]"), name
             assert (f"--no-{name}" in shown[name]) == (field.annotation in (bool, bool | None))
             assert CHOICES.get(name, "") in shown[name]
 
@@ -551,14 +814,21 @@ def test_every_option_belongs_to_one_section_and_has_one_line_of_help():
     assert sections(Config) == list(SECTIONS.values())
     names = [name for section in SECTIONS.values() for name in section.model_fields]
     assert sorted(names) == sorted(Config.model_fields)
-    assert [name for name, field in Config.model_fields.items() if not field.description or "\n" in field.description] == []
+    assert [
+        name
+        for name, field in Config.model_fields.items()
+        if not field.description or "\n" in field.description
+    ] == []
 
 
 def test_the_models_own_options_are_those_of_the_command_line_so_the_two_lists_cannot_drift():
-    ours = ModelConfig.model_fields | {name: SpeedConfig.model_fields[name] for name in ("flash", "loss_chunks")}
+    ours = ModelConfig.model_fields | {
+        name: SpeedConfig.model_fields[name] for name in ("flash", "loss_chunks")
+    }
     ours.pop("init_from")  # where weights come from, not what the model is
     assert {field.name: field.default for field in dataclasses.fields(GPTConfig)} == {
-        name: field.default for name, field in ours.items()}
+        name: field.default for name, field in ours.items()
+    }
 
 
 # ---- configs/
@@ -591,7 +861,11 @@ def test_each_rung_of_the_speedup_ladder_adds_its_own_optimization_and_nothing_e
 def test_the_baseline_has_everything_off():
     config = load_config("baseline")
     assert changes(config, Config()) == {"dataset": "shakespeare", "batch_size": 2}
-    assert not any(getattr(config, name) for name, field in SpeedConfig.model_fields.items() if field.annotation is bool)
+    assert not any(
+        getattr(config, name)
+        for name, field in SpeedConfig.model_fields.items()
+        if field.annotation is bool
+    )
     assert not config.tie_weights
     assert not config.decay_matrices_only
     assert not config.grad_clip
@@ -599,24 +873,51 @@ def test_the_baseline_has_everything_off():
 
 def test_the_top_of_the_ladder_has_everything_on():
     config = load_config("speedup10")
-    assert all((config.tf32, config.bf16, config.compile, config.flash, config.fused_adamw, config.tie_weights))
+    assert all(
+        (
+            config.tf32,
+            config.bf16,
+            config.compile,
+            config.flash,
+            config.fused_adamw,
+            config.tie_weights,
+        )
+    )
     assert (config.vocab_size, config.batch_size, config.betas, config.lr, config.final_lr()) == (
-        50304, 6, (0.9, 0.95), 6e-4, 6e-5)
+        50304,
+        6,
+        (0.9, 0.95),
+        6e-4,
+        6e-5,
+    )
     assert config.notes() == []
 
 
-def test_ddp_is_the_top_of_the_ladder_with_a_total_batch_that_any_power_of_two_of_gpus_divides(monkeypatch):
+def test_ddp_is_the_top_of_the_ladder_with_a_total_batch_that_any_power_of_two_of_gpus_divides(
+    monkeypatch,
+):
     config = load_config("ddp")
     assert config.total_batch_tokens == 524288
-    assert changes(config, load_config("speedup10")).keys() >= {"dataset", "batch_size", "total_batch_tokens"}
+    assert changes(config, load_config("speedup10")).keys() >= {
+        "dataset",
+        "batch_size",
+        "total_batch_tokens",
+    }
     for world_size in (1, 2, 4, 8):
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
         micro_step = config.batch_size * config.seq_len * world_size
         assert load_config("ddp").accumulation_steps(world_size) * micro_step == 524288
 
 
-@pytest.mark.parametrize(("name", "n_layer", "n_head", "n_embd"), [
-    ("gpt2", 12, 12, 768), ("gpt2-medium", 24, 16, 1024), ("gpt2-large", 36, 20, 1280), ("gpt2-xl", 48, 25, 1600)])
+@pytest.mark.parametrize(
+    ("name", "n_layer", "n_head", "n_embd"),
+    [
+        ("gpt2", 12, 12, 768),
+        ("gpt2-medium", 24, 16, 1024),
+        ("gpt2-large", 36, 20, 1280),
+        ("gpt2-xl", 48, 25, 1600),
+    ],
+)
 def test_the_model_configs_have_gpt2s_published_shapes(name, n_layer, n_head, n_embd):
     config = load_config(f"model/{name}")
     assert (config.n_layer, config.n_head, config.n_embd) == (n_layer, n_head, n_embd)
@@ -628,28 +929,70 @@ def test_the_model_configs_have_gpt2s_published_shapes(name, n_layer, n_head, n_
 # ---- the recipes
 
 
-@pytest.mark.parametrize(("recipe", "shape", "parameters", "lr", "steps"), [
-    ("gpt2_124m", "gpt2", 124, 6e-4, 19073), ("gpt2_350m", "gpt2-medium", 355, 3e-4, 19073),
-    ("gpt2_774m", "gpt2-large", 774, 2.5e-4, 19073), ("gpt2_1558m", "gpt2-xl", 1558, 2e-4, 9536)])
-def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion_tokens(recipe, shape, parameters, lr, steps):
+@pytest.mark.parametrize(
+    ("recipe", "shape", "parameters", "lr", "steps"),
+    [
+        ("gpt2_124m", "gpt2", 124, 6e-4, 19073),
+        ("gpt2_350m", "gpt2-medium", 355, 3e-4, 19073),
+        ("gpt2_774m", "gpt2-large", 774, 2.5e-4, 19073),
+        ("gpt2_1558m", "gpt2-xl", 1558, 2e-4, 9536),
+    ],
+)
+def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion_tokens(
+    recipe, shape, parameters, lr, steps
+):
     config, model = load_config(recipe), load_config(f"model/{shape}")
-    for name in ("n_layer", "n_head", "n_embd", "block_size", "tie_weights", "init", "residual_scaling"):
+    for name in (
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "block_size",
+        "tie_weights",
+        "init",
+        "residual_scaling",
+    ):
         assert getattr(config, name) == getattr(model, name), name
-    size = config.n_layer * (12 * config.n_embd**2 + 13 * config.n_embd) + (50257 + 1024 + 2) * config.n_embd
+    size = (
+        config.n_layer * (12 * config.n_embd**2 + 13 * config.n_embd)
+        + (50257 + 1024 + 2) * config.n_embd
+    )
     assert round(size / 1e6) == parameters
     assert (config.lr, config.final_lr(), config.max_steps) == (lr, lr / 10, steps)
     tokens = config.tokens_per_step(1)
     assert steps * tokens == pytest.approx(10e9, rel=1e-4)
     assert config.warmup_steps * tokens == pytest.approx(375e6, rel=2e-3)
-    assert (config.lr_schedule, config.betas, config.weight_decay, config.grad_clip) == ("cosine", (0.9, 0.95), 0.1, 1.0)
+    assert (config.lr_schedule, config.betas, config.weight_decay, config.grad_clip) == (
+        "cosine",
+        (0.9, 0.95),
+        0.1,
+        1.0,
+    )
     assert (config.shuffle, config.decay_matrices_only) == (True, True)
-    assert config.optimizations(1)[1] == ["fp16", "fsdp", "recompute", "loss_chunks", "several processes"]
+    assert config.optimizations(1)[1] == [
+        "fp16",
+        "fsdp",
+        "recompute",
+        "loss_chunks",
+        "several processes",
+    ]
     for world_size in (1, 2, 4, 8):
         assert config.accumulation_steps(world_size) >= 1
-    assert config.compile_mode == "max-autotune-no-cudagraphs"  # with micro-steps, graphs would be refused
+    assert (
+        config.compile_mode == "max-autotune-no-cudagraphs"
+    )  # with micro-steps, graphs would be refused
 
 
 def test_the_recipe_of_124m_is_the_one_that_is_known():
     config = load_config("gpt2_124m")
-    assert (config.max_steps, config.total_batch_tokens, config.batch_size, config.seq_len) == (19073, 524288, 64, 1024)
-    assert (config.lr, config.warmup_steps, config.eval_every, config.checkpoint_every) == (6e-4, 715, 250, 1000)
+    assert (config.max_steps, config.total_batch_tokens, config.batch_size, config.seq_len) == (
+        19073,
+        524288,
+        64,
+        1024,
+    )
+    assert (config.lr, config.warmup_steps, config.eval_every, config.checkpoint_every) == (
+        6e-4,
+        715,
+        250,
+        1000,
+    )

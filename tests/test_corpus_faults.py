@@ -1,4 +1,6 @@
-"""What can happen to a corpus while it is written or in use: two writers, kill -9, Ctrl-C, touch, a moved project, odd names."""
+"""What can happen to a corpus while it is written or in use: two writers, kill -9, Ctrl-C, touch, a
+moved project, odd names.
+"""
 
 import contextlib
 import errno
@@ -24,7 +26,18 @@ from data.token_file import LONGEST_NAME, TokenFile, TokenFileError, write_corpu
 from data.tokenizer import END_OF_TEXT, get_encoding, size
 from dataloader import DataLoader, open_corpus
 from runtime.files import lock_file, sole_writer
-from tests.conftest import ALONE, ROOT, TINY, at_step, ended, run, start, tokens_in, wait_for, write_tiny_corpus
+from tests.conftest import (
+    ALONE,
+    ROOT,
+    TINY,
+    at_step,
+    ended,
+    run,
+    start,
+    tokens_in,
+    wait_for,
+    write_tiny_corpus,
+)
 from train import train
 
 BEGIN = f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path\n"
@@ -44,6 +57,7 @@ def printed(process):
 
 def stop_in_the_middle():
     """Let this process stop, until SIGCONT, when it opens the first token file to write."""
+
     def stop(event, args):
         if event == "open" and str(args[0]).endswith("_train_000000.bin") and args[1] == "w":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -57,7 +71,12 @@ def stopped_in_the_middle(*command, cwd):
     if not Path("/proc/self/stat").exists():
         pytest.skip("needs Linux, to see that a process has stopped")
     with ended([start(*command, cwd=cwd, before=stop_in_the_middle)]) as (writer,):
-        wait_for(lambda: Path(f"/proc/{writer.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", writer)
+        wait_for(
+            lambda: (
+                Path(f"/proc/{writer.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            ),
+            writer,
+        )
         assert list(cwd.glob("data/*.tmp"))
         yield writer
 
@@ -73,22 +92,32 @@ def being_written(tmp_path):
 # ---- two writers
 
 
-def test_of_two_texts_for_one_name_the_second_is_refused_at_once_and_none_is_lost(being_written, tmp_path):
+def test_of_two_texts_for_one_name_the_second_is_refused_at_once_and_none_is_lost(
+    being_written, tmp_path
+):
     (tmp_path / "other.txt").write_text("Another text.")
     second = run("data/text.py", "other.txt", "--name", "mine", cwd=tmp_path)
     assert (second.returncode, second.stdout) == (1, "")
-    assert second.stderr == "error: data/mine: another process is writing this corpus; wait for it, or choose another name\n"
+    assert (
+        second.stderr
+        == "error: data/mine: another process is writing this corpus; wait for it, or choose another name\n"
+    )
     being_written.send_signal(signal.SIGCONT)
     out, _ = being_written.communicate()
     assert being_written.returncode == 0
     assert f"{len(tokens_of(tmp_path / 'data/mine'))} tokens in data/mine" in out
-    assert get_encoding().decode(tokens_of(tmp_path / "data/mine")[1:]) == "It was a bright cold day in April."
+    assert (
+        get_encoding().decode(tokens_of(tmp_path / "data/mine")[1:])
+        == "It was a bright cold day in April."
+    )
     assert names(tmp_path / "data") == ["mine"]
 
 
 def test_of_many_writers_at_one_moment_exactly_one_says_that_it_wrote(tmp_path):
-    code = (f"{BEGIN}from data.token_file import write_corpus\n"
-            f"write_corpus(Path('new/mine'), [[int(sys.argv[1])] * 9]); print(sys.argv[1])")
+    code = (
+        f"{BEGIN}from data.token_file import write_corpus\n"
+        f"write_corpus(Path('new/mine'), [[int(sys.argv[1])] * 9]); print(sys.argv[1])"
+    )
     with ended([start("-c", code, str(i), cwd=tmp_path) for i in range(6)]) as writers:
         all_printed = [writer.communicate() for writer in writers]
     (winner,) = [out for out, _ in all_printed if out]
@@ -98,7 +127,9 @@ def test_of_many_writers_at_one_moment_exactly_one_says_that_it_wrote(tmp_path):
     assert names(tmp_path / "new") == ["mine"]
 
 
-def test_a_corpus_that_is_copied_there_while_another_is_written_is_not_replaced_nor_taken_for_it(tmp_path):
+def test_a_corpus_that_is_copied_there_while_another_is_written_is_not_replaced_nor_taken_for_it(
+    tmp_path,
+):
     folder = tmp_path / "mine"
 
     def parts():
@@ -114,11 +145,34 @@ def test_a_corpus_that_is_copied_there_while_another_is_written_is_not_replaced_
 
 
 def test_two_first_runs_at_once_share_the_corpus_that_one_of_them_prepares(tmp_path):
-    options = ["--n_layer", "1", "--n_head", "1", "--n_embd", "8", "--block_size", "16", "--seq_len", "16", "--batch_size", "1",
-               "--max_steps", "1", "--device", "cpu", "--keep_last", "0"]
-    with (stopped_in_the_middle("train.py", *options, "--run_name", "a", cwd=tmp_path) as first,
-          ended([start("train.py", *options, "--run_name", "b", cwd=tmp_path)]) as (second,)):
-        wait_for(lambda: "another process is writing data/pydocs: waiting for it" in printed(second), second)
+    options = [
+        "--n_layer",
+        "1",
+        "--n_head",
+        "1",
+        "--n_embd",
+        "8",
+        "--block_size",
+        "16",
+        "--seq_len",
+        "16",
+        "--batch_size",
+        "1",
+        "--max_steps",
+        "1",
+        "--device",
+        "cpu",
+        "--keep_last",
+        "0",
+    ]
+    with (
+        stopped_in_the_middle("train.py", *options, "--run_name", "a", cwd=tmp_path) as first,
+        ended([start("train.py", *options, "--run_name", "b", cwd=tmp_path)]) as (second,),
+    ):
+        wait_for(
+            lambda: "another process is writing data/pydocs: waiting for it" in printed(second),
+            second,
+        )
         first.send_signal(signal.SIGCONT)
         outputs = [process.communicate() for process in (first, second)]
         assert [first.returncode, second.returncode] == [0, 0], outputs
@@ -141,8 +195,10 @@ def test_a_run_waits_for_a_text_that_is_being_written_and_then_finds_it(being_wr
 
 def test_who_waits_for_a_writer_that_dies_writes_the_corpus_itself(tmp_path):
     with stopped_in_the_middle("data/pydocs.py", cwd=tmp_path) as writer:
-        code = (f"{BEGIN}from data.prepare import prepare_if_missing\n"
-                f"prepare_if_missing(Path('data/pydocs'), lambda line: print(line, flush=True))")
+        code = (
+            f"{BEGIN}from data.prepare import prepare_if_missing\n"
+            f"prepare_if_missing(Path('data/pydocs'), lambda line: print(line, flush=True))"
+        )
         with ended([start("-c", code, cwd=tmp_path)]) as (waiter,):
             wait_for(lambda: "waiting for it" in printed(waiter), waiter)
             writer.kill()
@@ -185,17 +241,24 @@ def test_what_a_killed_writer_left_is_deleted_by_the_next_and_nothing_else(being
     for name in others:
         (tmp_path / "data" / name).mkdir()
     (tmp_path / "data" / "mine.4711.tmp").mkdir()  # of an older writer
-    with pytest.raises(TokenFileError, match=r"minf: no such corpus \(a folder of \*.bin token files\)") as error:
+    with pytest.raises(
+        TokenFileError, match=r"minf: no such corpus \(a folder of \*.bin token files\)"
+    ) as error:
         prepare_if_missing(tmp_path / "data/minf", print)
     assert leftover.name not in str(error.value)
     text.prepare(tmp_path / "data/mine", [ROOT / "LICENSE"])
     assert names(tmp_path / "data") == sorted(["mine", *others])
 
 
-def test_a_run_of_a_corpus_whose_writer_was_killed_is_told_that_it_is_not_there(being_written, tmp_path):
+def test_a_run_of_a_corpus_whose_writer_was_killed_is_told_that_it_is_not_there(
+    being_written, tmp_path
+):
     being_written.kill()
     being_written.wait()
-    with pytest.raises(TokenFileError, match=r"mine: no such corpus .*python data/text.py FILE --name mine --data_dir .*/data; or"):
+    with pytest.raises(
+        TokenFileError,
+        match=r"mine: no such corpus .*python data/text.py FILE --name mine --data_dir .*/data; or",
+    ):
         prepare_if_missing(tmp_path / "data/mine", print)
     assert names(tmp_path / "data") == []
 
@@ -209,8 +272,11 @@ def test_ctrl_c_while_a_text_is_written_says_so_and_leaves_nothing_behind(being_
 
 
 def test_ctrl_c_while_another_is_waited_for_says_so(being_written, tmp_path):
-    code = (f"{BEGIN}from data.prepare import prepare_if_missing\nfrom runtime.errors import reported\n"
-            f"with reported('data'): prepare_if_missing(Path('data/mine'), lambda line: print(line, flush=True))")
+    code = (
+        f"{BEGIN}from data.prepare import prepare_if_missing\nfrom runtime.errors import reported\n"
+        f"with reported('data'): prepare_if_missing(Path('data/mine'), lambda line: print(line, "
+        f"flush=True))"
+    )
     with ended([start("-c", code, cwd=tmp_path)]) as (waiter,):
         wait_for(lambda: "waiting for it" in printed(waiter), waiter)
         waiter.send_signal(signal.SIGINT)
@@ -230,8 +296,14 @@ def test_a_text_that_cannot_be_written_leaves_no_folder_that_was_made_for_it(tmp
     assert names(tmp_path) == ["bad.txt"]
 
 
-@pytest.mark.parametrize(("place", "reason"), [("file.txt", "File exists"), ("file.txt/deeper", "Not a directory"),
-                                               ("/proc/nothing", "No such file or directory")])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("file.txt", "File exists"),
+        ("file.txt/deeper", "Not a directory"),
+        ("/proc/nothing", "No such file or directory"),
+    ],
+)
 def test_a_place_where_no_corpus_can_be_written_is_one_line(place, reason, tmp_path):
     (tmp_path / "file.txt").write_text("A text.")
     done = run("data/text.py", "file.txt", "--name", "mine", "--data_dir", place, cwd=tmp_path)
@@ -241,7 +313,9 @@ def test_a_place_where_no_corpus_can_be_written_is_one_line(place, reason, tmp_p
     assert names(tmp_path) == ["file.txt"]
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere"
+)
 def test_a_read_only_place_is_one_line_and_what_is_there_already_can_be_used(tmp_path):
     write_corpus(tmp_path / "mine", [[1, 2]])
     tmp_path.chmod(0o555)
@@ -256,17 +330,59 @@ def test_a_read_only_place_is_one_line_and_what_is_there_already_can_be_used(tmp
 UNUSABLE = "begins with - or has characters that cannot be printed, so that --dataset could not name it; choose another name"
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("x" * 260, f"{'x' * 20}...: a corpus's name may have {LONGEST_NAME} bytes, and this one has 260; choose a shorter one"),
-    ("ü" * 130, f"{'ü' * 20}...: a corpus's name may have {LONGEST_NAME} bytes, and this one has 260; choose a shorter one"),
-    ("a/b", "--name a/b: must be a plain name, not one that ends in .tmp; use --data_dir for the folder it lies in"),
-    ("..", "--name ..: must be a plain name, not one that ends in .tmp; use --data_dir for the folder it lies in"),
-    ("mine.1.tmp", "--name mine.1.tmp: must be a plain name, not one that ends in .tmp; use --data_dir for the folder it lies in"),
-    ("", "--name : must be a plain name, not one that ends in .tmp; use --data_dir for the folder it lies in"),
-    ("-x", f"--name '-x': {UNUSABLE}"),
-    ("a\nb", rf"--name 'a\nb': {UNUSABLE}"),
-    ("shakespeare", "--name shakespeare: is the corpus that data/shakespeare.py writes; choose another name"),
-], ids=["long", "long in bytes", "path", "dots", "tmp", "empty", "dash", "two lines", "another corpus's"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "x" * 260,
+            f"{'x' * 20}...: a corpus's name may have {LONGEST_NAME} bytes, and this one has "
+            f"260; choose a shorter one",
+        ),
+        (
+            "ü" * 130,
+            f"{'ü' * 20}...: a corpus's name may have {LONGEST_NAME} bytes, and this one has "
+            f"260; choose a shorter one",
+        ),
+        (
+            "a/b",
+            "--name a/b: must be a plain name, not one that ends in .tmp; use --data_dir for the "
+            "folder it lies in",
+        ),
+        (
+            "..",
+            "--name ..: must be a plain name, not one that ends in .tmp; use --data_dir for the "
+            "folder it lies in",
+        ),
+        (
+            "mine.1.tmp",
+            "--name mine.1.tmp: must be a plain name, not one that ends in .tmp; use --data_dir "
+            "for the folder it lies in",
+        ),
+        (
+            "",
+            "--name : must be a plain name, not one that ends in .tmp; use --data_dir for the "
+            "folder it lies in",
+        ),
+        ("-x", f"--name '-x': {UNUSABLE}"),
+        ("a\nb", rf"--name 'a\nb': {UNUSABLE}"),
+        (
+            "shakespeare",
+            "--name shakespeare: is the corpus that data/shakespeare.py writes; choose another "
+            "name",
+        ),
+    ],
+    ids=[
+        "long",
+        "long in bytes",
+        "path",
+        "dots",
+        "tmp",
+        "empty",
+        "dash",
+        "two lines",
+        "another corpus's",
+    ],
+)
 def test_a_name_that_no_corpus_can_have_is_one_line(name, message, tmp_path):
     (tmp_path / "a.txt").write_text("A text.")
     done = run("data/text.py", "a.txt", f"--name={name}", cwd=tmp_path)
@@ -295,8 +411,13 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     for script, argument in (("data/text.py", "a.txt"), ("data/tokenizer.py", "Hello, world")):
         reader, writer = os.pipe()
         os.close(reader)
-        done = subprocess.run([sys.executable, ROOT / script, argument], cwd=tmp_path, text=True, stdout=writer,
-                              stderr=subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, ROOT / script, argument],
+            cwd=tmp_path,
+            text=True,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+        )
         os.close(writer)
         assert "Traceback" not in done.stderr
         assert "Exception ignored" not in done.stderr
@@ -305,7 +426,12 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
 
 def test_a_corpus_is_written_without_docstrings_too(tmp_path):
     (tmp_path / "a.txt").write_text("A text.")
-    subprocess.run([sys.executable, "-OO", ROOT / "data/text.py", "a.txt"], cwd=tmp_path, capture_output=True, check=True)
+    subprocess.run(
+        [sys.executable, "-OO", ROOT / "data/text.py", "a.txt"],
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
     assert names(tmp_path / "data" / "a") == ["a_train_000000.bin"]
 
 
@@ -313,8 +439,13 @@ def test_a_corpus_is_written_without_docstrings_too(tmp_path):
 def test_output_that_cannot_be_written_is_not_told_as_a_fault_of_the_corpus(tmp_path):
     (tmp_path / "a.txt").write_text("A text.")
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, ROOT / "data/text.py", "a.txt"], cwd=tmp_path, text=True, stdout=full,
-                              stderr=subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, ROOT / "data/text.py", "a.txt"],
+            cwd=tmp_path,
+            text=True,
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
     assert done.returncode == 1
     assert done.stderr.endswith("error: stdout: No space left on device\n")
     assert names(tmp_path / "data" / "a") == ["a_train_000000.bin"]
@@ -338,10 +469,17 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
         (tmp_path / name).write_bytes(content)
     text.prepare(tmp_path / "mine", [tmp_path / "a", tmp_path / "b"])
     encode = get_encoding().encode_ordinary
-    assert tokens_of(tmp_path / "mine") == [END_OF_TEXT, *encode("Hello\ufeff"), END_OF_TEXT, *encode("Hello")]
+    assert tokens_of(tmp_path / "mine") == [
+        END_OF_TEXT,
+        *encode("Hello\ufeff"),
+        END_OF_TEXT,
+        *encode("Hello"),
+    ]
 
 
-@pytest.mark.parametrize("content", [b"\xef\xbb\xbf", b"\xef\xbb"], ids=["a byte order mark", "half a byte order mark"])
+@pytest.mark.parametrize(
+    "content", [b"\xef\xbb\xbf", b"\xef\xbb"], ids=["a byte order mark", "half a byte order mark"]
+)
 def test_a_text_that_is_nothing_but_a_byte_order_mark_is_empty(content, tmp_path):
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(TokenFileError, match=r"a\.txt: is empty"):
@@ -361,12 +499,17 @@ def test_a_text_that_is_changed_while_it_is_read_is_refused(content, tmp_path):
 
 def test_end_of_text_in_a_text_stays_text_and_is_told_once(tmp_path, capsys):
     separator = "<|endoftext|>"
-    across = "x" * (2**20 - 5) + separator + " and " + separator * 2  # the first lies across two of the pieces that are read
+    across = (
+        "x" * (2**20 - 5) + separator + " and " + separator * 2
+    )  # the first lies across two of the pieces that are read
     for name, content in (("a.txt", "None here."), ("b.txt", across), ("c.txt", separator)):
         (tmp_path / name).write_text(content)
     text.prepare(tmp_path / "mine", [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")])
     *_, note = capsys.readouterr().err.splitlines()
-    assert note.startswith(f"note: {separator} stands 4 times in {tmp_path}/b.txt and 1 more: it was written as ordinary text, ")
+    assert note.startswith(
+        f"note: {separator} stands 4 times in {tmp_path}/b.txt and 1 more: it was written as "
+        f"ordinary text, "
+    )
     tokens = tokens_of(tmp_path / "mine")
     assert tokens.count(END_OF_TEXT) == 3
     assert tokens[-7:] == get_encoding().encode_ordinary(separator)
@@ -380,7 +523,13 @@ def test_the_size_of_a_short_text_is_told_in_kb(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("Hello" * 5)
     text.prepare(tmp_path / "mine", [tmp_path / "a.txt"])
     assert capsys.readouterr().err == "tokenized a.txt: 0.025 kB\n"
-    assert [size(n) for n in (1, 12_345, 99_999, 100_000, 8_666_348)] == ["0.001 kB", "12.3 kB", "100 kB", "0.1 MB", "8.7 MB"]
+    assert [size(n) for n in (1, 12_345, 99_999, 100_000, 8_666_348)] == [
+        "0.001 kB",
+        "12.3 kB",
+        "100 kB",
+        "0.1 MB",
+        "8.7 MB",
+    ]
 
 
 # ---- a corpus that is touched, or changed, while in use
@@ -388,8 +537,13 @@ def test_the_size_of_a_short_text_is_told_in_kb(tmp_path, capsys):
 TOUCHES = {
     "touched": lambda path: os.utime(path, (1, 1)),
     "copied over itself": lambda path: path.write_bytes(path.read_bytes()),
-    "replaced by its like": lambda path: shutil.copy(path, path.with_suffix(".new")) and path.with_suffix(".new").replace(path),
-    "gone and restored": lambda path: (path.rename(path.with_suffix(".away")), shutil.copy(path.with_suffix(".away"), path)),
+    "replaced by its like": lambda path: (
+        shutil.copy(path, path.with_suffix(".new")) and path.with_suffix(".new").replace(path)
+    ),
+    "gone and restored": lambda path: (
+        path.rename(path.with_suffix(".away")),
+        shutil.copy(path.with_suffix(".away"), path),
+    ),
 }
 
 
@@ -401,7 +555,9 @@ def change_a_token(path, token=1999):
 
 @pytest.mark.parametrize("large", [False, True], ids=["compared whole", "compared by samples"])
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES.keys())
-def test_a_file_whose_content_stays_the_same_can_be_touched_while_in_use(touch, large, tmp_path, monkeypatch):
+def test_a_file_whose_content_stays_the_same_can_be_touched_while_in_use(
+    touch, large, tmp_path, monkeypatch
+):
     if large:
         monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 0)
         monkeypatch.setattr(data.token_file, "SAMPLE", 10)
@@ -412,12 +568,17 @@ def test_a_file_whose_content_stays_the_same_can_be_touched_while_in_use(touch, 
     expected, fingerprint = loader.batch(3), train_split.fingerprint()
     for _ in range(2):
         touch(path)
-        assert all(torch.equal(now, before) for now, before in zip(loader.batch(3), expected, strict=True))
+        assert all(
+            torch.equal(now, before) for now, before in zip(loader.batch(3), expected, strict=True)
+        )
         assert train_split.fingerprint() == fingerprint
         assert int(val.read([0])[0][0, 0]) == 1800
     change_a_token(path)
     for read in (lambda: loader.batch(3), lambda: val.read([0]), train_split.fingerprint):
-        with pytest.raises(TokenFileError, match=r"was changed or replaced while in use; restore it, then go on with --resume"):
+        with pytest.raises(
+            TokenFileError,
+            match=r"was changed or replaced while in use; restore it, then go on with --resume",
+        ):
             read()
     change_a_token(path)  # restored
     assert torch.equal(loader.batch(3)[0], expected[0])
@@ -441,11 +602,15 @@ def test_a_large_file_is_compared_by_its_count_and_the_fingerprints_samples(tmp_
 def test_a_run_goes_on_through_touches_of_its_corpus_to_the_same_losses(tiny_config, monkeypatch):
     def losses(name):
         train(tiny_config(run_name=name, max_steps=8, eval_every=4, val_fraction=0.2), ALONE)
-        return [line.split(",")[:2] for line in (Path(tiny_config().log_dir) / name / "log.csv").read_text().splitlines()]
+        return [
+            line.split(",")[:2]
+            for line in (Path(tiny_config().log_dir) / name / "log.csv").read_text().splitlines()
+        ]
 
     undisturbed = losses("undisturbed")
     (path,) = Path(tiny_config().data_dir).glob("tiny/*.bin")
-    # of the ways to do it, those that leave no moment without the file: it is read ahead in a thread
+    # of the ways to do it, those that leave no moment without the file: it is read ahead in a
+    # thread
     touches = itertools.cycle([TOUCHES["touched"], TOUCHES["replaced by its like"]])
     at_step(monkeypatch, lambda *_: next(touches)(path) and None)
     assert losses("touched") == undisturbed
@@ -456,12 +621,18 @@ def test_a_run_goes_on_through_touches_of_its_corpus_to_the_same_losses(tiny_con
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A project with a run of 2 steps, moved from `old` to `new`, where we are; returns a function that resumes the run."""
+    """A project with a run of 2 steps, moved from `old` to `new`, where we are; returns a function
+    that resumes the run.
+    """
+
     def config(**options):
         return load_config(**TINY, device="cpu", seq_len=32, batch_size=4, max_steps=2, **options)
 
     def resume(dataset="tiny", **options):
-        return train(load_config(resume=f"logs/{dataset}", device="cpu", **({"max_steps": 4} | options)), ALONE)
+        return train(
+            load_config(resume=f"logs/{dataset}", device="cpu", **({"max_steps": 4} | options)),
+            ALONE,
+        )
 
     old, new = tmp_path / "old", tmp_path / "new"
     write_tiny_corpus(old)
@@ -477,9 +648,14 @@ def project(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dataset", ["tiny", "pydocs"])
-def test_a_moved_project_goes_on_with_the_corpus_that_moved_with_it(dataset, project, tmp_path, capsys):
+def test_a_moved_project_goes_on_with_the_corpus_that_moved_with_it(
+    dataset, project, tmp_path, capsys
+):
     assert project(dataset)["steps"] == 4
-    assert f"note: the corpus is no longer in {tmp_path}/old/data: it is read from data/{dataset}\n" in capsys.readouterr().out
+    assert (
+        f"note: the corpus is no longer in {tmp_path}/old/data: it is read from data/{dataset}\n"
+        in capsys.readouterr().out
+    )
     assert "data_dir: data\n" in Path(f"logs/{dataset}/config.yaml").read_text()
     project(dataset, max_steps=5)  # its checkpoints name the new place
     assert "no longer" not in capsys.readouterr().out
@@ -493,7 +669,9 @@ def test_a_moved_project_does_not_go_on_with_another_corpus_of_that_name(project
         project()
 
 
-def test_a_small_corpus_of_a_moved_project_is_prepared_where_it_is_now(project, tmp_path, monkeypatch):
+def test_a_small_corpus_of_a_moved_project_is_prepared_where_it_is_now(
+    project, tmp_path, monkeypatch
+):
     corpus = tokens_of(Path("data/pydocs"))
     monkeypatch.setattr(data.pydocs, "prepare", lambda folder: write_corpus(folder, [corpus]))
     shutil.rmtree("data")
@@ -504,7 +682,10 @@ def test_a_small_corpus_of_a_moved_project_is_prepared_where_it_is_now(project, 
 
 def test_without_the_corpus_a_moved_project_says_how_to_name_its_place(project, tmp_path):
     Path("data").rename(tmp_path / "elsewhere")
-    with pytest.raises(TokenFileError, match=r"data/tiny: no such corpus .*or say with --data_dir which folder holds it"):
+    with pytest.raises(
+        TokenFileError,
+        match=r"data/tiny: no such corpus .*or say with --data_dir which folder holds it",
+    ):
         project()
     assert project(data_dir=str(tmp_path / "elsewhere"))["steps"] == 4
 

@@ -1,4 +1,6 @@
-"""Token files, batches, tokenizer and corpora: the traps of each, on corpora of a few hundred tokens."""
+"""Token files, batches, tokenizer and corpora: the traps of each, on corpora of a few hundred
+tokens.
+"""
 
 import hashlib
 import http.client
@@ -32,11 +34,19 @@ CPU = torch.device("cpu")
 
 
 def python(*argv: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, argv)], env=os.environ | env, text=True, capture_output=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, *map(str, argv)],
+        env=os.environ | env,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
 
 
 def write_shards(folder: Path, sizes: tuple[int, ...], kind: str = "train") -> Path:
-    """Token files with the tokens 0, 1, 2, ... counted on from file to file, so that a token tells its place."""
+    """Token files with the tokens 0, 1, 2, ... counted on from file to file, so that a token tells
+    its place.
+    """
     folder.mkdir(exist_ok=True)
     ends = np.cumsum(sizes)
     for i, (size, end) in enumerate(zip(sizes, ends, strict=True)):
@@ -45,9 +55,15 @@ def write_shards(folder: Path, sizes: tuple[int, ...], kind: str = "train") -> P
 
 
 def windows_of(sizes: tuple[int, ...], T: int) -> list[int]:
-    """First tokens of all windows of T tokens and a target that lie within one file of `write_shards`."""
+    """First tokens of all windows of T tokens and a target that lie within one file of
+    `write_shards`.
+    """
     ends = np.cumsum(sizes)
-    return [start for size, end in zip(sizes, ends, strict=True) for start in range(end - size, end - T, T)]
+    return [
+        start
+        for size, end in zip(sizes, ends, strict=True)
+        for start in range(end - size, end - T, T)
+    ]
 
 
 def make_stream(folder: Path, sizes: tuple[int, ...], T: int = 4) -> TokenStream:
@@ -56,7 +72,12 @@ def make_stream(folder: Path, sizes: tuple[int, ...], T: int = 4) -> TokenStream
 
 def firsts(loader: DataLoader, steps: range) -> list[int]:
     """First token of each sequence that this process reads, in order."""
-    return [int(row[0]) for step in steps for m in range(loader.accumulation) for row in loader.batch(step, m)[0]]
+    return [
+        int(row[0])
+        for step in steps
+        for m in range(loader.accumulation)
+        for row in loader.batch(step, m)[0]
+    ]
 
 
 # ---- token files
@@ -84,15 +105,24 @@ def header(magic: int = 20240520, version: int = 1, count: int = 100) -> bytes:
 
 
 BAD_FILES = {
-    "wrong magic": (header(magic=20240801) + bytes(200), ["not a token file", "20240801", "20240520"]),
+    "wrong magic": (
+        header(magic=20240801) + bytes(200),
+        ["not a token file", "20240801", "20240520"],
+    ),
     "wrong version": (header(version=2) + bytes(200), ["version 2", "only version 1"]),
     "truncated": (header() + bytes(150), ["100 tokens", "1,224 bytes", "has 1,174 bytes"]),
-    "longer than promised": (header() + bytes(202), ["100 tokens", "1,224 bytes", "has 1,226 bytes"]),
+    "longer than promised": (
+        header() + bytes(202),
+        ["100 tokens", "1,224 bytes", "has 1,226 bytes"],
+    ),
     "negative count": (header(count=-1) + bytes(200), ["damaged", "-1 tokens"]),
     "header without tokens": (header(), ["100 tokens", "has 1,024 bytes"]),
     "shorter than a header": (header()[:-4], ["not a token file", "1020 bytes", "1024"]),
     "empty": (b"", ["not a token file", "0 bytes"]),
-    "headerless characters": (np.arange(97, 123, dtype="<u2").tobytes() * 50, ["not a token file", "magic"]),
+    "headerless characters": (
+        np.arange(97, 123, dtype="<u2").tobytes() * 50,
+        ["not a token file", "magic"],
+    ),
 }
 
 
@@ -103,14 +133,22 @@ def test_a_file_that_is_not_a_whole_token_file_is_refused_not_trained_on(case, t
     path.write_bytes(content)
     with pytest.raises(TokenFileError) as refused:
         open_corpus(path.parent, 4, 2**16)
-    assert [part for part in [str(path), "write it again", *parts] if part not in str(refused.value)] == []
+    assert [
+        part for part in [str(path), "write it again", *parts] if part not in str(refused.value)
+    ] == []
 
 
-NO_FILES = [lambda path: os.mkfifo(path), lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path.name)]
+NO_FILES = [
+    lambda path: os.mkfifo(path),
+    lambda path: path.symlink_to("nowhere"),
+    lambda path: path.symlink_to(path.name),
+]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
-@pytest.mark.parametrize("make", NO_FILES, ids=["pipe", "link that leads nowhere", "link to itself"])
+@pytest.mark.parametrize(
+    "make", NO_FILES, ids=["pipe", "link that leads nowhere", "link to itself"]
+)
 def test_a_shard_that_is_no_file_is_refused_and_not_waited_for(make, tmp_path):
     make(write_shards(tmp_path / "c", (50,)) / "corpus_train_000001.bin")
     with pytest.raises(TokenFileError, match=r"corpus_train_000001\.bin: cannot be read: "):
@@ -127,7 +165,9 @@ def test_a_folder_named_like_a_token_file_is_refused(tmp_path):
 def test_a_missing_or_empty_corpus_folder_says_how_to_write_one(exists, tmp_path):
     if exists:
         (tmp_path / "mine").mkdir()
-    with pytest.raises(TokenFileError, match=r"mine: no token files .*python data/text.py FILE --name mine"):
+    with pytest.raises(
+        TokenFileError, match=r"mine: no token files .*python data/text.py FILE --name mine"
+    ):
         open_corpus(tmp_path / "mine", 4, 128)
 
 
@@ -137,7 +177,9 @@ def test_a_folder_with_validation_files_only_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [[65536], [1, 70000, 2], [-1]])
-def test_ids_that_do_not_fit_uint16_are_refused_not_wrapped_and_nothing_is_left_behind(bad, tmp_path):
+def test_ids_that_do_not_fit_uint16_are_refused_not_wrapped_and_nothing_is_left_behind(
+    bad, tmp_path
+):
     with pytest.raises(TokenFileError, match="0 to 65535"):
         write_corpus(tmp_path / "big", [[1, 2, 3], bad])
     assert list(tmp_path.iterdir()) == []
@@ -155,7 +197,9 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path):
 
 def test_an_existing_corpus_is_not_overwritten(tmp_path):
     write_corpus(tmp_path / "mine", [[1, 2, 3]])
-    with pytest.raises(TokenFileError, match=r"mine: is there already; choose another name or delete it"):
+    with pytest.raises(
+        TokenFileError, match=r"mine: is there already; choose another name or delete it"
+    ):
         write_corpus(tmp_path / "mine", [[4, 5, 6]])
     assert tokens_in(tmp_path / "mine" / "mine_train_000000.bin").tolist() == [1, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -176,9 +220,14 @@ def test_a_long_corpus_becomes_several_shards_that_together_are_the_tokens(tmp_p
     assert np.concatenate([tokens_in(path) for path in paths]).tolist() == list(range(70))
 
 
-def test_an_id_beyond_the_models_vocabulary_is_refused_at_opening_naming_file_position_and_id(tmp_path):
+def test_an_id_beyond_the_models_vocabulary_is_refused_at_opening_naming_file_position_and_id(
+    tmp_path,
+):
     write_corpus(tmp_path / "c", [[*range(100), 128, 5, 300]])
-    with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: token 100 has the id 128, beyond .* 128;.*vocab_size"):
+    with pytest.raises(
+        TokenFileError,
+        match=r"c_train_000000\.bin: token 100 has the id 128, beyond .* 128;.*vocab_size",
+    ):
         open_corpus(tmp_path / "c", 4, 128)
     assert open_corpus(tmp_path / "c", 4, 301)[0].tokens == 103
 
@@ -203,7 +252,9 @@ def test_a_bad_id_deep_in_a_file_is_refused_when_its_batch_is_read(tmp_path, mon
     loader = DataLoader(open_corpus(tmp_path / "c", 4, 128)[0], batch_size=1)
     loader.batch(14)  # tokens 52 to 56
     for step in (15, 16):  # as a target, as an input
-        with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: token 60 has the id 500.* 128"):
+        with pytest.raises(
+            TokenFileError, match=r"c_train_000000\.bin: token 60 has the id 500.* 128"
+        ):
             loader.batch(step)
     loader.batch(17)
 
@@ -215,14 +266,20 @@ def replaced(path):
     other.replace(path)
 
 
-@pytest.mark.parametrize("harm", [lambda path: os.truncate(path, 1100), Path.unlink, replaced],
-                         ids=["shrinks", "vanishes", "replaced"])
+@pytest.mark.parametrize(
+    "harm",
+    [lambda path: os.truncate(path, 1100), Path.unlink, replaced],
+    ids=["shrinks", "vanishes", "replaced"],
+)
 def test_a_file_that_goes_bad_while_in_use_is_an_error_not_a_crash(harm, tmp_path):
     write_corpus(tmp_path / "c", [range(100)])
     loader = DataLoader(open_corpus(tmp_path / "c", 4, 128)[0], batch_size=1)
     loader.batch(1)
     harm(tmp_path / "c" / "c_train_000000.bin")
-    with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: (has vanished|was changed or replaced) while in use") as lost:
+    with pytest.raises(
+        TokenFileError,
+        match=r"c_train_000000\.bin: (has vanished|was changed or replaced) while in use",
+    ) as lost:
         loader.batch(1)
     assert lost.value.status == 1  # nobody typed anything wrong
 
@@ -234,7 +291,9 @@ def test_a_file_that_shrinks_in_the_middle_of_a_read_is_an_error_not_a_crash(tmp
     monkeypatch.setattr(os, "fstat", lambda _: status)  # of just before
     os.truncate(path, 1100)
     stream.read([0])
-    with pytest.raises(TokenFileError, match=r"c_train_000000\.bin: was changed or replaced while in use"):
+    with pytest.raises(
+        TokenFileError, match=r"c_train_000000\.bin: was changed or replaced while in use"
+    ):
         stream.read([20])
 
 
@@ -244,7 +303,9 @@ def bytes_read() -> int:
     return int(counts.read_text().split()[1]) if counts.exists() else 0
 
 
-def test_100_billion_tokens_are_opened_and_shuffled_in_little_memory_and_few_of_them_are_read(tmp_path):
+def test_100_billion_tokens_are_opened_and_shuffled_in_little_memory_and_few_of_them_are_read(
+    tmp_path,
+):
     for i in range(50):
         with open(tmp_path / f"large_train_{i:06d}.bin", "wb") as file:
             file.write(data.token_file.header(2 * 10**9))
@@ -261,7 +322,9 @@ def test_100_billion_tokens_are_opened_and_shuffled_in_little_memory_and_few_of_
     assert most < 2_000_000
 
 
-def test_the_fingerprint_is_of_the_training_tokens_and_of_all_of_a_small_corpus(tmp_path, monkeypatch):
+def test_the_fingerprint_is_of_the_training_tokens_and_of_all_of_a_small_corpus(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(data.token_file, "SAMPLE", 2)
     write_shards(tmp_path, (100, 100))
 
@@ -278,7 +341,10 @@ def test_the_fingerprint_is_of_the_training_tokens_and_of_all_of_a_small_corpus(
     assert fingerprint() == whole
     (tmp_path / "corpus_val_000000.bin").unlink()
     for token in (3, 99):  # both lie between the samples
-        write_token_file(tmp_path / "corpus_train_000001.bin", [[*range(100, 100 + token), 0, *range(101 + token, 200)]])
+        write_token_file(
+            tmp_path / "corpus_train_000001.bin",
+            [[*range(100, 100 + token), 0, *range(101 + token, 200)]],
+        )
         assert fingerprint() != whole
         assert (fingerprint(0.2) == cut) == (token == 99)
         monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 0)
@@ -288,14 +354,19 @@ def test_the_fingerprint_is_of_the_training_tokens_and_of_all_of_a_small_corpus(
 
 def test_an_older_checkpoints_fingerprint_is_still_that_of_its_corpus(tmp_path):
     stream = make_stream(tmp_path / "c", (50, 0, 30))
-    first, second = (np.arange(start, stop, dtype="<u2").tobytes() for start, stop in ((0, 50), (50, 80)))
+    first, second = (
+        np.arange(start, stop, dtype="<u2").tobytes() for start, stop in ((0, 50), (50, 80))
+    )
     older = hashlib.sha256(b"0 50;" + 16 * first + b"0 30;" + 16 * second).hexdigest()
     assert stream.fingerprint(like=older) == stream.fingerprint(like="0" * 64) == older
     assert stream.fingerprint(like="2:any") == stream.fingerprint() != older
     write_token_file(tmp_path / "d.bin", [np.arange(2**17) % 1000])
     starts = np.linspace(0, 2**16, 16, dtype=int)
     samples = ((np.arange(2**16) + starts[:, None]) % 1000).astype("<u2").tobytes()
-    assert open_corpus(tmp_path, 4, 2**16)[0].fingerprint(like=older) == hashlib.sha256(b"0 131072;" + samples).hexdigest()
+    assert (
+        open_corpus(tmp_path, 4, 2**16)[0].fingerprint(like=older)
+        == hashlib.sha256(b"0 131072;" + samples).hexdigest()
+    )
 
 
 def test_an_empty_shard_among_others_is_skipped(tmp_path):
@@ -306,9 +377,19 @@ def test_an_empty_shard_among_others_is_skipped(tmp_path):
 # ---- validation split
 
 
-@pytest.mark.parametrize(("sizes", "fraction", "n_val"), [
-    ((1000,), 0.1, 100), ((1000,), 0.5, 500), ((100, 50, 70), 0.25, 55), ((100, 50, 70), 0.5, 110), ((10, 10, 10), 0.9, 27)])
-def test_val_fraction_cuts_disjoint_splits_of_the_right_size_also_across_shards(sizes, fraction, n_val, tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "fraction", "n_val"),
+    [
+        ((1000,), 0.1, 100),
+        ((1000,), 0.5, 500),
+        ((100, 50, 70), 0.25, 55),
+        ((100, 50, 70), 0.5, 110),
+        ((10, 10, 10), 0.9, 27),
+    ],
+)
+def test_val_fraction_cuts_disjoint_splits_of_the_right_size_also_across_shards(
+    sizes, fraction, n_val, tmp_path
+):
     train, val = open_corpus(write_shards(tmp_path / "c", sizes), 2, 2**16, fraction)
     assert (train.tokens, val.tokens) == (sum(sizes) - n_val, n_val)
     covered = []
@@ -341,46 +422,76 @@ def test_a_corpus_with_val_in_its_own_name_can_still_be_trained_on(tmp_path):
 # ---- batches
 
 LAYOUTS = [(401,), (37, 5, 101, 4, 64, 1, 0, 33)]
-SPLITS = [(world_size, batch_size, 8 // world_size // batch_size)
-          for world_size in (1, 2, 4, 8) for batch_size in (1, 2, 4, 8) if 8 // world_size // batch_size]
+SPLITS = [
+    (world_size, batch_size, 8 // world_size // batch_size)
+    for world_size in (1, 2, 4, 8)
+    for batch_size in (1, 2, 4, 8)
+    if 8 // world_size // batch_size
+]
 
 
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_a_global_step_holds_the_same_sequences_in_order_at_any_world_size_and_accumulation(sizes, shuffle, tmp_path):
+def test_a_global_step_holds_the_same_sequences_in_order_at_any_world_size_and_accumulation(
+    sizes, shuffle, tmp_path
+):
     stream = make_stream(tmp_path / "c", sizes)
     steps = range(1, 3 * len(stream) // 8 + 2)  # across shard ends and three epochs
     seen = []
     for world_size, batch_size, accumulation in SPLITS:
-        loaders = [DataLoader(stream, batch_size, world_size=world_size, rank=rank, accumulation=accumulation, shuffle=shuffle)
-                   for rank in range(world_size)]
+        loaders = [
+            DataLoader(
+                stream,
+                batch_size,
+                world_size=world_size,
+                rank=rank,
+                accumulation=accumulation,
+                shuffle=shuffle,
+            )
+            for rank in range(world_size)
+        ]
         assert {loader.steps_per_epoch for loader in loaders} == {len(stream) // 8}
-        seen.append([[row.tolist() for m in range(accumulation) for loader in loaders for row in loader.batch(step, m)[0]]
-                     for step in steps])
+        seen.append(
+            [
+                [
+                    row.tolist()
+                    for m in range(accumulation)
+                    for loader in loaders
+                    for row in loader.batch(step, m)[0]
+                ]
+                for step in steps
+            ]
+        )
     assert {len(step) for split in seen for step in split} == {8}
     assert all(split == seen[0] for split in seen)
 
 
 @pytest.mark.parametrize("global_batch", [1, 3, 8])
 @pytest.mark.parametrize("sizes", [*LAYOUTS, (81, 81), (82, 80)], ids=str)
-def test_in_order_an_epoch_is_the_largest_multiple_of_the_global_batch_each_window_once(sizes, global_batch, tmp_path):
+def test_in_order_an_epoch_is_the_largest_multiple_of_the_global_batch_each_window_once(
+    sizes, global_batch, tmp_path
+):
     loader = DataLoader(make_stream(tmp_path / "c", sizes), global_batch)
     windows = windows_of(sizes, T=4)
     steps = len(windows) // global_batch
     assert loader.steps_per_epoch == steps
     epoch = firsts(loader, range(1, steps + 1))
-    assert epoch == windows[:steps * global_batch]
-    assert firsts(loader, range(steps + 1, 2 * steps + 1)) == epoch  # the second epoch runs, and is the same
+    assert epoch == windows[: steps * global_batch]
+    assert (
+        firsts(loader, range(steps + 1, 2 * steps + 1)) == epoch
+    )  # the second epoch runs, and is the same
 
 
 @pytest.mark.parametrize("global_batch", [1, 3, 8])
 @pytest.mark.parametrize("sizes", [*LAYOUTS, (81, 81), (82, 80)], ids=str)
-def test_shuffled_each_epoch_is_every_window_exactly_once_in_an_order_of_its_own(sizes, global_batch, tmp_path):
+def test_shuffled_each_epoch_is_every_window_exactly_once_in_an_order_of_its_own(
+    sizes, global_batch, tmp_path
+):
     loader = DataLoader(make_stream(tmp_path / "c", sizes), global_batch, shuffle=True)
     windows = windows_of(sizes, T=4)
     n = len(windows)
     seen = firsts(loader, range(1, 3 * n // global_batch + 2))
-    epochs = [seen[:n], seen[n:2 * n], seen[2 * n:3 * n]]
+    epochs = [seen[:n], seen[n : 2 * n], seen[2 * n : 3 * n]]
     assert [sorted(epoch) for epoch in epochs] == [windows] * 3
     orders = [windows, *epochs]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
@@ -443,7 +554,26 @@ def test_a_shuffled_order_is_the_same_for_ever_so_old_runs_can_be_repeated(tmp_p
 
 
 def test_an_epoch_is_a_permutation_at_any_number_of_windows():
-    odd = [97, 127, 128, 129, 255, 256, 257, 997, 1023, 1024, 1025, 4095, 4097, 9973, 65535, 65536, 65537, 99_991]
+    odd = [
+        97,
+        127,
+        128,
+        129,
+        255,
+        256,
+        257,
+        997,
+        1023,
+        1024,
+        1025,
+        4095,
+        4097,
+        9973,
+        65535,
+        65536,
+        65537,
+        99_991,
+    ]
     for n in [*range(1, 70), *odd]:
         for epoch in (0, 1, 10**9):
             assert np.array_equal(np.sort(order(n, epoch=epoch)), np.arange(n)), (n, epoch)
@@ -459,7 +589,9 @@ def test_the_order_of_a_huge_corpus_repeats_no_window_and_stays_within_it():
 
 
 def test_what_stands_at_a_place_does_not_depend_on_what_else_is_asked_for():
-    assert [int(permuted(np.array([place]), 1000, 1337, 3)[0]) for place in range(1000)] == order(1000, epoch=3).tolist()
+    assert [int(permuted(np.array([place]), 1000, 1337, 3)[0]) for place in range(1000)] == order(
+        1000, epoch=3
+    ).tolist()
 
 
 def surprise(counts: np.ndarray, expected: float, freedom: float) -> float:
@@ -486,7 +618,10 @@ def test_an_order_looks_like_chance(n):
     assert surprise(np.histogram(steps % n, bins=bins)[0], (n - 1) / bins, bins - 1) < 5
     pairs = np.histogram2d(windows[:-1], windows[1:], bins=bins)[0]
     assert surprise(pairs, (n - 1) / bins**2, (bins - 1) ** 2) < 5
-    others = [np.arange(n), *(order(n, seed, epoch) for seed, epoch in ((1337, 1), (1338, 0), (1337 + 2**32, 0)))]
+    others = [
+        np.arange(n),
+        *(order(n, seed, epoch) for seed, epoch in ((1337, 1), (1338, 0), (1337 + 2**32, 0))),
+    ]
     for distance in (1, 2, 64):
         assert abs(np.corrcoef(windows[:-distance], windows[distance:])[0, 1]) < 5 / n**0.5
     for other in others:  # neither the text's order nor one epoch or seed tells of another
@@ -508,7 +643,10 @@ def test_overfit_batch_is_step_1s_batch_for_ever_with_all_its_micro_steps(shuffl
 
 def test_a_corpus_too_small_for_one_step_says_how_many_tokens_one_takes(tmp_path):
     stream = make_stream(tmp_path / "c", (128,))
-    with pytest.raises(TokenFileError, match=r"128 tokens make 31 sequences of 4, but one step takes 32, at least 129 tokens;"):
+    with pytest.raises(
+        TokenFileError,
+        match=r"128 tokens make 31 sequences of 4, but one step takes 32, at least 129 tokens;",
+    ):
         DataLoader(stream, 2, world_size=4, accumulation=4)
     DataLoader(stream, 31)
     DataLoader(make_stream(tmp_path / "d", (129,)), 32)
@@ -531,15 +669,23 @@ def test_batches_are_int64_contiguous_and_own_their_memory_so_they_can_be_pinned
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_prefetch_yields_every_micro_step_of_every_step_in_order(accumulation, tmp_path):
-    loader = DataLoader(make_stream(tmp_path / "c", (401,)), 2, accumulation=accumulation, shuffle=True)
+    loader = DataLoader(
+        make_stream(tmp_path / "c", (401,)), 2, accumulation=accumulation, shuffle=True
+    )
     ahead = list(prefetch(loader, CPU, range(5, 12)))
     expected = [loader.batch(step, m) for step in range(5, 12) for m in range(accumulation)]
     assert len(ahead) == 7 * accumulation
-    assert all(torch.equal(a, b) for batch, other in zip(ahead, expected, strict=True) for a, b in zip(batch, other, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for batch, other in zip(ahead, expected, strict=True)
+        for a, b in zip(batch, other, strict=True)
+    )
     assert list(prefetch(loader, CPU, [])) == []
 
 
-def test_prefetch_passes_on_an_error_of_the_reading_thread_behind_the_batches_before_it(tmp_path, monkeypatch):
+def test_prefetch_passes_on_an_error_of_the_reading_thread_behind_the_batches_before_it(
+    tmp_path, monkeypatch
+):
     by_samples(monkeypatch)
     write_corpus(tmp_path / "c", [[*range(10), 500, *range(40)]])
     loader = DataLoader(open_corpus(tmp_path / "c", 4, 128)[0], batch_size=1)
@@ -575,7 +721,9 @@ NASTY = {
     "odd separators": "a\x1cb!\x1d \x85c\u2028 \x1f'\x0b\x0c d" * 30,
     "end of text as text": "<|endoftext|> a <|endoftext|>" * 20,
     "empty": "",
-    "chosen at random": "".join(random.Random(0).choices([*" \n\u00a0a'é!😀", "  ", "\r\n", "Ab", "'s", "12"], k=2000)),
+    "chosen at random": "".join(
+        random.Random(0).choices([*" \n\u00a0a'é!😀", "  ", "\r\n", "Ab", "'s", "12"], k=2000)
+    ),
 }
 
 
@@ -606,26 +754,48 @@ def test_encoding_and_decoding_gives_the_text_back(case):
 
 @pytest.mark.parametrize("chunk_chars", [1, 7, 64])
 @pytest.mark.parametrize("case", NASTY)
-def test_a_text_encoded_in_chunks_has_the_tokens_of_the_text_encoded_at_once(case, chunk_chars, monkeypatch):
+def test_a_text_encoded_in_chunks_has_the_tokens_of_the_text_encoded_at_once(
+    case, chunk_chars, monkeypatch
+):
     monkeypatch.setattr(tokenizer, "CHUNK_CHARS", chunk_chars)
     whole, expected = NASTY[case], tokenizer.get_encoding().encode_ordinary(NASTY[case])
     for size in (1, 13, 100, len(whole) or 1):
-        pieces = [whole[i:i + size] for i in range(0, len(whole), size)]
+        pieces = [whole[i : i + size] for i in range(0, len(whole), size)]
         parts = list(tokenizer.encode_text(pieces, len(whole.encode()), case))
         assert [token for part in parts for token in part] == expected, f"pieces of {size}"
 
 
-WHITE = [" ", "\n", "\t", "\x0b", "\x1c", "\x1f", "\x85", "\u00a0", "\u2028", "\u200b", "\u3000", "\ufeff", "a", "!", "1", "'s"]
+WHITE = [
+    " ",
+    "\n",
+    "\t",
+    "\x0b",
+    "\x1c",
+    "\x1f",
+    "\x85",
+    "\u00a0",
+    "\u2028",
+    "\u200b",
+    "\u3000",
+    "\ufeff",
+    "a",
+    "!",
+    "1",
+    "'s",
+]
 
 
 @pytest.mark.parametrize("chunk_chars", [1, 2, 5])
-def test_a_text_is_cut_within_white_space_of_any_kind_without_changing_its_tokens(chunk_chars, monkeypatch):
+def test_a_text_is_cut_within_white_space_of_any_kind_without_changing_its_tokens(
+    chunk_chars, monkeypatch
+):
     monkeypatch.setattr(tokenizer, "CHUNK_CHARS", chunk_chars)
     rng, encoding = random.Random(chunk_chars), tokenizer.get_encoding()
     for _ in range(500):
         text = "".join(rng.choices(WHITE, [4] * 3 + [1] * (len(WHITE) - 3), k=40))
-        assert [token for chunk in tokenizer.chunks([text]) for token in encoding.encode_ordinary(chunk)] \
-            == encoding.encode_ordinary(text), repr(text)
+        assert [
+            token for chunk in tokenizer.chunks([text]) for token in encoding.encode_ordinary(chunk)
+        ] == encoding.encode_ordinary(text), repr(text)
 
 
 def test_a_million_characters_of_white_space_before_others_are_tokenized():
@@ -639,7 +809,9 @@ def test_a_long_text_really_is_cut_into_chunks(monkeypatch):
     assert len(list(tokenizer.chunks([NASTY["words"]]))) > 10
 
 
-def test_a_tampered_package_is_not_used_and_a_failing_download_says_what_to_install(fresh_encoding, monkeypatch):
+def test_a_tampered_package_is_not_used_and_a_failing_download_says_what_to_install(
+    fresh_encoding, monkeypatch
+):
     def no_network(name):
         raise ConnectionError("no network")
 
@@ -676,7 +848,9 @@ def pydocs_documents(pydocs_corpus):
     return np.split(tokens, np.flatnonzero(tokens == EOT))
 
 
-def test_pydocs_has_enough_tokens_and_each_document_begins_with_end_of_text(pydocs_corpus, pydocs_documents):
+def test_pydocs_has_enough_tokens_and_each_document_begins_with_end_of_text(
+    pydocs_corpus, pydocs_documents
+):
     from pydoc_data.topics import topics
 
     assert count_tokens(pydocs_corpus) > 50_000
@@ -694,8 +868,15 @@ def test_pydocs_is_the_same_bytes_in_every_process(pydocs_corpus, tmp_path):
 
 
 def test_pydocs_has_no_long_paragraph_twice_so_validation_text_was_not_trained_on(pydocs_documents):
-    texts = [tokenizer.get_encoding().decode(document[1:].tolist()) for document in pydocs_documents[1:]]
-    paragraphs = [paragraph for document in texts for paragraph in document.split("\n\n") if len(paragraph) > 80]
+    texts = [
+        tokenizer.get_encoding().decode(document[1:].tolist()) for document in pydocs_documents[1:]
+    ]
+    paragraphs = [
+        paragraph
+        for document in texts
+        for paragraph in document.split("\n\n")
+        if len(paragraph) > 80
+    ]
     assert [paragraph for paragraph in set(paragraphs) if paragraphs.count(paragraph) > 1] == []
 
 
@@ -704,7 +885,9 @@ def test_text_py_writes_each_file_as_a_document_under_the_given_name(tmp_path):
     for name, content in zip("ab", texts, strict=True):
         (tmp_path / f"{name}.txt").write_bytes(content.encode())
     files = (tmp_path / "a.txt", tmp_path / "b.txt")
-    ran = python(ROOT / "data" / "text.py", *files, "--name", "mine", "--data_dir", tmp_path / "out")
+    ran = python(
+        ROOT / "data" / "text.py", *files, "--name", "mine", "--data_dir", tmp_path / "out"
+    )
     assert ran.returncode == 0, ran.stderr
     assert "--dataset mine" in ran.stdout
     encode = tokenizer.get_encoding().encode_ordinary
@@ -769,7 +952,13 @@ def test_a_folder_as_text_is_refused(tmp_path):
 
 def test_a_wrong_shakespeare_is_refused_naming_both_hashes_and_leaves_nothing_behind(tmp_path):
     (tmp_path / "other.txt").write_text("To be, or not to be\n")
-    ran = python(ROOT / "data" / "shakespeare.py", "--source", tmp_path / "other.txt", "--data_dir", tmp_path / "out")
+    ran = python(
+        ROOT / "data" / "shakespeare.py",
+        "--source",
+        tmp_path / "other.txt",
+        "--data_dir",
+        tmp_path / "out",
+    )
     assert ran.returncode != 0
     (line,) = ran.stderr.splitlines()
     assert line.startswith(f"error: {tmp_path / 'other.txt'}: not tiny Shakespeare")
@@ -792,30 +981,55 @@ def unreachable(*args, **kwargs):
     raise urllib.error.URLError("no route")
 
 
-@pytest.mark.parametrize("urlopen", [unreachable, lambda *args, **kwargs: Interrupted()], ids=["unreachable", "interrupted"])
+@pytest.mark.parametrize(
+    "urlopen",
+    [unreachable, lambda *args, **kwargs: Interrupted()],
+    ids=["unreachable", "interrupted"],
+)
 def test_a_failing_download_of_shakespeare_says_what_to_run(urlopen, tmp_path, monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    with pytest.raises(TokenFileError, match=r"could not be downloaded from https://.*python data/shakespeare.py --source FILE"):
+    with pytest.raises(
+        TokenFileError,
+        match=r"could not be downloaded from https://.*python data/shakespeare.py --source FILE",
+    ):
         shakespeare.prepare(tmp_path / "shakespeare")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [http.client.BadStatusLine("\0\n"), UnicodeError("label too long"), OSError(28, "No space left")],
-                         ids=["garbage", "a proxy that is no address", "full disk"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        http.client.BadStatusLine("\0\n"),
+        UnicodeError("label too long"),
+        OSError(28, "No space left"),
+    ],
+    ids=["garbage", "a proxy that is no address", "full disk"],
+)
 @pytest.mark.parametrize("corpus", [shakespeare, fineweb])
-def test_whatever_a_download_fails_with_is_one_line_with_the_reason(corpus, error, tmp_path, monkeypatch):
+def test_whatever_a_download_fails_with_is_one_line_with_the_reason(
+    corpus, error, tmp_path, monkeypatch
+):
     def fail(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(urllib.request, "urlopen", fail)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(TokenFileError, match=rf"^[^\n\0]*could not be downloaded from .*{type(error).__name__}.*python data/"):
-        corpus.prepare(tmp_path / "corpus", *[1][:corpus is fineweb])
+    with pytest.raises(
+        TokenFileError,
+        match=rf"^[^\n\0]*could not be downloaded from .*{type(error).__name__}.*python data/",
+    ):
+        corpus.prepare(tmp_path / "corpus", *[1][: corpus is fineweb])
 
 
 def test_a_page_instead_of_shakespeare_says_what_to_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO(b"<html>log in to this network</html>"))
-    with pytest.raises(TokenFileError, match=r"not tiny Shakespeare: .*python data/shakespeare.py --source FILE"):
+    monkeypatch.setattr(
+        urllib.request,
+        "urlopen",
+        lambda *args, **kwargs: io.BytesIO(b"<html>log in to this network</html>"),
+    )
+    with pytest.raises(
+        TokenFileError, match=r"not tiny Shakespeare: .*python data/shakespeare.py --source FILE"
+    ):
         shakespeare.prepare(tmp_path / "shakespeare")
 
 
@@ -831,9 +1045,14 @@ def test_a_hugging_face_package_that_cannot_be_imported_is_one_line(tmp_path, mo
         fineweb.prepare(tmp_path / "fineweb", 1)
 
 
-@pytest.mark.skipif("TINY_SHAKESPEARE" not in os.environ, reason="needs the text: TINY_SHAKESPEARE=FILE")
+@pytest.mark.skipif(
+    "TINY_SHAKESPEARE" not in os.environ, reason="needs the text: TINY_SHAKESPEARE=FILE"
+)
 def test_tiny_shakespeare_has_338025_tokens(tmp_path):
-    assert shakespeare.prepare(tmp_path / "shakespeare", Path(os.environ["TINY_SHAKESPEARE"])) == 338_025
+    assert (
+        shakespeare.prepare(tmp_path / "shakespeare", Path(os.environ["TINY_SHAKESPEARE"]))
+        == 338_025
+    )
     stream, _ = open_corpus(tmp_path / "shakespeare", 1024, 50257)
     assert DataLoader(stream, 2).steps_per_epoch == 165
 
@@ -855,20 +1074,29 @@ def hub(monkeypatch):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_fineweb_downloads_the_validation_shard_and_n_training_shards_and_counts_the_latter(shards, hub, tmp_path):
+def test_fineweb_downloads_the_validation_shard_and_n_training_shards_and_counts_the_latter(
+    shards, hub, tmp_path
+):
     count = fineweb.prepare(tmp_path / "fineweb", shards)
-    assert hub == ["finewebedu_val_000000.bin"] + [f"finewebedu_train_{i:06d}.bin" for i in range(1, shards + 1)]
+    assert hub == ["finewebedu_val_000000.bin"] + [
+        f"finewebedu_train_{i:06d}.bin" for i in range(1, shards + 1)
+    ]
     assert count == sum(range(12, 12 + shards))
     train, val = open_corpus(tmp_path / "fineweb", 4, 128)
     assert (train.tokens, val.tokens) == (count, 11)
 
 
-def test_a_failing_fineweb_download_is_a_token_file_error_that_says_how_to_go_on(tmp_path, monkeypatch):
+def test_a_failing_fineweb_download_is_a_token_file_error_that_says_how_to_go_on(
+    tmp_path, monkeypatch
+):
     def fail(*args, **kwargs):
         raise ConnectionError("no route")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(TokenFileError, match=r"_val_000000\.bin could not be downloaded.*ConnectionError.*run this again"):
+    with pytest.raises(
+        TokenFileError,
+        match=r"_val_000000\.bin could not be downloaded.*ConnectionError.*run this again",
+    ):
         fineweb.prepare(tmp_path / "fineweb", 1)
 
 

@@ -1,5 +1,6 @@
-"""Several processes train as one does: the same numbers however the work is divided, one averaging of gradients a step, and other
-dropout in each process."""
+"""Several processes train as one does: the same numbers however the work is divided, one averaging
+of gradients a step, and other dropout in each process.
+"""
 
 import functools
 import json
@@ -37,12 +38,34 @@ TRAIN = """if True:
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(processes, tmp_path):
-    """Every accumulation that makes 12 sequences on so many processes, in order and shuffled, clipped and not; one is compiled."""
-    small = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "max_steps": 20, "keep_last": 0, "total_batch_tokens": 12 * 16}
-    compiled = COMPILED | {"max_steps": 20, "total_batch_tokens": 48 * 32} | (SHUFFLED if processes % 2 else CLIPPED)
-    kinds = {"in order": small, "shuffled, clipped": small | SHUFFLED | CLIPPED, "compiled": compiled | {"compile": False}}
-    divided = {f"{name}, {n} micro-steps": options | {"batch_size": 12 // n // processes} for n in range(1, 13)
-               if 12 % (n * processes) == 0 for name, options in kinds.items() if name != "compiled"}
+    """Every accumulation that makes 12 sequences on so many processes, in order and shuffled,
+    clipped and not; one is compiled.
+    """
+    small = {
+        "n_layer": 1,
+        "n_embd": 16,
+        "seq_len": 16,
+        "max_steps": 20,
+        "keep_last": 0,
+        "total_batch_tokens": 12 * 16,
+    }
+    compiled = (
+        COMPILED
+        | {"max_steps": 20, "total_batch_tokens": 48 * 32}
+        | (SHUFFLED if processes % 2 else CLIPPED)
+    )
+    kinds = {
+        "in order": small,
+        "shuffled, clipped": small | SHUFFLED | CLIPPED,
+        "compiled": compiled | {"compile": False},
+    }
+    divided = {
+        f"{name}, {n} micro-steps": options | {"batch_size": 12 // n // processes}
+        for n in range(1, 13)
+        if 12 % (n * processes) == 0
+        for name, options in kinds.items()
+        if name != "compiled"
+    }
     divided["compiled, in 4s"] = compiled | {"batch_size": 4}
 
     write_tiny_corpus(tmp_path)
@@ -51,7 +74,9 @@ def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(processes, t
         assert done.returncode == 0, done.stderr
     whole = {}
     for name, options in kinds.items():
-        whole[name] = tiny_run(tmp_path, **options, run_name=name, batch_size=48 if name == "compiled" else 12)
+        whole[name] = tiny_run(
+            tmp_path, **options, run_name=name, batch_size=48 if name == "compiled" else 12
+        )
         train(whole[name], ALONE)
     for name, options in divided.items():
         config = tiny_run(tmp_path, **options, run_name=name)
@@ -59,10 +84,13 @@ def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(processes, t
             ours, expected = column(config, figure), column(whole[name.rpartition(", ")[0]], figure)
             assert len(ours) == 20
             assert ours == pytest.approx(expected, rel=1e-5, abs=0), f"{figure} of {name}"
-    assert load_model("compiled, in 4s", str(tmp_path / "logs")).config.n_layer == 1, "saved under plain names"
+    assert load_model("compiled, in 4s", str(tmp_path / "logs")).config.n_layer == 1, (
+        "saved under plain names"
+    )
 
 
-# notes how often all gradients had been averaged when each step ended, and by micro-step a hash and the share of what was dropped
+# notes how often all gradients had been averaged when each step ended, and by micro-step a hash and
+# the share of what was dropped
 LOOK = """if True:
     import hashlib, json, sys
     from pathlib import Path
@@ -102,20 +130,28 @@ LOOK = """if True:
 
 def test_gradients_are_averaged_once_a_step_and_each_process_drops_other_elements(tmp_path):
     write_tiny_corpus(tmp_path)
-    options = json.dumps({"max_steps": 3, "total_batch_tokens": 2 * 3 * 4 * 32, "keep_last": 0, "dropout": 0.5})
+    options = json.dumps(
+        {"max_steps": 3, "total_batch_tokens": 2 * 3 * 4 * 32, "keep_last": 0, "dropout": 0.5}
+    )
     for done in run_ranks(2, "-c", LOOK, options, cwd=tmp_path):
         assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"rank {rank}.json").read_text()) for rank in range(2)]
-    assert [ended for ended, _ in found] == [[1, 2, 3]] * 2, "of 3 micro-steps only the last one averages"
+    assert [ended for ended, _ in found] == [[1, 2, 3]] * 2, (
+        "of 3 micro-steps only the last one averages"
+    )
     masks = [mask for _, masks in found for mask in masks]
-    assert len(masks) == len({which for which, _ in masks}) == 2 * 9, "two micro-steps or processes drop the same"
+    assert len(masks) == len({which for which, _ in masks}) == 2 * 9, (
+        "two micro-steps or processes drop the same"
+    )
     assert all(0.4 < share < 0.6 for _, share in masks)
 
 
 def test_one_process_trains_the_model_itself(tiny_model, tiny_config):
     model = tiny_model()
     assert parallelize(model, model.transformer.h, ALONE, tiny_config()) is model
-    assert parallelize(model, model.transformer.h, ALONE, tiny_config(compile=True))._orig_mod is model
+    assert (
+        parallelize(model, model.transformer.h, ALONE, tiny_config(compile=True))._orig_mod is model
+    )
     assert train_module.gradients_averaged(model, now=False).__class__.__name__ == "nullcontext"
 
 
@@ -127,7 +163,9 @@ def group_of_one():
 
 
 @pytest.mark.parametrize("way", overlap.WRAPPED)
-def test_every_order_of_wrapping_that_is_compared_compiles_and_averages(way, tiny_model, group_of_one, monkeypatch):
+def test_every_order_of_wrapping_that_is_compared_compiles_and_averages(
+    way, tiny_model, group_of_one, monkeypatch
+):
     compiled, averaged = [], []
 
     def backend(graph, _):
@@ -150,7 +188,9 @@ def test_every_order_of_wrapping_that_is_compared_compiles_and_averages(way, tin
     with torch._dynamo.config.patch(optimize_ddp=True):
         torch._dynamo.reset()
         model, x = tiny_model(n_layer=3), torch.arange(32).view(1, 32)
-        wrapped = overlap.WRAPPED[way](model, model.transformer.h, functools.partial(hooked, world=ALONE, bucket_cap_mb=0.001))
+        wrapped = overlap.WRAPPED[way](
+            model, model.transformer.h, functools.partial(hooked, world=ALONE, bucket_cap_mb=0.001)
+        )
         loss = wrapped(x, x)
         loss.backward()
     found = [p.grad.clone() for p in model.parameters()]
@@ -160,4 +200,7 @@ def test_every_order_of_wrapping_that_is_compared_compiles_and_averages(way, tin
     plain = tiny_model(n_layer=3)
     plain.load_state_dict(model.state_dict())
     plain(x, x).backward()
-    assert all(torch.allclose(ours, p.grad, rtol=1e-5, atol=1e-7) for ours, p in zip(found, plain.parameters(), strict=True))
+    assert all(
+        torch.allclose(ours, p.grad, rtol=1e-5, atol=1e-7)
+        for ours, p in zip(found, plain.parameters(), strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Evaluation: HellaSwag against transformers and by hand, its file, HellaSwag between steps, and evaluate.py as a command."""
+"""Evaluation: HellaSwag against transformers and by hand, its file, HellaSwag between steps, and
+evaluate.py as a command.
+"""
 
 import importlib.util
 import itertools
@@ -18,7 +20,18 @@ import evaluate
 from config import load_config
 from data.hellaswag import Item, clean, download, read_items
 from data.tokenizer import END_OF_TEXT, get_encoding
-from evaluate import METRICS, EvaluateOptions, Question, Row, Scores, choices, ending_losses, read_questions, rows_of, score
+from evaluate import (
+    METRICS,
+    EvaluateOptions,
+    Question,
+    Row,
+    Scores,
+    choices,
+    ending_losses,
+    read_questions,
+    rows_of,
+    score,
+)
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError
 from runtime.errors import TrainingError, UserError
@@ -39,23 +52,43 @@ def item(seed: int = 0, **changes) -> dict:
         return " ".join(draw.choices(WORDS.split(), k=draw.randint(least, most)))
 
     ctx_a, ctx_b = words(2, 20), words(1, 3) if seed % 2 else ""
-    return {"ind": seed, "activity_label": words(1, 3), "ctx_a": ctx_a, "ctx_b": ctx_b, "ctx": f"{ctx_a} {ctx_b}".strip(),
-            "split": "val", "endings": [words(1, 12) for _ in range(4)], "label": draw.randrange(4), "source_id": "x~y"} | changes
+    return {
+        "ind": seed,
+        "activity_label": words(1, 3),
+        "ctx_a": ctx_a,
+        "ctx_b": ctx_b,
+        "ctx": f"{ctx_a} {ctx_b}".strip(),
+        "split": "val",
+        "endings": [words(1, 12) for _ in range(4)],
+        "label": draw.randrange(4),
+        "source_id": "x~y",
+    } | changes
 
 
 ODD = [
     item(100, endings=["dog", "man", "roof", "knife"]),  # one token each
-    item(101, endings=["a man sits", "a dog sits", "a man sits", "the dog sits"]),  # tied lengths, and two that are the same
+    item(
+        101, endings=["a man sits", "a dog sits", "a man sits", "the dog sits"]
+    ),  # tied lengths, and two that are the same
     item(102, ctx_a=" ".join([WORDS] * 4)),  # far longer than the context
     item(103, endings=[" ".join([WORDS] * n) for n in (1, 2, 3, 4)]),  # the last of them too
-    item(104, ctx_a="日本語 😀 \u2028 naïve", endings=["Ça va 😀😀😀", "café", "日本語日本語", "a\u0085b"]),
+    item(
+        104,
+        ctx_a="日本語 😀 \u2028 naïve",
+        endings=["Ça va 😀😀😀", "café", "日本語日本語", "a\u0085b"],
+    ),
     item(105, activity_label="[a", ctx_a="b]", ctx_b=""),  # nothing is left of the context
     item(106, ctx_a="It ends in a mark [step]"),  # and then in a space
 ]
 
 
 def write_items(path: Path, items: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(values, ensure_ascii=i % 2 == 0) + "\n" for i, values in enumerate(items)), encoding="utf-8")
+    path.write_text(
+        "".join(
+            json.dumps(values, ensure_ascii=i % 2 == 0) + "\n" for i, values in enumerate(items)
+        ),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -80,10 +113,15 @@ def their_tokenizer():
 
 @torch.no_grad()
 def their_losses(theirs, context: list[int], ending: list[int]) -> list[float]:
-    """transformers' loss of each token of the ending: one text alone, cut from the left to what the model can read."""
-    tokens = (context + ending)[-CONTEXT - 1:]
+    """transformers' loss of each token of the ending: one text alone, cut from the left to what the
+    model can read.
+    """
+    tokens = (context + ending)[-CONTEXT - 1 :]
     predicted = F.log_softmax(theirs(torch.tensor([tokens[:-1]])).logits[0], dim=-1)
-    return [-predicted[at - 1, tokens[at]].item() for at in range(max(1, len(tokens) - len(ending)), len(tokens))]
+    return [
+        -predicted[at - 1, tokens[at]].item()
+        for at in range(max(1, len(tokens) - len(ending)), len(tokens))
+    ]
 
 
 # ---- against transformers
@@ -92,9 +130,15 @@ def their_losses(theirs, context: list[int], ending: list[int]) -> list[float]:
 def test_losses_and_choices_equal_those_of_transformers_text_by_text(pair, file, their_tokenizer):
     ours, theirs, _ = pair
     questions, encode = read_questions(file, CONTEXT, ALONE), their_tokenizer.encode
-    losses = ending_losses(ours, [row for question in questions for row in question.rows], 4 * CONTEXT)
-    for i, (question, values) in enumerate(zip(questions, map(json.loads, file.open(encoding="utf-8")), strict=True)):
-        query = clean(f"{values['activity_label']}: {values['ctx_a']} {values['ctx_b'].capitalize()}")
+    losses = ending_losses(
+        ours, [row for question in questions for row in question.rows], 4 * CONTEXT
+    )
+    for i, (question, values) in enumerate(
+        zip(questions, map(json.loads, file.open(encoding="utf-8")), strict=True)
+    ):
+        query = clean(
+            f"{values['activity_label']}: {values['ctx_a']} {values['ctx_b'].capitalize()}"
+        )
         sums, per_token = [], []
         for ending in map(clean, values["endings"]):
             context = query.rstrip()
@@ -103,15 +147,27 @@ def test_losses_and_choices_equal_those_of_transformers_text_by_text(pair, file,
             sums.append(their_losses(theirs, whole[:start] or [END_OF_TEXT], whole[start:]))
         for ending in values["endings"]:
             per_token.append(their_losses(theirs, encode(values["ctx"]), encode(" " + ending)))
-        of_item = losses[8 * i:8 * i + 8]
-        assert of_item == pytest.approx([sum(parts) for parts in sums + per_token], abs=1e-4), values
-        lengths, sizes = ([len(text) or 1e-9 for text in texts] for texts in (  # an ending of no text is never taken
-            map(clean, values["endings"]), (clean(ending).encode() for ending in values["endings"])))
+        of_item = losses[8 * i : 8 * i + 8]
+        assert of_item == pytest.approx([sum(parts) for parts in sums + per_token], abs=1e-4), (
+            values
+        )
+        lengths, sizes = (
+            [len(text) or 1e-9 for text in texts]
+            for texts in (  # an ending of no text is never taken
+                map(clean, values["endings"]),
+                (clean(ending).encode() for ending in values["endings"]),
+            )
+        )
         assert choices(question, of_item) == {
             "acc": _first_least([sum(parts) for parts in sums]),
-            "acc_norm": _first_least([sum(parts) / n for parts, n in zip(sums, lengths, strict=True)]),
-            "acc_bytes": _first_least([sum(parts) / n for parts, n in zip(sums, sizes, strict=True)]),
-            "acc_token": _first_least([sum(parts) / len(parts) for parts in per_token])}
+            "acc_norm": _first_least(
+                [sum(parts) / n for parts, n in zip(sums, lengths, strict=True)]
+            ),
+            "acc_bytes": _first_least(
+                [sum(parts) / n for parts, n in zip(sums, sizes, strict=True)]
+            ),
+            "acc_token": _first_least([sum(parts) / len(parts) for parts in per_token]),
+        }
 
 
 def _first_least(losses: list[float]) -> int:
@@ -123,13 +179,20 @@ def _first_least(losses: list[float]) -> int:
 
 def texts_of(row: Row) -> tuple[str, str]:
     """What a row has before the ending, and the ending."""
-    tokens, decode = torch.frombuffer(bytearray(row.tokens), dtype=torch.uint16).tolist(), get_encoding().decode
-    return decode(tokens[:-row.scored]), decode(tokens[-row.scored:])
+    tokens, decode = (
+        torch.frombuffer(bytearray(row.tokens), dtype=torch.uint16).tolist(),
+        get_encoding().decode,
+    )
+    return decode(tokens[: -row.scored]), decode(tokens[-row.scored :])
 
 
 def test_a_text_is_worded_as_the_harness_and_as_build_nanogpt_word_it(tmp_path):
-    values = item(activity_label="Baking [x]", ctx_a=" [header] How to bake [title] Mix  flour. [step]", ctx_b="tHE Dough",
-                  endings=["rises [substeps] well.", " is  flat", "b", "c"])
+    values = item(
+        activity_label="Baking [x]",
+        ctx_a=" [header] How to bake [title] Mix  flour. [step]",
+        ctx_b="tHE Dough",
+        endings=["rises [substeps] well.", " is  flat", "b", "c"],
+    )
     values["ctx"] = "the file's own  words [step]"
     (found,) = read_items(write_items(tmp_path / "items.jsonl", [values]))
     assert found.context == "Baking :  How to bake. Mix flour. The dough"
@@ -140,8 +203,14 @@ def test_a_text_is_worded_as_the_harness_and_as_build_nanogpt_word_it(tmp_path):
 
 
 def test_an_ending_begins_with_its_space_and_takes_over_the_one_at_the_contexts_end():
-    assert texts_of(rows_of(Item("It is", ["so"] * 4, "It is", ["so"] * 4, 0), 99)[0]) == ("It is", " so")
-    assert texts_of(rows_of(Item("It is ", ["so"] * 4, "It is", ["so"] * 4, 0), 99)[0]) == ("It is", "  so")
+    assert texts_of(rows_of(Item("It is", ["so"] * 4, "It is", ["so"] * 4, 0), 99)[0]) == (
+        "It is",
+        " so",
+    )
+    assert texts_of(rows_of(Item("It is ", ["so"] * 4, "It is", ["so"] * 4, 0), 99)[0]) == (
+        "It is",
+        "  so",
+    )
 
 
 @pytest.mark.parametrize("context", ["", " "])
@@ -153,18 +222,29 @@ def test_an_empty_context_is_the_end_of_another_text(context):
 
 def test_a_long_text_loses_its_beginning_and_an_ending_longer_than_the_context_its_own():
     words = get_encoding().encode_ordinary(" dog" * 20)
-    context, ending = texts_of(rows_of(Item("A" + " cat" * 50, ["x" + " dog" * 19] * 4, "A", ["dog"] * 4, 0), 30)[0])
-    assert (context, ending) == (" cat" * 11, " x" + " dog" * 19)  # 31 tokens: 30 are read and 30 predicted
-    assert rows_of(Item("A", [" dog" * 40] * 4, "A", ["dog"] * 4, 0), len(words))[0].scored == len(words)
+    context, ending = texts_of(
+        rows_of(Item("A" + " cat" * 50, ["x" + " dog" * 19] * 4, "A", ["dog"] * 4, 0), 30)[0]
+    )
+    assert (context, ending) == (
+        " cat" * 11,
+        " x" + " dog" * 19,
+    )  # 31 tokens: 30 are read and 30 predicted
+    assert rows_of(Item("A", [" dog" * 40] * 4, "A", ["dog"] * 4, 0), len(words))[0].scored == len(
+        words
+    )
 
 
 def test_the_mask_begins_with_the_endings_first_token_and_ends_with_its_last(pair):
     ours, *_ = pair
     tokens = torch.randint(0, 50257, (20,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        of_each = F.cross_entropy(ours(tokens[None, :-1])[0], tokens[1:], reduction="none")  # of tokens 1 to 19
+        of_each = F.cross_entropy(
+            ours(tokens[None, :-1])[0], tokens[1:], reduction="none"
+        )  # of tokens 1 to 19
     rows = [Row(tokens.to(torch.uint16).numpy().tobytes(), scored) for scored in (1, 2, 18, 19)]
-    assert ending_losses(ours, rows, 100) == pytest.approx([of_each[-row.scored:].sum().item() for row in rows], rel=1e-5)
+    assert ending_losses(ours, rows, 100) == pytest.approx(
+        [of_each[-row.scored :].sum().item() for row in rows], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("tokens_at_once", [1, 150, 100_000])
@@ -177,15 +257,29 @@ def test_batches_and_their_padding_change_nothing(tokens_at_once, pair, file):
 
 def test_endings_that_are_the_same_tie_and_the_first_is_taken(pair, tmp_path):
     ours, *_ = pair
-    path = write_items(tmp_path / "same.jsonl", [item(i, endings=["the same"] * 4, label=i % 4) for i in range(8)])
-    assert score(ours, read_questions(path, CONTEXT, ALONE), 70, ALONE) == (8, dict.fromkeys(METRICS, 2))
+    path = write_items(
+        tmp_path / "same.jsonl", [item(i, endings=["the same"] * 4, label=i % 4) for i in range(8)]
+    )
+    assert score(ours, read_questions(path, CONTEXT, ALONE), 70, ALONE) == (
+        8,
+        dict.fromkeys(METRICS, 2),
+    )
 
 
 def test_each_metric_divides_by_its_own_length_and_no_text_at_all_is_never_taken():
     endings = ["日本", "doggy", "a longer one", ""]
-    question = Question(Item("x", endings, "x", endings, 0), [Row(b"", scored) for scored in (9, 9, 9, 9, 6, 2, 3, 1)])
-    # sums: 6, 5, 18, 4; per character: 3, 1, 1.5; per byte: 1, 1, 1.5; per token of the plain text: 1.5, 2, 1, 9
-    assert choices(question, [6.0, 5.0, 18.0, 4.0, 9.0, 4.0, 3.0, 9.0]) == {"acc": 3, "acc_norm": 1, "acc_bytes": 0, "acc_token": 2}
+    question = Question(
+        Item("x", endings, "x", endings, 0),
+        [Row(b"", scored) for scored in (9, 9, 9, 9, 6, 2, 3, 1)],
+    )
+    # sums: 6, 5, 18, 4; per character: 3, 1, 1.5; per byte: 1, 1, 1.5; per token of the plain text:
+    # 1.5, 2, 1, 9
+    assert choices(question, [6.0, 5.0, 18.0, 4.0, 9.0, 4.0, 3.0, 9.0]) == {
+        "acc": 3,
+        "acc_norm": 1,
+        "acc_bytes": 0,
+        "acc_token": 2,
+    }
 
 
 def test_rows_of_a_padded_vocabulary_take_no_part(pair, file):
@@ -196,19 +290,29 @@ def test_rows_of_a_padded_vocabulary_take_no_part(pair, file):
     with torch.no_grad():
         padded.lm_head.weight[50257:] = 100
     rows = [row for question in read_questions(file, CONTEXT, ALONE)[:3] for row in question.rows]
-    assert ending_losses(padded, rows, 500) == pytest.approx(ending_losses(ours, rows, 500), abs=1e-4)
+    assert ending_losses(padded, rows, 500) == pytest.approx(
+        ending_losses(ours, rows, 500), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_scoring_leaves_out_dropout_and_leaves_the_model_as_it_was_even_if_it_fails(training, file, monkeypatch):
+def test_scoring_leaves_out_dropout_and_leaves_the_model_as_it_was_even_if_it_fails(
+    training, file, monkeypatch
+):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=CONTEXT, dropout=0.5)).train(training)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=CONTEXT, dropout=0.5)).train(
+        training
+    )
     rows = [row for question in read_questions(file, CONTEXT, ALONE)[:2] for row in question.rows]
     before = torch.get_rng_state()
     assert ending_losses(model, rows, 200) == ending_losses(model, rows, 200)
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training is training
-    monkeypatch.setattr(model.transformer, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    monkeypatch.setattr(
+        model.transformer,
+        "forward",
+        lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")),
+    )
     with pytest.raises(RuntimeError):
         ending_losses(model, rows, 200)
     assert model.training is training
@@ -224,23 +328,37 @@ def test_a_model_that_has_diverged_is_an_error_and_no_score(file):
 def test_the_interval_is_wilsons():
     assert Scores(10, {"acc": 0}).interval("acc") == pytest.approx((0, 0.27753), abs=1e-5)
     assert Scores(10, {"acc": 5}).interval("acc") == pytest.approx((0.23659, 0.76341), abs=1e-5)
-    assert Scores(10042, {"acc": 2967}).interval("acc") == pytest.approx((0.28662, 0.30445), abs=1e-4)
+    assert Scores(10042, {"acc": 2967}).interval("acc") == pytest.approx(
+        (0.28662, 0.30445), abs=1e-4
+    )
 
 
 # ---- the file
 
 
-@pytest.mark.parametrize(("line", "said"), [
-    ('{"activity_label": "x"', "not JSON"), ("[1]", "not a JSON object"), (b"\xff\xfe{", "not JSON"), ("nonsense", "not JSON"),
-    (json.dumps({"ctx_a": "a"}), "lacks activity_label"), (json.dumps(item(ctx_b=None)), "ctx_b is None, no text"),
-    (json.dumps(item(endings=["a", "b", "c"])), "endings: 3 of them, not 4"),
-    (json.dumps(item(endings=list("abcde"))), "endings: 5 of them, not 4"),
-    (json.dumps(item(endings=["a", "b", "c", 4])), "endings are ['a', 'b', 'c', 4], not 4 texts"),
-    (json.dumps(item(endings="abcd")), "endings are 'abcd', not 4 texts"),
-    (json.dumps(item(label=4)), "label is 4;"), (json.dumps(item(label=-1)), "label is -1;"),
-    (json.dumps(item(label=True)), "label is True;"), (json.dumps(item(label=[1] * 99)), "label is [1, 1"),
-    (json.dumps(item(label="")), "label is '' (the test split has no labels)"),
-])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"activity_label": "x"', "not JSON"),
+        ("[1]", "not a JSON object"),
+        (b"\xff\xfe{", "not JSON"),
+        ("nonsense", "not JSON"),
+        (json.dumps({"ctx_a": "a"}), "lacks activity_label"),
+        (json.dumps(item(ctx_b=None)), "ctx_b is None, no text"),
+        (json.dumps(item(endings=["a", "b", "c"])), "endings: 3 of them, not 4"),
+        (json.dumps(item(endings=list("abcde"))), "endings: 5 of them, not 4"),
+        (
+            json.dumps(item(endings=["a", "b", "c", 4])),
+            "endings are ['a', 'b', 'c', 4], not 4 texts",
+        ),
+        (json.dumps(item(endings="abcd")), "endings are 'abcd', not 4 texts"),
+        (json.dumps(item(label=4)), "label is 4;"),
+        (json.dumps(item(label=-1)), "label is -1;"),
+        (json.dumps(item(label=True)), "label is True;"),
+        (json.dumps(item(label=[1] * 99)), "label is [1, 1"),
+        (json.dumps(item(label="")), "label is '' (the test split has no labels)"),
+    ],
+)
 def test_a_damaged_line_is_one_line_that_names_it(line, said, file):
     good = file.read_bytes()
     file.write_bytes(good + (line if isinstance(line, bytes) else line.encode()) + b"\n" + good)
@@ -257,8 +375,14 @@ def test_labels_may_be_text_and_empty_lines_do_not_count(tmp_path):
     assert [found.label for found in read_items(path)] == [2]
 
 
-@pytest.mark.parametrize(("name", "said"), [("none.jsonl", "no such file; .*python data/hellaswag.py"), ("empty", "has no items"),
-                                            ("folder", "cannot be read")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none.jsonl", "no such file; .*python data/hellaswag.py"),
+        ("empty", "has no items"),
+        ("folder", "cannot be read"),
+    ],
+)
 def test_a_file_that_is_missing_empty_or_none_is_one_line(name, said, tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
@@ -280,7 +404,9 @@ def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monke
     with pytest.raises(UserError, match=f"SHA-256 .*, expected {data.hellaswag.SHA256}"):
         download(str(tmp_path))
     assert not any(tmp_path.iterdir())
-    monkeypatch.setattr(data.hellaswag, "SHA256", data.hellaswag.hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(
+        data.hellaswag, "SHA256", data.hellaswag.hashlib.sha256(content).hexdigest()
+    )
     path = download(str(tmp_path))
     assert path.read_bytes() == content
     monkeypatch.setattr(data.hellaswag.urllib.request, "urlopen", None)
@@ -288,8 +414,15 @@ def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monke
 
 
 def test_without_a_network_the_file_and_its_place_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.hellaswag.urllib.request, "urlopen", lambda *_, **__: (_ for _ in ()).throw(OSError("no route")))
-    with pytest.raises(UserError, match=rf"hellaswag_val.jsonl \(OSError: no route\); .*put it at {tmp_path}/hellaswag/hella"):
+    monkeypatch.setattr(
+        data.hellaswag.urllib.request,
+        "urlopen",
+        lambda *_, **__: (_ for _ in ()).throw(OSError("no route")),
+    )
+    with pytest.raises(
+        UserError,
+        match=rf"hellaswag_val.jsonl \(OSError: no route\); .*put it at {tmp_path}/hellaswag/hella",
+    ):
         download(str(tmp_path))
 
 
@@ -301,8 +434,17 @@ def scored_config(tiny_config, tmp_path):
     items = write_items(tmp_path / "few.jsonl", [*map(item, range(5))])
 
     def build(**options):
-        return tiny_config(**{"vocab_size": 50257, "n_layer": 1, "n_embd": 16, "hellaswag_every": 2, "hellaswag_file": str(items),
-                              "checkpoint_every": 2} | options)
+        return tiny_config(
+            **{
+                "vocab_size": 50257,
+                "n_layer": 1,
+                "n_embd": 16,
+                "hellaswag_every": 2,
+                "hellaswag_file": str(items),
+                "checkpoint_every": 2,
+            }
+            | options
+        )
 
     return build
 
@@ -316,7 +458,13 @@ def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_co
     found = rows(config, "eval.csv")
     assert [row["step"] for row in found] == ["0", "2", "3", "4", "5"]
     assert list(found[0]) == COLUMNS
-    assert ["" if not row["val_loss"] else "loss" for row in found] == ["loss", "", "loss", "", "loss"]
+    assert ["" if not row["val_loss"] else "loss" for row in found] == [
+        "loss",
+        "",
+        "loss",
+        "",
+        "loss",
+    ]
     assert [bool(row["hellaswag_acc"]) for row in found] == [True, True, False, True, True]
     last = {name: float(found[-1][name]) for name in COLUMNS[1:]}
     assert {name: summary[name] for name in last} == last
@@ -333,11 +481,16 @@ def test_scoring_changes_no_step_and_takes_no_time_of_one(scored_config, monkeyp
         return real(*args, **kwargs)
 
     monkeypatch.setattr(evaluate, "score", slow)
-    scored, plain = scored_config(run_name="scored", dropout=0.1), scored_config(run_name="plain", dropout=0.1, hellaswag_every=0)
+    scored, plain = (
+        scored_config(run_name="scored", dropout=0.1),
+        scored_config(run_name="plain", dropout=0.1, hellaswag_every=0),
+    )
     for config in (scored, plain):
         train(config, ALONE, clock=lambda: float(next(now)))
     assert len(calls) == 4
-    assert {row["dt_ms"] for row in rows(scored)} == {"1000.000"}  # from one reading of the clock to the next
+    assert {row["dt_ms"] for row in rows(scored)} == {
+        "1000.000"
+    }  # from one reading of the clock to the next
     assert rows(scored) == rows(plain)
     assert not Path(f"{plain.log_dir}/plain/eval.csv").exists()
 
@@ -350,7 +503,9 @@ def test_a_resumed_run_scores_each_step_once_and_an_older_eval_csv_gains_the_col
     path = Path(f"{straight.log_dir}/resumed/eval.csv")
     train(scored_config(**options, max_steps=4), ALONE)
     lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:-1], lines[-1].rstrip("0123456789.").split(",0")[0]]))  # torn
+    path.write_text(
+        "\n".join([*lines[:-1], lines[-1].rstrip("0123456789.").split(",0")[0]])
+    )  # torn
     train(scored_config(**options, resume="auto"), ALONE)
     assert path.read_text() == whole
     # killed between the validation loss and the scores of the last step of all
@@ -371,10 +526,17 @@ def test_a_run_from_before_hellaswag_goes_on_with_it(scored_config):
     header, *after = path.read_text().splitlines()
     assert header.split(",") == COLUMNS
     assert [line.partition(",,")[0] for line in after[:2]] == before[1:3]
-    assert [bool(line.split(",")[2]) for line in after] == [False, False, True, True]  # also at step 4, where it went on
+    assert [bool(line.split(",")[2]) for line in after] == [
+        False,
+        False,
+        True,
+        True,
+    ]  # also at step 4, where it went on
 
 
-def test_the_items_are_found_again_where_a_run_is_resumed_from_another_folder(scored_config, tmp_path, monkeypatch, capsys):
+def test_the_items_are_found_again_where_a_run_is_resumed_from_another_folder(
+    scored_config, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     train(scored_config(hellaswag_file="few.jsonl", max_steps=2), ALONE)
     (tmp_path / "elsewhere").mkdir()
@@ -387,16 +549,24 @@ def test_the_items_are_found_again_where_a_run_is_resumed_from_another_folder(sc
 
 
 def test_a_run_on_two_processes_has_the_scores_of_one(scored_config, tmp_path):
-    alone, both = (scored_config(run_name=name, max_steps=1, batch_size=n) for name, n in (("alone", 4), ("both", 2)))
+    alone, both = (
+        scored_config(run_name=name, max_steps=1, batch_size=n)
+        for name, n in (("alone", 4), ("both", 2))
+    )
     train(alone, ALONE)
     done = run_ranks(2, "train.py", *flags(both), cwd=tmp_path)
     assert [process.returncode for process in done] == [0, 0], done[0].stderr
-    assert rows(both, "eval.csv")[0] == rows(alone, "eval.csv")[0]  # five items, three on one process and two on the other
+    assert (
+        rows(both, "eval.csv")[0] == rows(alone, "eval.csv")[0]
+    )  # five items, three on one process and two on the other
 
 
 def test_without_its_file_a_run_does_not_begin(scored_config):
     config = scored_config(hellaswag_file=None)
-    with pytest.raises(UserError, match=rf"/hellaswag/hellaswag_val.jsonl: no such file; .*--data_dir {config.data_dir}$"):
+    with pytest.raises(
+        UserError,
+        match=rf"/hellaswag/hellaswag_val.jsonl: no such file; .*--data_dir {config.data_dir}$",
+    ):
         train(config, ALONE)
     assert not Path(config.log_dir, "train").exists()
     path = Path(config.data_dir, "hellaswag/hellaswag_val.jsonl")
@@ -406,9 +576,15 @@ def test_without_its_file_a_run_does_not_begin(scored_config):
 
 
 def test_hellaswag_needs_gpt2s_vocabulary_and_its_file_needs_it(tiny_config):
-    with pytest.raises(ConfigError, match=r"hellaswag_every 1 needs GPT-2's vocabulary: set vocab_size to at least 50257"):
+    with pytest.raises(
+        ConfigError,
+        match=r"hellaswag_every 1 needs GPT-2's vocabulary: set vocab_size to at least 50257",
+    ):
         tiny_config(hellaswag_every=1)
-    assert "hellaswag_file has no effect: hellaswag_every is 0" in tiny_config(hellaswag_file="x").notes()
+    assert (
+        "hellaswag_file has no effect: hellaswag_every is 0"
+        in tiny_config(hellaswag_file="x").notes()
+    )
 
 
 # ---- the command
@@ -418,8 +594,14 @@ def evaluated(**options) -> dict:
     return evaluate.evaluate(EvaluateOptions(device="cpu", **options), ALONE)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"eval_tokens": 100}, {"flash": True, "loss_chunks": 3, "dropout": 0.3, "tie_weights": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"eval_tokens": 100},
+        {"flash": True, "loss_chunks": 3, "dropout": 0.3, "tie_weights": True},
+    ],
+)
 def test_a_runs_loss_is_bit_for_bit_what_the_run_logged_last(options, tiny_config):
     config = tiny_config(eval_every=4, val_fraction=0.2, batch_size=3, **options)
     logged = train(config, ALONE)["val_loss"]
@@ -433,24 +615,39 @@ def test_a_runs_loss_is_bit_for_bit_what_the_run_logged_last(options, tiny_confi
 def test_bf16_is_that_of_the_run_unless_it_is_given(tiny_config):
     config = tiny_config(eval_every=6, val_fraction=0.2, bf16=True)
     logged = train(config, ALONE)["val_loss"]
-    of_run, fp32 = (evaluated(run="train", log_dir=config.log_dir, bf16=bf16) for bf16 in (None, False))
-    assert (of_run["validation"]["loss"], of_run["dtype"], fp32["dtype"]) == (logged, "bfloat16", "float32")
+    of_run, fp32 = (
+        evaluated(run="train", log_dir=config.log_dir, bf16=bf16) for bf16 in (None, False)
+    )
+    assert (of_run["validation"]["loss"], of_run["dtype"], fp32["dtype"]) == (
+        logged,
+        "bfloat16",
+        "float32",
+    )
     assert fp32["validation"]["loss"] != logged
 
 
 def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp_path, capsys):
     ours, theirs, folder = pair
-    options = {"run": str(folder), "dataset": "tiny", "data_dir": str(corpus), "val_fraction": 1, "tokens": 640}
+    options = {
+        "run": str(folder),
+        "dataset": "tiny",
+        "data_dir": str(corpus),
+        "val_fraction": 1,
+        "tokens": 640,
+    }
     results = evaluated(**options, hellaswag=str(file), json=str(tmp_path / "out.json"))
     out = capsys.readouterr().out
     tokens = tokens_in(next((corpus / "tiny").glob("*.bin")))[:641].astype("int64")
     with torch.no_grad():
-        losses = [F.cross_entropy(theirs(x[None, :-1]).logits[0], x[1:]).item()
-                  for x in (torch.from_numpy(tokens[i:i + CONTEXT + 1]) for i in range(0, 640, CONTEXT))]
+        losses = [
+            F.cross_entropy(theirs(x[None, :-1]).logits[0], x[1:]).item()
+            for x in (torch.from_numpy(tokens[i : i + CONTEXT + 1]) for i in range(0, 640, CONTEXT))
+        ]
     assert results["validation"]["loss"] == pytest.approx(sum(losses) / 10, abs=1e-4)
     right = score(ours, read_questions(file, CONTEXT, ALONE), 10**6, ALONE).right
     assert {metric: results["hellaswag"][metric]["score"] for metric in METRICS} == {
-        metric: count / 19 for metric, count in right.items()}
+        metric: count / 19 for metric, count in right.items()
+    }
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(results))
     assert f"validation loss {results['validation']['loss']:.4f} nats per token, perplexity" in out
     assert "HellaSwag, 19 items" in out
@@ -458,11 +655,27 @@ def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp
 
 def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, tmp_path):
     _, _, folder = pair
-    command = ["evaluate.py", folder, "--dataset", "tiny", "--data_dir", corpus, "--val_fraction", "0.5", "--hellaswag", file,
-               "--device", "cpu"]
+    command = [
+        "evaluate.py",
+        folder,
+        "--dataset",
+        "tiny",
+        "--data_dir",
+        corpus,
+        "--val_fraction",
+        "0.5",
+        "--hellaswag",
+        file,
+        "--device",
+        "cpu",
+    ]
     alone = run(*command, "--json", "alone.json", cwd=tmp_path)
     first, second = run_ranks(2, *command, "--json", "both.json", "--batch_size", "3", cwd=tmp_path)
-    assert (alone.returncode, first.returncode, second.returncode) == (0, 0, 0), (alone.stderr, first.stderr, second.stderr)
+    assert (alone.returncode, first.returncode, second.returncode) == (0, 0, 0), (
+        alone.stderr,
+        first.stderr,
+        second.stderr,
+    )
     assert second.stdout == ""
     one, both = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "both"))
     assert one["hellaswag"] == both["hellaswag"]
@@ -470,18 +683,24 @@ def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, t
     assert (one["processes"], both["processes"]) == (1, 2)
 
 
-def test_a_run_whose_corpus_is_gone_or_changed_says_so(tiny_config, corpus, file, monkeypatch, capsys, tmp_path):
+def test_a_run_whose_corpus_is_gone_or_changed_says_so(
+    tiny_config, corpus, file, monkeypatch, capsys, tmp_path
+):
     config = tiny_config(val_fraction=0.2, vocab_size=50257, n_layer=1)
     train(config, ALONE)
     options = {"run": "train", "log_dir": config.log_dir}
-    path, = (corpus / "tiny").glob("*.bin")
+    (path,) = (corpus / "tiny").glob("*.bin")
     good = path.read_bytes()
     path.write_bytes(good[:-100] + bytes(100))
     evaluated(**options)
-    assert "note" not in capsys.readouterr().out  # only the end has changed, which the run did not train on
+    assert (
+        "note" not in capsys.readouterr().out
+    )  # only the end has changed, which the run did not train on
     path.write_bytes(good[:1024] + good[1026:] + good[1024:1026])
     evaluated(**options)
-    assert f"note: {corpus}/tiny is not the corpus that the run trained on" in capsys.readouterr().out
+    assert (
+        f"note: {corpus}/tiny is not the corpus that the run trained on" in capsys.readouterr().out
+    )
     monkeypatch.chdir(tmp_path)
     shutil.rmtree(corpus)
     with pytest.raises(UserError, match="no such corpus"):
@@ -490,7 +709,9 @@ def test_a_run_whose_corpus_is_gone_or_changed_says_so(tiny_config, corpus, file
     assert "note: no validation loss: data/tiny: no such corpus" in capsys.readouterr().out
 
 
-def test_a_corpus_that_was_moved_with_the_project_is_found(tiny_config, corpus, monkeypatch, tmp_path):
+def test_a_corpus_that_was_moved_with_the_project_is_found(
+    tiny_config, corpus, monkeypatch, tmp_path
+):
     config = tiny_config(eval_every=6, val_fraction=0.2)
     logged = train(config, ALONE)["val_loss"]
     (tmp_path / "moved").mkdir()
@@ -499,19 +720,46 @@ def test_a_corpus_that_was_moved_with_the_project_is_found(tiny_config, corpus, 
     assert evaluated(run=f"{config.log_dir}/train")["validation"]["loss"] == logged
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (["none"], "none: no such run or folder"), (["HF"], "HF: evaluate it on what? Name a corpus, --dataset NAME"),
-    (["HF", "--dataset", "tiny"], "no *_val_*.bin file; say which share of its tokens to take, off the tail: --val_fraction 0.1"),
-    (["HF", "--dataset", "tiny", "--val_fraction", "0.001"], "4 tokens for validation make no sequence of 64; lower --seq_len"),
-    (["HF", "--dataset", "tinny"], "no such corpus (a folder of *.bin token files); did you mean tiny?"),
-    (["HF", "--dataset", "tiny", "--seq_len", "65"], "--seq_len 65: longer than the model's context, 64"),
-    (["HF", "--hellaswag", "none.jsonl"], "none.jsonl: no such file; HellaSwag's validation split is downloaded"),
-    (["HF", "--hellaswag", "items.jsonl", "--json", "none/out.json"], "--json none/out.json: cannot be written"),
-    (["HF", "--hellaswag", "items.jsonl", "--json", "data"], "--json data: cannot be written: is a folder"),
-    (["HF", "--val_fraction", "2"], "--val_fraction: input should be less than or equal to 1"),
-    (["HF", "--tokens", "0"], "--tokens: input should be greater than or equal to 1"),
-    (["--dataset", "tiny"], "the following arguments are required: run"),
-    (["HF", "--hellaswg", "x"], "--hellaswg: unknown option; did you mean --hellaswag?")])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["none"], "none: no such run or folder"),
+        (["HF"], "HF: evaluate it on what? Name a corpus, --dataset NAME"),
+        (
+            ["HF", "--dataset", "tiny"],
+            "no *_val_*.bin file; say which share of its tokens to take, off the tail: "
+            "--val_fraction 0.1",
+        ),
+        (
+            ["HF", "--dataset", "tiny", "--val_fraction", "0.001"],
+            "4 tokens for validation make no sequence of 64; lower --seq_len",
+        ),
+        (
+            ["HF", "--dataset", "tinny"],
+            "no such corpus (a folder of *.bin token files); did you mean tiny?",
+        ),
+        (
+            ["HF", "--dataset", "tiny", "--seq_len", "65"],
+            "--seq_len 65: longer than the model's context, 64",
+        ),
+        (
+            ["HF", "--hellaswag", "none.jsonl"],
+            "none.jsonl: no such file; HellaSwag's validation split is downloaded",
+        ),
+        (
+            ["HF", "--hellaswag", "items.jsonl", "--json", "none/out.json"],
+            "--json none/out.json: cannot be written",
+        ),
+        (
+            ["HF", "--hellaswag", "items.jsonl", "--json", "data"],
+            "--json data: cannot be written: is a folder",
+        ),
+        (["HF", "--val_fraction", "2"], "--val_fraction: input should be less than or equal to 1"),
+        (["HF", "--tokens", "0"], "--tokens: input should be greater than or equal to 1"),
+        (["--dataset", "tiny"], "the following arguments are required: run"),
+        (["HF", "--hellaswg", "x"], "--hellaswg: unknown option; did you mean --hellaswag?"),
+    ],
+)
 def test_mistakes_of_the_command_are_one_line(options, said, pair, corpus, file, tmp_path):
     (tmp_path / "HF").symlink_to(pair[2])
     done = run("evaluate.py", *options, "--device", "cpu", cwd=tmp_path)

@@ -1,4 +1,6 @@
-"""Weights in and out: export.py's folder in the hands of transformers, and nanoGPT's and build-nanogpt's .pt files."""
+"""Weights in and out: export.py's folder in the hands of transformers, and nanoGPT's and
+build-nanogpt's .pt files.
+"""
 
 import builtins
 import dataclasses
@@ -31,9 +33,24 @@ from weights import CheckpointError, build_model, load_model
 
 GPT2_VOCAB = {"vocab_size": 50304, "n_embd": 16, "tie_weights": True}  # padded, as the ladder's
 # all of an exported folder that follows from the weights alone
-OF_THE_WEIGHTS = ("config.json", "generation_config.json", "merges.txt", "model.safetensors", "special_tokens_map.json",
-                  "tokenizer.json", "tokenizer_config.json", "vocab.json")
-ODD_TEXTS = ["Hello  world", "\n\n\tdef f(x):\n    return  x ", "naïve 日本語 😀", "it's we'll 12345 a,b !", " ", "\r\n\x00\u2028x"]
+OF_THE_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+ODD_TEXTS = [
+    "Hello  world",
+    "\n\n\tdef f(x):\n    return  x ",
+    "naïve 日本語 😀",
+    "it's we'll 12345 a,b !",
+    " ",
+    "\r\n\x00\u2028x",
+]
 
 
 def exported(config, name="out", source=None):
@@ -45,7 +62,9 @@ def exported(config, name="out", source=None):
 # ---- out
 
 
-def test_a_fresh_process_loads_the_folder_offline_and_has_our_logits_and_our_greedy_text(tiny_config, tmp_path):
+def test_a_fresh_process_loads_the_folder_offline_and_has_our_logits_and_our_greedy_text(
+    tiny_config, tmp_path
+):
     config = tiny_config(**GPT2_VOCAB, max_steps=20, lr=1e-2)
     train(config, ALONE)
     done = run("export.py", "train", "my model", "--log_dir", config.log_dir, cwd=tmp_path)
@@ -64,17 +83,28 @@ with torch.no_grad():
 generate = pipeline("text-generation", "my model")
 print(generate("The value", max_new_tokens=20, do_sample=False, return_full_text=True)[0]["generated_text"], end="")
 """
-    theirs = run_from_nothing("-c", code, cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
+    theirs = run_from_nothing(
+        "-c", code, cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home")
+    )
     assert theirs.returncode == 0, theirs.stderr
     assert not re.search("warn|deprecat|setting `", theirs.stderr.lower()), theirs.stderr
     tokens = torch.tensor([get_encoding().encode_ordinary("The value")])
-    assert theirs.stdout == get_encoding().decode(ours.generate(tokens, 20, temperature=0)[0].tolist())
+    assert theirs.stdout == get_encoding().decode(
+        ours.generate(tokens, 20, temperature=0)[0].tolist()
+    )
 
 
-@pytest.mark.parametrize("options", [
-    GPT2_VOCAB, GPT2_VOCAB | {"tie_weights": False}, GPT2_VOCAB | {"vocab_size": 50257, "activation": "gelu", "dropout": 0.1},
-    {}, {"real_vocab_size": 100, "tie_weights": True},
-], ids=["padded", "untied", "exact gelu", "own vocabulary", "padded own vocabulary"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        GPT2_VOCAB,
+        GPT2_VOCAB | {"tie_weights": False},
+        GPT2_VOCAB | {"vocab_size": 50257, "activation": "gelu", "dropout": 0.1},
+        {},
+        {"real_vocab_size": 100, "tie_weights": True},
+    ],
+    ids=["padded", "untied", "exact gelu", "own vocabulary", "padded own vocabulary"],
+)
 def test_transformers_has_our_logits_whatever_the_options(options, tiny_config):
     config = tiny_config(**options, max_steps=2, lr=1e-2)
     train(config, ALONE)
@@ -82,10 +112,14 @@ def test_transformers_has_our_logits_whatever_the_options(options, tiny_config):
     ours, theirs = load_model("train", config.log_dir), AutoModelForCausalLM.from_pretrained(folder)
     idx = torch.randint(100, (2, 32))
     torch.testing.assert_close(theirs(idx).logits, ours(idx), rtol=1e-4, atol=1e-4)
-    padding = (config.vocab_size - config.n_vocab) * config.n_embd * (1 if config.tie_weights else 2)
+    padding = (
+        (config.vocab_size - config.n_vocab) * config.n_embd * (1 if config.tie_weights else 2)
+    )
     assert theirs.num_parameters() == ours.num_parameters() - padding
     own = config.n_vocab != 50257
-    assert [f"vocabulary of {config.n_vocab} tokens is not GPT-2's" in note for note in notes] == [True] * own
+    assert [f"vocabulary of {config.n_vocab} tokens is not GPT-2's" in note for note in notes] == [
+        True
+    ] * own
     assert (folder / "tokenizer.json").exists() != own
     assert theirs.config.eos_token_id == (None if own else 50256)
     assert (theirs.config.resid_pdrop, theirs.config.n_positions) == (config.dropout, 32)
@@ -96,8 +130,19 @@ def test_a_run_exported_taken_up_and_exported_again_has_the_same_files(tiny_conf
     train(config, ALONE)
     first, _ = exported(config)
     again, _ = exported(config, "again", source=str(first))
-    taken_up = load_config(dataset="tiny", data_dir=config.data_dir, log_dir=config.log_dir, seq_len=32, max_steps=1, device="cpu",
-                           init_from=str(first), run_name="second", lr=1e-30, weight_decay=0, vocab_size=50304)
+    taken_up = load_config(
+        dataset="tiny",
+        data_dir=config.data_dir,
+        log_dir=config.log_dir,
+        seq_len=32,
+        max_steps=1,
+        device="cpu",
+        init_from=str(first),
+        run_name="second",
+        lr=1e-30,
+        weight_decay=0,
+        vocab_size=50304,
+    )
     train(taken_up, ALONE)
     second, _ = exported(taken_up, "second")
     for folder, name in itertools.product((again, second), OF_THE_WEIGHTS):
@@ -109,16 +154,25 @@ def test_what_transformers_wrote_is_exported_as_transformers_wrote_it(tmp_path):
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "theirs")
     export(str(tmp_path / "theirs"), tmp_path / "ours")
-    theirs, ours = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("theirs", "ours"))
-    assert {name: theirs.get(name) for name in ours if name != "n_ctx"} == {name: ours[name] for name in ours if name != "n_ctx"}
-    assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "theirs/model.safetensors").read_bytes()
+    theirs, ours = (
+        json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("theirs", "ours")
+    )
+    assert {name: theirs.get(name) for name in ours if name != "n_ctx"} == {
+        name: ours[name] for name in ours if name != "n_ctx"
+    }
+    assert (tmp_path / "ours/model.safetensors").read_bytes() == (
+        tmp_path / "theirs/model.safetensors"
+    ).read_bytes()
 
 
 def test_the_tokenizer_in_the_folder_cuts_texts_as_ours_does(tiny_config):
     config = tiny_config(**GPT2_VOCAB, max_steps=1)
     train(config, ALONE)
     folder, _ = exported(config)
-    theirs, plain = AutoTokenizer.from_pretrained(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs, plain = (
+        AutoTokenizer.from_pretrained(folder),
+        Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     for text in ODD_TEXTS:
         tokens = get_encoding().encode_ordinary(text)
         assert theirs(text)["input_ids"] == plain.encode(text).ids == tokens
@@ -127,24 +181,55 @@ def test_the_tokenizer_in_the_folder_cuts_texts_as_ours_does(tiny_config):
     assert theirs.model_max_length == 32
 
 
-def test_the_model_card_tells_data_recipe_results_and_limits_and_the_config_repeats_the_run(tiny_config, tmp_path):
-    config = tiny_config(max_steps=4, eval_every=2, val_fraction=0.1, warmup_steps=2, lr_schedule="cosine", init_from="scratch")
+def test_the_model_card_tells_data_recipe_results_and_limits_and_the_config_repeats_the_run(
+    tiny_config, tmp_path
+):
+    config = tiny_config(
+        max_steps=4,
+        eval_every=2,
+        val_fraction=0.1,
+        warmup_steps=2,
+        lr_schedule="cosine",
+        init_from="scratch",
+    )
     train(config, ALONE)
     folder, _ = exported(config)
     text = (folder / "README.md").read_text()
     front = yaml.safe_load(text.split("---\n")[1])
-    assert front == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt2"]}
-    for said in ("# out\n", "trained from scratch on tiny, for 4 steps", "`tiny`, 4,000 tokens: say here", "| 4 of 4 |",
-                 "| 0.0003, cosine to 3e-05 at step 4, 2 steps of warm-up |", "python train.py --config config.yaml",
-                 "![loss of each step](loss.png)", "| validation loss, step 4 | 4.", "tokens/s", "has seen 0.0",
-                 "from_pretrained('out')"):
+    assert front == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["gpt2"],
+    }
+    for said in (
+        "# out\n",
+        "trained from scratch on tiny, for 4 steps",
+        "`tiny`, 4,000 tokens: say here",
+        "| 4 of 4 |",
+        "| 0.0003, cosine to 3e-05 at step 4, 2 steps of warm-up |",
+        "python train.py --config config.yaml",
+        "![loss of each step](loss.png)",
+        "| validation loss, step 4 | 4.",
+        "tokens/s",
+        "has seen 0.0",
+        "from_pretrained('out')",
+    ):
         assert said in text
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert str(tmp_path) not in text + (folder / "config.yaml").read_text(), "a folder of this machine is nobody else's business"
-    again = load_config(str(folder / "config.yaml"), data_dir=config.data_dir, log_dir=str(tmp_path / "again"))
-    assert again == config.model_copy(update={"data_dir": again.data_dir, "log_dir": again.log_dir, "min_lr": config.final_lr()})
+    assert str(tmp_path) not in text + (folder / "config.yaml").read_text(), (
+        "a folder of this machine is nobody else's business"
+    )
+    again = load_config(
+        str(folder / "config.yaml"), data_dir=config.data_dir, log_dir=str(tmp_path / "again")
+    )
+    assert again == config.model_copy(
+        update={"data_dir": again.data_dir, "log_dir": again.log_dir, "min_lr": config.final_lr()}
+    )
     train(again, ALONE)
-    both = [tmp_path / logs / "train/checkpoints/step_000004/model.safetensors" for logs in ("logs", "again")]
+    both = [
+        tmp_path / logs / "train/checkpoints/step_000004/model.safetensors"
+        for logs in ("logs", "again")
+    ]
     assert both[0].read_bytes() == both[1].read_bytes()
 
 
@@ -158,7 +243,9 @@ def test_a_checkpoint_in_the_middle_has_a_card_that_ends_at_its_step(tiny_config
     assert "tokens/s" not in text, "the summary is that of the whole run"
 
 
-def test_a_card_names_openais_weights_as_what_the_run_began_with(tiny_config, tmp_path, monkeypatch):
+def test_a_card_names_openais_weights_as_what_the_run_began_with(
+    tiny_config, tmp_path, monkeypatch
+):
     train(tiny_config(run_name="first", max_steps=1), ALONE)
     cache = tmp_path / "hub/models--openai-community--gpt2/snapshots/1"
     export("first", cache, tiny_config().log_dir)
@@ -172,11 +259,17 @@ def test_a_card_names_openais_weights_as_what_the_run_began_with(tiny_config, tm
         assert str(tmp_path) not in text
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"norm": "rmsnorm"}, "norm rmsnorm;"), ({"bias": False}, "bias False;"),
-    ({"norm": "rmsnorm", "bias": False}, "norm rmsnorm, bias False;"),
-])
-def test_a_model_that_gpt2_cannot_be_is_refused_and_leaves_no_folder(options, said, tiny_config, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"norm": "rmsnorm"}, "norm rmsnorm;"),
+        ({"bias": False}, "bias False;"),
+        ({"norm": "rmsnorm", "bias": False}, "norm rmsnorm, bias False;"),
+    ],
+)
+def test_a_model_that_gpt2_cannot_be_is_refused_and_leaves_no_folder(
+    options, said, tiny_config, tmp_path
+):
     config = tiny_config(**options, max_steps=1)
     train(config, ALONE)
     with pytest.raises(CheckpointError, match=said):
@@ -192,14 +285,26 @@ def test_a_folder_that_is_there_is_never_written_to(tiny_config, tmp_path, monke
     (tmp_path / "file").touch()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for name, said in (("full", "is not empty"), ("file", "is no folder"), ("here", "is the working directory")):
+    for name, said in (
+        ("full", "is not empty"),
+        ("file", "is no folder"),
+        ("here", "is the working directory"),
+    ):
         with pytest.raises(UserError, match=said):
             exported(config, name)
     with sole_writer(tmp_path / "busy"):
-        done = run("export.py", "train", tmp_path / "busy", "--log_dir", config.log_dir, cwd=tmp_path)
+        done = run(
+            "export.py", "train", tmp_path / "busy", "--log_dir", config.log_dir, cwd=tmp_path
+        )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "busy: another process is writing it; wait for it or choose another name" in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "file", "full", "here", "logs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "data",
+        "file",
+        "full",
+        "here",
+        "logs",
+    ]
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     assert exported(config, "link")[0].is_symlink()
@@ -214,7 +319,9 @@ def test_a_disk_that_is_full_leaves_no_folder(tiny_config, tmp_path, monkeypatch
         raise weights.SafetensorError("No space left on device")
 
     monkeypatch.setattr(weights, "save_file", full)
-    with pytest.raises(UserError, match=r"out: cannot be written: No space left on device") as refused:
+    with pytest.raises(
+        UserError, match=r"out: cannot be written: No space left on device"
+    ) as refused:
         exported(config)
     assert refused.value.status == 1
     assert not list(tmp_path.glob("*out*"))
@@ -228,7 +335,10 @@ OPTIONS = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 32, "vocab_siz
 
 @pytest.fixture
 def pickled_from():
-    """Makes instances of a dataclass GPTConfig that are pickled as one of the module named, as in a script that has ended."""
+    """Makes instances of a dataclass GPTConfig that are pickled as one of the module named, as in a
+    script that has ended.
+    """
+
     def make(module, **fields):
         theirs = dataclasses.make_dataclass("GPTConfig", fields)
         theirs.__module__ = module
@@ -254,10 +364,17 @@ def save(path, content):
 def nanogpt(**changed):
     """What nanoGPT saves."""
     model = weights_of(activation="gelu")
-    return {"model": {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()},
-            "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 1e-3, "params": [0]}]},
-            "model_args": OPTIONS | {"bias": True, "dropout": 0.2}, "iter_num": 5, "best_val_loss": torch.tensor(4.0),
-            "config": {"dataset": "openwebtext"}} | changed
+    return {
+        "model": {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(1.0)}},
+            "param_groups": [{"lr": 1e-3, "params": [0]}],
+        },
+        "model_args": OPTIONS | {"bias": True, "dropout": 0.2},
+        "iter_num": 5,
+        "best_val_loss": torch.tensor(4.0),
+        "config": {"dataset": "openwebtext"},
+    } | changed
 
 
 def weights_of(**options):
@@ -276,37 +393,60 @@ def test_a_checkpoint_of_nanogpts_own_model_has_its_logits(tmp_path):
     ours = load_model(save(tmp_path / "ckpt.pt", nanogpt(model=torch.compile(theirs).state_dict())))
     idx = torch.randint(50257, (2, 32))
     torch.testing.assert_close(ours(idx), theirs(idx, idx)[0][..., :50257], rtol=1e-4, atol=1e-4)
-    assert (ours.config.n_vocab, ours.config.tie_weights, ours.config.activation) == (50257, True, "gelu")
+    assert (ours.config.n_vocab, ours.config.tie_weights, ours.config.activation) == (
+        50257,
+        True,
+        "gelu",
+    )
 
 
 @pytest.mark.parametrize("script", ["__main__", "train_gpt2"])
-def test_a_checkpoint_of_build_nanogpt_is_read_though_its_options_are_a_pickled_dataclass(script, pickled_from, tmp_path):
+def test_a_checkpoint_of_build_nanogpt_is_read_though_its_options_are_a_pickled_dataclass(
+    script, pickled_from, tmp_path
+):
     model = weights_of()
     theirs = {f"module._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
-    masks = {f"_orig_mod.transformer.h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in range(2)}
+    masks = {
+        f"_orig_mod.transformer.h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in range(2)
+    }
     config = pickled_from(script, **OPTIONS)
     before = set(torch.serialization.get_safe_globals())
-    ours = load_model(save(tmp_path / "model_19072.pt", {"model": theirs | masks, "config": config, "step": 19072}))
+    ours = load_model(
+        save(
+            tmp_path / "model_19072.pt", {"model": theirs | masks, "config": config, "step": 19072}
+        )
+    )
     idx = torch.randint(50257, (2, 32))
     assert torch.equal(ours(idx), model(idx))
     assert ours.config.activation == "gelu_tanh"
     assert set(torch.serialization.get_safe_globals()) == before
 
 
-def test_a_pt_file_without_biases_trains_samples_and_exports_as_far_as_it_can(tiny_config, tmp_path):
+def test_a_pt_file_without_biases_trains_samples_and_exports_as_far_as_it_can(
+    tiny_config, tmp_path
+):
     bare = weights_of(bias=False, activation="gelu")
-    path = save(tmp_path / "bare.pt", nanogpt(model=bare.state_dict(), model_args=OPTIONS | {"bias": False}))
+    path = save(
+        tmp_path / "bare.pt", nanogpt(model=bare.state_dict(), model_args=OPTIONS | {"bias": False})
+    )
     config, model = build_model(tiny_config(init_from=path, **GPT2_VOCAB))
     assert (config.init_from, config.bias, config.activation) == (path, False, "gelu")
     assert torch.equal(model.state_dict()["lm_head.weight"], bare.lm_head.weight)
-    with pytest.raises(CheckpointError, match="has bias False; GPT-2 in transformers has LayerNorm and biases"):
+    with pytest.raises(
+        CheckpointError, match="has bias False; GPT-2 in transformers has LayerNorm and biases"
+    ):
         export(path, tmp_path / "out")
 
 
 def test_each_command_takes_a_pt_file(tiny_config, tmp_path):
     path = save(tmp_path / "ckpt.pt", nanogpt())
-    given = {name: value for name, value in tiny_config(init_from=path, max_steps=1).model_dump(exclude_unset=True).items()
-             if name not in OPTIONS}
+    given = {
+        name: value
+        for name, value in tiny_config(init_from=path, max_steps=1)
+        .model_dump(exclude_unset=True)
+        .items()
+        if name not in OPTIONS
+    }
     done = run("train.py", *flags(load_config(**given)), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     text = run("sample.py", path, "--max_new_tokens", "3", "--temperature", "0", cwd=tmp_path)
@@ -330,13 +470,21 @@ class Evil:
 
 @pytest.mark.parametrize("function", [os.system, builtins.exec, Path.touch, subprocess.run])
 @pytest.mark.parametrize("place", ["model", "config", "unused", "whole"])
-def test_a_pickle_that_would_run_something_is_refused_in_one_line_and_runs_nothing(function, place, tmp_path):
+def test_a_pickle_that_would_run_something_is_refused_in_one_line_and_runs_nothing(
+    function, place, tmp_path
+):
     victim = tmp_path / "victim"
-    argument = {os.system: f"touch {victim}", builtins.exec: f"open({str(victim)!r}, 'w')", Path.touch: victim,
-                subprocess.run: ["touch", str(victim)]}[function]
+    argument = {
+        os.system: f"touch {victim}",
+        builtins.exec: f"open({str(victim)!r}, 'w')",
+        Path.touch: victim,
+        subprocess.run: ["touch", str(victim)],
+    }[function]
     evil = Evil(function, argument)
     path = save(tmp_path / "evil.pt", evil if place == "whole" else nanogpt(**{place: evil}))
-    with pytest.raises(CheckpointError, match=r"evil\.pt: refused: it names [\w.]+, which is code") as refused:
+    with pytest.raises(
+        CheckpointError, match=r"evil\.pt: refused: it names [\w.]+, which is code"
+    ) as refused:
         load_model(path)
     assert "\n" not in str(refused.value)
     assert not victim.exists()
@@ -354,23 +502,63 @@ BAD_FILES = {
     "weights alone": (lambda good: good["model"], "not a checkpoint of nanoGPT"),
     "no options": (lambda good: without(good, "model_args"), "not a checkpoint of nanoGPT"),
     "no weights": (lambda good: without(good, "model"), "not a checkpoint of nanoGPT"),
-    "an option that is missing": (lambda good: good | {"model_args": without(good["model_args"], "n_head")}, "n_head is None"),
-    "an option of another kind": (lambda good: good | {"model_args": good["model_args"] | {"n_layer": torch.ones(2)}}, "n_layer i"),
-    "an option of a fork": (lambda good: good | {"model_args": good["model_args"] | {"rope": True}}, "has not: rope"),
+    "an option that is missing": (
+        lambda good: good | {"model_args": without(good["model_args"], "n_head")},
+        "n_head is None",
+    ),
+    "an option of another kind": (
+        lambda good: good | {"model_args": good["model_args"] | {"n_layer": torch.ones(2)}},
+        "n_layer i",
+    ),
+    "an option of a fork": (
+        lambda good: good | {"model_args": good["model_args"] | {"rope": True}},
+        "has not: rope",
+    ),
     "names that are no names": (lambda good: {("a\nb",): 1, 2: 3}, r"it has \('a\\nb',\), 2$"),
-    "heads that do not divide": (lambda good: good | {"model_args": good["model_args"] | {"n_head": 3}}, "into 3 heads"),
-    "bias of another kind": (lambda good: good | {"model_args": good["model_args"] | {"bias": torch.ones(2)}}, "bias is tensor"),
-    "more layers": (lambda good: good | {"model_args": good["model_args"] | {"n_layer": 3}}, "n_layer is 3 in its options, 2 in"),
-    "a missing weight": (lambda good: good | {"model": without(good["model"], "_orig_mod.transformer.ln_f.bias")},
-                         r"lacks transformer\.ln_f\.bias"),
-    "a wrong shape": (lambda good: good | {"model": good["model"] | {"_orig_mod.transformer.ln_f.bias": torch.zeros(15)}},
-                      r"ln_f\.bias of shape \(15,\)"),
-    "a number for a weight": (lambda good: good | {"model": good["model"] | {"_orig_mod.transformer.ln_f.bias": 1.0}},
-                              "is no plain tensor"),
-    "a sparse weight": (lambda good: good | {"model": good["model"] | {"x": torch.eye(3).to_sparse()}}, "is no plain tensor"),
-    "a head of another type": (lambda good: good | {"model": good["model"] | {"_orig_mod.lm_head.weight": torch.zeros(
-        50304, 16, dtype=torch.int8)}}, "of type int8"),
-    "a whole module": (lambda good: torch.nn.Linear(2, 2), r"it names torch\.nn\.modules\.linear\.Linear"),
+    "heads that do not divide": (
+        lambda good: good | {"model_args": good["model_args"] | {"n_head": 3}},
+        "into 3 heads",
+    ),
+    "bias of another kind": (
+        lambda good: good | {"model_args": good["model_args"] | {"bias": torch.ones(2)}},
+        "bias is tensor",
+    ),
+    "more layers": (
+        lambda good: good | {"model_args": good["model_args"] | {"n_layer": 3}},
+        "n_layer is 3 in its options, 2 in",
+    ),
+    "a missing weight": (
+        lambda good: good | {"model": without(good["model"], "_orig_mod.transformer.ln_f.bias")},
+        r"lacks transformer\.ln_f\.bias",
+    ),
+    "a wrong shape": (
+        lambda good: (
+            good | {"model": good["model"] | {"_orig_mod.transformer.ln_f.bias": torch.zeros(15)}}
+        ),
+        r"ln_f\.bias of shape \(15,\)",
+    ),
+    "a number for a weight": (
+        lambda good: good | {"model": good["model"] | {"_orig_mod.transformer.ln_f.bias": 1.0}},
+        "is no plain tensor",
+    ),
+    "a sparse weight": (
+        lambda good: good | {"model": good["model"] | {"x": torch.eye(3).to_sparse()}},
+        "is no plain tensor",
+    ),
+    "a head of another type": (
+        lambda good: (
+            good
+            | {
+                "model": good["model"]
+                | {"_orig_mod.lm_head.weight": torch.zeros(50304, 16, dtype=torch.int8)}
+            }
+        ),
+        "of type int8",
+    ),
+    "a whole module": (
+        lambda good: torch.nn.Linear(2, 2),
+        r"it names torch\.nn\.modules\.linear\.Linear",
+    ),
 }
 
 
@@ -384,22 +572,41 @@ def test_a_pt_file_of_something_else_is_one_line(case, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("cut", [lambda whole: b"", lambda whole: b"text", lambda whole: whole[:2000], lambda whole: whole[:-100]],
-                         ids=["empty", "text", "its beginning", "without its end"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda whole: b"",
+        lambda whole: b"text",
+        lambda whole: whole[:2000],
+        lambda whole: whole[:-100],
+    ],
+    ids=["empty", "text", "its beginning", "without its end"],
+)
 def test_a_damaged_pt_file_is_one_line(cut, tmp_path):
     path = Path(save(tmp_path / "x.pt", nanogpt()))
     path.write_bytes(cut(path.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"x\.pt: damaged, or not written by torch\.save") as refused:
+    with pytest.raises(
+        CheckpointError, match=r"x\.pt: damaged, or not written by torch\.save"
+    ) as refused:
         load_model(str(path))
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_where_a_folder_belongs_says_what_to_give_and_the_other_way_round(tiny_config, tmp_path):
+def test_a_file_where_a_folder_belongs_says_what_to_give_and_the_other_way_round(
+    tiny_config, tmp_path
+):
     path = save(tmp_path / "ckpt.pt", nanogpt())
-    with pytest.raises(UserError, match=r"is a file, .* \(a new run begins with it by --init_from .*ckpt\.pt\); give"):
+    with pytest.raises(
+        UserError,
+        match=r"is a file, .* \(a new run begins with it by --init_from .*ckpt\.pt\); give",
+    ):
         find_checkpoint(load_config(resume=path), ALONE)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint .*; give .*ckpt\.pt itself, if that is meant"):
+    with pytest.raises(
+        CheckpointError, match=r"has no checkpoint .*; give .*ckpt\.pt itself, if that is meant"
+    ):
         load_model(str(tmp_path))
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match=r"is a file; give the folder it lies in, or a \.pt file"):
+    with pytest.raises(
+        CheckpointError, match=r"is a file; give the folder it lies in, or a \.pt file"
+    ):
         load_model(str(tmp_path / "model.safetensors"))

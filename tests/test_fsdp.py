@@ -19,7 +19,16 @@ from runtime.errors import UserError
 from runtime.parallel import take_float32_input
 from runtime.world import World
 from sample import sample_text
-from tests.conftest import ALONE, CPU, ended, reseal, run_ranks, start_ranks, tiny_run, write_tiny_corpus
+from tests.conftest import (
+    ALONE,
+    CPU,
+    ended,
+    reseal,
+    run_ranks,
+    start_ranks,
+    tiny_run,
+    write_tiny_corpus,
+)
 from tests.sharded import restored
 from tests.test_evaluate import item, write_items
 from tests.test_recompute import same
@@ -29,18 +38,44 @@ from train import train
 from weights import CheckpointError, load_model
 
 # all that a step does, over GPT-2's vocabulary, padded, so that samples and HellaSwag take part
-EVERYTHING = {"vocab_size": 50304, "tie_weights": True, "dropout": 0.1, "grad_clip": 0.5, "decay_matrices_only": True,
-              "fused_adamw": True, "shuffle": True, "val_fraction": 0.12, "eval_every": 10, "sample_every": 10, "sample_tokens": 8,
-              "hellaswag_every": 20, "max_steps": 20, "total_batch_tokens": 256}
+EVERYTHING = {
+    "vocab_size": 50304,
+    "tie_weights": True,
+    "dropout": 0.1,
+    "grad_clip": 0.5,
+    "decay_matrices_only": True,
+    "fused_adamw": True,
+    "shuffle": True,
+    "val_fraction": 0.12,
+    "eval_every": 10,
+    "sample_every": 10,
+    "sample_tokens": 8,
+    "hellaswag_every": 20,
+    "max_steps": 20,
+    "total_batch_tokens": 256,
+}
 # of a bias of six numbers the last of four processes has none
 FEW = {"max_steps": 4, "batch_size": 2, "total_batch_tokens": 256, "dropout": 0.1, "n_embd": 6}
 
 
-def do(ranks: int, place: Path, actions: dict[str, tuple[str, Config | dict[str, Any]]]) -> dict[str, Any]:
+def do(
+    ranks: int, place: Path, actions: dict[str, tuple[str, Config | dict[str, Any]]]
+) -> dict[str, Any]:
     """Let so many processes do the actions; what they return on rank 0, by the same names."""
-    given = json.dumps([(action, options if isinstance(options, dict) else options.model_dump(
-        mode="json", include=options.model_fields_set)) for action, options in actions.values()])
-    for done in run_ranks(ranks, "-m", "tests.sharded", given, "results.json", cwd=place, timeout=2000):
+    given = json.dumps(
+        [
+            (
+                action,
+                options
+                if isinstance(options, dict)
+                else options.model_dump(mode="json", include=options.model_fields_set),
+            )
+            for action, options in actions.values()
+        ]
+    )
+    for done in run_ranks(
+        ranks, "-m", "tests.sharded", given, "results.json", cwd=place, timeout=2000
+    ):
         assert done.returncode == 0, done.stderr
     return dict(zip(actions, json.loads((place / "results.json").read_text()), strict=True))
 
@@ -56,43 +91,86 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(place):
     """What two processes did, by the name of the run."""
+
     def few(**changes: Any) -> Config:
         return tiny_run(place, **FEW | changes)
 
-    bf16 = {"bf16": True, "dropout": 0.0, "tie_weights": True, "vocab_size": 50304, "sample_every": 2}
-    deep = {"n_layer": 10, "n_embd": 32, "bf16": True, "dropout": 0.0, "fsdp": True, "recompute": True}
+    bf16 = {
+        "bf16": True,
+        "dropout": 0.0,
+        "tie_weights": True,
+        "vocab_size": 50304,
+        "sample_every": 2,
+    }
+    deep = {
+        "n_layer": 10,
+        "n_embd": 32,
+        "bf16": True,
+        "dropout": 0.0,
+        "fsdp": True,
+        "recompute": True,
+    }
     half, again = ({"resume": str(place / "logs" / name)} for name in ("half", "again"))
-    return do(2, place, {
-        "ddp": ("trained", everything(place, run_name="ddp", batch_size=2)),
-        "fsdp": ("trained", everything(place, run_name="fsdp", batch_size=2, fsdp=True, recompute=True)),
-        "sums": ("sums", few(run_name="sums", fsdp=True, max_steps=1, keep_last=0)),
-        "ddp bf16": ("trained", few(run_name="ddp bf16", **bf16)),
-        "bf16": ("dtypes", few(run_name="bf16", **bf16, fsdp=True)),
-        "ddp fp16": ("trained", few(run_name="ddp fp16", fp16=True)),
-        "fp16": ("trained", few(run_name="fp16", fp16=True, fsdp=True)),
-        "sampled": ("sampled", few(run_name="sampled", fsdp=True, vocab_size=50304, max_steps=1, sample_every=1, sample_tokens=3)),
-        "ddp few": ("trained", few(run_name="ddp few")),
-        "ddp few, with FSDP": ("restored", {"resume": str(place / "logs/ddp few"), "fsdp": True}),
-        "recomputed": ("trained", few(run_name="recomputed", recompute=True)),
-        "half": ("trained", few(run_name="half", fsdp=True, max_steps=2)),
-        "half, with FSDP": ("restored", half),
-        "half, with DDP": ("restored", half | {"fsdp": False}),
-        "straight": ("trained", few(run_name="straight", fsdp=True)),
-        "to again": ("trained", few(run_name="again", fsdp=True, max_steps=2)),
-        "again": ("trained", again | {"max_steps": 4}),
-        "eager": ("trained", few(run_name="eager", **deep)),
-        "compiled": ("graphs", few(run_name="compiled", **deep, compile=True)),
-        "not saved": ("not_saved", few(run_name="not saved", fsdp=True, checkpoint_every=2))})
+    return do(
+        2,
+        place,
+        {
+            "ddp": ("trained", everything(place, run_name="ddp", batch_size=2)),
+            "fsdp": (
+                "trained",
+                everything(place, run_name="fsdp", batch_size=2, fsdp=True, recompute=True),
+            ),
+            "sums": ("sums", few(run_name="sums", fsdp=True, max_steps=1, keep_last=0)),
+            "ddp bf16": ("trained", few(run_name="ddp bf16", **bf16)),
+            "bf16": ("dtypes", few(run_name="bf16", **bf16, fsdp=True)),
+            "ddp fp16": ("trained", few(run_name="ddp fp16", fp16=True)),
+            "fp16": ("trained", few(run_name="fp16", fp16=True, fsdp=True)),
+            "sampled": (
+                "sampled",
+                few(
+                    run_name="sampled",
+                    fsdp=True,
+                    vocab_size=50304,
+                    max_steps=1,
+                    sample_every=1,
+                    sample_tokens=3,
+                ),
+            ),
+            "ddp few": ("trained", few(run_name="ddp few")),
+            "ddp few, with FSDP": (
+                "restored",
+                {"resume": str(place / "logs/ddp few"), "fsdp": True},
+            ),
+            "recomputed": ("trained", few(run_name="recomputed", recompute=True)),
+            "half": ("trained", few(run_name="half", fsdp=True, max_steps=2)),
+            "half, with FSDP": ("restored", half),
+            "half, with DDP": ("restored", half | {"fsdp": False}),
+            "straight": ("trained", few(run_name="straight", fsdp=True)),
+            "to again": ("trained", few(run_name="again", fsdp=True, max_steps=2)),
+            "again": ("trained", again | {"max_steps": 4}),
+            "eager": ("trained", few(run_name="eager", **deep)),
+            "compiled": ("graphs", few(run_name="compiled", **deep, compile=True)),
+            "not saved": ("not_saved", few(run_name="not saved", fsdp=True, checkpoint_every=2)),
+        },
+    )
 
 
 @pytest.fixture(scope="module")
 def four(place, two):
     """What four processes did."""
-    return do(4, place, {
-        "ddp 4": ("trained", everything(place, run_name="ddp 4", batch_size=1)),
-        "fsdp 4": ("trained", everything(place, run_name="fsdp 4", batch_size=1, fsdp=True)),
-        "half, with FSDP": ("restored", {"resume": str(place / "logs/half"), "batch_size": 1}),
-        "ddp few, with FSDP": ("restored", {"resume": str(place / "logs/ddp few"), "batch_size": 1, "fsdp": True})})
+    return do(
+        4,
+        place,
+        {
+            "ddp 4": ("trained", everything(place, run_name="ddp 4", batch_size=1)),
+            "fsdp 4": ("trained", everything(place, run_name="fsdp 4", batch_size=1, fsdp=True)),
+            "half, with FSDP": ("restored", {"resume": str(place / "logs/half"), "batch_size": 1}),
+            "ddp few, with FSDP": (
+                "restored",
+                {"resume": str(place / "logs/ddp few"), "batch_size": 1, "fsdp": True},
+            ),
+        },
+    )
 
 
 def everything(place: Path, **changes: Any) -> Config:
@@ -102,25 +180,36 @@ def everything(place: Path, **changes: Any) -> Config:
 @pytest.mark.parametrize("n", ["two", "four"])
 def test_a_sharded_run_has_the_losses_norms_evaluations_and_samples_of_ddp(n, place, request):
     request.getfixturevalue(n)
-    whole, sharded = (tiny_run(place, run_name=name + " 4" * (n == "four")) for name in ("ddp", "fsdp"))
+    whole, sharded = (
+        tiny_run(place, run_name=name + " 4" * (n == "four")) for name in ("ddp", "fsdp")
+    )
     assert len(column(whole)) == 20
     assert column(sharded) == pytest.approx(column(whole), abs=1e-4)
-    # a CPU sums the squares of an embedding's million gradients one after the other: the whole norm is the one that is less exact
+    # a CPU sums the squares of an embedding's million gradients one after the other: the whole norm
+    # is the one that is less exact
     assert column(sharded, "norm") == pytest.approx(column(whole, "norm"), rel=1e-3)
     for theirs, ours in zip(rows(whole, "eval.csv"), rows(sharded, "eval.csv"), strict=True):
         assert [float(value) for value in ours.values() if value] == pytest.approx(
-            [float(value) for value in theirs.values() if value], abs=1e-4)
+            [float(value) for value in theirs.values() if value], abs=1e-4
+        )
     model = load_model(str(folder_of(sharded)))
-    (sample,) = re.findall(r"sample after step 20: (.*)", (folder_of(sharded) / "console.log").read_text())
+    (sample,) = re.findall(
+        r"sample after step 20: (.*)", (folder_of(sharded) / "console.log").read_text()
+    )
     assert sample == sample_text(model, "The", 8, seed=1337)[0].splitlines()[0]
     of_ddp = load_model(str(folder_of(whole))).state_dict()
     assert model.lm_head.weight is model.transformer.wte.weight
-    assert max((weight - of_ddp[name]).abs().max() for name, weight in model.state_dict().items()) < 1e-4
+    assert (
+        max((weight - of_ddp[name]).abs().max() for name, weight in model.state_dict().items())
+        < 1e-4
+    )
 
 
 def test_a_small_models_losses_and_norms_are_those_of_ddp_almost_to_the_last_bit(two, place):
     for name in ("loss", "norm"):
-        whole, sharded = (column(tiny_run(place, run_name=run), name) for run in ("ddp few", "straight"))
+        whole, sharded = (
+            column(tiny_run(place, run_name=run), name) for run in ("ddp few", "straight")
+        )
         assert sharded == pytest.approx(whole, rel=1e-6)
 
 
@@ -136,7 +225,13 @@ def test_gradients_are_summed_once_a_step_and_weights_are_in_shards(two):
 
 def test_bf16_gathers_blocks_in_bf16_and_keeps_the_rest_in_fp32(two, place):
     bf16, fp32 = "torch.bfloat16", "torch.float32"
-    assert two["bf16"] == {"block": bf16, "residual": fp32, "head": fp32, "summed": fp32, "shards": fp32}
+    assert two["bf16"] == {
+        "block": bf16,
+        "residual": fp32,
+        "head": fp32,
+        "summed": fp32,
+        "shards": fp32,
+    }
     whole, sharded = (column(tiny_run(place, run_name=name)) for name in ("ddp bf16", "bf16"))
     assert sharded == pytest.approx(whole, rel=1e-3)
     assert sharded != whole
@@ -144,15 +239,29 @@ def test_bf16_gathers_blocks_in_bf16_and_keeps_the_rest_in_fp32(two, place):
 
 def test_of_processes_that_draw_different_tokens_rank_0s_count(two, place):
     config = tiny_run(place, run_name="sampled")
-    (sample,) = re.findall(r"sample after step 1: (.*)", (folder_of(config) / "console.log").read_text())
-    assert sample == sample_text(load_model(str(folder_of(config))), "The", 3, seed=1337)[0].splitlines()[0]
+    (sample,) = re.findall(
+        r"sample after step 1: (.*)", (folder_of(config) / "console.log").read_text()
+    )
+    assert (
+        sample
+        == sample_text(load_model(str(folder_of(config))), "The", 3, seed=1337)[0].splitlines()[0]
+    )
 
 
-@pytest.mark.parametrize(("norm", "function"), [("layernorm", "layer_norm"), ("rmsnorm", "rms_norm")])
-def test_on_a_cpu_norms_take_the_weights_that_are_gathered_in_bf16(norm, function, tiny_model, monkeypatch):
+@pytest.mark.parametrize(
+    ("norm", "function"), [("layernorm", "layer_norm"), ("rmsnorm", "rms_norm")]
+)
+def test_on_a_cpu_norms_take_the_weights_that_are_gathered_in_bf16(
+    norm, function, tiny_model, monkeypatch
+):
     real, dtypes = getattr(F, function), []
-    monkeypatch.setattr(F, function, lambda x, shape, weight, *rest: dtypes.append((x.dtype, weight.dtype)) or real(
-        x, shape, weight, *rest))
+    monkeypatch.setattr(
+        F,
+        function,
+        lambda x, shape, weight, *rest: (
+            dtypes.append((x.dtype, weight.dtype)) or real(x, shape, weight, *rest)
+        ),
+    )
     block = tiny_model(norm=norm).transformer.h[0].bfloat16()
     take_float32_input(block, CPU)
     assert block(torch.zeros(1, 4, 32)).dtype == torch.float32
@@ -161,12 +270,16 @@ def test_on_a_cpu_norms_take_the_weights_that_are_gathered_in_bf16(norm, functio
 
 def test_fp16_scales_the_loss_as_ddp_does(two, place):
     for name in ("loss", "norm"):
-        whole, sharded = (column(tiny_run(place, run_name=run), name) for run in ("ddp fp16", "fp16"))
+        whole, sharded = (
+            column(tiny_run(place, run_name=run), name) for run in ("ddp fp16", "fp16")
+        )
         assert sharded == pytest.approx(whole, rel=1e-3)
 
 
 def test_blocks_are_compiled_once_for_all_of_them(two, place):
-    assert two["compiled"] == 1  # PyTorch gives up, and goes on uncompiled, after eight forms of one function
+    assert (
+        two["compiled"] == 1
+    )  # PyTorch gives up, and goes on uncompiled, after eight forms of one function
     eager, compiled = (column(tiny_run(place, run_name=run)) for run in ("eager", "compiled"))
     assert compiled == pytest.approx(eager, rel=1e-3)
 
@@ -174,9 +287,16 @@ def test_blocks_are_compiled_once_for_all_of_them(two, place):
 # ---- checkpoints
 
 
-def test_a_checkpoint_in_shards_goes_on_with_the_same_bits_at_any_number_of_processes_and_another_one_in_shards(two, four, place):
-    half, few = (restored(load_config(resume=str(place / "logs" / name)), ALONE)[0] for name in ("half", "ddp few"))
-    assert {two["half, with FSDP"][0], two["half, with DDP"][0], four["half, with FSDP"][0]} == {half}
+def test_a_checkpoint_in_shards_goes_on_with_the_same_bits_at_any_number_of_processes_and_another_one_in_shards(
+    two, four, place
+):
+    half, few = (
+        restored(load_config(resume=str(place / "logs" / name)), ALONE)[0]
+        for name in ("half", "ddp few")
+    )
+    assert {two["half, with FSDP"][0], two["half, with DDP"][0], four["half, with FSDP"][0]} == {
+        half
+    }
     assert {two["ddp few, with FSDP"][0], four["ddp few, with FSDP"][0]} == {few}
     assert half != few
 
@@ -186,7 +306,9 @@ def test_a_resume_in_as_many_shards_is_exact(two, place):
     assert log(straight) == log(again)
     shards = sorted(folder_of(again).glob("checkpoints/step_000004/*/*"))
     assert [path.name[:11] for path in shards] == ["shard-00001", "shard-00002"] * 2
-    one, other = (restored(load_config(resume=str(folder_of(config))), ALONE) for config in (straight, again))
+    one, other = (
+        restored(load_config(resume=str(folder_of(config))), ALONE) for config in (straight, again)
+    )
     assert one == other
 
 
@@ -194,23 +316,47 @@ def test_one_process_reads_shards_as_it_reads_any_checkpoint(two, place, tmp_pat
     half = place / "logs/half"
     train(load_config(resume=str(shutil.copytree(half, tmp_path / "half")), max_steps=3), ALONE)
     assert "note: fsdp has no effect: there is one process" in capsys.readouterr().out
-    train(load_config(init_from=str(half), data_dir=str(place / "data"), dataset="tiny", seq_len=32, log_dir=str(tmp_path),
-                      run_name="began", max_steps=1, device="cpu"), ALONE)
+    train(
+        load_config(
+            init_from=str(half),
+            data_dir=str(place / "data"),
+            dataset="tiny",
+            seq_len=32,
+            log_dir=str(tmp_path),
+            run_name="began",
+            max_steps=1,
+            device="cpu",
+        ),
+        ALONE,
+    )
     run = str(place / "logs/fsdp")
-    found = evaluate(EvaluateOptions(run=run, device="cpu"), ALONE)  # sample.py reads it as the test above does
+    found = evaluate(
+        EvaluateOptions(run=run, device="cpu"), ALONE
+    )  # sample.py reads it as the test above does
     loss = float(rows(tiny_run(place, run_name="fsdp"), "eval.csv")[-1]["val_loss"])
     assert found["validation"]["loss"] == pytest.approx(loss, abs=1e-5)
     export(run, tmp_path / "exported")
-    assert torch.equal(load_model(str(tmp_path / "exported")).transformer.wpe.weight, load_model(run).transformer.wpe.weight)
+    assert torch.equal(
+        load_model(str(tmp_path / "exported")).transformer.wpe.weight,
+        load_model(run).transformer.wpe.weight,
+    )
 
 
 FIRST = "model/shard-00001-model-00001-of-00001.safetensors"
 
 
-@pytest.mark.parametrize(("damage", "said"), [
-    ("missing", "is missing; not a whole checkpoint"), ("flipped", "damaged: it does not match its checksum"),
-    ("one more", "damaged: SHA256SUMS does not name it"), ("none", "damaged: it lacks model.safetensors")])
-def test_a_checkpoint_whose_shards_are_not_whole_is_passed_over_and_said(damage, said, two, place, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("missing", "is missing; not a whole checkpoint"),
+        ("flipped", "damaged: it does not match its checksum"),
+        ("one more", "damaged: SHA256SUMS does not name it"),
+        ("none", "damaged: it lacks model.safetensors"),
+    ],
+)
+def test_a_checkpoint_whose_shards_are_not_whole_is_passed_over_and_said(
+    damage, said, two, place, tmp_path
+):
     run_folder = shutil.copytree(place / "logs/again", tmp_path / "again")
     first = run_folder / "checkpoints/step_000004" / FIRST
     if damage == "missing":
@@ -231,7 +377,9 @@ def test_a_checkpoint_whose_shards_are_not_whole_is_passed_over_and_said(damage,
     restored(load_config(resume=str(run_folder)), ALONE)
 
 
-def test_a_shard_that_the_checksums_do_not_name_either_is_missed_where_it_is_read(two, place, tmp_path):
+def test_a_shard_that_the_checksums_do_not_name_either_is_missed_where_it_is_read(
+    two, place, tmp_path
+):
     folder = shutil.copytree(place / "logs/again/checkpoints/step_000004", tmp_path / "step_000004")
     (folder / FIRST).unlink()
     reseal(folder)
@@ -241,14 +389,19 @@ def test_a_shard_that_the_checksums_do_not_name_either_is_missed_where_it_is_rea
 
 def test_a_shard_that_cannot_be_written_is_one_error_and_leaves_the_checkpoint_before(two, place):
     run_folder = place / "logs/not saved"
-    assert re.fullmatch(r"NotSavedError: .*/step_000004: cannot be written: .*No space left on device; once it can be, --resume .* "
-                        r"goes on from step_000002", two["not saved"])
+    assert re.fullmatch(
+        r"NotSavedError: .*/step_000004: cannot be written: .*No space left on device; once it can be, --resume .* "
+        r"goes on from step_000002",
+        two["not saved"],
+    )
     assert [path.name for path in (run_folder / "checkpoints").iterdir()] == ["step_000002"]
 
 
 def test_a_process_killed_in_a_save_ends_the_run_which_has_the_checkpoint_before(two, place):
     config = tiny_run(place, **FEW, run_name="killed", fsdp=True, checkpoint_every=2)
-    given = json.dumps([("killed", config.model_dump(mode="json", include=config.model_fields_set))])
+    given = json.dumps(
+        [("killed", config.model_dump(mode="json", include=config.model_fields_set))]
+    )
     with ended(start_ranks(2, "-m", "tests.sharded", given, "none.json", cwd=place)) as processes:
         for process in processes:
             process.communicate(timeout=100)
@@ -261,7 +414,10 @@ def test_a_process_killed_in_a_save_ends_the_run_which_has_the_checkpoint_before
 
 
 def test_fsdp_in_one_process_is_an_error_unless_torchrun_started_it(tiny_config, capsys):
-    with pytest.raises(UserError, match=r"--fsdp: shards .* there is one; start them with torchrun --nproc_per_node=N train.py"):
+    with pytest.raises(
+        UserError,
+        match=r"--fsdp: shards .* there is one; start them with torchrun --nproc_per_node=N train.py",
+    ):
         train(tiny_config(fsdp=True), ALONE)
     assert not Path(tiny_config().log_dir).exists()
     # as a run that has lost all of its machines but one
@@ -269,9 +425,20 @@ def test_fsdp_in_one_process_is_an_error_unless_torchrun_started_it(tiny_config,
     assert "note: fsdp has no effect: there is one process" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"optimizer": "muon"}, "fsdp and optimizer muon exclude each other: Muon's matrices have to be whole; use adamw"),
-    ({"compile": True, "compile_mode": "max-autotune"}, "fsdp and compile_mode max-autotune exclude each other")])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"optimizer": "muon"},
+            "fsdp and optimizer muon exclude each other: Muon's matrices have to be whole; use "
+            "adamw",
+        ),
+        (
+            {"compile": True, "compile_mode": "max-autotune"},
+            "fsdp and compile_mode max-autotune exclude each other",
+        ),
+    ],
+)
 def test_what_fsdp_cannot_go_with_is_refused(options, said, tiny_config):
     with pytest.raises(ConfigError, match=said):
         tiny_config(fsdp=True, **options)

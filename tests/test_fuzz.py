@@ -22,12 +22,27 @@ from tests.conftest import ALONE, CPU, TINY, reseal, tokens_in
 from train import train
 from weights import CheckpointError, build_model, load_model, read_weights
 
-settings.register_profile("fuzz", derandomize=True, deadline=None, suppress_health_check=[
-    HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large])
+settings.register_profile(
+    "fuzz",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
+)
 settings.load_profile("fuzz")  # derandomized: the same inputs on every machine
 # what a disk, a bad copy or a hand does to a file: (kind, where as a share of the file, bytes)
-mutations = st.lists(st.tuples(st.sampled_from(["flip", "cut", "insert", "replace", "zero"]), st.floats(0, 1),
-                               st.binary(min_size=1, max_size=16)), min_size=1, max_size=4)
+mutations = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "replace", "zero"]),
+        st.floats(0, 1),
+        st.binary(min_size=1, max_size=16),
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 def mutate(content: bytes, changes) -> bytes:
@@ -41,9 +56,9 @@ def mutate(content: bytes, changes) -> bytes:
         elif kind == "insert":
             data[at:at] = new
         elif kind == "replace":
-            data[at:at + len(new)] = new
+            data[at : at + len(new)] = new
         else:
-            data[at:at + len(new)] = bytes(len(new))
+            data[at : at + len(new)] = bytes(len(new))
     return bytes(data)
 
 
@@ -65,11 +80,24 @@ def read_tokens(path: Path) -> None:
 
 
 @settings(max_examples=1000)
-@given(content=st.one_of(
-    st.binary(max_size=1200),
-    st.builds(lambda header, body: np.array(header, dtype="<i4").tobytes().ljust(HEADER_BYTES, b"\0") + body,
-              st.lists(st.one_of(st.sampled_from([20240520, 1, 0, -1, 5, 2**31 - 1]), st.integers(-2**31, 2**31 - 1)), max_size=4),
-              st.binary(max_size=40))))
+@given(
+    content=st.one_of(
+        st.binary(max_size=1200),
+        st.builds(
+            lambda header, body: (
+                np.array(header, dtype="<i4").tobytes().ljust(HEADER_BYTES, b"\0") + body
+            ),
+            st.lists(
+                st.one_of(
+                    st.sampled_from([20240520, 1, 0, -1, 5, 2**31 - 1]),
+                    st.integers(-(2**31), 2**31 - 1),
+                ),
+                max_size=4,
+            ),
+            st.binary(max_size=40),
+        ),
+    )
+)
 def test_any_bytes_as_a_token_file(content, tmp_path):
     path = tmp_path / "tokens.bin"
     path.write_bytes(content)
@@ -115,7 +143,12 @@ total_batch_tokens: none
 
 
 @settings(max_examples=500)
-@given(content=st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace"))))
+@given(
+    content=st.one_of(
+        st.binary(max_size=200),
+        st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace")),
+    )
+)
 def test_any_bytes_as_a_config(content, tmp_path):
     (tmp_path / "fuzz.yaml").write_bytes(content)
     read_config(tmp_path / "fuzz.yaml")
@@ -130,7 +163,11 @@ def test_a_mutated_config(changes, tmp_path):
 
 yaml_values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)), max_leaves=6)
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
 names = st.one_of(st.sampled_from([*Config.model_fields, "base"]), st.text(max_size=8))
 
 
@@ -153,8 +190,14 @@ def saved(tmp_path_factory):
     write_folder = place / "data/tiny"
     write_folder.mkdir(parents=True)
     write_token_file(write_folder / "tiny_train_000000.bin", [[i % 100 for i in range(2000)]])
-    config = load_config(**SMALL, max_steps=1, dataset="tiny", data_dir=str(place / "data"),
-                         log_dir=str(place / "logs"), device="cpu")
+    config = load_config(
+        **SMALL,
+        max_steps=1,
+        dataset="tiny",
+        data_dir=str(place / "data"),
+        log_dir=str(place / "logs"),
+        device="cpu",
+    )
     train(config, ALONE)
     return place / "logs/train/checkpoints/step_000001"
 
@@ -169,7 +212,9 @@ def read_checkpoint(folder: Path) -> None:
         load_optimizers(folder, model, optimizers)
         for process_state in state.random:
             # what restore() makes an error of
-            with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, OverflowError, RuntimeError):
+            with contextlib.suppress(
+                ValueError, KeyError, IndexError, TypeError, OverflowError, RuntimeError
+            ):
                 process_state.put(CPU)
     except (CheckpointError, UserError) as error:
         assert "Traceback" not in str(error)
@@ -223,7 +268,13 @@ def test_any_values_in_a_checkpoints_state(where, value, saved, tmp_path):
     state = json.loads((folder / "checkpoint.json").read_text())
     target = state
     for depth, i in enumerate(where):  # wander down and plant the value
-        keys = list(target) if isinstance(target, dict) else list(range(len(target))) if isinstance(target, list) else []
+        keys = (
+            list(target)
+            if isinstance(target, dict)
+            else list(range(len(target)))
+            if isinstance(target, list)
+            else []
+        )
         if not keys:
             break
         key = keys[i % len(keys)]

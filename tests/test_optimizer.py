@@ -26,7 +26,9 @@ def test_constant_is_constant():
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 20), (1, 20), (5, 20), (20, 20), (50, 20), (0, 1), (19, 20)])
+@pytest.mark.parametrize(
+    ("warmup", "steps"), [(0, 20), (1, 20), (5, 20), (20, 20), (50, 20), (0, 1), (19, 20)]
+)
 def test_endpoints_no_step_is_off_by_one(schedule, warmup, steps):
     lrs = rates(lr=1e-3, min_lr=1e-5, warmup_steps=warmup, lr_schedule=schedule, max_steps=steps)
     assert all(0 < lr <= 1e-3 for lr in lrs)
@@ -35,7 +37,9 @@ def test_endpoints_no_step_is_off_by_one(schedule, warmup, steps):
     if warmup <= steps:
         peak = max(warmup - 1, 0)
         assert lrs[peak] == 1e-3
-        assert all(a >= b for a, b in zip(lrs[peak:], lrs[peak + 1:], strict=False)), "rises after the peak"
+        assert all(a >= b for a, b in zip(lrs[peak:], lrs[peak + 1 :], strict=False)), (
+            "rises after the peak"
+        )
     if schedule == "wsd" and max(warmup, 1) < steps:
         assert lrs[-1] == pytest.approx(1e-5)
     if schedule == "cosine" and warmup < steps:
@@ -75,8 +79,10 @@ def test_weight_decay_groups_of_the_124m_model_hold_every_parameter_once():
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50304, tie_weights=True))
     optimizers, lines = make_optimizers(model, config)
-    assert lines == ["num decayed parameter tensors: 50, with 124,354,560 parameters",
-                     "num non-decayed parameter tensors: 98, with 121,344 parameters"]
+    assert lines == [
+        "num decayed parameter tensors: 50, with 124,354,560 parameters",
+        "num non-decayed parameter tensors: 98, with 121,344 parameters",
+    ]
     decayed, plain = groups_of(optimizers)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     ids = [id(p) for group in (decayed, plain) for p in group["params"]]
@@ -114,7 +120,9 @@ def test_fused_adamw_makes_the_same_update(tiny_model):
 
 def test_muon_takes_the_blocks_matrices_and_adamw_the_rest(tiny_model):
     model = tiny_model(tie_weights=True)
-    (adamw, muon), _ = make_optimizers(model, load_config(optimizer="muon", decay_matrices_only=True))
+    (adamw, muon), _ = make_optimizers(
+        model, load_config(optimizer="muon", decay_matrices_only=True)
+    )
     names = {id(p): name for name, p in model.named_parameters()}
     taken = [names[id(p)] for group in groups_of([muon]) for p in group["params"]]
     assert len(taken) == 2 * 4
@@ -146,9 +154,13 @@ def test_muon_makes_the_update_that_pytorchs_own_makes(shape):
 def test_muon_makes_queries_keys_and_values_orthogonal_each_by_itself():
     torch.manual_seed(0)
     weight, gradient = torch.randn(2, 3 * 16, 16)
-    gradient[:16] *= 1000  # of the queries: taken as one matrix, they would leave nothing of the others
+    gradient[:16] *= (
+        1000  # of the queries: taken as one matrix, they would leave nothing of the others
+    )
     together = muon_step(weight, gradient, parts=3)
-    each = torch.cat([muon_step(*pair) for pair in zip(weight.chunk(3), gradient.chunk(3), strict=True)])
+    each = torch.cat(
+        [muon_step(*pair) for pair in zip(weight.chunk(3), gradient.chunk(3), strict=True)]
+    )
     torch.testing.assert_close(together, each, rtol=1e-4, atol=1e-5)
     for part in together.chunk(3):
         assert torch.linalg.svdvals(part / 0.02).median() == pytest.approx(1, abs=0.3)
@@ -158,7 +170,12 @@ def test_matrices_of_one_shape_are_made_orthogonal_as_each_alone():
     torch.manual_seed(0)
     matrices = torch.randn(5, 8, 24)
     batched = orthogonalize(matrices)
-    torch.testing.assert_close(batched, torch.cat([orthogonalize(matrix[None]) for matrix in matrices]), rtol=0.02, atol=0.01)
+    torch.testing.assert_close(
+        batched,
+        torch.cat([orthogonalize(matrix[None]) for matrix in matrices]),
+        rtol=0.02,
+        atol=0.01,
+    )
     values = torch.linalg.svdvals(batched)
     assert values.min() > 0.6
     assert values.max() < 1.3
@@ -188,7 +205,9 @@ def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):
     for _ in range(2):
         muon.step()
     first, second = (0.85 + 0.1 * step / 300 for step in (1, 2))
-    assert muon.state[p]["momentum_buffer"].flatten()[0] == pytest.approx(second * (1 - first) + 1 - second, rel=1e-5)
+    assert muon.state[p]["momentum_buffer"].flatten()[0] == pytest.approx(
+        second * (1 - first) + 1 - second, rel=1e-5
+    )
     muon.state[p]["step"].fill_(1000)
     muon.state[p]["momentum_buffer"].zero_()
     muon.step()

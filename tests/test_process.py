@@ -36,23 +36,36 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def printed_by(code, argument, **environment):
-    """The number that a process of its own prints, in which nothing else is said of how memory is kept."""
+    """The number that a process of its own prints, in which nothing else is said of how memory is
+    kept.
+    """
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", code, argument], cwd=ROOT, text=True, capture_output=True,
-                          env={**plain, **environment})
+    done = subprocess.run(
+        [sys.executable, "-c", code, argument],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env={**plain, **environment},
+    )
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
 
-glibc_only = pytest.mark.skipif(not sys.platform.startswith("linux") or not hasattr(os, "confstr") or "glibc" not in str(
-    os.confstr("CS_GNU_LIBC_VERSION")), reason="the C library is not glibc")
+glibc_only = pytest.mark.skipif(
+    not sys.platform.startswith("linux")
+    or not hasattr(os, "confstr")
+    or "glibc" not in str(os.confstr("CS_GNU_LIBC_VERSION")),
+    reason="the C library is not glibc",
+)
 
 
 @glibc_only
 def test_buffers_that_a_step_frees_are_not_faulted_in_again_by_the_next():
     assert printed_by(CHURN, "plain") > 1000
     assert printed_by(CHURN, "settled") < 100
-    assert printed_by(CHURN, "settled", MALLOC_TRIM_THRESHOLD_="131072") > 1000, "what the user has set stands"
+    assert printed_by(CHURN, "settled", MALLOC_TRIM_THRESHOLD_="131072") > 1000, (
+        "what the user has set stands"
+    )
 
 
 # how many buffers of each size glibc's threads keep for themselves, -1 if nothing is said of it
@@ -65,7 +78,8 @@ before_torch()
 print(os.environ.get("GLIBC_TUNABLES", "=-1").partition("=")[2])
 """
 
-# how many of 20 aligned buffers stay as they are when all are freed and one of their size is made of them
+# how many of 20 aligned buffers stay as they are when all are freed and one of their size is made
+# of them
 LEFT = """
 from runtime.process import before_torch
 before_torch()
@@ -86,12 +100,15 @@ print(sum(place.value < places[-1].value for place in places[:-1]))
 def test_a_process_begins_anew_with_a_c_library_that_joins_freed_buffers():
     assert printed_by(LEFT, "") == 0
     assert printed_by(CACHED, "") == 0
-    assert printed_by(CACHED, "", GLIBC_TUNABLES="glibc.malloc.tcache_count=7") == 7, "what the user has set stands"
+    assert printed_by(CACHED, "", GLIBC_TUNABLES="glibc.malloc.tcache_count=7") == 7, (
+        "what the user has set stands"
+    )
     assert printed_by(CACHED, "", MALLOC_ARENA_MAX="1") == -1
     assert printed_by(CACHED, "traced") == -1, "a debugger would begin anew too"
 
 
-# MB that the process has beyond what it began with, once 64 buffers of 4 MB have been freed but for the newest, after a step
+# MB that the process has beyond what it began with, once 64 buffers of 4 MB have been freed but for
+# the newest, after a step
 FREED = """
 import sys
 import runtime.process as process
@@ -106,13 +123,17 @@ for buffer in buffers:
     ctypes.memset(buffer, 1, 4 * 2**20)
 for buffer in buffers[:-1]:
     libc.free(buffer)
-process.give_back_if_short()
+process.trim_memory_if_short()
 print((process.resident_memory() - before) >> 20)
 """
 
 
 @glibc_only
-@pytest.mark.parametrize(("left", "kept"), [("0.6", range(200, 300)), ("0.4", range(20))], ids=["enough left", "little left"])
+@pytest.mark.parametrize(
+    ("left", "kept"),
+    [("0.6", range(200, 300)), ("0.4", range(20))],
+    ids=["enough left", "little left"],
+)
 def test_what_is_kept_is_given_back_between_steps_where_memory_is_short(left, kept):
     assert printed_by(FREED, left) in kept
 
@@ -120,14 +141,18 @@ def test_what_is_kept_is_given_back_between_steps_where_memory_is_short(left, ke
 def test_the_memory_that_is_left_is_the_machines_or_the_containers(tmp_path):
     assert memory_left(tmp_path) == math.inf, "a system that does not tell"
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal:       8000 kB\nMemFree:        1000 kB\nMemAvailable:   3000 kB\n")
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal:       8000 kB\nMemFree:        1000 kB\nMemAvailable:   3000 kB\n"
+    )
     assert memory_left(tmp_path) == 3000 * 1024
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.stat").write_text("anon 5\ninactive_file 1000000\n")
     (group / "memory.current").write_text("3000000\n")
     (tmp_path / "proc/self").mkdir()
-    (tmp_path / "proc/self/cgroup").write_text("1:cpu:/\n0::/job/step\n")  # of which nothing else is known here
+    (tmp_path / "proc/self/cgroup").write_text(
+        "1:cpu:/\n0::/job/step\n"
+    )  # of which nothing else is known here
     for limit, left in (("max", 3000 * 1024), ("9000000", 3000 * 1024), ("4000000", 2_000_000)):
         (group / "memory.max").write_text(f"{limit}\n")
         assert memory_left(tmp_path) == left
@@ -145,14 +170,20 @@ def test_the_environment_that_the_user_has_set_stands(monkeypatch):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "kept"
 
 
-@pytest.mark.parametrize(("environment", "kept"), [
-    ({}, ".cache/torch/inductor"),
-    ({"XDG_CACHE_HOME": "xdg"}, "xdg/torch/inductor"),
-    ({"XDG_CACHE_HOME": "xdg", "TORCH_HOME": "hub"}, "hub/inductor"),
-    ({"XDG_CACHE_HOME": "white space"}, None),
-    ({"XDG_CACHE_HOME": "file"}, None),
-], ids=["home", "xdg", "torch's home", "white space, which breaks the compiler", "not a folder"])
-def test_what_is_compiled_is_kept_in_the_users_own_cache_if_that_is_possible(environment, kept, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("environment", "kept"),
+    [
+        ({}, ".cache/torch/inductor"),
+        ({"XDG_CACHE_HOME": "xdg"}, "xdg/torch/inductor"),
+        ({"XDG_CACHE_HOME": "xdg", "TORCH_HOME": "hub"}, "hub/inductor"),
+        ({"XDG_CACHE_HOME": "white space"}, None),
+        ({"XDG_CACHE_HOME": "file"}, None),
+    ],
+    ids=["home", "xdg", "torch's home", "white space, which breaks the compiler", "not a folder"],
+)
+def test_what_is_compiled_is_kept_in_the_users_own_cache_if_that_is_possible(
+    environment, kept, tmp_path, monkeypatch
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GLIBC_TUNABLES", "")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -167,7 +198,9 @@ def test_what_is_compiled_is_kept_in_the_users_own_cache_if_that_is_possible(env
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_seconds_that_compiling_takes_are_shown_on_a_terminal_and_wiped_away_after(is_terminal, monkeypatch, capsys):
+def test_the_seconds_that_compiling_takes_are_shown_on_a_terminal_and_wiped_away_after(
+    is_terminal, monkeypatch, capsys
+):
     monkeypatch.setattr(runtime.parallel, "EVERY", 0.01)
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
     said = []
@@ -177,7 +210,9 @@ def test_the_seconds_that_compiling_takes_are_shown_on_a_terminal_and_wiped_away
                 shown = ""
                 while is_terminal and "compiling: 0 s" not in shown:
                     shown += capsys.readouterr().err
-        assert capsys.readouterr().err.endswith(f"\r{' ' * len('compiling: 0 s')}\r" if is_terminal else "")
+        assert capsys.readouterr().err.endswith(
+            f"\r{' ' * len('compiling: 0 s')}\r" if is_terminal else ""
+        )
     assert len(said) == 1
     assert said[0].startswith("compiling the model: ")
     callback_handler.run_start_callbacks(CallbackArgs(CallbackTrigger.DYNAMO, "0/0"))
@@ -198,23 +233,49 @@ print(os.environ["OMP_NUM_THREADS"] + "\\n", end="", flush=True)  # at once: sev
 def test_processes_share_the_cores_unless_the_user_has_set_their_threads(tmp_path):
     """torchrun sets one thread where the user has set nothing, so that this looks like a user's 1."""
     (tmp_path / "script.py").write_text(OF_8_CORES)
-    plain = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")} | {"PYTHONPATH": str(ROOT)}
-    runs = {threads: subprocess.Popen(
-        [sys.executable, *TORCHRUN, "--nproc_per_node=2", str(tmp_path / "script.py")], text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=plain | ({"OMP_NUM_THREADS": threads} if threads else {})) for threads in ("", "1", "3")}
+    plain = {
+        name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")
+    } | {"PYTHONPATH": str(ROOT)}
+    runs = {
+        threads: subprocess.Popen(
+            [sys.executable, *TORCHRUN, "--nproc_per_node=2", str(tmp_path / "script.py")],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=plain | ({"OMP_NUM_THREADS": threads} if threads else {}),
+        )
+        for threads in ("", "1", "3")
+    }
     printed = {threads: process.communicate(timeout=200) for threads, process in runs.items()}
     assert {threads: out.splitlines() for threads, (out, _) in printed.items()} == {
-        "": ["4", "4"], "1": ["1", "1"], "3": ["3", "3"]}, printed
+        "": ["4", "4"],
+        "1": ["1", "1"],
+        "3": ["3", "3"],
+    }, printed
 
 
-@pytest.mark.parametrize(("environment", "own", "of_all", "threads"), [
-    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 8, 8, "4"),  # on two machines
-    ({"WORLD_SIZE": "4"}, 8, 8, "2"),  # started by hand
-    ({"WORLD_SIZE": "3"}, 8, 8, "2"), ({"WORLD_SIZE": "16"}, 8, 8, "1"),
-    ({"WORLD_SIZE": "4"}, 1, 8, "1"),  # bound to a core of its own
-    ({"WORLD_SIZE": "1"}, 8, 8, None), ({}, 8, 8, None)])  # alone: PyTorch's own choice
-def test_a_process_has_its_share_of_the_cores_of_its_machine(environment, own, of_all, threads, monkeypatch):
-    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+@pytest.mark.parametrize(
+    ("environment", "own", "of_all", "threads"),
+    [
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 8, 8, "4"),  # on two machines
+        ({"WORLD_SIZE": "4"}, 8, 8, "2"),  # started by hand
+        ({"WORLD_SIZE": "3"}, 8, 8, "2"),
+        ({"WORLD_SIZE": "16"}, 8, 8, "1"),
+        ({"WORLD_SIZE": "4"}, 1, 8, "1"),  # bound to a core of its own
+        ({"WORLD_SIZE": "1"}, 8, 8, None),
+        ({}, 8, 8, None),
+    ],
+)  # alone: PyTorch's own choice
+def test_a_process_has_its_share_of_the_cores_of_its_machine(
+    environment, own, of_all, threads, monkeypatch
+):
+    for name in (
+        "OMP_NUM_THREADS",
+        "TORCHELASTIC_RUN_ID",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+    ):
         monkeypatch.setenv(name, environment.get(name, ""))
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(runtime.process, "cores", lambda pid=0: of_all if pid else own)
@@ -222,7 +283,10 @@ def test_a_process_has_its_share_of_the_cores_of_its_machine(environment, own, o
     assert os.environ.get("OMP_NUM_THREADS") == threads
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not tell which cores a process has")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"),
+    reason="the system does not tell which cores a process has",
+)
 def test_two_threads_of_one_core_are_one_core(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 6})
     assert cores(system=tmp_path) == 4, "nothing is known of them"

@@ -1,4 +1,6 @@
-"""What goes wrong among the processes of one run: one of them says so, the others end, and nobody waits for ever."""
+"""What goes wrong among the processes of one run: one of them says so, the others end, and nobody
+waits for ever.
+"""
 
 import signal
 import socket
@@ -15,7 +17,13 @@ from runtime.world import Launch, World, joined_world, launch
 from tests.conftest import CPU, ROOT, ended, flags, run_ranks, start_ranks, wait_for
 from tests.test_resume import log, needs_proc
 
-WHOLE = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+WHOLE = {
+    "WORLD_SIZE": "2",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +34,7 @@ def nobody_asked_to_stop(monkeypatch):
 @pytest.fixture
 def environment(monkeypatch):
     """Sets what torchrun would set, with changes."""
+
     def put(**changes):
         for name, value in (WHOLE | changes).items():
             monkeypatch.setenv(name, value)
@@ -44,22 +53,40 @@ def free_port():
 # ---- the environment, and meeting
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', no number of processes"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', no number"),
-    ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2', no number"), ({"RANK": ""}, "WORLD_SIZE is 2, but RANK not set"),
-    ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "WORLD_SIZE is 2, but MASTER_ADDR and MASTER_PORT not set"),
-    ({"RANK": "one"}, "RANK is 'one', no number below the WORLD_SIZE of 2"), ({"RANK": "2"}, "RANK is '2', no number below"),
-    ({"MASTER_PORT": "0"}, "MASTER_PORT is '0', no port"), ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', no port"),
-    ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', no port")])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', no number of processes"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', no number"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2', no number"),
+        ({"RANK": ""}, "WORLD_SIZE is 2, but RANK not set"),
+        (
+            {"MASTER_ADDR": "", "MASTER_PORT": ""},
+            "WORLD_SIZE is 2, but MASTER_ADDR and MASTER_PORT not set",
+        ),
+        ({"RANK": "one"}, "RANK is 'one', no number below the WORLD_SIZE of 2"),
+        ({"RANK": "2"}, "RANK is '2', no number below"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is '0', no port"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', no port"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', no port"),
+    ],
+)
 def test_an_environment_that_no_torchrun_makes_is_told_at_once(changes, message, environment):
     environment(**changes)
-    with pytest.raises(UserError, match=rf"{message}.*; start several processes with torchrun, or one after: unset WORLD_SIZE"), \
-            joined_world(CPU, 1):
+    with (
+        pytest.raises(
+            UserError,
+            match=rf"{message}.*; start several processes with torchrun, or one after: unset WORLD_SIZE",
+        ),
+        joined_world(CPU, 1),
+    ):
         raise AssertionError("joined")
 
 
 @pytest.mark.parametrize("size", ["", "1"])
-def test_a_rank_left_over_from_another_call_does_not_count_where_there_is_one_process(size, environment):
+def test_a_rank_left_over_from_another_call_does_not_count_where_there_is_one_process(
+    size, environment
+):
     environment(WORLD_SIZE=size, RANK="1", LOCAL_RANK="7", MASTER_PORT="http")
     assert launch() == Launch()
     with joined_world(CPU, 1) as world:
@@ -72,33 +99,59 @@ def test_a_port_that_another_program_has_is_one_error_that_names_it(environment)
         taken.listen()
         port = taken.getsockname()[1]
         environment(MASTER_PORT=str(port))
-        with pytest.raises(TrainingError, match=rf"the 2 processes of this run could not meet at localhost:{port} \(.*port no"), \
-                joined_world(CPU, 1):
+        with (
+            pytest.raises(
+                TrainingError,
+                match=rf"the 2 processes of this run could not meet at localhost:{port} \(.*port no",
+            ),
+            joined_world(CPU, 1),
+        ):
             raise AssertionError("joined")
 
 
-def test_a_process_whose_others_do_not_come_says_what_it_waits_for(environment, free_port, monkeypatch, capsys):
+def test_a_process_whose_others_do_not_come_says_what_it_waits_for(
+    environment, free_port, monkeypatch, capsys
+):
     monkeypatch.setattr(runtime.world, "TOLD_WHEN_WAITING", 0.1)
     environment(MASTER_PORT=str(free_port))
-    with pytest.raises(TrainingError, match=rf"could not meet at localhost:{free_port} \(rank 1 did not come within 1 s\)"), \
-            joined_world(CPU, 1):
+    with (
+        pytest.raises(
+            TrainingError,
+            match=rf"could not meet at localhost:{free_port} \(rank 1 did not come within 1 s\)",
+        ),
+        joined_world(CPU, 1),
+    ):
         raise AssertionError("joined")
     assert capsys.readouterr().err == (
-        f"rank 0 waits at localhost:{free_port} for rank 1 of the 2 processes of this run, for up to 1 s (--timeout; started alone "
-        f"by mistake? then end it by Ctrl-C, and: unset WORLD_SIZE)\n")
+        f"rank 0 waits at localhost:{free_port} for rank 1 of the 2 processes of this run, for "
+        f"up to 1 s (--timeout; started alone "
+        f"by mistake? then end it by Ctrl-C, and: unset WORLD_SIZE)\n"
+    )
 
 
 def test_a_process_whose_torchrun_has_been_killed_does_not_wait_for_it(environment, free_port):
     environment(MASTER_PORT=str(free_port), TORCHELASTIC_USE_AGENT_STORE="True")
-    with pytest.raises(TrainingError, match=rf"could not meet at localhost:{free_port} \(torchrun has ended there\)"), \
-            joined_world(CPU, 10):
+    with (
+        pytest.raises(
+            TrainingError,
+            match=rf"could not meet at localhost:{free_port} \(torchrun has ended there\)",
+        ),
+        joined_world(CPU, 10),
+    ):
         raise AssertionError("joined")
 
 
-def test_a_process_that_cannot_reach_rank_0_says_why_and_hears_signals_meanwhile(environment, free_port, monkeypatch, capfd):
+def test_a_process_that_cannot_reach_rank_0_says_why_and_hears_signals_meanwhile(
+    environment, free_port, monkeypatch, capfd
+):
     environment(RANK="1", MASTER_PORT=str(free_port))
-    with pytest.raises(TrainingError, match=rf"could not meet at localhost:{free_port} \(Connection refused, for 1 s\)"), \
-            joined_world(CPU, 1):
+    with (
+        pytest.raises(
+            TrainingError,
+            match=rf"could not meet at localhost:{free_port} \(Connection refused, for 1 s\)",
+        ),
+        joined_world(CPU, 1),
+    ):
         raise AssertionError("joined")
     monkeypatch.setattr(StopRequest, "came", True)
     with pytest.raises(Stopped), joined_world(CPU, 20):
@@ -122,14 +175,23 @@ FAILS = """if True:
 
 
 @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}])
-@pytest.mark.parametrize("error", ["UserError('wrong here')", "RuntimeError('anything')", "KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "error", ["UserError('wrong here')", "RuntimeError('anything')", "KeyboardInterrupt"]
+)
 def test_of_several_processes_one_tells_why_the_run_ends(error, ranks, tmp_path):
     done = run_ranks(2, "-c", FAILS.format(ranks=ranks, error=error), cwd=tmp_path)
     assert all(each.returncode for each in done)
     (told,) = (each.stderr for each in done if each.stderr)
     last = told.splitlines()[-1]
     who = "" if 0 in ranks else "rank 1: "
-    assert last == {"U": f"error: {who}wrong here", "R": "RuntimeError: anything", "K": f"error: {who}interrupted"}[error[0]]
+    assert (
+        last
+        == {
+            "U": f"error: {who}wrong here",
+            "R": "RuntimeError: anything",
+            "K": f"error: {who}interrupted",
+        }[error[0]]
+    )
     assert error[0] == "R" or told == f"{last}\n"
 
 
@@ -143,7 +205,7 @@ TOGETHER = """if True:
             raise OSError(5, "Input/output error", "data/mine")
 
     with reported("here"), joined_world(torch.device("cpu"), 60) as world:
-        world.together(read)
+        world.raise_on_all(read)
 """
 
 
@@ -163,7 +225,8 @@ def test_a_second_ctrl_c_ends_a_process_that_waits_for_another_one(tiny_config, 
             waiting.send_signal(signal.SIGINT)
             time.sleep(1.3)  # sooner, it would be torchrun passing the same one on
         assert waiting.communicate(timeout=60)[1].splitlines()[-1] == (
-            "error: stopped at once, while waiting for another process, a device or a disk")
+            "error: stopped at once, while waiting for another process, a device or a disk"
+        )
     assert waiting.returncode == 130
 
 
@@ -188,8 +251,11 @@ def test_processes_whose_torchrun_was_killed_are_asked_to_stop(tmp_path):
             assert time.monotonic() < deadline, name
             time.sleep(0.05)
 
-    killed = subprocess.Popen(["bash", "-c", '"$0" -c "$1" & wait', sys.executable, ASKED], cwd=tmp_path, env={
-        **WHOLE, "TORCHELASTIC_RUN_ID": "any", "PYTHONPATH": str(ROOT)})
+    killed = subprocess.Popen(
+        ["bash", "-c", '"$0" -c "$1" & wait', sys.executable, ASKED],
+        cwd=tmp_path,
+        env={**WHOLE, "TORCHELASTIC_RUN_ID": "any", "PYTHONPATH": str(ROOT)},
+    )
     wait_for_file("ready")
     killed.kill()
     killed.wait()

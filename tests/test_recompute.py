@@ -12,7 +12,14 @@ from tests.test_resume import folder_of, log
 from train import train
 from weights import load_model
 
-ALL = {"dropout": 0.2, "batch_size": 2, "total_batch_tokens": 256, "grad_clip": 0.5, "tie_weights": True, "real_vocab_size": 100}
+ALL = {
+    "dropout": 0.2,
+    "batch_size": 2,
+    "total_batch_tokens": 256,
+    "grad_clip": 0.5,
+    "tie_weights": True,
+    "real_vocab_size": 100,
+}
 
 
 def same(one, other):
@@ -22,18 +29,29 @@ def same(one, other):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize("options", [ALL, ALL | {"dropout": 0.0, "flash": True}, COMPILED], ids=["dropout", "flash", "compiled"])
+@pytest.mark.parametrize(
+    "options",
+    [ALL, ALL | {"dropout": 0.0, "flash": True}, COMPILED],
+    ids=["dropout", "flash", "compiled"],
+)
 def test_a_run_that_recomputes_is_the_same_run(options, tiny_config, capsys):
-    kept, again = (tiny_config(**options, max_steps=4, run_name=str(recompute), recompute=recompute) for recompute in (False, True))
+    kept, again = (
+        tiny_config(**options, max_steps=4, run_name=str(recompute), recompute=recompute)
+        for recompute in (False, True)
+    )
     on = []
     for config in (kept, again):
         train(config, ALONE)
-        on.append(capsys.readouterr().out.partition("optimizations on: ")[2].partition("; off: ")[0])
+        on.append(
+            capsys.readouterr().out.partition("optimizations on: ")[2].partition("; off: ")[0]
+        )
     assert ["recompute" in words for words in on] == [False, True]
     same(kept, again)
 
 
-def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice_elsewhere(tiny_model):
+def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice_elsewhere(
+    tiny_model,
+):
     x, passes, kept = torch.arange(32).view(1, 32), [], []
 
     def keep(tensor):
@@ -56,18 +74,34 @@ def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice
     assert list(model.state_dict()) == names
     count, less = counted(lambda: model(x, x).backward())
     assert (count, less < plain / 2) == (8, True)
-    assert counted(lambda: torch.equal(model.generate(x[:, :4], 8, temperature=0), drawn) or 1 / 0)[0] == 4 * 8  # cached
+    assert (
+        counted(lambda: torch.equal(model.generate(x[:, :4], 8, temperature=0), drawn) or 1 / 0)[0]
+        == 4 * 8
+    )  # cached
     with torch.no_grad():
         assert counted(lambda: model(x, x))[0] == 4
     model.eval()
     assert counted(lambda: model(x, x).backward())[0] == 4
 
 
-def test_what_is_cheap_is_computed_again_in_half_of_the_memory_and_the_same_run(tiny_config, monkeypatch):
+def test_what_is_cheap_is_computed_again_in_half_of_the_memory_and_the_same_run(
+    tiny_config, monkeypatch
+):
     for name in ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart"):
-        monkeypatch.setattr(functorch_config, name, getattr(functorch_config, name))  # as before at the end
-    options = COMPILED | {"n_layer": 2, "flash": True, "bf16": True, "seq_len": 64, "block_size": 64}
-    little, much = (tiny_config(**options, max_steps=3, run_name=str(cheap), recompute_cheap=cheap) for cheap in (None, False))
+        monkeypatch.setattr(
+            functorch_config, name, getattr(functorch_config, name)
+        )  # as before at the end
+    options = COMPILED | {
+        "n_layer": 2,
+        "flash": True,
+        "bf16": True,
+        "seq_len": 64,
+        "block_size": 64,
+    }
+    little, much = (
+        tiny_config(**options, max_steps=3, run_name=str(cheap), recompute_cheap=cheap)
+        for cheap in (None, False)
+    )
     for config in (little, much):
         train(config, ALONE)
     same(little, much)

@@ -1,4 +1,6 @@
-"""Going on, and beginning, where something is in the way: odd folder names, full disks, links, other runs, damaged logs."""
+"""Going on, and beginning, where something is in the way: odd folder names, full disks, links,
+other runs, damaged logs.
+"""
 
 import contextlib
 import errno
@@ -24,7 +26,16 @@ from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped
-from tests.conftest import ALONE, TINY, flags, fork_server, run, run_from_nothing, tiny_run, write_tiny_corpus
+from tests.conftest import (
+    ALONE,
+    TINY,
+    flags,
+    fork_server,
+    run,
+    run_from_nothing,
+    tiny_run,
+    write_tiny_corpus,
+)
 from tests.test_resume import folder_of, limit_file_size, log, newest, same_end
 from train import train
 from weights import CheckpointError, build_model, load_model, verify
@@ -54,7 +65,9 @@ def odd_place(tmp_path):
 
 
 @pytest.mark.parametrize("log_dir", ["absolute", "relative"])
-def test_a_run_below_a_folder_that_is_not_utf8_is_saved_resumed_and_read_again(log_dir, odd_place, tiny_config, monkeypatch):
+def test_a_run_below_a_folder_that_is_not_utf8_is_saved_resumed_and_read_again(
+    log_dir, odd_place, tiny_config, monkeypatch
+):
     monkeypatch.chdir(odd_place)
     given = {} if log_dir == "absolute" else {"log_dir": "logs", "data_dir": "data"}
     train(tiny_run(odd_place, max_steps=4, **given), ALONE)
@@ -73,13 +86,20 @@ def test_a_run_below_a_folder_that_is_not_utf8_is_saved_resumed_and_read_again(l
 
 def test_paths_that_the_locale_cannot_write_neither_stop_a_run_nor_its_output(odd_place):
     options = flags(tiny_run(odd_place, max_steps=1, log_dir="logs/é", data_dir="data"))
-    where = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
+    where = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii:strict",
+    }
     done = run_from_nothing("train.py", *options, cwd=odd_place, **where)
     assert done.returncode == 0, done.stderr
     assert "saved logs/??/train/checkpoints/step_000001" in done.stdout
     assert load_model("train", str(odd_place / "logs/é")).config.n_layer == 2
     config = odd_place / "logs/é/train/config.yaml"
-    shown = run_from_nothing("train.py", "--config", config, "--print_config", cwd=odd_place, **where)
+    shown = run_from_nothing(
+        "train.py", "--config", config, "--print_config", cwd=odd_place, **where
+    )
     assert shown.returncode == 0, shown.stderr
     assert "log_dir: " in shown.stdout
 
@@ -121,23 +141,37 @@ def test_of_runs_that_start_at_the_same_moment_one_begins_and_the_others_are_tol
     context, folder, rounds = fork_server(), tmp_path / "logs/train", 8
     (folder / "checkpoints").mkdir(parents=True)
     barrier, outcomes = context.Barrier(3), context.Queue()
-    processes = [context.Process(target=_start_together, args=(folder, barrier, outcomes, rounds)) for _ in range(3)]
+    processes = [
+        context.Process(target=_start_together, args=(folder, barrier, outcomes, rounds))
+        for _ in range(3)
+    ]
     for process in processes:
         process.start()
     told = sorted(outcomes.get(timeout=60) for _ in range(3 * rounds))
     for process in processes:
         process.join(60)
-    busy = f"{folder}: another process is writing this run; wait for it or choose another --run_name"
-    assert told == sorted(outcome for number in range(rounds) for outcome in (
-        (number, "began", True), (number, busy, None), (number, busy, None)))
-    assert sorted(path.name for path in folder.parent.iterdir() if not path.name.startswith(".")) == [
-        "train", *(f"train.{n}" for n in range(1, rounds + 1))]
+    busy = (
+        f"{folder}: another process is writing this run; wait for it or choose another --run_name"
+    )
+    assert told == sorted(
+        outcome
+        for number in range(rounds)
+        for outcome in ((number, "began", True), (number, busy, None), (number, busy, None))
+    )
+    assert sorted(
+        path.name for path in folder.parent.iterdir() if not path.name.startswith(".")
+    ) == ["train", *(f"train.{n}" for n in range(1, rounds + 1))]
 
 
 def test_a_run_that_hangs_while_it_begins_is_waited_for_a_while_only(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime.runlog, "START_PATIENCE", 0.1)
     lock = tmp_path / "logs/.begin.lock"
-    with filelock.FileLock(lock), pytest.raises(UserError, match=r"logs: another process has been about to begin .* for 0.1 s"):
+    with (
+        filelock.FileLock(lock),
+        pytest.raises(
+            UserError, match=r"logs: another process has been about to begin .* for 0.1 s"
+        ),
+    ):
         RunFolder(tmp_path / "logs/b").begin()
     assert [path.name for path in lock.parent.iterdir()] == [lock.name]
     RunFolder(tmp_path / "logs/b").begin()
@@ -151,7 +185,9 @@ def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(tiny_con
     newer = RunFolder(folder_of(config))
     newer.begin()
     newer.close()
-    with pytest.raises(UserError, match=r"step_000006: is gone: the run was moved aside or deleted at this moment"):
+    with pytest.raises(
+        UserError, match=r"step_000006: is gone: the run was moved aside or deleted at this moment"
+    ):
         checkpoint.open_run(run_folder, config, resumed, ALONE)
     assert not (folder_of(config) / "config.yaml").exists()
 
@@ -161,7 +197,10 @@ def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(tiny_con
 
 @pytest.fixture
 def disk(monkeypatch):
-    """Makes a disk that is full once a run's checkpoints would take more than so many times what the first one takes."""
+    """Makes a disk that is full once a run's checkpoints would take more than so many times what
+    the first one takes.
+    """
+
     def make(config, checkpoints):
         real, place, sizes = weights.save_file, folder_of(config) / "checkpoints", {}
 
@@ -169,7 +208,9 @@ def disk(monkeypatch):
             used = sum(file.stat().st_size for file in place.rglob("*.safetensors"))
             size = sum(tensor.nbytes for tensor in tensors.values())
             sizes.setdefault(path.name, size)
-            if used + size > checkpoints * sizes["model.safetensors"] * 3.1:  # AdamW's state is twice the weights
+            if (
+                used + size > checkpoints * sizes["model.safetensors"] * 3.1
+            ):  # AdamW's state is twice the weights
                 raise OSError(28, "No space left on device")
             real(tensors, path, **options)
 
@@ -194,12 +235,17 @@ def test_a_lower_keep_last_makes_room_on_a_full_disk(tiny_config, disk):
     options = {"checkpoint_every": 2, "max_steps": 8}
     config = tiny_config(**options, keep_last=9)
     disk(config, 3)
-    with pytest.raises(NotSavedError, match=r"step_000008: cannot be written: .*No space left on device; once it can be, "
-                                            r"--resume .*/train goes on from step_000006") as caught:
+    with pytest.raises(
+        NotSavedError,
+        match=r"step_000008: cannot be written: .*No space left on device; once it can be, "
+        r"--resume .*/train goes on from step_000006",
+    ) as caught:
         train(config, ALONE)
     assert caught.value.status == 1
     assert checkpoints(config) == ["step_000002", "step_000004", "step_000006"]
-    assert train(tiny_config(**options, keep_last=1, resume="auto"), ALONE)["resumed_after_step"] == 6
+    assert (
+        train(tiny_config(**options, keep_last=1, resume="auto"), ALONE)["resumed_after_step"] == 6
+    )
     assert checkpoints(config) == ["step_000008"]
 
 
@@ -238,14 +284,18 @@ def test_a_run_that_is_over_deletes_no_checkpoints_when_it_is_finished_again(tin
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_run_that_cannot_write_its_first_files_leaves_all_as_it_was(earlier, tiny_config, tmp_path):
+def test_a_run_that_cannot_write_its_first_files_leaves_all_as_it_was(
+    earlier, tiny_config, tmp_path
+):
     config = tiny_config(max_steps=1)
     if earlier:
         train(config, ALONE)
     before = {path: path.read_bytes() for path in tmp_path.glob("logs/**/*") if path.is_file()}
     done = run("train.py", *flags(config), cwd=tmp_path, before=_full_after_500_bytes)
     assert done.returncode == 1
-    assert re.fullmatch(r"error: .*/logs/train/console.log: cannot be written: File too large\n", done.stderr)
+    assert re.fullmatch(
+        r"error: .*/logs/train/console.log: cannot be written: File too large\n", done.stderr
+    )
     after = {path: path.read_bytes() for path in tmp_path.glob("logs/**/*") if path.is_file()}
     assert after == before
     assert [path.name for path in tmp_path.glob("logs/*")] == ["train"] * earlier
@@ -269,8 +319,13 @@ def test_a_checkpoints_files_follow_the_umask(umask, tiny_config):
         train(tiny_config(max_steps=1), ALONE)
     finally:
         os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in newest(tiny_config()).iterdir()}
-    assert modes == dict.fromkeys(["model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"], 0o666 & ~umask)
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode) for path in newest(tiny_config()).iterdir()
+    }
+    assert modes == dict.fromkeys(
+        ["model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"],
+        0o666 & ~umask,
+    )
 
 
 # ---- options that only the checkpoint can judge
@@ -279,27 +334,58 @@ def test_a_checkpoints_files_follow_the_umask(umask, tiny_config):
 @pytest.fixture
 def steep(tiny_config):
     """A run whose options are far from the defaults."""
-    config = tiny_config(lr=1e-2, n_head=4, n_embd=20, block_size=2048, seq_len=48, batch_size=1, total_batch_tokens=96,
-                         max_steps=2)
+    config = tiny_config(
+        lr=1e-2,
+        n_head=4,
+        n_embd=20,
+        block_size=2048,
+        seq_len=48,
+        batch_size=1,
+        total_batch_tokens=96,
+        max_steps=2,
+    )
     train(config, ALONE)
     return config
 
 
-@pytest.mark.parametrize("flag", [
-    "--lr_schedule cosine --min_lr 1e-3", "--total_batch_tokens 96", "--block_size 2048", "--n_embd 20", "--seq_len 48",
-    "--batch_size 2", "--n_head 4"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--lr_schedule cosine --min_lr 1e-3",
+        "--total_batch_tokens 96",
+        "--block_size 2048",
+        "--n_embd 20",
+        "--seq_len 48",
+        "--batch_size 2",
+        "--n_head 4",
+    ],
+)
 def test_options_of_a_resumed_run_are_judged_with_the_runs_own(flag, steep):
     config = parse(Config, ["--resume", str(folder_of(steep)), "--max_steps", "3", *flag.split()])
     assert train(config, ALONE)["steps"] == 3
 
 
 def test_options_that_exclude_the_runs_own_are_told_with_its_values(steep):
-    config = parse(Config, ["--resume", str(folder_of(steep)), "--min_lr", "0.1", "--fp16", "--bf16", "--max_steps", "3"])
+    config = parse(
+        Config,
+        [
+            "--resume",
+            str(folder_of(steep)),
+            "--min_lr",
+            "0.1",
+            "--fp16",
+            "--bf16",
+            "--max_steps",
+            "3",
+        ],
+    )
     with pytest.raises(ConfigError) as caught:
         train(config, ALONE)
     lines = str(caught.value).splitlines()
     assert len(lines) == 2
-    for line, message in zip(lines, ("bf16 and fp16 exclude each other", "min_lr 0.1 is above lr 0.01"), strict=True):
+    for line, message in zip(
+        lines, ("bf16 and fp16 exclude each other", "min_lr 0.1 is above lr 0.01"), strict=True
+    ):
         assert str(newest(steep)) in line
         assert message in line
 
@@ -315,36 +401,69 @@ def test_where_auto_finds_nothing_options_are_judged_as_a_new_runs(tiny_config):
     assert not Path(tiny_config().log_dir).exists()
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    ("--n_layer 0", "--n_layer: input should be greater than or equal to 1"), ("--n_layr 2", "--n_layr: unknown option"),
-    ("--run_name a/b", "--run_name: run_name 'a/b' is not a plain folder name"), ("--norm batch", "--norm: ")])
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--n_layer 0", "--n_layer: input should be greater than or equal to 1"),
+        ("--n_layr 2", "--n_layr: unknown option"),
+        ("--run_name a/b", "--run_name: run_name 'a/b' is not a plain folder name"),
+        ("--norm batch", "--norm: "),
+    ],
+)
 def test_a_resume_is_told_wrong_values_and_names_at_once(argv, message):
     with pytest.raises(ConfigError) as caught:
         parse(Config, ["--resume", "auto", *argv.split()])
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize(("processes", "batch_size", "message"), [
-    (3, 4, "no batch_size fits: the 4 sequences of a step divide among 1, 2 or 4 processes, not 3"),
-    (8, 4, "no batch_size fits: the 4 sequences of a step divide among 1, 2 or 4 processes, not 8"),
-    (2, 4, "a batch_size that fits is 1 or 2"), (1, 3, "a batch_size that fits is 1, 2 or 4"),
-    (4, 4, "a batch_size that fits is 1")])
+@pytest.mark.parametrize(
+    ("processes", "batch_size", "message"),
+    [
+        (
+            3,
+            4,
+            "no batch_size fits: the 4 sequences of a step divide among 1, 2 or 4 processes, not 3",
+        ),
+        (
+            8,
+            4,
+            "no batch_size fits: the 4 sequences of a step divide among 1, 2 or 4 processes, not 8",
+        ),
+        (2, 4, "a batch_size that fits is 1 or 2"),
+        (1, 3, "a batch_size that fits is 1, 2 or 4"),
+        (4, 4, "a batch_size that fits is 1"),
+    ],
+)
 @pytest.mark.parametrize("total", [None, 128])
-def test_a_step_that_processes_cannot_share_says_what_can(processes, batch_size, message, total, tiny_config):
+def test_a_step_that_processes_cannot_share_says_what_can(
+    processes, batch_size, message, total, tiny_config
+):
     train(tiny_config(max_steps=1, total_batch_tokens=total), ALONE)
     folder = newest(tiny_config())
     with pytest.raises(ConfigError) as caught:
-        resumed_config(load_config(max_steps=9, batch_size=batch_size, resume="auto"), folder, read_state(folder), processes)
-    assert str(caught.value) == (f"batch_size {batch_size} on {processes} processes takes {batch_size * processes * 32} tokens at "
-                                 f"once, and a step of {folder} takes 128, no multiple of it; {message}")
+        resumed_config(
+            load_config(max_steps=9, batch_size=batch_size, resume="auto"),
+            folder,
+            read_state(folder),
+            processes,
+        )
+    assert str(caught.value) == (
+        f"batch_size {batch_size} on {processes} processes takes {batch_size * processes * 32} "
+        f"tokens at "
+        f"once, and a step of {folder} takes 128, no multiple of it; {message}"
+    )
 
 
-@pytest.mark.parametrize("given", [["--resume", ""], ["--resume="], ["--resume", "", "--run_name", ""]])
+@pytest.mark.parametrize(
+    "given", [["--resume", ""], ["--resume="], ["--resume", "", "--run_name", ""]]
+)
 def test_an_empty_resume_is_a_mistake_and_no_new_run(given, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse_command_line(Config, given)
     assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("error: --resume: is empty; give a value, or leave it out\n")
+    assert capsys.readouterr().err.startswith(
+        "error: --resume: is empty; give a value, or leave it out\n"
+    )
     with pytest.raises(ConfigError, match="--resume: is empty"):
         load_config(resume="")
 
@@ -353,15 +472,25 @@ def test_another_run_name_than_the_resumed_runs_says_what_to_do(tiny_config, tmp
     train(tiny_config(), ALONE)
     run_folder = folder_of(tiny_config())
     for resume in (run_folder, run_folder / "checkpoints", newest(tiny_config())):
-        with pytest.raises(ConfigError, match=rf"--run_name: run_name other is not the run that resume {resume} goes on with; "
-                                              rf"leave run_name out, or .*: --init_from {resume} in place of --resume"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"--run_name: run_name other is not the run that resume {resume} goes on with; "
+            rf"leave run_name out, or .*: --init_from {resume} in place of --resume",
+        ):
             load_config(resume=str(resume), run_name="other")
         assert load_config(resume=str(resume), run_name="train").resume == str(resume)
     (tmp_path / "any.yaml").write_text("max_steps: 7")  # its own name is not given
-    assert train(load_config(str(tmp_path / "any.yaml"), resume=str(run_folder)), ALONE)["steps"] == 7
+    assert (
+        train(load_config(str(tmp_path / "any.yaml"), resume=str(run_folder)), ALONE)["steps"] == 7
+    )
     run_folder.rename(run_folder.with_name("train.1"))
     aside = run_folder.with_name("train.1")  # whose config.yaml has the name from before
-    assert train(load_config(str(aside / "config.yaml"), resume=str(aside), max_steps=8), ALONE)["steps"] == 8
+    assert (
+        train(load_config(str(aside / "config.yaml"), resume=str(aside), max_steps=8), ALONE)[
+            "steps"
+        ]
+        == 8
+    )
     assert load_config(str(aside / "config.yaml")).run_name == "train.1"
 
 
@@ -370,16 +499,23 @@ def test_another_run_name_than_the_resumed_runs_says_what_to_do(tiny_config, tmp
 
 def test_a_resumed_runs_time_stands_beside_the_steps_it_is_of(tiny_config, capsys):
     assert train(tiny_config(max_steps=4), ALONE)["steps_this_call"] == 4
-    assert re.search(r"^done: 4 steps, 512 tokens in 0:00:\d\d; loss ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^done: 4 steps, 512 tokens in 0:00:\d\d; loss ", capsys.readouterr().out, re.MULTILINE
+    )
     summary = train(tiny_config(max_steps=6, resume="auto"), ALONE)
     assert (summary["steps"], summary["steps_this_call"]) == (6, 2)
     assert summary_of(tiny_config())["steps_this_call"] == 2
-    assert re.search(r"^done: 6 steps, 768 tokens, 2 of these steps in this call, in 0:00:\d\d; loss ", capsys.readouterr().out,
-                     re.MULTILINE)
+    assert re.search(
+        r"^done: 6 steps, 768 tokens, 2 of these steps in this call, in 0:00:\d\d; loss ",
+        capsys.readouterr().out,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.parametrize("harm", ["gone", "empty", "header"])
-def test_a_finished_run_without_its_log_and_summary_is_summed_up_without_times(harm, tiny_config, capsys):
+def test_a_finished_run_without_its_log_and_summary_is_summed_up_without_times(
+    harm, tiny_config, capsys
+):
     config = tiny_config(eval_every=6, val_fraction=0.1)
     before = train(config, ALONE)
     path = folder_of(config) / "log.csv"
@@ -390,7 +526,11 @@ def test_a_finished_run_without_its_log_and_summary_is_summed_up_without_times(h
         path.write_text("" if harm == "empty" else header)
     capsys.readouterr()
     summary = train(tiny_config(resume="auto", eval_every=6, val_fraction=0.1), ALONE)
-    assert (summary["steps"], summary["tokens"], summary["val_loss"]) == (6, 768, before["val_loss"])
+    assert (summary["steps"], summary["tokens"], summary["val_loss"]) == (
+        6,
+        768,
+        before["val_loss"],
+    )
     unknown = ("median_dt_ms", "median_tokens_per_sec", "first_step_s", "utilization", "final_loss")
     assert [summary[name] for name in unknown] == [None] * 5
     assert summary_of(config) == summary
@@ -400,14 +540,28 @@ def test_a_finished_run_without_its_log_and_summary_is_summed_up_without_times(h
     assert path.read_text() == header
 
 
-@pytest.mark.parametrize(("harm", "note"), [
-    (lambda lines: [*lines[:3], "3,x,0,1,2,3\n", *lines[4:]], "line 4 is damaged and left out"),
-    (lambda lines: [*lines[:3], "\0\0\0\0\n", "4,4.\n", *lines[5:]], "lines 4, 5 are damaged and left out"),
-    (lambda lines: [*lines[:-1], "6,4.8"], "line 7 is damaged and left out"),
-    (lambda lines: [*lines, f"{'9' * 5000},1,1,1,1,1\n"], "line 8 is damaged and left out"),
-    (lambda lines: ["\ufeff" + lines[0], *(line.replace("\n", "\r\n") for line in lines[1:])], None),
-    (lambda lines: [*lines, "7,4.8"], None), (lambda lines: [*lines, "7,4.8\n", "8,4."], None),
-    (lambda lines: [*lines, "7"], None)])
+@pytest.mark.parametrize(
+    ("harm", "note"),
+    [
+        (lambda lines: [*lines[:3], "3,x,0,1,2,3\n", *lines[4:]], "line 4 is damaged and left out"),
+        (
+            lambda lines: [*lines[:3], "\0\0\0\0\n", "4,4.\n", *lines[5:]],
+            "lines 4, 5 are damaged and left out",
+        ),
+        (lambda lines: [*lines[:-1], "6,4.8"], "line 7 is damaged and left out"),
+        (lambda lines: [*lines, f"{'9' * 5000},1,1,1,1,1\n"], "line 8 is damaged and left out"),
+        (
+            lambda lines: [
+                "\ufeff" + lines[0],
+                *(line.replace("\n", "\r\n") for line in lines[1:]),
+            ],
+            None,
+        ),
+        (lambda lines: [*lines, "7,4.8"], None),
+        (lambda lines: [*lines, "7,4.8\n", "8,4."], None),
+        (lambda lines: [*lines, "7"], None),
+    ],
+)
 def test_a_damaged_row_of_a_step_that_is_not_taken_again_is_told(harm, note, tiny_config, capsys):
     config = tiny_config()
     train(config, ALONE)
@@ -434,15 +588,27 @@ def linked(tiny_config, tmp_path):
     return config
 
 
-WAYS = ["{run}", "{run}/", "{run}/checkpoints", "{run}/checkpoints/", "{run}/checkpoints/step_000004",
-        "{run}/checkpoints/step_000004/", "train", "train/checkpoints", "train/checkpoints/step_000004"]
+WAYS = [
+    "{run}",
+    "{run}/",
+    "{run}/checkpoints",
+    "{run}/checkpoints/",
+    "{run}/checkpoints/step_000004",
+    "{run}/checkpoints/step_000004/",
+    "train",
+    "train/checkpoints",
+    "train/checkpoints/step_000004",
+]
 
 
 @pytest.mark.parametrize("way", [*WAYS, "auto"])
 def test_a_run_is_resumed_through_linked_checkpoints_however_it_is_named(way, linked, tiny_config):
     resume = way.format(run=folder_of(linked))
-    given = tiny_config(max_steps=6, resume="auto") if way == "auto" else load_config(
-        resume=resume, log_dir=linked.log_dir, max_steps=6)
+    given = (
+        tiny_config(max_steps=6, resume="auto")
+        if way == "auto"
+        else load_config(resume=resume, log_dir=linked.log_dir, max_steps=6)
+    )
     assert train(given, ALONE)["resumed_after_step"] == 4
     straight = tiny_config(run_name="straight")
     train(straight, ALONE)
@@ -455,14 +621,27 @@ def test_a_run_is_resumed_through_linked_checkpoints_however_it_is_named(way, li
 def test_weights_are_found_however_a_run_or_its_checkpoints_are_named(way, link, linked):
     if not link:
         (folder_of(linked) / "checkpoints").unlink()
-        shutil.move(Path(linked.log_dir).parent / "disk/of_train", folder_of(linked) / "checkpoints")
-    config, _ = build_model(load_config(init_from=way.format(run=folder_of(linked)), log_dir=linked.log_dir, seq_len=32))
+        shutil.move(
+            Path(linked.log_dir).parent / "disk/of_train", folder_of(linked) / "checkpoints"
+        )
+    config, _ = build_model(
+        load_config(init_from=way.format(run=folder_of(linked)), log_dir=linked.log_dir, seq_len=32)
+    )
     assert (config.n_layer, config.run_name) == (TINY["n_layer"], "train")
     assert Path(config.init_from).name == "step_000004"
 
 
-@pytest.mark.parametrize(("where", "resume"), [("", "."), ("", "checkpoints"), ("checkpoints", "."), ("checkpoints", "step_000004"),
-                                               ("checkpoints", ".."), ("checkpoints/step_000004", ".")])
+@pytest.mark.parametrize(
+    ("where", "resume"),
+    [
+        ("", "."),
+        ("", "checkpoints"),
+        ("checkpoints", "."),
+        ("checkpoints", "step_000004"),
+        ("checkpoints", ".."),
+        ("checkpoints/step_000004", "."),
+    ],
+)
 def test_a_run_is_resumed_from_within_its_folder(where, resume, tiny_config, monkeypatch):
     train(tiny_config(max_steps=4), ALONE)
     monkeypatch.chdir(folder_of(tiny_config()) / where)
@@ -472,7 +651,10 @@ def test_a_run_is_resumed_from_within_its_folder(where, resume, tiny_config, mon
 
 @pytest.mark.parametrize("place", ["disk/of_train", "disk/of_train/step_000004"])
 def test_checkpoints_that_are_in_no_runs_folder_say_so(place, linked, tmp_path):
-    with pytest.raises(UserError, match=r"is not in a run's folder, .*; give <run>, or <run>/checkpoints/step_\*, or .*init_from"):
+    with pytest.raises(
+        UserError,
+        match=r"is not in a run's folder, .*; give <run>, or <run>/checkpoints/step_\*, or .*init_from",
+    ):
         train(load_config(resume=str(tmp_path / place), max_steps=6), ALONE)
 
 
@@ -482,7 +664,9 @@ def test_checkpoints_that_cannot_be_seen_now_are_not_taken_for_none(there, tiny_
     train(config, ALONE)
     place = folder_of(config) / "checkpoints"
     place.rename(tmp_path / "away")
-    place.symlink_to({"link": tmp_path / "disk", "loop": place}[there]) if there != "file" else place.write_text("")
+    place.symlink_to(
+        {"link": tmp_path / "disk", "loop": place}[there]
+    ) if there != "file" else place.write_text("")
     for resume in ("auto", str(folder_of(config))):
         with pytest.raises(OSError, match="cannot be read") as caught:
             train(tiny_config(resume=resume, max_steps=8), ALONE)
@@ -522,7 +706,9 @@ def test_of_a_linked_checkpoint_only_the_link_is_deleted(target, tiny_config, tm
 
 
 @pytest.mark.parametrize("target", ["there", "gone"])
-def test_a_linked_checkpoint_whose_step_is_taken_again_is_replaced_and_what_it_leads_to_is_not(target, tiny_config, tmp_path):
+def test_a_linked_checkpoint_whose_step_is_taken_again_is_replaced_and_what_it_leads_to_is_not(
+    target, tiny_config, tmp_path
+):
     config = tiny_config(checkpoint_every=2)
     train(config, ALONE)
     link, elsewhere = folder_of(config) / "checkpoints/step_000006", tmp_path / "elsewhere"
@@ -548,7 +734,9 @@ def test_a_stop_while_a_run_begins_leaves_no_folder(tiny_config, monkeypatch):
 
 @pytest.mark.parametrize("call", ["rename", "mkdir"])
 @pytest.mark.parametrize("earlier", [True, False])
-def test_a_signal_as_a_folder_has_just_been_moved_or_made_leaves_all_as_it_was(earlier, call, tiny_config, monkeypatch):
+def test_a_signal_as_a_folder_has_just_been_moved_or_made_leaves_all_as_it_was(
+    earlier, call, tiny_config, monkeypatch
+):
     config = tiny_config(max_steps=1)
     if earlier:
         train(config, ALONE)
@@ -559,7 +747,10 @@ def test_a_signal_as_a_folder_has_just_been_moved_or_made_leaves_all_as_it_was(e
         if path == folder_of(config):
             raise Stopped(0)
 
-    with monkeypatch.context() as patched, pytest.raises(Stopped) if earlier or call == "mkdir" else contextlib.nullcontext():
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(Stopped) if earlier or call == "mkdir" else contextlib.nullcontext(),
+    ):
         patched.setattr(Path, call, then_stop)
         train(config, ALONE)
     if earlier:
@@ -571,11 +762,16 @@ def test_a_signal_as_a_folder_has_just_been_moved_or_made_leaves_all_as_it_was(e
 
 @pytest.mark.parametrize(("name", "option"), [("logs", "log_dir"), ("logs/train", "run_name")])
 @pytest.mark.parametrize("what", ["file", "link"])
-def test_what_is_no_folder_in_the_place_of_one_is_named_with_the_option(what, name, option, tiny_config, tmp_path):
+def test_what_is_no_folder_in_the_place_of_one_is_named_with_the_option(
+    what, name, option, tiny_config, tmp_path
+):
     place = tmp_path / name
     place.parent.mkdir(exist_ok=True)
     place.write_text("mine") if what == "file" else place.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=rf"{name}: is there and is no folder; move it away or choose another --{option}"):
+    with pytest.raises(
+        UserError,
+        match=rf"{name}: is there and is no folder; move it away or choose another --{option}",
+    ):
         train(tiny_config(), ALONE)
     assert place.is_symlink() or place.read_text() == "mine"
     assert not (tmp_path / "logs/.begin.lock").exists()
@@ -585,29 +781,41 @@ def test_a_link_that_leads_nowhere_is_no_free_name(tiny_config, tmp_path):
     train(tiny_config(max_steps=1), ALONE)
     (tmp_path / "logs/train.1").symlink_to(tmp_path / "nowhere")
     train(tiny_config(max_steps=1), ALONE)
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["train", "train.1", "train.2"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        "train",
+        "train.1",
+        "train.2",
+    ]
     assert (tmp_path / "logs/train.1").is_symlink()
 
 
 def test_a_run_that_cannot_be_moved_aside_is_left_as_it_is(tiny_config, tmp_path):
     config = tiny_config(max_steps=1, run_name="r" * 255)
     train(config, ALONE)
-    with pytest.raises(OSError, match="cannot be moved aside: File name too long; choose another --run_name"):
+    with pytest.raises(
+        OSError, match="cannot be moved aside: File name too long; choose another --run_name"
+    ):
         train(config, ALONE)
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["r" * 255]
     assert read_state(newest(config)).step == 1
 
 
 @pytest.mark.parametrize("name", ["log.csv", "console.log"])
-def test_a_resume_that_cannot_begin_leaves_all_as_it_was_and_gives_no_advice_that_was_followed(name, tiny_config):
+def test_a_resume_that_cannot_begin_leaves_all_as_it_was_and_gives_no_advice_that_was_followed(
+    name, tiny_config
+):
     train(tiny_config(), ALONE)
     (folder_of(tiny_config()) / name).unlink()
     (folder_of(tiny_config()) / name).mkdir()
-    before = {path: path.is_file() and path.read_bytes() for path in folder_of(tiny_config()).rglob("*")}
+    before = {
+        path: path.is_file() and path.read_bytes() for path in folder_of(tiny_config()).rglob("*")
+    }
     with pytest.raises((OSError, UserError), match=r"Is a directory") as caught:
         train(tiny_config(resume="auto", max_steps=8), ALONE)
     assert not hasattr(caught.value, "__notes__")
-    assert {path: path.is_file() and path.read_bytes() for path in folder_of(tiny_config()).rglob("*")} == before
+    assert {
+        path: path.is_file() and path.read_bytes() for path in folder_of(tiny_config()).rglob("*")
+    } == before
 
 
 def test_a_file_that_cannot_be_put_in_its_place_leaves_no_other(tmp_path):
@@ -618,19 +826,29 @@ def test_a_file_that_cannot_be_put_in_its_place_leaves_no_other(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["flush_to_disk", "delete"])
-def test_a_log_that_cannot_be_flushed_or_a_checkpoint_that_cannot_be_deleted_hinders_no_save(what, tiny_config, monkeypatch):
+def test_a_log_that_cannot_be_flushed_or_a_checkpoint_that_cannot_be_deleted_hinders_no_save(
+    what, tiny_config, monkeypatch
+):
     config, real = tiny_config(checkpoint_every=2, keep_last=1), getattr(checkpoint, what)
 
     def fail(paths):
         paths = [*paths] if what == "delete" else paths
-        if paths == folder_of(config) / "log.csv" or (what == "delete" and folder_of(config) / "checkpoints/step_000002" in paths):
+        if paths == folder_of(config) / "log.csv" or (
+            what == "delete" and folder_of(config) / "checkpoints/step_000002" in paths
+        ):
             raise OSError(errno.EPERM, "Operation not permitted", "it")
         real(paths)
 
     monkeypatch.setattr(checkpoint, what, fail)
-    with contextlib.nullcontext() if what == "flush_to_disk" else pytest.raises(NotSavedError, match="not permitted"):
+    with (
+        contextlib.nullcontext()
+        if what == "flush_to_disk"
+        else pytest.raises(NotSavedError, match="not permitted")
+    ):
         train(config, ALONE)
-    assert checkpoints(config) == (["step_000006"] if what == "flush_to_disk" else ["step_000002", "step_000004"])
+    assert checkpoints(config) == (
+        ["step_000006"] if what == "flush_to_disk" else ["step_000002", "step_000004"]
+    )
 
 
 def test_a_state_is_plain_ascii_json(tiny_config):
@@ -641,13 +859,20 @@ def test_a_state_is_plain_ascii_json(tiny_config):
     assert torch.is_tensor(load_model("train", tiny_config().log_dir).lm_head.weight)
 
 
-def test_weights_are_read_from_the_next_checkpoint_where_a_run_deletes_the_newest_meanwhile(tiny_config, monkeypatch):
+def test_weights_are_read_from_the_next_checkpoint_where_a_run_deletes_the_newest_meanwhile(
+    tiny_config, monkeypatch
+):
     config = tiny_config(checkpoint_every=3)
     train(config, ALONE)
     first, second = sorted(Path(config.log_dir).glob("train/checkpoints/step_*"))
-    monkeypatch.setattr("weights.verify", lambda folder, files: shutil.rmtree(second, ignore_errors=True) or verify(folder, files))
+    monkeypatch.setattr(
+        "weights.verify",
+        lambda folder, files: shutil.rmtree(second, ignore_errors=True) or verify(folder, files),
+    )
     ours = load_model("train", config.log_dir).state_dict()
-    assert torch.equal(ours["lm_head.weight"], load_file(first / "model.safetensors")["lm_head.weight"])
+    assert torch.equal(
+        ours["lm_head.weight"], load_file(first / "model.safetensors")["lm_head.weight"]
+    )
 
 
 def test_weights_behind_a_link_that_leads_nowhere_are_told_and_not_looked_for_without_end(tmp_path):

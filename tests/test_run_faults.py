@@ -1,4 +1,6 @@
-"""What goes wrong in the middle of a run, or before its first step: nothing is lost, and one line says how to go on."""
+"""What goes wrong in the middle of a run, or before its first step: nothing is lost, and one line
+says how to go on.
+"""
 
 import contextlib
 import errno
@@ -23,7 +25,7 @@ from torch._inductor.exc import CppCompileError, InductorError
 import checkpoint
 import runtime.runlog
 import train as train_module
-from checkpoint import read_state, saved_at_fault
+from checkpoint import emergency_save, read_state
 from config import Config, load_config
 from data.token_file import TokenFileError
 from model import GPT, GPTConfig, ModelError
@@ -39,7 +41,9 @@ from tests.test_resume import folder_of, log, newest, same_end
 from train import train
 from weights import CheckpointError
 
-needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+needs_dev_full = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs a device that is always full"
+)
 needs_sighup = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="has no SIGHUP")
 
 
@@ -49,6 +53,7 @@ def console(config):
 
 def failing(monkeypatch, at, error):
     """Fail in the middle of the step `at`, after its forward and backward; returns what ends this."""
+
     def fail(call, _):
         if call == at:
             raise error
@@ -59,26 +64,47 @@ def failing(monkeypatch, at, error):
 # ---- a fault in the middle of a run
 
 
-@pytest.mark.parametrize(("fault", "options"), [
-    (RuntimeError, {"dropout": 0.3}), (MemoryError, {"dropout": 0.3}), (TokenFileError, {"fp16": True}),
-    (ValueError, {"batch_size": 2, "total_batch_tokens": 256, "dropout": 0.1})], ids=["dropout", "memory", "fp16", "accumulation"])
-def test_a_fault_in_a_step_saves_the_step_before_and_the_run_goes_on_exactly(fault, options, tiny_config, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [
+        (RuntimeError, {"dropout": 0.3}),
+        (MemoryError, {"dropout": 0.3}),
+        (TokenFileError, {"fp16": True}),
+        (ValueError, {"batch_size": 2, "total_batch_tokens": 256, "dropout": 0.1}),
+    ],
+    ids=["dropout", "memory", "fp16", "accumulation"],
+)
+def test_a_fault_in_a_step_saves_the_step_before_and_the_run_goes_on_exactly(
+    fault, options, tiny_config, monkeypatch
+):
     config, straight = (tiny_config(**options, run_name=name) for name in ("faulty", "straight"))
     disarm = failing(monkeypatch, 4, fault("it failed"))
     with pytest.raises(fault) as caught:
         train(config, ALONE)
     disarm()
     assert read_state(newest(config)).step == 3
-    assert caught.value.__notes__ == [f"to go on: the same command with --resume auto, or --resume {folder_of(config)}"]
+    assert caught.value.__notes__ == [
+        f"to go on: the same command with --resume auto, or --resume {folder_of(config)}"
+    ]
     assert train(config.model_copy(update={"resume": "auto"}), ALONE)["resumed_after_step"] == 3
     train(straight, ALONE)
     same_end(config, straight)
 
 
 @pytest.mark.parametrize("what", ["validation_loss", "sample_text", "log.csv", "eval.csv"])
-def test_a_fault_after_a_step_saves_that_step_and_the_run_goes_on_exactly(what, tiny_config, monkeypatch):
-    options = {"vocab_size": 50257, "n_layer": 1, "dropout": 0.2, "eval_every": 3, "eval_tokens": 64, "val_fraction": 0.1,
-               "sample_every": 3, "sample_tokens": 2}
+def test_a_fault_after_a_step_saves_that_step_and_the_run_goes_on_exactly(
+    what, tiny_config, monkeypatch
+):
+    options = {
+        "vocab_size": 50257,
+        "n_layer": 1,
+        "dropout": 0.2,
+        "eval_every": 3,
+        "eval_tokens": 64,
+        "val_fraction": 0.1,
+        "sample_every": 3,
+        "sample_tokens": 2,
+    }
     config, straight = (tiny_config(**options, run_name=name) for name in ("faulty", "straight"))
     with monkeypatch.context() as patched:
         if what.endswith(".csv"):
@@ -86,12 +112,17 @@ def test_a_fault_after_a_step_saves_that_step_and_the_run_goes_on_exactly(what, 
 
             def fail(path, columns, row):
                 if (path.name, row["step"]) == (what, 3):
-                    raise OSError(errno.ENOSPC, "cannot be written: No space left on device", str(path))
+                    raise OSError(
+                        errno.ENOSPC, "cannot be written: No space left on device", str(path)
+                    )
                 real(path, columns, row)
 
             patched.setattr(runtime.runlog, "append_row", fail)
         else:
-            function, calls = getattr(train_module, what), itertools.count(2 if what == "sample_text" else 1)  # not after step 0
+            function, calls = (
+                getattr(train_module, what),
+                itertools.count(2 if what == "sample_text" else 1),
+            )  # not after step 0
 
             def fail_once(*args, **kwargs):
                 if next(calls) == 2:
@@ -121,7 +152,10 @@ def test_a_fault_in_the_middle_of_an_update_is_not_saved(tiny_config, monkeypatc
     config = tiny_config(checkpoint_every=2)
     with pytest.raises(MemoryError) as caught:
         train(config, ALONE)
-    assert sorted(path.name for path in (folder_of(config) / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    assert sorted(path.name for path in (folder_of(config) / "checkpoints").iterdir()) == [
+        "step_000002",
+        "step_000004",
+    ]
     assert "--resume" in caught.value.__notes__[0]
 
 
@@ -146,7 +180,11 @@ def test_what_the_failed_step_held_is_freed_before_its_state_is_saved(tiny_confi
 
     at_step(monkeypatch, fail)
     real = checkpoint.save_checkpoint
-    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args, **kwargs: held.append(held[0]()) or real(*args, **kwargs))
+    monkeypatch.setattr(
+        checkpoint,
+        "save_checkpoint",
+        lambda *args, **kwargs: held.append(held[0]()) or real(*args, **kwargs),
+    )
     with pytest.raises(MemoryError):
         train(tiny_config(), ALONE)
     assert held[1:] == [None]
@@ -180,7 +218,10 @@ def test_a_skipped_step_is_counted_once_if_saying_so_fails(tiny_config, monkeypa
     assert train(config.model_copy(update={"resume": "auto"}), ALONE)["skipped_steps"] == 1
     at_step(monkeypatch, lambda call, _: spoil.get(call, lambda: None)())
     assert train(straight, ALONE)["skipped_steps"] == 1
-    for a, b in zip(*(load_file(newest(each) / "model.safetensors").values() for each in (config, straight)), strict=True):
+    for a, b in zip(
+        *(load_file(newest(each) / "model.safetensors").values() for each in (config, straight)),
+        strict=True,
+    ):
         assert torch.equal(a, b)
 
 
@@ -193,18 +234,25 @@ def test_a_save_that_fails_as_well_does_not_hide_the_first_error(tiny_config, mo
     monkeypatch.setattr(checkpoint, "save_checkpoint", full)
     with pytest.raises(SystemExit):
         train_module.main(tiny_config())
-    assert capsys.readouterr().err == ("error: a bad file; the state after step 3 could not be saved: logs: cannot be written: "
-                                       "No space left on device\n")
+    assert capsys.readouterr().err == (
+        "error: a bad file; the state after step 3 could not be saved: logs: cannot be written: "
+        "No space left on device\n"
+    )
 
 
 @needs_dev_full
-def test_a_console_log_that_cannot_be_written_does_not_hide_the_first_error_nor_the_save(tiny_config, monkeypatch, capsys):
+def test_a_console_log_that_cannot_be_written_does_not_hide_the_first_error_nor_the_save(
+    tiny_config, monkeypatch, capsys
+):
     config = tiny_config()
 
     def fill_up_and_fail(call, _):
         if call == 4:
-            (descriptor,) = (int(link.name) for link in Path("/proc/self/fd").iterdir()
-                             if link.exists() and link.resolve() == (folder_of(config) / "console.log").resolve())
+            (descriptor,) = (
+                int(link.name)
+                for link in Path("/proc/self/fd").iterdir()
+                if link.exists() and link.resolve() == (folder_of(config) / "console.log").resolve()
+            )
             with open("/dev/full", "w") as full:
                 os.dup2(full.fileno(), descriptor)
             raise TokenFileError("a bad file")
@@ -217,7 +265,9 @@ def test_a_console_log_that_cannot_be_written_does_not_hide_the_first_error_nor_
     assert read_state(newest(config)).step == 3
 
 
-def test_the_error_line_says_how_to_go_on_quoted_for_the_shell_and_console_log_has_it(tiny_config, monkeypatch, capsys):
+def test_the_error_line_says_how_to_go_on_quoted_for_the_shell_and_console_log_has_it(
+    tiny_config, monkeypatch, capsys
+):
     config = tiny_config(run_name="it's mine")
     disarm = failing(monkeypatch, 3, TokenFileError("a bad file"))
     with pytest.raises(SystemExit):
@@ -225,25 +275,42 @@ def test_the_error_line_says_how_to_go_on_quoted_for_the_shell_and_console_log_h
     disarm()
     (line,) = capsys.readouterr().err.splitlines()
     assert console(config).splitlines()[-1] == line
-    assert line.startswith("error: a bad file; to go on: the same command with --resume auto, or --resume ")
+    assert line.startswith(
+        "error: a bad file; to go on: the same command with --resume auto, or --resume "
+    )
     assert shlex.split(line.rpartition("or ")[2]) == ["--resume", str(folder_of(config))]
     train(load_config(resume=str(folder_of(config))), ALONE)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert shlex.split(last.partition("for text: ")[2]) == ["python", "sample.py", str(folder_of(config))]
+    assert shlex.split(last.partition("for text: ")[2]) == [
+        "python",
+        "sample.py",
+        str(folder_of(config)),
+    ]
 
 
-def test_one_of_several_processes_saves_nothing_at_a_fault_and_says_how_to_go_on(tiny_config, tmp_path):
-    state = checkpoint.State(GPT(GPTConfig(**TINY)), [], torch.amp.GradScaler("cpu", enabled=False), step=5,
-                             checkpoint=tmp_path / "checkpoints/step_000004")
+def test_one_of_several_processes_saves_nothing_at_a_fault_and_says_how_to_go_on(
+    tiny_config, tmp_path
+):
+    state = checkpoint.State(
+        GPT(GPTConfig(**TINY)),
+        [],
+        torch.amp.GradScaler("cpu", enabled=False),
+        step=5,
+        checkpoint=tmp_path / "checkpoints/step_000004",
+    )
     state.begin_step(CPU)
 
     def fail():
-        with saved_at_fault(RunFolder(tmp_path), state, tiny_config(), "", World(CPU, rank=1, world_size=2)):
+        with emergency_save(
+            RunFolder(tmp_path), state, tiny_config(), "", World(CPU, rank=1, world_size=2)
+        ):
             raise ValueError("anything")
 
     with pytest.raises(ValueError, match="anything") as caught:
         fail()
-    assert caught.value.__notes__ == [f"to go on: the same command with --resume auto, or --resume {tmp_path}"]
+    assert caught.value.__notes__ == [
+        f"to go on: the same command with --resume auto, or --resume {tmp_path}"
+    ]
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -266,21 +333,32 @@ def full_disk():
 
 
 @needs_dev_full
-@pytest.mark.parametrize(("unread", "why"), [(broken_pipe, "Broken pipe"), (full_disk, "No space left on device")])
+@pytest.mark.parametrize(
+    ("unread", "why"), [(broken_pipe, "Broken pipe"), (full_disk, "No space left on device")]
+)
 def test_output_that_nobody_reads_does_not_end_a_run(unread, why, tiny_config, tmp_path):
     config = tiny_config()
     done = run("train.py", *flags(config), cwd=tmp_path, before=unread)
     assert (done.returncode, done.stderr) == (0, "")
     (note,) = (line for line in console(config).splitlines() if line.startswith("note: "))
-    assert note == f"note: what is printed goes nowhere ({why}); the run goes on, and console.log has it all"
+    assert (
+        note
+        == f"note: what is printed goes nowhere ({why}); the run goes on, and console.log has it all"
+    )
     assert "done: 6 steps" in console(config)
     assert read_state(newest(config)).step == 6
 
 
 def ends_quietly(*command, cwd, into="true"):
-    """Whether a command whose output is piped into another, as in a shell, ends as Unix commands do, and without a word."""
-    pipeline = f"{shlex.join([sys.executable, *map(str, command)])} | {into}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", pipeline], cwd=cwd, capture_output=True, text=True, timeout=120)
+    """Whether a command whose output is piped into another, as in a shell, ends as Unix commands
+    do, and without a word.
+    """
+    pipeline = (
+        f"{shlex.join([sys.executable, *map(str, command)])} | {into}; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", pipeline], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
     said = [line for line in done.stderr.splitlines() if not line.startswith("tokeniz")]  # progress
     return (done.returncode, said) in ((0, []), (128 + signal.SIGPIPE, []))
 
@@ -327,7 +405,9 @@ def test_a_closed_terminal_saves_and_ends_like_sigterm(tiny_config, monkeypatch)
 def test_under_nohup_a_closed_terminal_changes_nothing(tiny_config, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        at_step(monkeypatch, lambda call, _: signal.raise_signal(signal.SIGHUP) if call == 3 else None)
+        at_step(
+            monkeypatch, lambda call, _: signal.raise_signal(signal.SIGHUP) if call == 3 else None
+        )
         assert train(tiny_config(), ALONE)["steps"] == 6
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -353,8 +433,12 @@ def stopped_early(monkeypatch, place, config, name=signal.SIGTERM):
     assert ended.value.code == 0
 
 
-@pytest.mark.parametrize("place", ["find_checkpoint", "build", "open_data", "open_run", "validation_loss"])
-def test_a_signal_before_the_first_step_leaves_everything_as_it_was(place, tiny_config, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "place", ["find_checkpoint", "build", "open_data", "open_run", "validation_loss"]
+)
+def test_a_signal_before_the_first_step_leaves_everything_as_it_was(
+    place, tiny_config, monkeypatch, capfd
+):
     options = {"eval_every": 2, "val_fraction": 0.1}
     config = tiny_config(**options, dropout=0.1)
     names = (signal.SIGINT, signal.SIGTERM) if place == "build" else (signal.SIGTERM,)
@@ -366,7 +450,9 @@ def test_a_signal_before_the_first_step_leaves_everything_as_it_was(place, tiny_
     before = log(config), newest(config)
     stopped_early(monkeypatch, place, config)  # a new one of its name
     assert (log(config), newest(config)) == before
-    assert [path.name for path in folder_of(config).parent.iterdir() if not path.name.startswith(".")] == ["train"]
+    assert [
+        path.name for path in folder_of(config).parent.iterdir() if not path.name.startswith(".")
+    ] == ["train"]
     resumed = config.model_copy(update={"resume": "auto"})
     (folder_of(config) / "eval.csv").unlink()  # so it evaluates before its first step
     stopped_early(monkeypatch, place, resumed)  # one that goes on
@@ -375,7 +461,9 @@ def test_a_signal_before_the_first_step_leaves_everything_as_it_was(place, tiny_
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_signal_to_one_of_several_processes_before_the_first_step_ends_all_together(monkeypatch, capfd):
+def test_a_signal_to_one_of_several_processes_before_the_first_step_ends_all_together(
+    monkeypatch, capfd
+):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with StopRequest("set-up") as stop:
         signal.raise_signal(signal.SIGTERM)  # goes on: the others wait for this one
@@ -386,24 +474,41 @@ def test_a_signal_to_one_of_several_processes_before_the_first_step_ends_all_tog
 
 
 # Many short sleeps: a signal that arrives just before one begins is handled after it.
-SLOW_IMPORT = "print('importing', flush=True)\nimport time\nfor _ in range(600):\n    time.sleep(0.1)\n"
+SLOW_IMPORT = (
+    "print('importing', flush=True)\nimport time\nfor _ in range(600):\n    time.sleep(0.1)\n"
+)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
 @pytest.mark.parametrize("slow", ["pydantic", "torch"])
-@pytest.mark.parametrize(("command", "name", "status", "said"), [
-    (["train.py", "--dataset", "none"], "SIGINT", 0, EARLY), (["train.py", "--dataset", "none"], "SIGTERM", 0, EARLY),
-    (["train.py", "--dataset", "none"], "SIGHUP", 0, EARLY), (["sample.py", "any"], "SIGINT", 130, "\nerror: interrupted\n"),
-    (["bench.py"], "SIGINT", 130, "\nerror: interrupted\n"), (["evaluate.py", "any"], "SIGINT", 130, "\nerror: interrupted\n"),
-    (["ladder.py", "none"], "SIGINT", 130, "\nerror: interrupted\n"),
-], ids=lambda value: value[0] if isinstance(value, list) else None)
-def test_a_signal_during_imports_ends_a_command_in_one_line(command, name, status, said, slow, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "name", "status", "said"),
+    [
+        (["train.py", "--dataset", "none"], "SIGINT", 0, EARLY),
+        (["train.py", "--dataset", "none"], "SIGTERM", 0, EARLY),
+        (["train.py", "--dataset", "none"], "SIGHUP", 0, EARLY),
+        (["sample.py", "any"], "SIGINT", 130, "\nerror: interrupted\n"),
+        (["bench.py"], "SIGINT", 130, "\nerror: interrupted\n"),
+        (["evaluate.py", "any"], "SIGINT", 130, "\nerror: interrupted\n"),
+        (["ladder.py", "none"], "SIGINT", 130, "\nerror: interrupted\n"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_signal_during_imports_ends_a_command_in_one_line(
+    command, name, status, said, slow, tmp_path
+):
     (tmp_path / "slow" / slow).mkdir(parents=True)
     (tmp_path / "slow" / slow / "__init__.py").write_text(SLOW_IMPORT)
     if (command[0], slow) == ("ladder.py", "torch"):
         pytest.skip("a ladder needs no torch")
-    process = subprocess.Popen([sys.executable, ROOT / command[0], *command[1:]], cwd=tmp_path, text=True, stderr=subprocess.PIPE,
-                               stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(tmp_path / "slow")})
+    process = subprocess.Popen(
+        [sys.executable, ROOT / command[0], *command[1:]],
+        cwd=tmp_path,
+        text=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "slow")},
+    )
     assert process.stdout.readline() == "importing\n"
     process.send_signal(getattr(signal, name))
     _, errors = process.communicate(timeout=20)
@@ -412,13 +517,29 @@ def test_a_signal_during_imports_ends_a_command_in_one_line(command, name, statu
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
-@pytest.mark.parametrize(("command", "module"), [
-    *((f"data/{corpus}.py", "argparse") for corpus in ("text", "pydocs", "shakespeare", "fineweb", "hellaswag")),
-    ("sample.py", "typing"), ("evaluate.py", "json")])
-def test_ctrl_c_while_the_first_module_is_imported_ends_a_command_in_one_line(command, module, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        *(
+            (f"data/{corpus}.py", "argparse")
+            for corpus in ("text", "pydocs", "shakespeare", "fineweb", "hellaswag")
+        ),
+        ("sample.py", "typing"),
+        ("evaluate.py", "json"),
+    ],
+)
+def test_ctrl_c_while_the_first_module_is_imported_ends_a_command_in_one_line(
+    command, module, tmp_path
+):
     (tmp_path / f"{module}.py").write_text(SLOW_IMPORT)
-    process = subprocess.Popen([sys.executable, ROOT / command, "any"], cwd=tmp_path, text=True, stderr=subprocess.PIPE,
-                               stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    process = subprocess.Popen(
+        [sys.executable, ROOT / command, "any"],
+        cwd=tmp_path,
+        text=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
@@ -451,7 +572,10 @@ def test_a_temperature_without_end_draws_evenly_from_the_top_k(temperature, tiny
     model = tiny_model()
     likeliest = model(tokens())[0, -1].topk(3).indices.tolist()
     generator = torch.Generator().manual_seed(1)
-    drawn = [model.generate(tokens(), 1, temperature, top_k=3, generator=generator)[0, -1].item() for _ in range(60)]
+    drawn = [
+        model.generate(tokens(), 1, temperature, top_k=3, generator=generator)[0, -1].item()
+        for _ in range(60)
+    ]
     assert set(drawn) == set(likeliest)
 
 
@@ -467,9 +591,16 @@ def test_a_temperature_that_is_no_number_is_refused_and_the_model_goes_on_traini
     assert model.training
 
 
-@pytest.mark.parametrize(("option", "value", "allowed"), [
-    ("temperature", "nan", "finite"), ("temperature", "-1", "0"), ("num_samples", "100000000", "10000"),
-    ("seed", "1" * 20, "less than 9.22337e+18"), ("max_new_tokens", "1" * 12, "1,000,000")])
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("temperature", "nan", "finite"),
+        ("temperature", "-1", "0"),
+        ("num_samples", "100000000", "10000"),
+        ("seed", "1" * 20, "less than 9.22337e+18"),
+        ("max_new_tokens", "1" * 12, "1,000,000"),
+    ],
+)
 def test_sampling_numbers_out_of_reach_are_refused_in_one_line(option, value, allowed):
     with pytest.raises(ConfigError) as caught:
         parse(SampleOptions, ["run", f"--{option}={value}"], positional="run")
@@ -478,19 +609,29 @@ def test_sampling_numbers_out_of_reach_are_refused_in_one_line(option, value, al
     assert "\n" not in str(caught.value)
 
 
-NUMBERS = [name for name, field in Config.model_fields.items() if not isinstance(field.default, bool | str) and name not in (
-    "betas", "run_name", "resume", "hellaswag_file", "recompute_cheap")]
+NUMBERS = [
+    name
+    for name, field in Config.model_fields.items()
+    if not isinstance(field.default, bool | str)
+    and name not in ("betas", "run_name", "resume", "hellaswag_file", "recompute_cheap")
+]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_an_upper_bound_that_is_told(name):
-    with pytest.raises(ConfigError, match=rf"--{name}: input should be less than (or equal to )?[\d,.e+]+, not "):
+    with pytest.raises(
+        ConfigError, match=rf"--{name}: input should be less than (or equal to )?[\d,.e+]+, not "
+    ):
         load_config(**{name: "1" + "0" * 40})
 
 
 def test_bounds_are_generous(tiny_config):
     load_config(max_steps=10**9, lr=1e30, eval_tokens=10**15, total_batch_tokens=4 * 1024 * 10**8)
-    for options in ({"n_embd": 10**15, "n_head": 1, "vocab_size": 10**15}, {"block_size": 10**15}, {"vocab_size": 10**15}):
+    for options in (
+        {"n_embd": 10**15, "n_head": 1, "vocab_size": 10**15},
+        {"block_size": 10**15},
+        {"vocab_size": 10**15},
+    ):
         with pytest.raises(RuntimeError) as caught:
             train(tiny_config(**options), ALONE)
         assert kind_of_failure(caught.value)[0] == "memory"
@@ -505,22 +646,43 @@ def test_numbers_that_overflow_together_are_one_error_line(tiny_config, capsys):
 
 def test_a_long_time_is_shown_sensibly():
     assert [duration(seconds) for seconds in (59.6, 90_000, 999 * 86400, 1e12, math.inf)] == [
-        "0:01:00", "1 day, 1:00:00", "999 days, 0:00:00", "over 1,000 days", "over 1,000 days"]
+        "0:01:00",
+        "1 day, 1:00:00",
+        "999 days, 0:00:00",
+        "over 1,000 days",
+        "over 1,000 days",
+    ]
 
 
 def test_without_docstrings_the_options_are_the_same():
-    printed = [subprocess.run([sys.executable, *flag, ROOT / "train.py", *options], capture_output=True, text=True, check=True,
-                              timeout=60).stdout.splitlines()
-               for options in (["--help"], ["--print_config"]) for flag in ([], ["-OO"])]
-    for normal, stripped in itertools.batched(printed, 2) if sys.version_info >= (3, 12) else [printed[:2], printed[2:]]:
+    printed = [
+        subprocess.run(
+            [sys.executable, *flag, ROOT / "train.py", *options],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout.splitlines()
+        for options in (["--help"], ["--print_config"])
+        for flag in ([], ["-OO"])
+    ]
+    for normal, stripped in (
+        itertools.batched(printed, 2) if sys.version_info >= (3, 12) else [printed[:2], printed[2:]]
+    ):
         assert "None" not in " ".join(stripped)
         assert [line for line in normal if line.startswith(("  --", "seed:", "betas:"))] == [
-            line for line in stripped if line.startswith(("  --", "seed:", "betas:"))]
+            line for line in stripped if line.startswith(("  --", "seed:", "betas:"))
+        ]
 
 
 @pytest.mark.parametrize("corpus", ["text", "pydocs", "shakespeare", "fineweb"])
 def test_without_docstrings_the_scripts_of_corpora_work(corpus):
-    subprocess.run([sys.executable, "-OO", ROOT / f"data/{corpus}.py", "--help"], capture_output=True, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-OO", ROOT / f"data/{corpus}.py", "--help"],
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
 
 
 # ---- compilers and other processes
@@ -532,23 +694,38 @@ GCC = """/tmp/torchinductor/header.h:9:10: fatal error: Python.h: No such file o
 compilation terminated."""
 
 
-@pytest.mark.parametrize(("output", "reason"), [
-    (GCC, "fatal error: Python.h: No such file or directory; install Python's headers (python3-dev on Debian and Ubuntu, "
-          "python3-devel on Fedora)"),
-    ("x.cpp:2:1: error: unknown type name 'foo'\nx.cpp:3:1: error: more",
-     "error: unknown type name 'foo'; install g++ (or set CXX to a C++ compiler that works)"),
-    ("/usr/bin/ld: cannot find -lgomp\ncollect2: error: ld returned 1 exit status",
-     "cannot find -lgomp; install g++ (or set CXX to a C++ compiler that works)"),
-    ("Killed", "Killed; install g++ (or set CXX to a C++ compiler that works)"),
-])
-def test_a_compile_error_shows_the_compilers_own_line_and_what_to_install(output, reason, tiny_config, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (
+            GCC,
+            "fatal error: Python.h: No such file or directory; install Python's headers "
+            "(python3-dev on Debian and Ubuntu, "
+            "python3-devel on Fedora)",
+        ),
+        (
+            "x.cpp:2:1: error: unknown type name 'foo'\nx.cpp:3:1: error: more",
+            "error: unknown type name 'foo'; install g++ (or set CXX to a C++ compiler that works)",
+        ),
+        (
+            "/usr/bin/ld: cannot find -lgomp\ncollect2: error: ld returned 1 exit status",
+            "cannot find -lgomp; install g++ (or set CXX to a C++ compiler that works)",
+        ),
+        ("Killed", "Killed; install g++ (or set CXX to a C++ compiler that works)"),
+    ],
+)
+def test_a_compile_error_shows_the_compilers_own_line_and_what_to_install(
+    output, reason, tiny_config, monkeypatch, capsys
+):
     error = InductorError(CppCompileError(["g++", "main.cpp"], output), None)
     assert kind_of_failure(error) == ("C++", reason)
     failing(monkeypatch, 1, error)
     with pytest.raises(SystemExit) as stopped:
         train_module.main(tiny_config())
     assert stopped.value.code == 1
-    assert capsys.readouterr().err == f"error: --compile failed: {reason}, or run without --compile\n"
+    assert (
+        capsys.readouterr().err == f"error: --compile failed: {reason}, or run without --compile\n"
+    )
 
 
 def compiling_with(compiler):
@@ -561,41 +738,77 @@ def compiling_with(compiler):
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a Unix shell")
 def test_a_compiler_without_pythons_headers_is_told_from_a_real_compilation(tiny_config, tmp_path):
     fake = tmp_path / "fake-g++"
-    fake.write_text("#!/bin/sh\ncase \"$*\" in *--version*|*-dumpversion*) echo 'g++ (Debian) 12.2.0'; exit 0;; esac\n"
-                    "echo 'main.h:9:10: fatal error: Python.h: No such file or directory' >&2; exit 1\n")
+    fake.write_text(
+        "#!/bin/sh\ncase \"$*\" in *--version*|*-dumpversion*) echo 'g++ (Debian) 12.2.0'; exit "
+        "0;; esac\n"
+        "echo 'main.h:9:10: fatal error: Python.h: No such file or directory' >&2; exit 1\n"
+    )
     fake.chmod(0o755)
-    done = run("train.py", *flags(tiny_config(**COMPILED, max_steps=1)), cwd=tmp_path,
-               before=functools.partial(compiling_with, fake), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    done = run(
+        "train.py",
+        *flags(tiny_config(**COMPILED, max_steps=1)),
+        cwd=tmp_path,
+        before=functools.partial(compiling_with, fake),
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"),
+    )
     assert done.returncode == 1
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert line.startswith("error: --compile failed: fatal error: Python.h: No such file or directory; install Python's headers")
+    assert line.startswith(
+        "error: --compile failed: fatal error: Python.h: No such file or directory; install "
+        "Python's headers"
+    )
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:31415. This may indicate a "
-     "possible application crash on rank 0 or a network set up issue.", "Connection closed by peer [127.0.0.1]:31415"),
-    ("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete",
-     "Timed out waiting 5000ms for recv operation to complete"),
-    ("[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth7",
-     "Unable to find address for: eth7"),
-    ("gloo: " + "a word " * 60, "gloo: " + "a word " * 27 + "a ..."),
-])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by "
+            "peer [127.0.0.1]:31415. This may indicate a "
+            "possible application crash on rank 0 or a network set up issue.",
+            "Connection closed by peer [127.0.0.1]:31415",
+        ),
+        (
+            "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting "
+            "5000ms for recv operation to complete",
+            "Timed out waiting 5000ms for recv operation to complete",
+        ),
+        (
+            "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != "
+            "nullptr. Unable to find address for: eth7",
+            "Unable to find address for: eth7",
+        ),
+        ("gloo: " + "a word " * 60, "gloo: " + "a word " * 27 + "a ..."),
+    ],
+)
 def test_why_another_process_did_not_answer_is_told_in_a_whole_sentence(text, told):
-    assert kind_of_failure(RuntimeError(text if "gloo" in text else f"gloo {text}")) == ("other process", told)
+    assert kind_of_failure(RuntimeError(text if "gloo" in text else f"gloo {text}")) == (
+        "other process",
+        told,
+    )
 
 
 # ---- what comes from Python rather than from the command line
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"norm": "batch"}, "norm 'batch' is not layernorm or rmsnorm"), ({"activation": "relu"}, "activation 'relu' is not"),
-    ({"init": "xavier"}, "init 'xavier' is not torch or gpt2"), ({"dropout": math.nan}, "dropout nan is not"),
-    ({"dropout": "0.1"}, "dropout '0.1' is not"), ({"dropout": True}, "dropout True is not"),
-    ({"real_vocab_size": 1.5}, "real_vocab_size 1.5 is not"), ({"real_vocab_size": "9"}, "real_vocab_size '9' is not"),
-    ({"real_vocab_size": True}, "real_vocab_size True is not"), ({"n_layer": True}, "n_layer True is not a positive whole number"),
-    ({"vocab_size": 128.0}, "vocab_size 128.0 is not a positive whole number"), ({"flash": "no"}, "flash 'no' is not True or"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm": "batch"}, "norm 'batch' is not layernorm or rmsnorm"),
+        ({"activation": "relu"}, "activation 'relu' is not"),
+        ({"init": "xavier"}, "init 'xavier' is not torch or gpt2"),
+        ({"dropout": math.nan}, "dropout nan is not"),
+        ({"dropout": "0.1"}, "dropout '0.1' is not"),
+        ({"dropout": True}, "dropout True is not"),
+        ({"real_vocab_size": 1.5}, "real_vocab_size 1.5 is not"),
+        ({"real_vocab_size": "9"}, "real_vocab_size '9' is not"),
+        ({"real_vocab_size": True}, "real_vocab_size True is not"),
+        ({"n_layer": True}, "n_layer True is not a positive whole number"),
+        ({"vocab_size": 128.0}, "vocab_size 128.0 is not a positive whole number"),
+        ({"flash": "no"}, "flash 'no' is not True or"),
+    ],
+)
 def test_a_models_options_are_checked_where_it_is_made(options, message):
     with pytest.raises(ModelError) as caught:
         GPTConfig(**(TINY | options))
@@ -606,10 +819,14 @@ def test_a_config_made_in_python_names_its_run(tiny_config):
     config = Config(**tiny_config(max_steps=1).model_dump(exclude_unset=True))
     assert Config(n_layer=1).run_name == "train"
     train(config, ALONE)
-    assert [path.name for path in Path(config.log_dir).iterdir() if not path.name.startswith(".")] == ["train"]
+    assert [
+        path.name for path in Path(config.log_dir).iterdir() if not path.name.startswith(".")
+    ] == ["train"]
 
 
-@pytest.mark.parametrize("argv", [["--betas", "0.8,0.95"], ["--betas=0.8,0.95"], ["--betas", "0.8", "0.95"]])
+@pytest.mark.parametrize(
+    "argv", [["--betas", "0.8,0.95"], ["--betas=0.8,0.95"], ["--betas", "0.8", "0.95"]]
+)
 def test_betas_are_taken_with_a_comma_too(argv):
     assert parse(Config, [*argv, "--lr", "0.1"]).betas == (0.8, 0.95)
 

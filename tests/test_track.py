@@ -1,4 +1,6 @@
-"""Following a run in TensorBoard and Weights & Biases: they have what the logs have, whatever happens."""
+"""Following a run in TensorBoard and Weights & Biases: they have what the logs have, whatever
+happens.
+"""
 
 import csv
 import io
@@ -17,18 +19,40 @@ import runtime.track as track
 from runtime.errors import UserError
 from runtime.signals import Stopped, StopRequest
 from runtime.track import TO_INSTALL, wandb_records
-from tests.conftest import ALONE, ROOT, at_step, ended, flags, run, run_from_nothing, run_ranks, start, wait_for
+from tests.conftest import (
+    ALONE,
+    ROOT,
+    at_step,
+    ended,
+    flags,
+    run,
+    run_from_nothing,
+    run_ranks,
+    start,
+    wait_for,
+)
 from train import train
 
-EVERYTHING = {"vocab_size": 50257, "n_layer": 1, "n_embd": 16, "val_fraction": 0.1, "eval_every": 3, "sample_every": 4,
-              "sample_tokens": 2, "checkpoint_every": 2, "max_steps": 9}
+EVERYTHING = {
+    "vocab_size": 50257,
+    "n_layer": 1,
+    "n_embd": 16,
+    "val_fraction": 0.1,
+    "eval_every": 3,
+    "sample_every": 4,
+    "sample_tokens": 2,
+    "checkpoint_every": 2,
+    "max_steps": 9,
+}
 LONGER = {"val_fraction": 0.1, "eval_every": 3, "checkpoint_every": 5, "max_steps": 40}
 
 
 def resumed(tiny_config, **options):
     """What goes on with a run of `EVERYTHING`; the checkpoint knows whether it is followed."""
     config = tiny_config(resume="auto", **options)
-    return config.model_validate(config.model_dump(include={"resume", "log_dir", "device", *options}))
+    return config.model_validate(
+        config.model_dump(include={"resume", "log_dir", "device", *options})
+    )
 
 
 def folder_of(config):
@@ -38,7 +62,10 @@ def folder_of(config):
 def logged(config):
     """What log.csv and eval.csv have: {name: {step: value}}."""
     curves = {}
-    for path, group in ((folder_of(config) / "log.csv", "train"), (folder_of(config) / "eval.csv", "eval")):
+    for path, group in (
+        (folder_of(config) / "log.csv", "train"),
+        (folder_of(config) / "eval.csv", "eval"),
+    ):
         with open(path, newline="") if path.exists() else io.StringIO() as file:
             for row in csv.DictReader(file):
                 for column, value in row.items():
@@ -48,11 +75,17 @@ def logged(config):
 
 
 def without_extras(curves):
-    return {name: curve for name, curve in curves.items() if name not in ("train/utilization", "train/memory_mb")}
+    return {
+        name: curve
+        for name, curve in curves.items()
+        if name not in ("train/utilization", "train/memory_mb")
+    }
 
 
 def same(curves, config):
-    """Whether a tracker's curves are the log's: the same steps and values, as far as 32 bits and the log's rounding go."""
+    """Whether a tracker's curves are the log's: the same steps and values, as far as 32 bits and
+    the log's rounding go.
+    """
     ours = logged(config)
     assert without_extras(curves).keys() == ours.keys()
     for name, curve in ours.items():
@@ -76,7 +109,9 @@ def tensorboard():
     from tensorboard.util.tensor_util import make_ndarray
 
     def read(config):
-        events = EventAccumulator(str(folder_of(config)), tensor_size_guidance=dict.fromkeys(("scalars", "text"), 0))
+        events = EventAccumulator(
+            str(folder_of(config)), tensor_size_guidance=dict.fromkeys(("scalars", "text"), 0)
+        )
         events.Reload()
         curves, texts = {}, {}
         for name in events.Tags()["tensors"]:
@@ -85,31 +120,43 @@ def tensorboard():
             is_text = events.SummaryMetadata(name).plugin_data.plugin_name == "text"
             for point in points:
                 value = make_ndarray(point.tensor_proto).item()
-                (texts if is_text else curves).setdefault(name, {})[point.step] = value.decode() if is_text else value
+                (texts if is_text else curves).setdefault(name, {})[point.step] = (
+                    value.decode() if is_text else value
+                )
         return curves, texts
 
     return read
 
 
-def test_tensorboard_has_every_figure_of_the_logs_and_samples_and_options(tiny_config, tensorboard, capsys):
+def test_tensorboard_has_every_figure_of_the_logs_and_samples_and_options(
+    tiny_config, tensorboard, capsys
+):
     config = tiny_config(**EVERYTHING, tensorboard=True)
     train(config, ALONE)
     curves, texts = tensorboard(config)
     same(curves, config)
-    assert curves["train/memory_mb"].keys() == curves["train/utilization"].keys() == curves["train/loss"].keys()
+    assert (
+        curves["train/memory_mb"].keys()
+        == curves["train/utilization"].keys()
+        == curves["train/loss"].keys()
+    )
     assert all(0 < share <= 1 for share in curves["train/utilization"].values())
     printed = capsys.readouterr().out
     assert f"tensorboard --logdir {config.log_dir}" in printed
     assert texts["sample"].keys() == {4, 8, 9}
     for step, text in texts["sample"].items():
         assert text.startswith("    The")
-        assert f"sample after step {step}: {text[4:]}" in "".join(f"    {line}\n" for line in printed.splitlines())
+        assert f"sample after step {step}: {text[4:]}" in "".join(
+            f"    {line}\n" for line in printed.splitlines()
+        )
     assert "    max_steps: 9\n" in texts["config"][0]
 
 
 def test_a_followed_run_has_the_losses_of_any_other(tiny_config):
     pytest.importorskip("tensorboard")
-    plain, followed = (tiny_config(run_name=f"{on}", tensorboard=on, dropout=0.1) for on in (False, True))
+    plain, followed = (
+        tiny_config(run_name=f"{on}", tensorboard=on, dropout=0.1) for on in (False, True)
+    )
     for config in (plain, followed):
         train(config, ALONE)
     for name in ("train/loss", "train/norm"):
@@ -117,9 +164,13 @@ def test_a_followed_run_has_the_losses_of_any_other(tiny_config):
 
 
 @pytest.mark.parametrize(("at", "log_every"), [(4, 1), (3, 4), (6, 4)])
-def test_a_stopped_and_resumed_run_goes_on_with_its_curves(at, log_every, tiny_config, tensorboard, monkeypatch):
+def test_a_stopped_and_resumed_run_goes_on_with_its_curves(
+    at, log_every, tiny_config, tensorboard, monkeypatch
+):
     options = EVERYTHING | {"tensorboard": True, "log_every": log_every}
-    disarm = at_step(monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == at else None)
+    disarm = at_step(
+        monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == at else None
+    )
     assert train(tiny_config(**options), ALONE)["interrupted"]
     disarm()
     train(resumed(tiny_config), ALONE)
@@ -157,13 +208,18 @@ def test_figures_and_samples_of_steps_that_are_taken_again_are_there_once(tiny_c
 
 
 def killed_and_resumed(config, place):
-    """Kill the run twice in the middle of its work, with steps after its newest checkpoint, and let it go on to its end."""
+    """Kill the run twice in the middle of its work, with steps after its newest checkpoint, and let
+    it go on to its end.
+    """
+
     def rows():
         log = folder_of(config) / "log.csv"
         return len(log.read_text().splitlines()) if log.exists() else 0
 
     for enough in (13, 27):  # between two checkpoints
-        with ended([start("train.py", *flags(config), "--resume", "auto", cwd=place)]) as (process,):
+        with ended([start("train.py", *flags(config), "--resume", "auto", cwd=place)]) as (
+            process,
+        ):
             wait_for(lambda enough=enough: rows() > enough, process)
     with ended([start("train.py", *flags(config), "--resume", "auto", cwd=place)]) as (process,):
         output, errors = process.communicate()
@@ -171,7 +227,9 @@ def killed_and_resumed(config, place):
     return output
 
 
-def test_after_kills_tensorboard_has_each_step_once_with_the_logs_values(tiny_config, tensorboard, tmp_path):
+def test_after_kills_tensorboard_has_each_step_once_with_the_logs_values(
+    tiny_config, tensorboard, tmp_path
+):
     config = tiny_config(**LONGER, tensorboard=True)
     output = killed_and_resumed(config, tmp_path)
     assert "going on from" in output
@@ -179,10 +237,14 @@ def test_after_kills_tensorboard_has_each_step_once_with_the_logs_values(tiny_co
     same(tensorboard(config)[0], config)
 
 
-def test_event_files_are_read_in_the_order_they_were_written_in_whatever_the_clock_says(tiny_config, tensorboard, monkeypatch):
+def test_event_files_are_read_in_the_order_they_were_written_in_whatever_the_clock_says(
+    tiny_config, tensorboard, monkeypatch
+):
     config = tiny_config(**EVERYTHING, tensorboard=True)
     train(config, ALONE)
-    monkeypatch.setattr(track.time, "time", lambda: 1000.0)  # on another machine, whose clock is wrong
+    monkeypatch.setattr(
+        track.time, "time", lambda: 1000.0
+    )  # on another machine, whose clock is wrong
     train(resumed(tiny_config, max_steps=11), ALONE)
     same(tensorboard(config)[0], config)
 
@@ -209,20 +271,30 @@ def test_of_several_processes_one_tells_the_tracker(tiny_config, tensorboard, tm
 
 @pytest.fixture
 def wandb(monkeypatch, tmp_path):
-    """Reads what W&B has of a run that it keeps offline, as `wandb sync` would send it: curves, texts and options."""
+    """Reads what W&B has of a run that it keeps offline, as `wandb sync` would send it: curves,
+    texts and options.
+    """
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     (tmp_path / "home").mkdir()
-    for name, value in (("HOME", tmp_path / "home"), ("NETRC", tmp_path / "home/netrc"), ("WANDB_ERROR_REPORTING", "false")):
+    for name, value in (
+        ("HOME", tmp_path / "home"),
+        ("NETRC", tmp_path / "home/netrc"),
+        ("WANDB_ERROR_REPORTING", "false"),
+    ):
         monkeypatch.setenv(name, str(value))
 
     def read(config):
         from wandb.proto.wandb_internal_pb2 import Record
 
         curves, texts, options = {}, {}, {}
-        for part in sorted(folder_of(config).glob("wandb/offline-run-*"), key=lambda path: path.stat().st_ctime_ns):
-            assert {file.stem for file in part.glob("*.wandb")} == {f"run-{(folder_of(config) / '.wandb_id').read_text()}"}
+        for part in sorted(
+            folder_of(config).glob("wandb/offline-run-*"), key=lambda path: path.stat().st_ctime_ns
+        ):
+            assert {file.stem for file in part.glob("*.wandb")} == {
+                f"run-{(folder_of(config) / '.wandb_id').read_text()}"
+            }
             for data in wandb_records(next(part.glob("*.wandb")).read_bytes()):
                 record = Record.FromString(data)
                 step = record.history.step.num
@@ -234,24 +306,35 @@ def wandb(monkeypatch, tmp_path):
                     elif name.startswith(("train/", "eval/")):
                         assert step not in curves.setdefault(name, {}), (name, step)
                         curves[name][step] = float(json.loads(item.value_json))
-                options |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+                options |= {
+                    item.key: json.loads(item.value_json) for item in record.run.config.update
+                }
         return curves, texts, options
 
     return read
 
 
-def test_without_an_account_wandb_keeps_the_run_offline_with_all_that_the_logs_have(tiny_config, wandb, capfd):
+def test_without_an_account_wandb_keeps_the_run_offline_with_all_that_the_logs_have(
+    tiny_config, wandb, capfd
+):
     config = tiny_config(**EVERYTHING, wandb=True)
     train(config, ALONE)
     curves, texts, options = wandb(config)
     same(curves, config)
-    assert curves["train/memory_mb"].keys() == curves["train/utilization"].keys() == curves["train/loss"].keys()
+    assert (
+        curves["train/memory_mb"].keys()
+        == curves["train/utilization"].keys()
+        == curves["train/loss"].keys()
+    )
     assert texts.keys() == {4, 8, 9}
     assert all(">The" in text for text in texts.values())
     assert options["max_steps"] == 9
     printed, errors = capfd.readouterr()
     (note,) = [line for line in printed.splitlines() if line.startswith("note: wandb")]
-    assert note.startswith("note: wandb keeps this run offline as no account is configured here (`wandb login`); to send it")
+    assert note.startswith(
+        "note: wandb keeps this run offline as no account is configured here (`wandb login`); to "
+        "send it"
+    )
     assert f"wandb sync {folder_of(config)}/wandb/offline-run-*" in note
     assert errors == ""
 
@@ -263,21 +346,29 @@ def test_after_kills_wandb_has_each_step_once_with_the_logs_values(tiny_config, 
     same(wandb(config)[0], config)
 
 
-def test_a_run_stopped_in_the_middle_goes_on_in_the_same_run_of_wandb(tiny_config, wandb, monkeypatch):
-    disarm = at_step(monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == 6 else None)
+def test_a_run_stopped_in_the_middle_goes_on_in_the_same_run_of_wandb(
+    tiny_config, wandb, monkeypatch
+):
+    disarm = at_step(
+        monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == 6 else None
+    )
     train(tiny_config(**EVERYTHING, wandb=True), ALONE)
     disarm()
     train(resumed(tiny_config), ALONE)
     same(wandb(tiny_config())[0], tiny_config())
 
 
-def test_wandb_that_cannot_be_reached_keeps_the_run_offline(tiny_config, wandb, monkeypatch, capsys):
+def test_wandb_that_cannot_be_reached_keeps_the_run_offline(
+    tiny_config, wandb, monkeypatch, capsys
+):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setitem(track.PATIENCE, "open", 9.0)
     config = tiny_config(wandb=True)
     train(config, ALONE)
-    assert "note: wandb keeps this run offline as W&B cannot be reached (" in capsys.readouterr().out
+    assert (
+        "note: wandb keeps this run offline as W&B cannot be reached (" in capsys.readouterr().out
+    )
     same(wandb(config)[0], config)
 
 
@@ -299,22 +390,38 @@ def test_a_run_goes_on_without_wandbs_process(number, tiny_config, wandb, monkey
     summary = train(tiny_config(max_steps=8, wandb=True), ALONE)
     assert (summary["steps"], summary["interrupted"]) == (8, False)
     assert time.monotonic() - begun < 30
-    assert len([line for line in capsys.readouterr().out.splitlines() if "wandb failed and is left out from here on" in line]) == 1
+    assert (
+        len(
+            [
+                line
+                for line in capsys.readouterr().out.splitlines()
+                if "wandb failed and is left out from here on" in line
+            ]
+        )
+        == 1
+    )
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)  # nothing is left that Python would wait for
 
 
 def test_a_command_ends_after_wandbs_process_was_frozen(tiny_config, wandb, tmp_path):
-    code = ("import os, signal, sys, train, runtime.track as track, wandb; from config import load_config\n"
-            "track.PATIENCE.update(log=3.0, close=3.0); real = track.WandB.close\n"
-            "def close(tracker, failed):\n"
-            "    os.kill(wandb.sdk.wandb_setup.singleton()._connection._proc._process.pid, signal.SIGSTOP); real(tracker, failed)\n"
-            "track.WandB.close = close; train.main(load_config(sys.argv[1]))")
+    code = (
+        "import os, signal, sys, train, runtime.track as track, wandb; from config import "
+        "load_config\n"
+        "track.PATIENCE.update(log=3.0, close=3.0); real = track.WandB.close\n"
+        "def close(tracker, failed):\n"
+        "    os.kill(wandb.sdk.wandb_setup.singleton()._connection._proc._process.pid, "
+        "signal.SIGSTOP); real(tracker, failed)\n"
+        "track.WandB.close = close; train.main(load_config(sys.argv[1]))"
+    )
     config = tiny_config(wandb=True)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     done = run_from_nothing("-c", code, tmp_path / "config.yaml", cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "note: wandb failed and is left out from here on, the run goes on (TimeoutError: no answer within 3 s" in done.stdout
+    assert (
+        "note: wandb failed and is left out from here on, the run goes on (TimeoutError: no "
+        "answer within 3 s" in done.stdout
+    )
     assert done.stderr == ""
 
 
@@ -322,9 +429,13 @@ def test_a_command_ends_after_wandbs_process_was_frozen(tiny_config, wandb, tmp_
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_done(name, tiny_config, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_done(
+    name, tiny_config, monkeypatch
+):
     monkeypatch.setattr(track.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"^{name}: the package is not installed; .* --no-{name}$") as caught:
+    with pytest.raises(
+        UserError, match=rf"^{name}: the package is not installed; .* --no-{name}$"
+    ) as caught:
         train(tiny_config(**{name: True}), ALONE)
     assert caught.value.status == 2
     assert TO_INSTALL in str(caught.value)
@@ -341,13 +452,17 @@ def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path, monkeypatch):
 
 def test_a_run_that_nobody_follows_imports_no_tracker(tiny_config, tmp_path):
     (tmp_path / "config.yaml").write_text(tiny_config().to_yaml())
-    code = ("import sys, train; from config import load_config; train.main(load_config(sys.argv[1]))\n"
-            "assert not {'tensorboard', 'wandb'} & set(sys.modules)")
+    code = (
+        "import sys, train; from config import load_config; train.main(load_config(sys.argv[1]))\n"
+        "assert not {'tensorboard', 'wandb'} & set(sys.modules)"
+    )
     done = run("-c", code, tmp_path / "config.yaml", cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_tracker_that_fails_is_one_note_and_the_run_goes_on(tiny_config, tensorboard, monkeypatch, capsys):
+def test_a_tracker_that_fails_is_one_note_and_the_run_goes_on(
+    tiny_config, tensorboard, monkeypatch, capsys
+):
     real = track.TensorBoard._write
 
     def full(tracker, **event):
@@ -360,7 +475,13 @@ def test_a_tracker_that_fails_is_one_note_and_the_run_goes_on(tiny_config, tenso
     assert train(config, ALONE)["steps"] == 6
     assert len(logged(config)["train/loss"]) == 6
     printed = capsys.readouterr().out
-    assert printed.count("note: tensorboard failed and is left out from here on, the run goes on (OSError: [Errno 28] No") == 1
+    assert (
+        printed.count(
+            "note: tensorboard failed and is left out from here on, the run goes on (OSError: "
+            "[Errno 28] No"
+        )
+        == 1
+    )
     assert printed in (folder_of(config) / "console.log").read_text()
     # once there is room again, a resumed run is followed again
     monkeypatch.setattr(track.TensorBoard, "_write", real)
@@ -378,7 +499,11 @@ def test_steps_that_a_call_did_not_follow_are_handed_on_later(tiny_config, tenso
 def test_a_run_that_fails_closes_its_tracker_as_failed(tiny_config, monkeypatch):
     pytest.importorskip("tensorboard")
     closed, real = [], track.TensorBoard.close
-    monkeypatch.setattr(track.TensorBoard, "close", lambda tracker, failed: (closed.append(failed), real(tracker, failed)))
+    monkeypatch.setattr(
+        track.TensorBoard,
+        "close",
+        lambda tracker, failed: (closed.append(failed), real(tracker, failed)),
+    )
     train(tiny_config(tensorboard=True), ALONE)
     at_step(monkeypatch, lambda call, _: torch.tensor(math.nan) if call == 3 else None)
     with pytest.raises(Exception, match="the loss is"):

@@ -1,4 +1,6 @@
-"""The training loop, in process: what a step computes, what a run logs and leaves behind, and what stops it."""
+"""The training loop, in process: what a step computes, what a run logs and leaves behind, and what
+stops it.
+"""
 
 import csv
 import importlib.util
@@ -23,7 +25,14 @@ from dataloader import open_corpus
 from evaluate import validation_loss
 from model import GPT
 from runtime.cli import CONFIG_DIR, ConfigError, parse
-from runtime.device import attention_kernel, autocast_to, check_compiler, flash_note, product_dtype, set_precision
+from runtime.device import (
+    attention_kernel,
+    autocast_to,
+    check_compiler,
+    flash_note,
+    matmul_dtype,
+    set_precision,
+)
 from runtime.errors import TrainingError, UserError
 from runtime.measure import bf16_slowdown, matmul_tflops, summarize
 from runtime.report import flops_rate
@@ -59,13 +68,20 @@ class Step(NamedTuple):
 @pytest.fixture
 def one_step(tiny_config):
     """The first step of a run of `train` with these options, as its update saw it."""
+
     def step(**options):
         taken = []
 
         def look(optimizer, *_):
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            taken.append((torch.cat([p.grad.flatten().clone() for p in parameters]),
-                          {t.dtype for p in parameters for t in (p, p.grad)}))
+            parameters = [
+                p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            ]
+            taken.append(
+                (
+                    torch.cat([p.grad.flatten().clone() for p in parameters]),
+                    {t.dtype for p in parameters for t in (p, p.grad)},
+                )
+            )
 
         config = tiny_config(max_steps=1, keep_last=0, run_name="step", init="torch", **options)
         hook = register_optimizer_step_pre_hook(look)
@@ -73,7 +89,7 @@ def one_step(tiny_config):
             run(config)
         finally:
             hook.remove()
-        (gradient, dtypes), = taken
+        ((gradient, dtypes),) = taken
         return Step(column(config)[0], gradient, column(config, "norm")[0], dtypes)
 
     return step
@@ -94,15 +110,29 @@ def test_four_micro_steps_of_two_make_the_loss_and_gradient_of_one_of_eight(one_
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("speed", "loss_tolerance", "grad_tolerance"), [
-    ({"bf16": True}, 2e-3, 0.03), ({"fp16": True}, 5e-4, 0.01), ({"flash": True}, 1e-6, 1e-5),
-    ({"compile": True}, 1e-6, 1e-5), ({"bf16": True, "flash": True, "compile": True, "loss_chunks": 4}, 2e-3, 0.03),
-    ({"loss_chunks": 4}, 1e-6, 1e-6), ({"bf16": True, "loss_chunks": 4}, 2e-3, 0.03),
-    ({"fp16": True, "loss_chunks": 4}, 5e-4, 0.01),
-], ids=lambda value: "+".join(value) if isinstance(value, dict) else "")
-def test_each_speed_flag_computes_the_same_within_its_precision(one_step, speed, loss_tolerance, grad_tolerance):
-    shape = {**COMPILED, "compile": False} if "compile" in speed else {"n_embd": 64, "batch_size": 8}
-    graphs = ("compile" in speed) * (1 + ("loss_chunks" in speed))  # of the model, and of what is done with a part's logits
+@pytest.mark.parametrize(
+    ("speed", "loss_tolerance", "grad_tolerance"),
+    [
+        ({"bf16": True}, 2e-3, 0.03),
+        ({"fp16": True}, 5e-4, 0.01),
+        ({"flash": True}, 1e-6, 1e-5),
+        ({"compile": True}, 1e-6, 1e-5),
+        ({"bf16": True, "flash": True, "compile": True, "loss_chunks": 4}, 2e-3, 0.03),
+        ({"loss_chunks": 4}, 1e-6, 1e-6),
+        ({"bf16": True, "loss_chunks": 4}, 2e-3, 0.03),
+        ({"fp16": True, "loss_chunks": 4}, 5e-4, 0.01),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_each_speed_flag_computes_the_same_within_its_precision(
+    one_step, speed, loss_tolerance, grad_tolerance
+):
+    shape = (
+        {**COMPILED, "compile": False} if "compile" in speed else {"n_embd": 64, "batch_size": 8}
+    )
+    graphs = ("compile" in speed) * (
+        1 + ("loss_chunks" in speed)
+    )  # of the model, and of what is done with a part's logits
     plain = one_step(**shape)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -132,7 +162,9 @@ def test_clipping_bounds_the_gradient_once_and_the_norm_is_from_before(one_step,
     assert calls == [1]
     assert clipped.norm == pytest.approx(free.norm, rel=1e-5)
     assert clipped.gradient.norm().item() == pytest.approx(0.05, rel=1e-4)
-    torch.testing.assert_close(clipped.gradient / 0.05, free.gradient / free.norm, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        clipped.gradient / 0.05, free.gradient / free.norm, rtol=1e-3, atol=1e-5
+    )
 
 
 def test_fp16_gradients_are_unscaled_before_clipping(one_step):
@@ -147,7 +179,9 @@ def test_fp16_gradients_are_unscaled_before_clipping(one_step):
 def test_tf32_on_a_cpu_is_said_to_do_nothing_and_precision_is_set_in_every_run():
     torch.set_float32_matmul_precision("high")
     try:
-        assert set_precision(CPU, tf32=True) == ["tf32 has no effect on cpu: fp32 products stay fp32"]
+        assert set_precision(CPU, tf32=True) == [
+            "tf32 has no effect on cpu: fp32 products stay fp32"
+        ]
         assert torch.get_float32_matmul_precision() == "highest"
         assert set_precision(CPU) == []
     finally:
@@ -167,18 +201,20 @@ def test_flash_says_which_kernel_runs():
     assert attention_kernel(CPU, torch.float32, (2, 2, 32, 16), dropout=0.0) == "flash_attention"
     assert attention_kernel(CPU, torch.float32, (2, 2, 32, 16), dropout=0.1) == "math"
     for dropout, ours in ((0.0, True), (0.1, False)):
-        note, = flash_note(CPU, torch.bfloat16, (2, 2, 512, 16), dropout, in_blocks=True)
+        (note,) = flash_note(CPU, torch.bfloat16, (2, 2, 512, 16), dropout, in_blocks=True)
         assert ("in blocks of queries" in note) == ours
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("speed", [{"bf16": True}, {"fp16": True}])
-def test_flash_on_a_gpu_is_a_fused_kernel_and_autocast_works_on_an_indexed_device(speed, tiny_model):
+def test_flash_on_a_gpu_is_a_fused_kernel_and_autocast_works_on_an_indexed_device(
+    speed, tiny_model
+):
     cuda = torch.device("cuda", 0)
-    kernel = attention_kernel(cuda, product_dtype(**speed), (2, 12, 1024, 64), dropout=0.0)
+    kernel = attention_kernel(cuda, matmul_dtype(**speed), (2, 12, 1024, 64), dropout=0.0)
     assert kernel in ("flash_attention", "cudnn_attention")
     x, y = (t.to(cuda) for t in batch())
-    with autocast_to(product_dtype(**speed), cuda)():
+    with autocast_to(matmul_dtype(**speed), cuda)():
         assert tiny_model(flash=True).to(cuda)(x, y).isfinite()
 
 
@@ -197,7 +233,10 @@ def test_compile_without_a_compiler_is_an_error_that_says_what_to_do(monkeypatch
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
-    with pytest.raises(UserError, match=r"--compile: no C\+\+ compiler found; install g\+\+ .*or run without --compile"):
+    with pytest.raises(
+        UserError,
+        match=r"--compile: no C\+\+ compiler found; install g\+\+ .*or run without --compile",
+    ):
         check_compiler(CPU)
 
 
@@ -206,11 +245,17 @@ def test_cuda_graphs_and_accumulation_are_refused_and_max_autotune_goes_without_
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # Triton
     monkeypatch.setattr(shutil, "which", lambda name: name)
     for mode in ("reduce-overhead", "max-autotune"):
-        with pytest.raises(UserError, match=rf"compile_mode {mode} with 2 micro-steps: its CUDA graphs would overwrite the "
-                                            r"accumulated gradients; use default or max-autotune-no-cudagraphs"):
+        with pytest.raises(
+            UserError,
+            match=rf"compile_mode {mode} with 2 micro-steps: its CUDA graphs would overwrite the "
+            r"accumulated gradients; use default or max-autotune-no-cudagraphs",
+        ):
             check_compiler(cuda, mode, 2)
         assert check_compiler(cuda, mode, 1) == []
-    assert load_config(compile_mode="max-autotune-no-cudagraphs").compile_mode == "max-autotune-no-cudagraphs"
+    assert (
+        load_config(compile_mode="max-autotune-no-cudagraphs").compile_mode
+        == "max-autotune-no-cudagraphs"
+    )
     for mode in ("default", "max-autotune-no-cudagraphs"):
         assert check_compiler(cuda, mode, 2) == []
     assert check_compiler(CPU, "max-autotune", 2) == []  # no CUDA graphs there
@@ -218,12 +263,16 @@ def test_cuda_graphs_and_accumulation_are_refused_and_max_autotune_goes_without_
     assert "no effect without CUDA" in note
 
 
-def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(tiny_config, monkeypatch):
+def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(
+    tiny_config, monkeypatch
+):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     sampled = []
 
-    def sample(model, prompt, tokens, **_):  # as sample_text does, with a vocabulary that shares the other tests' compilation
+    def sample(
+        model, prompt, tokens, **_
+    ):  # as sample_text does, with a vocabulary that shares the other tests' compilation
         sampled.append(model.generate(torch.tensor([[1] * len(prompt)]), tokens))
         return ["a text"]
 
@@ -231,10 +280,14 @@ def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(t
     config = tiny_config(**COMPILED, max_steps=5, eval_every=1, val_fraction=0.05)
     run(config.model_copy(update={"sample_every": 2, "sample_tokens": 2}))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert (Path(config.log_dir) / str(config.run_name) / "console.log").read_text().count("compiling the model: ") == 1
+    assert (Path(config.log_dir) / str(config.run_name) / "console.log").read_text().count(
+        "compiling the model: "
+    ) == 1
     assert [tuple(tokens.shape) for tokens in sampled] == [(1, 5)] * 3
     assert len(rows(config, "eval.csv")) == 6
-    assert set(load_model(f"{config.log_dir}/{config.run_name}").state_dict()) == set(build_model(config)[1].state_dict())
+    assert set(load_model(f"{config.log_dir}/{config.run_name}").state_dict()) == set(
+        build_model(config)[1].state_dict()
+    )
 
 
 def test_train_passes_every_flag_on_to_what_it_switches(tiny_config, monkeypatch):
@@ -260,9 +313,25 @@ def test_train_passes_every_flag_on_to_what_it_switches(tiny_config, monkeypatch
         return real_forward(model, *args)
 
     monkeypatch.setattr(GPT, "forward", record_forward)
-    monkeypatch.setattr(torch, "compile", lambda model, **options: seen.update(compile=options) or model)
-    run(tiny_config(fp16=True, flash=True, fused_adamw=True, compile=True, compile_mode="max-autotune", grad_clip=0.5, eval_every=1,
-                    eval_tokens=64, val_fraction=0.1, max_steps=1, batch_size=2, total_batch_tokens=128))
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **options: seen.update(compile=options) or model
+    )
+    run(
+        tiny_config(
+            fp16=True,
+            flash=True,
+            fused_adamw=True,
+            compile=True,
+            compile_mode="max-autotune",
+            grad_clip=0.5,
+            eval_every=1,
+            eval_tokens=64,
+            val_fraction=0.1,
+            max_steps=1,
+            batch_size=2,
+            total_batch_tokens=128,
+        )
+    )
     _, state, _, autocast = seen["build"][2]
     (loader, *_), (model, grad_clip) = seen["prefetch"][0], seen["clip_gradients"][0]
     (adamw,) = state.optimizers
@@ -291,7 +360,9 @@ def test_an_fp16_overflow_skips_the_step_and_the_run_goes_on(tiny_config, monkey
         return real(scaler, loss)
 
     monkeypatch.setattr(torch.amp.GradScaler, "scale", overflowing)
-    at_step(monkeypatch, lambda _, model: weights.append(model.lm_head.weight.detach().clone()))  # before the step's update
+    at_step(
+        monkeypatch, lambda _, model: weights.append(model.lm_head.weight.detach().clone())
+    )  # before the step's update
     config = tiny_config(fp16=True)
     assert run(config)["steps"] == 6
     assert not math.isfinite(column(config, "norm")[1])
@@ -299,7 +370,9 @@ def test_an_fp16_overflow_skips_the_step_and_the_run_goes_on(tiny_config, monkey
     assert [torch.equal(a, b) for a, b in itertools.pairwise(weights)][:2] == [False, True]
 
 
-def test_bf16_where_it_is_slow_is_noted_with_the_factor_and_what_to_do(tiny_config, monkeypatch, capsys):
+def test_bf16_where_it_is_slow_is_noted_with_the_factor_and_what_to_do(
+    tiny_config, monkeypatch, capsys
+):
     monkeypatch.setattr(runtime.measure, "bf16_slowdown", lambda device: 12.0)
     run(tiny_config(bf16=True, max_steps=1))
     (note,) = (line for line in capsys.readouterr().out.splitlines() if "bf16 is slow" in line)
@@ -318,20 +391,64 @@ def test_what_bf16_costs_is_a_ratio_and_measuring_it_draws_nothing_from_the_rand
 
 
 def test_every_optimization_of_the_ladder_is_said_to_be_on_or_off(tiny_config, capsys):
-    every = ["tf32", "bf16", "fp16", "compile", "flash", "padded vocabulary", "fused_adamw", "fsdp", "recompute",
-             "loss_chunks", "grad_clip", "lr_schedule", "warmup_steps", "decay_matrices_only", "several processes"]
+    every = [
+        "tf32",
+        "bf16",
+        "fp16",
+        "compile",
+        "flash",
+        "padded vocabulary",
+        "fused_adamw",
+        "fsdp",
+        "recompute",
+        "loss_chunks",
+        "grad_clip",
+        "lr_schedule",
+        "warmup_steps",
+        "decay_matrices_only",
+        "several processes",
+    ]
     assert load_config().optimizations(1) == ([], every)
-    on, off = load_config(tf32=True, bf16=True, compile=True, compile_mode="max-autotune-no-cudagraphs", flash=True,
-                          vocab_size=50304, fused_adamw=True, fsdp=True, recompute=True, loss_chunks=8, grad_clip=1.0,
-                          lr_schedule="cosine", warmup_steps=10, decay_matrices_only=True).optimizations(2)
-    assert on == ["tf32", "bf16", "compile (max-autotune-no-cudagraphs)", "flash", "vocabulary padded to 50304", "fused_adamw",
-                  "fsdp", "recompute", "loss_chunks 8", "grad_clip 1", "lr_schedule cosine", "warmup_steps 10",
-                  "decay_matrices_only", "2 processes"]
+    on, off = load_config(
+        tf32=True,
+        bf16=True,
+        compile=True,
+        compile_mode="max-autotune-no-cudagraphs",
+        flash=True,
+        vocab_size=50304,
+        fused_adamw=True,
+        fsdp=True,
+        recompute=True,
+        loss_chunks=8,
+        grad_clip=1.0,
+        lr_schedule="cosine",
+        warmup_steps=10,
+        decay_matrices_only=True,
+    ).optimizations(2)
+    assert on == [
+        "tf32",
+        "bf16",
+        "compile (max-autotune-no-cudagraphs)",
+        "flash",
+        "vocabulary padded to 50304",
+        "fused_adamw",
+        "fsdp",
+        "recompute",
+        "loss_chunks 8",
+        "grad_clip 1",
+        "lr_schedule cosine",
+        "warmup_steps 10",
+        "decay_matrices_only",
+        "2 processes",
+    ]
     assert off == ["fp16"]
     run(tiny_config(flash=True, grad_clip=0.5, max_steps=1))
-    assert ("optimizations on: flash, grad_clip 0.5; off: tf32, bf16, fp16, compile, padded vocabulary, fused_adamw, fsdp, "
-            "recompute, loss_chunks, lr_schedule, warmup_steps, decay_matrices_only, several processes\n"
-            ) in capsys.readouterr().out
+    assert (
+        "optimizations on: flash, grad_clip 0.5; off: tf32, bf16, fp16, compile, padded "
+        "vocabulary, fused_adamw, fsdp, "
+        "recompute, loss_chunks, lr_schedule, warmup_steps, decay_matrices_only, several "
+        "processes\n"
+    ) in capsys.readouterr().out
 
 
 # ---- a run
@@ -351,15 +468,33 @@ def test_the_files_of_a_run_have_their_fixed_form(tiny_config):
     config = tiny_config(eval_every=3, val_fraction=0.2)
     run(config)
     folder = Path(config.log_dir) / "train"
-    assert (folder / "log.csv").read_text().splitlines()[0] == "step,loss,lr,norm,dt_ms,tokens_per_sec"
+    assert (folder / "log.csv").read_text().splitlines()[
+        0
+    ] == "step,loss,lr,norm,dt_ms,tokens_per_sec"
     assert (folder / "eval.csv").read_text().splitlines()[0] == "step,val_loss"
     assert [row["step"] for row in rows(config, "eval.csv")] == ["0", "3", "6"]
     assert load_config(str(folder / "config.yaml")) == config
     assert (folder / "checkpoints" / "step_000006" / "model.safetensors").is_file()
     summary = json.loads((folder / "summary.json").read_text())
-    assert {"steps", "tokens", "parameters", "median_dt_ms", "median_tokens_per_sec", "first_step_s", "peak_memory_mb",
-            "flops_per_token", "matmul_tflops", "utilization", "final_loss", "val_loss", "device", "torch", "git", "started",
-            "median_leaves_out"} <= set(summary)
+    assert {
+        "steps",
+        "tokens",
+        "parameters",
+        "median_dt_ms",
+        "median_tokens_per_sec",
+        "first_step_s",
+        "peak_memory_mb",
+        "flops_per_token",
+        "matmul_tflops",
+        "utilization",
+        "final_loss",
+        "val_loss",
+        "device",
+        "torch",
+        "git",
+        "started",
+        "median_leaves_out",
+    } <= set(summary)
     assert summary["tokens"] == 6 * 4 * 32
     assert summary["device"] == "cpu"
     assert summary["val_loss"] == float(rows(config, "eval.csv")[-1]["val_loss"])
@@ -370,17 +505,30 @@ def test_the_console_says_what_runs_before_the_first_step(tiny_config, capsys):
     run(tiny_config(eval_every=6, val_fraction=0.1, tf32=True, flash=True, warmup_steps=50))
     text = capsys.readouterr().out
     before, _, after = text.partition("step 1/6")
-    for line in ("device: cpu", "loaded 3,600 tokens", "and 400 for validation", "1 epoch = 28 batches", "parameters",
-                 "num decayed parameter tensors: 29, with", "num non-decayed parameter tensors: 0, with 0",
-                 "optimizations on: tf32, flash", "note: tf32 has no effect on cpu", "note: flash runs PyTorch's flash_attention",
-                 "note: warmup_steps 50 > max_steps 6", "step 0/6 | validation loss"):
+    for line in (
+        "device: cpu",
+        "loaded 3,600 tokens",
+        "and 400 for validation",
+        "1 epoch = 28 batches",
+        "parameters",
+        "num decayed parameter tensors: 29, with",
+        "num non-decayed parameter tensors: 0, with 0",
+        "optimizations on: tf32, flash",
+        "note: tf32 has no effect on cpu",
+        "note: flash runs PyTorch's flash_attention",
+        "note: warmup_steps 50 > max_steps 6",
+        "step 0/6 | validation loss",
+    ):
         assert line in before, line
     assert " left" in after
     assert "done: 6 steps, 768 tokens" in after
 
 
 def test_a_run_is_repeatable_and_the_seed_matters(tiny_config):
-    configs = [tiny_config(run_name=name, seed=seed, dropout=0.1, shuffle=True) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    configs = [
+        tiny_config(run_name=name, seed=seed, dropout=0.1, shuffle=True)
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
     for config in configs:
         run(config)
     assert column(configs[0]) == column(configs[1])
@@ -388,16 +536,30 @@ def test_a_run_is_repeatable_and_the_seed_matters(tiny_config):
 
 
 def test_evaluating_sampling_and_saving_do_not_change_the_losses(tiny_config):
-    plain = tiny_config(run_name="plain", vocab_size=50257, dropout=0.1, max_steps=3, val_fraction=0.1, n_layer=1)
-    busy = tiny_config(run_name="busy", vocab_size=50257, dropout=0.1, max_steps=3, val_fraction=0.1, n_layer=1,
-                       eval_every=1, sample_every=1, sample_tokens=3, checkpoint_every=1)
+    plain = tiny_config(
+        run_name="plain", vocab_size=50257, dropout=0.1, max_steps=3, val_fraction=0.1, n_layer=1
+    )
+    busy = tiny_config(
+        run_name="busy",
+        vocab_size=50257,
+        dropout=0.1,
+        max_steps=3,
+        val_fraction=0.1,
+        n_layer=1,
+        eval_every=1,
+        sample_every=1,
+        sample_tokens=3,
+        checkpoint_every=1,
+    )
     run(plain)
     run(busy)
     assert column(plain) == column(busy)
     assert len(list((Path(busy.log_dir) / "busy" / "checkpoints").glob("step_*"))) == 3
 
 
-def test_accumulation_makes_the_same_run_as_a_large_batch_and_logs_the_whole_steps_loss(tiny_config):
+def test_accumulation_makes_the_same_run_as_a_large_batch_and_logs_the_whole_steps_loss(
+    tiny_config,
+):
     whole = tiny_config(run_name="whole", batch_size=8)
     parts = tiny_config(run_name="parts", batch_size=2, total_batch_tokens=8 * 32)
     run(whole)
@@ -420,11 +582,29 @@ def test_muon_trains(tiny_config):
 RECIPES = ("gpt2_124m", "gpt2_350m", "gpt2_774m", "gpt2_1558m", "finetune")
 
 
-@pytest.mark.parametrize("stage", [path.stem for path in sorted(CONFIG_DIR.glob("*.yaml")) if path.stem not in RECIPES])
+@pytest.mark.parametrize(
+    "stage", [path.stem for path in sorted(CONFIG_DIR.glob("*.yaml")) if path.stem not in RECIPES]
+)
 def test_every_stage_takes_steps_on_a_tiny_model_with_its_own_vocabulary(stage, corpus, tmp_path):
-    config = load_config(stage, n_layer=1, n_head=1, n_embd=16, block_size=32, seq_len=32, batch_size=2, total_batch_tokens=128,
-                         dataset="tiny", data_dir=str(corpus), log_dir=str(tmp_path), max_steps=2, eval_every=0, sample_every=0,
-                         compile=False, device="cpu", **fast_precision())
+    config = load_config(
+        stage,
+        n_layer=1,
+        n_head=1,
+        n_embd=16,
+        block_size=32,
+        seq_len=32,
+        batch_size=2,
+        total_batch_tokens=128,
+        dataset="tiny",
+        data_dir=str(corpus),
+        log_dir=str(tmp_path),
+        max_steps=2,
+        eval_every=0,
+        sample_every=0,
+        compile=False,
+        device="cpu",
+        **fast_precision(),
+    )
     run(config)
     assert column(config) == pytest.approx([math.log(50257)] * 2, abs=0.5)
 
@@ -433,15 +613,38 @@ def test_every_stage_takes_steps_on_a_tiny_model_with_its_own_vocabulary(stage, 
 def test_every_recipe_runs_to_its_end_on_a_corpus_of_ones_own(recipe, tmp_path, capsys):
     write_corpus(tmp_path / "data/mine", [[token * 7 % 50257 for token in range(4000)]])
     (tmp_path / "data/hellaswag").mkdir()
-    (tmp_path / "data/hellaswag/hellaswag_val.jsonl").write_text(json.dumps({
-        "activity_label": "Roofing", "ctx_a": "A man is on a roof.", "ctx_b": "he", "label": 3,
-        "endings": ["falls.", "sings.", "eats.", "works."]}))
+    (tmp_path / "data/hellaswag/hellaswag_val.jsonl").write_text(
+        json.dumps(
+            {
+                "activity_label": "Roofing",
+                "ctx_a": "A man is on a roof.",
+                "ctx_b": "he",
+                "label": 3,
+                "endings": ["falls.", "sings.", "eats.", "works."],
+            }
+        )
+    )
     small = "--n_layer 2 --n_head 2 --n_embd 64 --block_size 64 --seq_len 64 --batch_size 2 --total_batch_tokens 512 --max_steps 4"
-    words = [f"--config={recipe}", *small.split(), "--dataset=mine", "--val_fraction=0.1", "--sample_tokens=2", "--no-compile",
-             "--device=cpu", *(["--no-bf16"] if fast_precision() else []),
-             f"--data_dir={tmp_path / 'data'}", f"--log_dir={tmp_path / 'logs'}"]
+    words = [
+        f"--config={recipe}",
+        *small.split(),
+        "--dataset=mine",
+        "--val_fraction=0.1",
+        "--sample_tokens=2",
+        "--no-compile",
+        "--device=cpu",
+        *(["--no-bf16"] if fast_precision() else []),
+        f"--data_dir={tmp_path / 'data'}",
+        f"--log_dir={tmp_path / 'logs'}",
+    ]
     if recipe == "finetune":  # another run's weights stand for OpenAI's
-        run(parse(Config, ["--config=gpt2_124m", "--run_name=first", "--keep_last=1", *words[1:]], config_file=True))
+        run(
+            parse(
+                Config,
+                ["--config=gpt2_124m", "--run_name=first", "--keep_last=1", *words[1:]],
+                config_file=True,
+            )
+        )
         words.append("--init_from=first")
     capsys.readouterr()
     config = parse(Config, words, config_file=True)
@@ -479,11 +682,23 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
         monkeypatch.setattr(place, name, timed)
 
     takes(seconds, train_module, "clip_gradients")
-    for place, name in ((train_module, "validation_loss"), (train_module, "sample_text"), (checkpoint, "save_checkpoint"),
-                        (train_module, "keep_best"), (RunFolder, "log")):
+    for place, name in (
+        (train_module, "validation_loss"),
+        (train_module, "sample_text"),
+        (checkpoint, "save_checkpoint"),
+        (train_module, "keep_best"),
+        (RunFolder, "log"),
+    ):
         takes(1000.0, place, name)
-    config = tiny_config(vocab_size=50257, n_layer=1, eval_every=1, val_fraction=0.05, sample_every=1, sample_tokens=2,
-                         checkpoint_every=1)
+    config = tiny_config(
+        vocab_size=50257,
+        n_layer=1,
+        eval_every=1,
+        val_fraction=0.05,
+        sample_every=1,
+        sample_tokens=2,
+        checkpoint_every=1,
+    )
     summary = run(config, clock=clock)
     assert column(config, "dt_ms") == [10_000, 500, 250, 250, 250, 250]
     assert column(config, "tokens_per_sec") == [12.8, 256, 512, 512, 512, 512]  # 4 x 32 tokens
@@ -495,7 +710,10 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
 
 @pytest.fixture
 def products(monkeypatch):
-    """Makes a matrix product of each size take a given time on a clock of its own; the sizes that were taken."""
+    """Makes a matrix product of each size take a given time on a clock of its own; the sizes that
+    were taken.
+    """
+
     def arm(seconds):
         clock, sizes = Clock(), []
 
@@ -537,7 +755,11 @@ def test_utilization_is_never_above_1_however_fast_a_step_was():
 
 def test_a_rate_is_shown_in_gflops_where_teraflops_would_show_nothing():
     assert [flops_rate(tflops) for tflops in (1234.5, 1.0, 0.0474, 0.00012)] == [
-        "1,234.50 TFLOP/s", "1.00 TFLOP/s", "47.4 GFLOP/s", "0.12 GFLOP/s"]
+        "1,234.50 TFLOP/s",
+        "1.00 TFLOP/s",
+        "47.4 GFLOP/s",
+        "0.12 GFLOP/s",
+    ]
 
 
 # ---- several processes
@@ -553,22 +775,22 @@ ON_FIRST = """if True:
 
     with joined_world(torch.device("cpu"), timeout=60) as world:
         assert world.broadcast({"of": world.rank}) == {"of": 0}
-        assert world.on_first(lambda: world.rank) == 0
+        assert world.on_rank0(lambda: world.rank) == 0
         assert world.gather(world.rank) == [0, 1]
         assert world.sum(world.rank + 1.0) == 3.0
         called = []
-        world.on_first(lambda: called.append(1))
+        world.on_rank0(lambda: called.append(1))
         assert called == [1] * (world.rank == 0)
         for error in (TokenFileError("a bad file"), OSError(28, "No space left on device", "x.bin")):
             try:
-                world.on_first(lambda: fail(error))
+                world.on_rank0(lambda: fail(error))
             except type(error) as raised:
                 assert (str(raised), raised.args) == (str(error), error.args)
             else:
                 raise AssertionError("nothing was raised")
-        loss, norm, stop = world.share_figures(torch.tensor(1.0 + world.rank), torch.tensor(3.0), stop=world.rank == 1)
+        loss, norm, stop = world.all_reduce_metrics(torch.tensor(1.0 + world.rank), torch.tensor(3.0), stop=world.rank == 1)
         assert (loss, norm, stop) == (1.5, 3.0, True)
-        world.on_first(lambda: fail(TokenFileError("the last")))
+        world.on_rank0(lambda: fail(TokenFileError("the last")))
 """
 
 
@@ -578,14 +800,27 @@ def test_what_rank_0_finds_or_raises_every_rank_gets(tmp_path):
         assert done.stderr.splitlines()[-1] == "data.token_file.TokenFileError: the last"
 
 
-def test_two_processes_with_the_loss_in_parts_make_the_run_of_one_with_the_whole_loss(tiny_config, tmp_path):
-    options = {"real_vocab_size": 100, "tie_weights": True, "max_steps": 3, "val_fraction": 0.1, "eval_every": 2}
+def test_two_processes_with_the_loss_in_parts_make_the_run_of_one_with_the_whole_loss(
+    tiny_config, tmp_path
+):
+    options = {
+        "real_vocab_size": 100,
+        "tie_weights": True,
+        "max_steps": 3,
+        "val_fraction": 0.1,
+        "eval_every": 2,
+    }
     run(tiny_config(**options, run_name="one"))
-    two = tiny_config(**options, run_name="two", batch_size=1, total_batch_tokens=4 * 32, loss_chunks=3)
+    two = tiny_config(
+        **options, run_name="two", batch_size=1, total_batch_tokens=4 * 32, loss_chunks=3
+    )
     for done in run_ranks(2, "train.py", *flags(two), cwd=tmp_path):
         assert done.returncode == 0, done.stderr
     for name, file in (("loss", "log.csv"), ("norm", "log.csv"), ("val_loss", "eval.csv")):
-        one_run, two_runs = ([float(row[name]) for row in rows(tiny_config(run_name=run), file)] for run in ("one", "two"))
+        one_run, two_runs = (
+            [float(row[name]) for row in rows(tiny_config(run_name=run), file)]
+            for run in ("one", "two")
+        )
         assert two_runs == pytest.approx(one_run, rel=1e-5)
 
 
@@ -608,18 +843,24 @@ def test_a_process_that_fails_ends_even_if_threads_still_wait_for_another(tmp_pa
 
 
 def test_one_process_alone_needs_no_others():
-    assert ALONE.broadcast(3) == ALONE.on_first(lambda: 3) == 3
+    assert ALONE.broadcast(3) == ALONE.on_rank0(lambda: 3) == 3
     assert ALONE.gather(3) == [3]
     assert ALONE.sum(3.0) == 3.0
-    assert ALONE.share_figures(torch.tensor(1.0), torch.tensor(2.0), stop=True) == (1.0, 2.0, True)
+    assert ALONE.all_reduce_metrics(torch.tensor(1.0), torch.tensor(2.0), stop=True) == (
+        1.0,
+        2.0,
+        True,
+    )
     with pytest.raises(TokenFileError, match="a bad file"):
-        ALONE.on_first(lambda: (_ for _ in ()).throw(TokenFileError("a bad file")))
+        ALONE.on_rank0(lambda: (_ for _ in ()).throw(TokenFileError("a bad file")))
 
 
 # ---- evaluation
 
 
-def test_validation_is_the_mean_over_a_fixed_set_each_sequence_once_and_repeatable(tiny_config, tiny_model):
+def test_validation_is_the_mean_over_a_fixed_set_each_sequence_once_and_repeatable(
+    tiny_config, tiny_model
+):
     config = tiny_config(val_fraction=0.3)
     _, val = open_corpus(Path(config.data_dir) / "tiny", 32, 128, 0.3)
     model = tiny_model(dropout=0.5)
@@ -631,14 +872,18 @@ def test_validation_is_the_mean_over_a_fixed_set_each_sequence_once_and_repeatab
     with torch.no_grad():
         one_by_one = [model(*val.read([i])).item() for i in range(len(val))]
     assert losses[0] == pytest.approx(sum(one_by_one) / len(val), rel=1e-5)
-    assert validation_loss(model, val, 4, 64, ALONE) == pytest.approx(sum(one_by_one[:2]) / 2, rel=1e-5)
+    assert validation_loss(model, val, 4, 64, ALONE) == pytest.approx(
+        sum(one_by_one[:2]) / 2, rel=1e-5
+    )
 
 
 def test_evaluation_runs_under_the_same_autocast(tiny_config, tiny_model):
     config = tiny_config()
     _, val = open_corpus(Path(config.data_dir) / "tiny", 32, 128, 0.3)
-    plain, bf16 = (validation_loss(tiny_model(), val, 4, None, ALONE, autocast_to(product_dtype(bf16=on), CPU))
-                   for on in (False, True))
+    plain, bf16 = (
+        validation_loss(tiny_model(), val, 4, None, ALONE, autocast_to(matmul_dtype(bf16=on), CPU))
+        for on in (False, True)
+    )
     assert plain != bf16
     assert plain == pytest.approx(bf16, rel=1e-2)
 
@@ -656,9 +901,14 @@ def test_an_earlier_run_is_moved_aside_not_overwritten(tiny_config, capsys):
         run(tiny_config(seed=seed))
     logs = Path(tiny_config().log_dir)
     assert sorted(path.name for path in logs.iterdir()) == ["train", "train.1", "train.2"]
-    seeds = [load_config(str(logs / name / "config.yaml")).seed for name in ("train.1", "train.2", "train")]
+    seeds = [
+        load_config(str(logs / name / "config.yaml")).seed
+        for name in ("train.1", "train.2", "train")
+    ]
     assert seeds == [1, 2, 3]
-    assert f"note: the earlier {logs / 'train'} is now {logs / 'train.2'}" in capsys.readouterr().out
+    assert (
+        f"note: the earlier {logs / 'train'} is now {logs / 'train.2'}" in capsys.readouterr().out
+    )
 
 
 def test_a_run_that_cannot_start_leaves_the_earlier_one_in_place(tiny_config):
@@ -673,22 +923,45 @@ def test_a_run_that_cannot_start_leaves_the_earlier_one_in_place(tiny_config):
 def test_init_from_a_run_goes_on_with_its_weights_and_takes_over_its_shape(tiny_config, tmp_path):
     first = tiny_config(run_name="first", tie_weights=True, max_steps=30, lr=1e-2)
     run(first)
-    second = load_config(dataset="tiny", data_dir=first.data_dir, log_dir=first.log_dir, seq_len=32, max_steps=1,
-                         run_name="second", device="cpu", init_from="first")
+    second = load_config(
+        dataset="tiny",
+        data_dir=first.data_dir,
+        log_dir=first.log_dir,
+        seq_len=32,
+        max_steps=1,
+        run_name="second",
+        device="cpu",
+        init_from="first",
+    )
     run(second)
     assert column(second)[0] < column(first)[0] - 1.0
     written = load_config(f"{first.log_dir}/second/config.yaml")
-    assert (written.n_layer, written.n_embd, written.vocab_size, written.tie_weights) == (2, 32, 128, True)
+    assert (written.n_layer, written.n_embd, written.vocab_size, written.tie_weights) == (
+        2,
+        32,
+        128,
+        True,
+    )
 
 
 def test_init_from_keeps_padding_rows_padding_and_refuses_another_vocabulary(tiny_config):
     run(tiny_config(run_name="first", real_vocab_size=100, max_steps=1))
-    options = {name: value for name, value in tiny_config().model_dump(exclude_unset=True).items() if name != "vocab_size"}
+    options = {
+        name: value
+        for name, value in tiny_config().model_dump(exclude_unset=True).items()
+        if name != "vocab_size"
+    }
     config, model = build_model(load_config(**(options | {"init_from": "first"})))
     assert (config.vocab_size, config.real_vocab_size, model.config.n_vocab) == (128, 100, 100)
-    assert config.init_from.endswith("first/checkpoints/step_000001"), "the name may mean another run tomorrow"
+    assert config.init_from.endswith("first/checkpoints/step_000001"), (
+        "the name may mean another run tomorrow"
+    )
     with pytest.raises(ConfigError, match=r"makes 64 tokens, but init_from .* has 100"):
-        build_model(load_config(**(options | {"init_from": "first", "vocab_size": 64, "real_vocab_size": None})))
+        build_model(
+            load_config(
+                **(options | {"init_from": "first", "vocab_size": 64, "real_vocab_size": None})
+            )
+        )
 
 
 def test_a_run_that_starts_from_the_run_it_moves_aside_can_be_repeated(tiny_config):
@@ -715,7 +988,10 @@ def test_two_runs_of_one_name_at_once_do_not_touch_each_other(tiny_config):
     folder = Path(config.log_dir) / "busy"
     other = RunFolder(folder)
     other.begin()
-    with pytest.raises(UserError, match=r"busy: another process is writing this run; wait for it or choose another --run_name"):
+    with pytest.raises(
+        UserError,
+        match=r"busy: another process is writing this run; wait for it or choose another --run_name",
+    ):
         run(config)
     other.close()
     run(config)
@@ -724,7 +1000,9 @@ def test_two_runs_of_one_name_at_once_do_not_touch_each_other(tiny_config):
 
 def test_options_that_contradict_init_from_are_errors_that_name_both_values(tiny_config):
     run(tiny_config(run_name="first"))
-    with pytest.raises(ConfigError, match=r"n_layer 3 contradicts init_from first, which has 2; leave n_layer out") as caught:
+    with pytest.raises(
+        ConfigError, match=r"n_layer 3 contradicts init_from first, which has 2; leave n_layer out"
+    ) as caught:
         build_model(tiny_config(init_from="first", n_layer=3, tie_weights=True))
     assert "tie_weights True contradicts" in str(caught.value)
 
@@ -734,9 +1012,14 @@ def test_options_that_contradict_init_from_are_errors_that_name_both_values(tiny
 
 def test_a_non_finite_loss_stops_the_run_naming_step_loss_norm_and_lr(tiny_config, monkeypatch):
     real, calls = GPT.forward, iter([0.0, 0.0, math.nan])
-    monkeypatch.setattr(GPT, "forward", lambda *args: real(*args) + next(calls))  # of a constant: the gradient stays as it is
+    monkeypatch.setattr(
+        GPT, "forward", lambda *args: real(*args) + next(calls)
+    )  # of a constant: the gradient stays as it is
     config = tiny_config()
-    with pytest.raises(TrainingError, match=r"step 3: the loss is nan, the gradient norm [\d.]+, the learning rate 0.0003;"):
+    with pytest.raises(
+        TrainingError,
+        match=r"step 3: the loss is nan, the gradient norm [\d.]+, the learning rate 0.0003;",
+    ):
         run(config)
     assert len(rows(config)) == 2
     assert not (Path(config.log_dir) / "train" / "checkpoints").exists()
@@ -747,7 +1030,9 @@ def test_a_diverging_run_stops_by_itself(tiny_config):
         run(tiny_config(lr=1e30, max_steps=20))
 
 
-def test_ctrl_c_finishes_the_step_and_keeps_log_checkpoint_and_summary(tiny_config, monkeypatch, capfd):
+def test_ctrl_c_finishes_the_step_and_keeps_log_checkpoint_and_summary(
+    tiny_config, monkeypatch, capfd
+):
     at_step(monkeypatch, lambda call, _: signal.raise_signal(signal.SIGINT) if call == 3 else None)
     before = signal.getsignal(signal.SIGINT)
     config = tiny_config(max_steps=50)
@@ -782,13 +1067,24 @@ def test_console_log_has_what_was_printed_also_of_a_resumed_run(tiny_config, cap
     assert Path(config.log_dir, "train.1", "console.log").read_text() == first + second
 
 
-@pytest.mark.parametrize(("error", "printed", "kept"), [
-    (TrainingError("too steep"), "error: too steep\n", None), (UserError("one\ntwo"), "error: one\nerror: two\n", None),
-    (OSError(28, "cannot be written: No space left on device", "logs/x"), "error: logs/x: cannot be written: No space", None),
-    (KeyboardInterrupt(), "error: interrupted\n", "error: KeyboardInterrupt\n"),
-    (MemoryError(), "error: out of memory at batch_size 4, seq_len 32.", None),
-], ids=lambda value: type(value).__name__)
-def test_console_log_has_the_error_of_a_failed_run_as_it_was_printed(error, printed, kept, tiny_config, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "printed", "kept"),
+    [
+        (TrainingError("too steep"), "error: too steep\n", None),
+        (UserError("one\ntwo"), "error: one\nerror: two\n", None),
+        (
+            OSError(28, "cannot be written: No space left on device", "logs/x"),
+            "error: logs/x: cannot be written: No space",
+            None,
+        ),
+        (KeyboardInterrupt(), "error: interrupted\n", "error: KeyboardInterrupt\n"),
+        (MemoryError(), "error: out of memory at batch_size 4, seq_len 32.", None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_console_log_has_the_error_of_a_failed_run_as_it_was_printed(
+    error, printed, kept, tiny_config, monkeypatch, capsys
+):
     def fail(call, _):
         if call == 3:
             raise error
