@@ -153,9 +153,9 @@ def main(config: Config, given: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     if WAY in os.environ:
-        from runtime.process import before_torch
+        from runtime.start import set_up_process
 
-        before_torch()
+        set_up_process()
         train_wrapped(*json.loads(os.environ[WAY]))
     else:
         CONFIG = parse_command_line(Config, description=__doc__, config_file=True)

@@ -23,8 +23,8 @@ from benchmarks.memory import output
 from config import Config
 from runtime.cli import parse_command_line
 from runtime.errors import reported
-from runtime.process import before_torch
 from runtime.report import items, print_table
+from runtime.start import set_up_process
 from runtime.world import launch
 
 RANKS = (2, 4)
@@ -44,7 +44,7 @@ STEPS = 5  # of which the first two are left out of the time
 
 def measure(config: Config) -> None:
     """Train in this process, one of several; rank 0 prints the figures of all as a line of JSON."""
-    before_torch()
+    set_up_process()
     import torch.distributed.fsdp  # noqa: F401  # code is no part of what either side takes
 
     from runtime.device import choose_device

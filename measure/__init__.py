@@ -1,0 +1,1 @@
+"""Measure: what is faster, what learns more, and by how much."""
