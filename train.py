@@ -146,6 +146,7 @@ def setup(
         check_same_tokens(folder, state.corpus, world)
         if resumed:
             resumed.restore(state, config, world)
+            notes.append(f"resumes from {resumed.folder}, after step {state.step}")
         batches = prefetch(loader, device, range(state.step + 1, config.max_steps + 1))
         loaded = f"loaded {loader.stream.tokens:,} tokens of {folder}"
         notes += [f"{loaded}, and {val.tokens:,} for validation", loader.describe()]
@@ -350,9 +351,14 @@ def is_due(every: int, step: int) -> bool:
 
 
 def main(config: Config) -> None:
-    """Train, or say what that would take."""
-    device = choose_device(config.device, launch())
-    with joined_world(device, config.timeout, config.alike()) as world, StopRequest() as stop:
+    """Train, or say what that would take; a failure ends the process with one line."""
+    with (
+        reported(config.log_dir, advice=config.advice()),
+        joined_world(
+            choose_device(config.device, launch()), config.timeout, config.alike()
+        ) as world,
+        StopRequest("set-up") as stop,
+    ):
         if config.estimate:
             estimate(config, world)
         else:
@@ -360,5 +366,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    with reported(CONFIG.log_dir, advice=CONFIG.advice()):
-        main(CONFIG)
+    main(CONFIG)
