@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from config import Config
 from data.prepare import is_there
 from dataloader import open_corpus
-from kernels.loss import loss_of_part, sum_of_parts
+from kernels.loss import loss_of_chunk, sum_of_chunks
 from model import GPT, GPTConfig
 from optimizer import clip_gradients, make_optimizers
 from runtime.device import (
@@ -281,11 +281,11 @@ def count(config: Config, world_size: int, device: torch.device) -> dict[str, fl
     sharded, compiled = config.fsdp and world_size > 1, is_one_graph(config, world_size)
     autocast = autocast_to(matmul_dtype(bf16=config.bf16, fp16=config.fp16), device)
     accumulation = min(2, config.accumulation_steps(world_size))
-    of_part = fused_part if config.compile else loss_of_part
+    of_part = fused_part if config.compile else loss_of_chunk
     recorder = Recorder(
         {
             torch.ops.gpt2.summed_loss.default: lambda x, weight, y, n_vocab, chunks, train, _: (
-                sum_of_parts(x, weight, y, n_vocab, chunks, train, of_part)
+                sum_of_chunks(x, weight, y, n_vocab, chunks, train, of_part)
             )
         },
         rounded_to=512 if device.type == "cuda" else 1,
@@ -364,7 +364,7 @@ def count(config: Config, world_size: int, device: torch.device) -> dict[str, fl
 def fused_part(
     x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The buffers of `loss_of_part` where it is compiled: all that comes after the product is
+    """The buffers of `loss_of_chunk` where it is compiled: all that comes after the product is
     computed in its place.
     """
     logits = x @ weight.t()
