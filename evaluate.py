@@ -5,7 +5,7 @@ The validation loss and its perplexity, always over the same tokens, each exactl
 scores in HellaSwag. The processes that torchrun starts share the work.
 """
 
-from runtime.interrupt import end_at_ctrl_c
+from runtime.signals import end_at_ctrl_c
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # first of all: imports take a moment
@@ -89,8 +89,9 @@ from runtime.device import (
     set_precision,
 )
 from runtime.files import write_whole
+from runtime.launch import launch
 from runtime.runlog import RunFolder
-from runtime.world import World, joined_world, launch
+from runtime.world import World, joined_world
 from weights import STATE, find_weights, load_model, read_json
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
@@ -674,7 +675,8 @@ def main(options: EvaluateOptions) -> None:
     reconfigure_output()
     advice = {
         "memory": "out of memory; take a smaller --batch_size, or --bf16",
-        "other process": f"another process died or did not answer within {TIMEOUT:g} s ({{reason}})",
+        "lost rank": f"another rank has died, or did not answer within {TIMEOUT:g} s ({{reason}}); "
+        f"its own message, if it left one, says why",
     }
     with (
         reported(options.run, advice=advice),

@@ -1,6 +1,6 @@
 """Text from a trained model: `python sample.py quickstart --prompt "Python is"`."""
 
-from runtime.interrupt import end_at_ctrl_c
+from runtime.signals import end_at_ctrl_c
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # first of all: imports take a moment

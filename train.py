@@ -59,10 +59,11 @@ from runtime.device import (
     synchronize,
 )
 from runtime.errors import reported
+from runtime.launch import launch
 from runtime.runlog import LogRow, RunFolder
 from runtime.signals import StopRequest, end_unfinished
 from runtime.start import trim_memory_if_short
-from runtime.world import World, joined_world, launch
+from runtime.world import World, joined_world
 from weights import build_model
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -298,7 +299,7 @@ def train(
     not finite; Stopped at a signal before the first step.
     """
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    stop = stop or StopRequest("set-up")
+    stop = stop or StopRequest()
     resumed, config, notes = find_checkpoint(config, world)
     path = Path(config.log_dir) / str(config.run_name)
     folder = RunFolder(path, world.rank, config.advice(), config.trackers())
@@ -315,7 +316,7 @@ def train(
             folder.message(f"note: {note}")
         folder.follow(config.model_dump(mode="json"), lambda: live_figures(config, state, world))
         evaluation.resume()
-        stop.end_early(world.sum(stop.received is not None))
+        stop.end_early(world.any(stop.received is not None))
         begun = clock()
         while True:
             between_steps(run, folder, evaluation, stopping)
@@ -323,7 +324,7 @@ def train(
                 break
 
             trim_memory_if_short()
-            stop.phase = "steps"
+            stop.begin_steps()
             step = state.begin_step(world.device)
             loss, norm, step_seconds = timed_step(run, step, clock)
             seconds.append(step_seconds)

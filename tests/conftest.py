@@ -107,12 +107,6 @@ def the_matmul_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.summary, "matmul_tflops", _matmul_tflops)
 
 
-@pytest.fixture(autouse=True)
-def no_test_is_of_the_run_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its errors would be taken for those of a process whose run has told already why it ends."""
-    monkeypatch.setattr(runtime.world, "_store", None)
-
-
 @functools.cache
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
     return MATMUL_TFLOPS(device, dtype)

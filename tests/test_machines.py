@@ -18,8 +18,9 @@ from checkpoint import check_same_tokens
 from data.token_file import TokenFileError
 from dataloader import DataLoader, open_corpus
 from runtime.errors import TrainingError, UserError
+from runtime.launch import Launch
 from runtime.signals import Stopped, StopRequest, end_unfinished
-from runtime.world import Launch, World, _call, _Meeting, describe_ranks
+from runtime.world import World, _call, _Meeting, describe_ranks
 from tests import machines
 from tests.conftest import CPU, flags, run_ranks
 from tests.test_resume import needs_proc

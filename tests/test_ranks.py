@@ -12,8 +12,9 @@ import pytest
 
 import runtime.world
 from runtime.errors import TrainingError, UserError
+from runtime.launch import Launch, launch
 from runtime.signals import Stopped, StopRequest
-from runtime.world import Launch, World, joined_world, launch
+from runtime.world import World, joined_world
 from tests.conftest import CPU, ROOT, ended, flags, run_ranks, start_ranks, wait_for
 from tests.test_resume import log, needs_proc
 
@@ -167,7 +168,7 @@ FAILS = """if True:
     from runtime.errors import UserError, reported
     from runtime.world import joined_world
 
-    with reported("here", advice={{"other process": "another process died"}}), joined_world(torch.device("cpu"), 60) as world:
+    with reported("here", advice={{"lost rank": "another process died"}}), joined_world(torch.device("cpu"), 60) as world:
         if world.rank in {ranks}:
             raise {error}
         world.sum(1.0)
