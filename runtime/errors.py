@@ -92,7 +92,7 @@ def exit_with(error: UserError, status: int | None = None, *, lost_rank: bool = 
 
 
 def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> UserError | None:
-    """Return the UserError for an error of a foreseeable kind; `place`, `advice`: see `reported`."""
+    """Return the UserError for an error that can be foreseen; `place`, `advice`: see `reported`."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError):

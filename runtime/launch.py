@@ -87,7 +87,7 @@ def describe_call(run_id: str, agent: int) -> str:
 
 
 def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return what torchrun would set for a rank of a run on this machine, with a store at `port`."""
+    """Return what torchrun would set for a rank on this machine alone, with a store at `port`."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -122,7 +122,6 @@ class StopRequest:
         self._has_begun = False  # the first step
         self._handlers: dict[signal.Signals, Any] = {}  # those from before
         self._pipe: int | None = None  # Python writes the numbers of signals there
-        self._left = threading.Event()
 
     def __enter__(self) -> "StopRequest":
         if self._pipe is not None:  # entered already
@@ -130,7 +129,6 @@ class StopRequest:
         reading, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
         signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
-        self._left.clear()
         threading.Thread(target=self._end_if_stuck, args=(reading,), daemon=True).start()
         for number in SIGNALS:
             handler = signal.getsignal(number)
@@ -142,7 +140,6 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         while self._handlers:
             signal.signal(*self._handlers.popitem())
-        self._left.set()
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
             os.close(self._pipe)
@@ -184,7 +181,8 @@ class StopRequest:
                 continue
             first = first or now
             if now - first > COPY and number[0] != signal.SIGXCPU:
-                if not self._left.wait(STUCK):
+                time.sleep(STUCK)
+                if self._handlers:  # not left yet
                     say_at_once("error: stopped while waiting for another rank, a device or a disk")
                     os._exit(128 + number[0])
                 break

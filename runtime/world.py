@@ -180,17 +180,21 @@ def _meet(store: dist.Store, started: Launch, timeout: float) -> None:
             f"machines with one --node_rank, or ranks that torchrun has started again with its "
             f"old store (export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines)"
         )
-    # rank 0 speaks of all that are missing; another rank only of rank 0
-    others = range(1, started.world_size) if started.rank == 0 else [0]
-    keys = [f"rank {rank}" for rank in others] if started.rank == 0 else ["all have come"]
-    limit = timeout if started.rank == 0 else timeout + GRACE
+    # Rank 0 names all that are missing, another rank only rank 0, which ends all if it gives up.
+    is_first = started.rank == 0
+    others = range(1, started.world_size) if is_first else [0]
+    keys = [f"rank {rank}" for rank in others] if is_first else ["all have come"]
+    limit = timeout if is_first else timeout + GRACE
+
+    def missing() -> str:
+        return describe_ranks([rank for rank in others if not store.check([f"rank {rank}"])])
+
     try:
         store.wait(keys, datetime.timedelta(seconds=min(SAY_AFTER, limit)))
     except dist.DistStoreError:
-        missing = _missing(store, others)
-        if missing and started.local_rank == 0:
+        if (absent := missing()) and started.local_rank == 0:
             print(
-                f"rank {started.rank} waits at {_place(started)} for {describe_ranks(missing)} of "
+                f"rank {started.rank} waits at {_place(started)} for {absent} of "
                 f"{started.world_size} for up to {timeout:g} s (--timeout); if this process was "
                 f"started alone by mistake: unset WORLD_SIZE",
                 file=sys.stderr,
@@ -199,15 +203,10 @@ def _meet(store: dist.Store, started: Launch, timeout: float) -> None:
         try:
             store.wait(keys, datetime.timedelta(seconds=max(limit - SAY_AFTER, 0.1)))
         except dist.DistStoreError:
-            missing = _missing(store, others) or [0]
-            problem = f"{describe_ranks(missing)} did not come within {timeout:g} s"
-            raise _cannot_meet(started, problem) from None
-    if started.rank == 0:
+            absent = missing() or "a rank"
+            raise _cannot_meet(started, f"{absent} did not come within {timeout:g} s") from None
+    if is_first:
         store.set("all have come", "")
-
-
-def _missing(store: dist.Store, ranks: Collection[int]) -> list[int]:
-    return [rank for rank in ranks if not store.check([f"rank {rank}"])]
 
 
 def _place(started: Launch) -> str:
@@ -265,10 +264,12 @@ def _differences(everyones: Sequence[Mapping[str, Any]], kind: str) -> list[str]
 
 
 def describe_ranks(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
-    """Name ranks briefly, such as `rank 1` or `ranks 1, 3 and 8-15`.
+    """Name ranks briefly, such as `rank 1` or `ranks 1, 3 and 8-15`; "" for none.
 
     `hosts`: the host of every rank; it is named if it is one for all, and not rank 0's.
     """
+    if not ranks:
+        return ""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:
