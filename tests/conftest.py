@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import measure.summary
-import runtime.world
+import runtime.device
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from model import GPT, GPTConfig
@@ -278,6 +278,7 @@ def fork_server() -> Any:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))  # where it finds the last two
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as runtime/start.py does
         multiprocessing.forkserver._forkserver.ensure_running()
     return context
 
