@@ -9,7 +9,7 @@ processes, in turn: tokens/s, efficiency, waiting python bench.py --compare
 logs/reference/timeit.csv    beside earlier results, or the published ones
 """
 
-from runtime.interrupt import end_at_ctrl_c
+from runtime.signals import end_at_ctrl_c
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # first of all, as imports take seconds

@@ -980,10 +980,8 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
 
 def _not_shared(folder: Path, unseen: Sequence[int]) -> UserError:
     """What every process raises where some do not find a folder that rank 0 has made."""
-    error = UserError(
+    return UserError(
         f"{folder}: is not there for {describe_ranks(unseen)}, and with fsdp every process "
         f"writes its shards there; "
         f"put --log_dir on a file system that all machines share, or --keep_last 0 to save nothing"
     )
-    error.of_all = True
-    return error

@@ -528,7 +528,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             "compiler": "--compile failed: {reason}; run without --compile",
             "C++": "--compile failed: {reason}, or run without --compile",
             "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), weight_decay or betas",
-            "other process": f"another process died or did not answer within {self.timeout} s ({{reason}})",
+            "lost rank": f"another rank has died, or did not answer within --timeout {self.timeout} s "
+            f"({{reason}}); its own message, if it left one, says why",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. These lower it: a smaller "
             f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, "
             f"--compile, "

@@ -87,7 +87,8 @@ from runtime.device import (
     set_precision,
 )
 from runtime.files import write_whole
-from runtime.world import World, joined_world, launch
+from runtime.launch import launch
+from runtime.world import World, joined_world
 from weights import STATE, find_weights, load_model, read_json
 
 TIMEOUT = 3600.0  # seconds after which a process gives up waiting for another one
@@ -364,7 +365,8 @@ def main(options: EvaluateOptions) -> None:
     reconfigure_output()
     advice = {
         "memory": "out of memory; take a smaller --batch_size, or --bf16",
-        "other process": f"another process died or did not answer within {TIMEOUT:g} s ({{reason}})",
+        "lost rank": f"another rank has died, or did not answer within {TIMEOUT:g} s ({{reason}}); "
+        f"its own message, if it left one, says why",
     }
     with (
         reported(options.run, advice=advice),

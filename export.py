@@ -2,7 +2,7 @@
 my-gpt2`.
 """
 
-from runtime.interrupt import end_at_ctrl_c
+from runtime.signals import end_at_ctrl_c
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # first of all: imports take a moment

@@ -58,10 +58,11 @@ from runtime.device import (
     synchronize,
 )
 from runtime.errors import reported
+from runtime.launch import launch
 from runtime.runlog import LogRow, RunFolder
 from runtime.signals import StopRequest, end_unfinished
 from runtime.start import trim_memory_if_short
-from runtime.world import World, joined_world, launch
+from runtime.world import World, joined_world
 from weights import build_model
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -302,7 +303,7 @@ def train(
     not finite; Stopped at a signal before the first step.
     """
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    stop = stop or StopRequest("set-up")
+    stop = stop or StopRequest()
     resumed, config, notes = find_checkpoint(config, world)
     path = Path(config.log_dir) / str(config.run_name)
     folder = RunFolder(path, world.rank, config.advice(), config.trackers())
@@ -321,7 +322,7 @@ def train(
             folder.message(f"note: {note}")
         folder.follow(config.model_dump(mode="json"), lambda: live_figures(config, state, world))
         evaluation.resume()
-        stop.end_early(world.sum(stop.received is not None))
+        stop.end_early(world.any(stop.received is not None))
         begun = clock()
         seconds, loss = take_steps(run, folder, evaluation, stop, clock)
         summary = summarize(config, state, world, seconds, loss, folder) | evaluation.latest()
@@ -351,7 +352,7 @@ def take_steps(
             return seconds, loss
 
         trim_memory_if_short()
-        stop.phase = "steps"
+        stop.begin_steps()
         step = state.begin_step(world.device)
         loss, norm, step_seconds = timed_step(run, step, clock)
         seconds.append(step_seconds)
@@ -379,7 +380,7 @@ def main(config: Config) -> None:
         joined_world(
             choose_device(config.device, launch()), config.timeout, config.alike()
         ) as world,
-        StopRequest("set-up") as stop,
+        StopRequest() as stop,
     ):
         if config.estimate:
             from estimate import estimate  # which calls setup and train_step

@@ -18,7 +18,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from runtime.interrupt import end_at_ctrl_c
+    from runtime.signals import end_at_ctrl_c
 
     end_at_ctrl_c()  # also during the imports
 
@@ -43,10 +43,10 @@ from config import Config
 from runtime.cli import Options, parse, parse_command_line
 from runtime.errors import TrainingError, UserError, reported, why_it_failed
 from runtime.files import write_whole
+from runtime.launch import environment_of
 from runtime.ratio import FEWEST, Ratio, median_ratio
 from runtime.report import git_commit, items, machine, print_table
 from runtime.signals import ENDS_WITH
-from runtime.world import environment_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # rounds: the first compiles, the second may record CUDA graphs, the third tells how many steps make

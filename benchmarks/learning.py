@@ -14,7 +14,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from runtime.interrupt import end_at_ctrl_c
+    from runtime.signals import end_at_ctrl_c
 
     end_at_ctrl_c()
 
@@ -253,7 +253,8 @@ def main(options: LearningOptions, given: Sequence[str]) -> None:
             f"{options.config}: sets no eval_every, so there is no validation loss to compare"
         )
     from runtime.device import choose_device
-    from runtime.world import joined_world, launch
+    from runtime.launch import launch
+    from runtime.world import joined_world
     from train import train
 
     with joined_world(choose_device(config.device, launch()), config.timeout) as world:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from runtime.interrupt import end_at_ctrl_c
+    from runtime.signals import end_at_ctrl_c
 
     end_at_ctrl_c()  # also during the imports
 

@@ -21,6 +21,7 @@ from config import Config
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
+from runtime.launch import launch
 from runtime.ratio import Ratio, median_ratio
 from runtime.report import (
     BLUE,
@@ -35,7 +36,6 @@ from runtime.report import (
     save_picture,
 )
 from runtime.start import cores
-from runtime.world import launch
 
 WIDTH = 0.02  # enough rounds where every interval is narrower than this share of its median
 PROFILED_STEPS = 6  # the first does not count

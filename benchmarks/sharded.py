@@ -23,9 +23,9 @@ from benchmarks.memory import output
 from config import Config
 from runtime.cli import parse_command_line
 from runtime.errors import reported
+from runtime.launch import launch
 from runtime.report import items, print_table
 from runtime.start import set_up_process
-from runtime.world import launch
 
 RANKS = (2, 4)
 SIDES: dict[str, list[str]] = {

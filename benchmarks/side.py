@@ -131,8 +131,9 @@ def main() -> None:
 
         from benchmarks.exchange import StepProfile, link_speed
         from runtime.device import choose_device, peak_memory_mb
+        from runtime.launch import launch
         from runtime.runlog import read_rows
-        from runtime.world import joined_world, launch
+        from runtime.world import joined_world
         from train import train
 
         # as many steps as it takes; at these rates the weights hardly move, so that none of them

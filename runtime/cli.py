@@ -25,8 +25,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from runtime.errors import UserError, reported
+from runtime.launch import launch
 from runtime.signals import end_with
-from runtime.world import launch
 
 CONFIG_DIR = (
     Path(__file__).resolve().parent.parent / "configs"

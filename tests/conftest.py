@@ -25,7 +25,6 @@ import torch
 
 import measure.summary
 import runtime.device
-import runtime.world
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from model import GPT, GPTConfig
@@ -106,12 +105,6 @@ def fast_precision() -> dict[str, bool]:
 def the_matmul_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run ends with this measurement, which takes longer than the tests' runs."""
     monkeypatch.setattr(measure.summary, "matmul_tflops", _matmul_tflops)
-
-
-@pytest.fixture(autouse=True)
-def no_test_is_of_the_run_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its errors would be taken for those of a process whose run has told already why it ends."""
-    monkeypatch.setattr(runtime.world, "_store", None)
 
 
 @functools.cache
@@ -285,6 +278,7 @@ def fork_server() -> Any:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))  # where it finds the last two
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as runtime/start.py does
         multiprocessing.forkserver._forkserver.ensure_running()
     return context
 

@@ -30,7 +30,7 @@ def acts() -> None:
     """Do the actions on the command line; rank 0 writes down what they return."""
     measure.summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the runs
     with (
-        reported("here", advice={"other process": "another process died"}),
+        reported("here", advice={"lost rank": "another process died"}),
         joined_world(torch.device("cpu"), 600) as world,
     ):
         results = [

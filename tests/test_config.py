@@ -426,31 +426,6 @@ def test_indivisible_total_batch_counts_the_processes_that_torchrun_started(mist
     assert line.endswith("nearest that work: 32 or 48")
 
 
-def test_under_torchrun_rank_0_speaks_at_once_and_another_rank_only_if_it_is_not_ended_meanwhile(
-    monkeypatch, capsys
-):
-    slept = []
-    monkeypatch.setattr("runtime.errors.time.sleep", slept.append)
-    monkeypatch.setattr("runtime.world._store", None)  # of an earlier test
-    monkeypatch.setattr("runtime.signals.StopRequest.came", False)  # likewise
-    printed = {}
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    for rank, local_rank in (("0", "0"), ("1", "0"), ("2", "1")):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv(
-            "LOCAL_RANK", local_rank
-        )  # the second machine has the second and the third
-        with pytest.raises(SystemExit, match="2"):
-            parse_command_line(Config, ["--n_layer", "0"])
-        printed[rank] = capsys.readouterr().err
-    assert printed["0"].startswith("error: --n_layer: ")
-    assert printed["1"].startswith("error: rank 1: --n_layer: ")
-    assert slept == [
-        5,
-        6,
-    ]  # the first of a machine speaks first, and then its torchrun ends the others
-
-
 def test_load_config_raises_rather_than_exits():
     with pytest.raises(
         ConfigError, match=r"--n_layer: .*\n--lrr: unknown option; did you mean lr\?"

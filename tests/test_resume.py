@@ -394,6 +394,7 @@ def test_a_number_of_processes_that_does_not_fit_says_what_to_change(tiny_config
 
 def test_a_second_signal_acts_at_once():
     with StopRequest() as stop:
+        stop.begin_steps()
         signal.raise_signal(signal.SIGINT)
         assert stop.received is not None
         stop.received -= 2  # later than torchrun's copy of the same Ctrl-C

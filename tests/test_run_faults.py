@@ -31,9 +31,8 @@ from data.token_file import TokenFileError
 from model import GPT, GPTConfig, ModelError
 from runtime.cli import ConfigError, parse
 from runtime.errors import TrainingError, UserError, kind_of_failure, reported
-from runtime.interrupt import end_at_ctrl_c, raise_at_ctrl_c
 from runtime.runlog import RunFolder, duration
-from runtime.signals import Stopped, StopRequest
+from runtime.signals import Stopped, StopRequest, end_at_ctrl_c, raise_at_ctrl_c
 from runtime.world import World
 from sample import SampleOptions
 from tests.conftest import ALONE, COMPILED, CPU, ROOT, TINY, at_step, flags, run
@@ -465,7 +464,7 @@ def test_a_signal_to_one_of_several_processes_before_the_first_step_ends_all_tog
     monkeypatch, capfd
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with StopRequest("set-up") as stop:
+    with StopRequest() as stop:
         signal.raise_signal(signal.SIGTERM)  # goes on: the others wait for this one
         stop.end_early(0)
         with pytest.raises(Stopped):
@@ -784,7 +783,7 @@ def test_a_compiler_without_pythons_headers_is_told_from_a_real_compilation(tiny
 )
 def test_why_another_process_did_not_answer_is_told_in_a_whole_sentence(text, told):
     assert kind_of_failure(RuntimeError(text if "gloo" in text else f"gloo {text}")) == (
-        "other process",
+        "lost rank",
         told,
     )
 

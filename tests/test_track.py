@@ -513,7 +513,7 @@ def test_a_run_that_fails_closes_its_tracker_as_failed(tiny_config, monkeypatch)
 
 def test_a_run_stopped_before_its_first_step_leaves_nothing_of_its_tracker(tiny_config):
     pytest.importorskip("tensorboard")
-    stop = StopRequest("set-up")
+    stop = StopRequest()
     stop.received = signal.SIGTERM
     with pytest.raises(Stopped):
         train(tiny_config(tensorboard=True), ALONE, stop=stop)

@@ -743,7 +743,8 @@ def test_a_rate_is_shown_in_gflops_where_teraflops_would_show_nothing():
 ON_FIRST = """if True:
     import pathlib, sys, torch
     from data.token_file import TokenFileError
-    from runtime.world import joined_world, launch
+    from runtime.launch import launch
+    from runtime.world import joined_world
 
     def fail(error):
         raise error
