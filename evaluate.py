@@ -75,6 +75,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from checkpoint.files import STATE, read_json
+from checkpoint.weights import find_weights, load_model
 from data.hellaswag import ENDINGS, Item, default_path, download, read_items
 from data.prepare import is_there, prepare_if_missing
 from data.tokenizer import END_OF_TEXT, get_encoding
@@ -91,7 +93,6 @@ from runtime.device import (
 from runtime.files import write_whole
 from runtime.runlog import RunFolder
 from runtime.world import World, joined_world, launch
-from weights import STATE, find_weights, load_model, read_json
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
 Progress = Callable[[float], None]  # is told the share that is done

@@ -127,10 +127,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT, get_encoding
 from model import GPT, ModelError, draw, scores_of
 from runtime.device import check_compiler, choose_device, set_precision
-from weights import load_model
 
 SEPARATOR = "\n---\n"  # between two texts
 

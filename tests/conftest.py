@@ -25,11 +25,11 @@ import torch
 
 import measure.summary
 import runtime.world
+from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from model import GPT, GPTConfig
 from runtime.world import World
-from weights import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

@@ -26,12 +26,13 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from checkpoint.files import MODEL, OPTIMIZER, STATE, read_json
+from checkpoint.shards import read_part
 from config import Config, load_config
 from data.token_file import write_corpus
 from runtime.cli import Options, Positive, ZeroIsOff, parse_command_line
 from runtime.runlog import all_checkpoints
 from tests.conftest import children, flags, kill_all, start
-from weights import MODEL, OPTIMIZER, STATE, read_json, read_part
 
 STEPS_PER_KILL = 12
 # share of several ranks' lives that are counted from their start: most of these end while the ranks

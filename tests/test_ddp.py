@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import train as train_module
 from benchmarks import overlap
+from checkpoint.weights import load_model
 from runtime.parallel import averaging, parallelize
 from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
 from tests.test_train import column
 from train import train
-from weights import load_model
 
 SHUFFLED, CLIPPED = {"shuffle": True}, {"grad_clip": 0.5}
 

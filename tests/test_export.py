@@ -18,8 +18,11 @@ import yaml
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-import weights
-from checkpoint import find_checkpoint
+import checkpoint.files
+import checkpoint.weights
+from checkpoint.files import CheckpointError
+from checkpoint.resume import find_checkpoint
+from checkpoint.weights import build_model, load_model
 from config import load_config
 from data.tokenizer import get_encoding
 from export import export
@@ -29,7 +32,6 @@ from runtime.files import sole_writer
 from tests.conftest import ALONE, flags, run, run_from_nothing
 from tests.test_peers import PEER
 from train import train
-from weights import CheckpointError, build_model, load_model
 
 GPT2_VOCAB = {"vocab_size": 50304, "n_embd": 16, "tie_weights": True}  # padded, as the ladder's
 # all of an exported folder that follows from the weights alone
@@ -249,7 +251,7 @@ def test_a_card_names_openais_weights_as_what_the_run_began_with(
     train(tiny_config(run_name="first", max_steps=1), ALONE)
     cache = tmp_path / "hub/models--openai-community--gpt2/snapshots/1"
     export("first", cache, tiny_config().log_dir)
-    monkeypatch.setattr(weights, "_download", lambda name: cache)
+    monkeypatch.setattr(checkpoint.weights, "download", lambda name: cache)
     config = tiny_config(init_from="gpt2", max_steps=1)
     train(config, ALONE)
     for source in ("train", "gpt2"):
@@ -316,9 +318,9 @@ def test_a_disk_that_is_full_leaves_no_folder(tiny_config, tmp_path, monkeypatch
     train(config, ALONE)
 
     def full(*_, **__):
-        raise weights.SafetensorError("No space left on device")
+        raise checkpoint.files.SafetensorError("No space left on device")
 
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr(checkpoint.files, "save_file", full)
     with pytest.raises(
         UserError, match=r"out: cannot be written: No space left on device"
     ) as refused:

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from checkpoint import newest_whole_checkpoint
+from checkpoint.files import CheckpointError
+from checkpoint.resume import newest_whole_checkpoint
+from checkpoint.weights import load_model
 from config import Config, load_config
 from evaluate import EvaluateOptions, evaluate
 from export import export
@@ -35,7 +37,6 @@ from tests.test_recompute import same
 from tests.test_resume import folder_of, log
 from tests.test_train import column, rows
 from train import train
-from weights import CheckpointError, load_model
 
 # all that a step does, over GPT-2's vocabulary, padded, so that samples and HellaSwag take part
 EVERYTHING = {

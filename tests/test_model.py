@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from checkpoint.files import CheckpointError
+from checkpoint.weights import load_model, load_weights
 from kernels import attention
 from kernels.cache import KVCache
 from model import GPT, GPTConfig, draw, scores_of
 from tests.conftest import transformers_pair
-from weights import CheckpointError, load_model, load_weights
 
 
 def tokens(B=2, T=16, vocab=128, seed=0):

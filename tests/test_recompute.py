@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch._functorch import config as functorch_config
 
+from checkpoint.weights import load_model
 from estimate import figures
 from runtime.device import prepare
 from runtime.parallel import recompute
 from tests.conftest import ALONE, COMPILED
 from tests.test_resume import folder_of, log
 from train import train
-from weights import load_model
 
 ALL = {
     "dropout": 0.2,

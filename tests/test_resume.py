@@ -19,9 +19,12 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import checkpoint.files
 import train as train_module
-import weights
-from checkpoint import newest_whole_checkpoint, read_state
+from checkpoint.files import CheckpointError
+from checkpoint.resume import newest_whole_checkpoint
+from checkpoint.state import read_state
+from checkpoint.weights import load_model
 from config import load_config
 from data.token_file import TokenFileError, write_corpus
 from model import GPT
@@ -50,7 +53,6 @@ from tests.conftest import (
     wait_for,
 )
 from train import train
-from weights import CheckpointError, load_model
 
 needs_proc = pytest.mark.skipif(
     not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="finds workers in /proc"
@@ -608,7 +610,7 @@ def test_a_signal_ends_the_run_with_status_0_and_how_to_go_on(name, tiny_config,
 
 def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tiny_config, monkeypatch):
     config = tiny_config(checkpoint_every=2)
-    real, calls = weights.save_file, iter(range(1, 100))
+    real, calls = checkpoint.files.save_file, iter(range(1, 100))
 
     def full(tensors, path, **options):
         if next(calls) == 4:  # the optimizer's file of the second checkpoint
@@ -617,13 +619,13 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tiny_config, monke
             raise OSError(28, "No space left on device")
         real(tensors, path, **options)
 
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr(checkpoint.files, "save_file", full)
     with pytest.raises(
         CheckpointError, match=r"step_000004: cannot be written: .*No space left on device"
     ):
         train(config, ALONE)
     assert [path.name for path in (folder_of(config) / "checkpoints").iterdir()] == ["step_000002"]
-    monkeypatch.setattr(weights, "save_file", real)
+    monkeypatch.setattr(checkpoint.files, "save_file", real)
     straight = tiny_config(run_name="straight")
     train(straight, ALONE)
     train(tiny_config(resume="auto"), ALONE)

@@ -16,10 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import checkpoint
+import checkpoint.files
+import checkpoint.resume
+import checkpoint.save
 import runtime.runlog
-import weights
-from checkpoint import NotSavedError, newest_whole_checkpoint, read_state, resumed_config
+from checkpoint.files import CheckpointError, verify
+from checkpoint.resume import newest_whole_checkpoint, resumed_config
+from checkpoint.save import NotSavedError
+from checkpoint.state import read_state
+from checkpoint.weights import build_model, load_model
 from config import Config, load_config
 from runtime.cli import ConfigError, parse, parse_command_line
 from runtime.errors import UserError
@@ -38,7 +43,6 @@ from tests.conftest import (
 )
 from tests.test_resume import folder_of, limit_file_size, log, newest, same_end
 from train import train
-from weights import CheckpointError, build_model, load_model, verify
 
 
 def summary_of(config):
@@ -180,7 +184,9 @@ def test_a_run_that_hangs_while_it_begins_is_waited_for_a_while_only(tmp_path, m
 
 def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(tiny_config):
     train(tiny_config(), ALONE)
-    resumed, config, _ = checkpoint.find_checkpoint(tiny_config(resume="auto", max_steps=9), ALONE)
+    resumed, config, _ = checkpoint.resume.find_checkpoint(
+        tiny_config(resume="auto", max_steps=9), ALONE
+    )
     run_folder = RunFolder(folder_of(config))
     newer = RunFolder(folder_of(config))
     newer.begin()
@@ -188,7 +194,7 @@ def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(tiny_con
     with pytest.raises(
         UserError, match=r"step_000006: is gone: the run was moved aside or deleted at this moment"
     ):
-        checkpoint.open_run(run_folder, config, resumed, ALONE)
+        checkpoint.resume.open_run(run_folder, config, resumed, ALONE)
     assert not (folder_of(config) / "config.yaml").exists()
 
 
@@ -202,7 +208,7 @@ def disk(monkeypatch):
     """
 
     def make(config, checkpoints):
-        real, place, sizes = weights.save_file, folder_of(config) / "checkpoints", {}
+        real, place, sizes = checkpoint.files.save_file, folder_of(config) / "checkpoints", {}
 
         def save_file(tensors, path, **options):
             used = sum(file.stat().st_size for file in place.rglob("*.safetensors"))
@@ -214,12 +220,12 @@ def disk(monkeypatch):
                 raise OSError(28, "No space left on device")
             real(tensors, path, **options)
 
-        class InTurn(checkpoint.ThreadPoolExecutor):
+        class InTurn(checkpoint.save.ThreadPoolExecutor):
             def __init__(self):
                 super().__init__(max_workers=1)
 
-        monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", InTurn)
-        monkeypatch.setattr(weights, "save_file", save_file)
+        monkeypatch.setattr(checkpoint.save, "ThreadPoolExecutor", InTurn)
+        monkeypatch.setattr(checkpoint.files, "save_file", save_file)
 
     return make
 
@@ -829,7 +835,7 @@ def test_a_file_that_cannot_be_put_in_its_place_leaves_no_other(tmp_path):
 def test_a_log_that_cannot_be_flushed_or_a_checkpoint_that_cannot_be_deleted_hinders_no_save(
     what, tiny_config, monkeypatch
 ):
-    config, real = tiny_config(checkpoint_every=2, keep_last=1), getattr(checkpoint, what)
+    config, real = tiny_config(checkpoint_every=2, keep_last=1), getattr(checkpoint.save, what)
 
     def fail(paths):
         paths = [*paths] if what == "delete" else paths
@@ -839,7 +845,7 @@ def test_a_log_that_cannot_be_flushed_or_a_checkpoint_that_cannot_be_deleted_hin
             raise OSError(errno.EPERM, "Operation not permitted", "it")
         real(paths)
 
-    monkeypatch.setattr(checkpoint, what, fail)
+    monkeypatch.setattr(checkpoint.save, what, fail)
     with (
         contextlib.nullcontext()
         if what == "flush_to_disk"
