@@ -66,27 +66,21 @@ class Resumed:
 
 def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
     """Restore the optimizers' state. Raises CheckpointError if it does not fit."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    sharded = {
-        f"{name}/{average}": parameter
-        for parameter, name in names.items()
-        if is_sharded(parameter)
-        for average in ("exp_avg", "exp_avg_sq")
-    }
+    parameters = dict(model.named_parameters())
+    sharded = {name: p for name, p in parameters.items() if is_sharded(p)}
     states: dict[str, dict[str, Tensor]] = {}
     for key, tensor in read_part(folder, OPTIMIZER, sharded).items():
         name, _, kind = key.partition("/")
         states.setdefault(name, {})[kind] = tensor.clone()  # the file may be mapped
     if not states:  # every step so far was left out
         return
-    shapes = {name: {torch.Size(), parameter.shape} for parameter, name in names.items()}
+    shapes = {name: {torch.Size(), p.shape} for name, p in parameters.items()}
     if shapes != {name: {t.shape for t in state.values()} for name, state in states.items()}:
-        raise CheckpointError(
-            f"{folder}: the optimizer's state does not fit the model's parameters"
-        )
+        raise CheckpointError(f"{folder}: the optimizer's state does not fit the model's weights")
+    names = {p: name for name, p in parameters.items()}
     for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        state = {index: states[names[p]] for index, p in enumerate(parameters)}
+        own = [names[p] for group in optimizer.param_groups for p in group["params"]]
+        state = {index: states[name] for index, name in enumerate(own)}
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
@@ -264,9 +258,13 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
     All ranks have to call this. Raises UserError if another run is writing to the folder, and with
     fsdp if not every rank sees it. A new run that cannot be written leaves everything as it was.
     """
-    notes = world.on_rank0(
-        lambda: _take_up(run, config, resumed, world) if resumed else _begin(run, config, world)
-    )
+
+    def on_rank0() -> list[str]:
+        notes = _take_up(run, config, resumed) if resumed else _begin(run, config)
+        run.write_calls(world.calls)
+        return notes
+
+    notes = world.on_rank0(on_rank0)
     if others := _others((run.path / "config.yaml").exists(), world):
         problem = (
             f"{run.path} is not there for {others}; put --log_dir on a file system that all "
@@ -279,22 +277,20 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
     return notes
 
 
-def _take_up(run: RunFolder, config: Config, resumed: Resumed, world: World) -> list[str]:
+def _take_up(run: RunFolder, config: Config, resumed: Resumed) -> list[str]:
     saved = resumed.saved
     is_over = saved.step >= config.max_steps
     # A run that is over keeps its last row, whatever log_every says, and its checkpoints.
     log_every, keep_last = (1, 0) if is_over else (config.log_every, config.keep_last)
     notes = run.go_on(saved.step, log_every, resumed.folder, keep_last, saved.not_logged)
-    run.write_calls(world.calls)
     run.write_config(config.to_yaml())
-    return notes
+    return [*notes, f"resumes from {resumed.folder}, after step {saved.step}"]
 
 
-def _begin(run: RunFolder, config: Config, world: World) -> list[str]:
+def _begin(run: RunFolder, config: Config) -> list[str]:
     aside = run.begin()
     if aside and Path(config.init_from).is_relative_to(run.path):  # it has been moved as well
         init_from = aside / Path(config.init_from).relative_to(run.path)
         config = config.model_copy(update={"init_from": str(init_from)})
-    run.write_calls(world.calls)
     run.write_config(config.to_yaml())
     return [f"the earlier {run.path} is now {aside}"] if aside else []

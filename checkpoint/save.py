@@ -1,7 +1,6 @@
 """Save checkpoints: when a run asks for it, the best one, and the last whole step after a fault."""
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from checkpoint.files import MODEL, OPTIMIZER, SHARDS, STATE, SUMS, CheckpointError, write_tensors
 from checkpoint.shards import own_part, write_shards
@@ -41,10 +39,17 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> Path | N
         return None
     if state.is_saved:
         return state.checkpoint
-    check_weights(run, state, config, world)
+    # The extremes: isfinite of all weights would take as much memory as the largest matrix.
+    parts = [part for weight in state.model.parameters() if len(part := own_part(weight))]
+    if world.any(not all(torch.stack(part.aminmax()).isfinite().all() for part in parts)):
+        raise TrainingError(
+            f"step {state.step}: the weights are no longer finite and are not saved; "
+            f"{hint(run.path, config.lr)}"
+        )
     tokens_per_step = config.tokens_per_step(world.world_size)
-    paths = {name: getattr(config, name) for name in Config.names_marked(PATH)}
-    absolute = {name: str(Path(path).resolve()) for name, path in paths.items() if path is not None}
+    options = config.model_dump(mode="json")
+    for name in Config.names_marked(PATH):
+        options[name] = options[name] and str(Path(options[name]).resolve())
     saved = SavedState(
         step=state.step,
         tokens=state.step * tokens_per_step,
@@ -55,22 +60,11 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> Path | N
         scaler=state.scaler.state_dict(),
         random=world.gather(take_random_state(world.device)),
         not_logged=run.not_logged,
-        config=config.model_dump(mode="json") | absolute,
+        config=options,
     )
     state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
     run.message(f"saved {state.checkpoint}")
     return state.checkpoint
-
-
-def check_weights(run: RunFolder, state: State, config: Config, world: World) -> None:
-    """Raise TrainingError on all ranks if a weight is not finite on any."""
-    # The extremes: isfinite of all weights would take as much memory as the largest matrix.
-    parts = [part for weight in state.model.parameters() if len(part := own_part(weight))]
-    if world.any(not all(torch.stack(part.aminmax()).isfinite().all() for part in parts)):
-        raise TrainingError(
-            f"step {state.step}: the weights are no longer finite and are not saved; "
-            f"{hint(run.path, config.lr)}"
-        )
 
 
 def save_checkpoint(
@@ -98,10 +92,8 @@ def save_checkpoint(
         with contextlib.ExitStack() as stack:  # entered on rank 0
             new = whole_folder(folder, replace=True)
             unfinished = world.on_rank0(lambda: stack.enter_context(new))
-            if saved.config["fsdp"]:
-                sums = _write_sharded(unfinished, state, world)
-            else:
-                sums = world.on_rank0(lambda: _write_whole(unfinished, state))
+            sharded = saved.config["fsdp"]
+            sums = _write_tensors(unfinished, state, world, sharded=sharded)
             world.on_rank0(finish)
     except OSError as error:
         raise NotSavedError(f"{folder}: cannot be written: {error}") from None
@@ -119,36 +111,27 @@ def _write_state(folder: Path, saved: SavedState, sums: dict[str, str]) -> None:
         flush_to_disk(folder / name)
 
 
-def _tensors(state: State) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each file of a checkpoint."""
+def _write_tensors(folder: Path, state: State, world: World, *, sharded: bool) -> dict[str, str]:
+    """Write the tensors, with FSDP each rank its shards; returns the files' checksums by name.
+
+    All ranks have to call this. Raises OSError on all of them.
+    """
     # First of all: after an evaluation this makes FSDP shard again what it has gathered.
     weights = state.model.state_dict()
     if state.model.config.tie_weights:
         del weights["lm_head.weight"]
-    return {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}
+    parts, sums = {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}, dict[str, str]()
+    for part, place in SHARDS.items():
+        if sharded and parts[part]:  # else no optimizer has taken a step yet
+            shards = write_shards(folder / place, parts.pop(part), world)
+            sums |= {f"{place}/{name}": digest for name, digest in shards.items()}
 
+    def write_whole() -> dict[str, str]:
+        with ThreadPoolExecutor() as pool:  # one is copied while the other is hashed and flushed
+            digests = pool.map(lambda part: write_tensors(folder / part, parts[part]), parts)
+            return dict(zip(parts, digests, strict=True))
 
-def _write_whole(folder: Path, state: State) -> dict[str, str]:
-    """Write all tensors to two files; returns their checksums by name."""
-    files = _tensors(state)
-    with ThreadPoolExecutor() as pool:  # one file is copied while the other is hashed and flushed
-        digests = pool.map(lambda file: write_tensors(folder / file, files[file]), files)
-        return dict(zip(files, digests, strict=True))
-
-
-def _write_sharded(folder: Path, state: State, world: World) -> dict[str, str]:
-    """Write this rank's shards of all tensors; returns the checksums of all ranks' files by name.
-
-    All ranks have to call this.
-    """
-    sums = dict[str, str]()
-    for file, tensors in _tensors(state).items():
-        if tensors:
-            of_file = write_shards(folder / SHARDS[file], tensors, world)
-            sums |= {f"{SHARDS[file]}/{name}": digest for name, digest in of_file.items()}
-        else:  # no optimizer has taken a step yet
-            sums[file] = world.on_rank0(functools.partial(write_tensors, folder / file, {}))
-    return sums
+    return sums | world.on_rank0(write_whole)
 
 
 def save_if_best(

@@ -51,7 +51,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> d
 def read_part(folder: Path, part: str, like: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
     """Read the model's or the optimizer's tensors from a checkpoint, whole or in shards.
 
-    They are whole and on the CPU, unless `like` has a sharded tensor of that name: of these, each
+    They are whole and on the CPU. But of a sharded parameter in `like`, and of its averages, each
     rank reads its own shard. Raises CheckpointError.
     """
     shards = folder / SHARDS[part]
@@ -70,7 +70,8 @@ def read_part(folder: Path, part: str, like: Mapping[str, Tensor] = {}) -> dict[
                 if math.prod(stored.size) != sum(math.prod(c.sizes) for c in stored.chunks):
                     raise ValueError(f"a part of {name} is missing")
                 whole = torch.empty(stored.size, dtype=stored.properties.dtype)
-                tensors[name] = torch.empty_like(like[name]) if name in like else whole
+                ours = like.get(name.partition("/")[0], whole)
+                tensors[name] = torch.empty_like(ours) if ours.shape == stored.size else whole
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that each rank reads by itself
             dcp.load(tensors, storage_reader=reader, no_dist=True)
