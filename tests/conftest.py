@@ -187,6 +187,20 @@ def tiny_run(place: Path, **options) -> Config:
     return load_config(**(TINY | values | options))
 
 
+@pytest.fixture
+def go(tiny_config: Callable[..., Config]) -> Callable[..., dict[str, Any]]:
+    """Train a config, or a tiny one with some options; returns the summary."""
+    from train import train
+
+    return lambda config=None, **options: train(config or tiny_config(**options), ALONE)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """Return the folder of a tiny run that is given no name."""
+    return tmp_path / "logs/train"
+
+
 def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> Callable[[], None]:
     """Call `act(call, model)` in every step of the next runs, `call` counting from 1, once its
     gradients are there and clipped.
