@@ -49,9 +49,6 @@ def read_pt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CheckpointError(
             f"{path}: its model has options that this project's has not: {_in_a_line(unknown)}"
         )
-    for name, tensor in weights.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path}: damaged: its model has {_in_a_line([name])}")
     weights = with_our_names(weights)
     wte, head = (weights.get(name) for name in ("transformer.wte.weight", "lm_head.weight"))
     options = {name: theirs.get(name) for name in SIZES} | {
