@@ -100,8 +100,16 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
     _check_same_folder(config, resumed, world)
     notes = [*world.notes, *found]
     if resumed:
+        given = config.model_fields_set
         config, changes = resumed_config(config, resumed.folder, resumed.saved, world.world_size)
         notes += changes
+        here = Config.model_fields["data_dir"].default
+        if "data_dir" not in given and world.on_rank0(lambda: _has_moved(config, here)):
+            notes.append(
+                f"the corpus is no longer in {config.data_dir}: it is read from "
+                f"{here}/{config.dataset}"
+            )
+            config = config.model_copy(update={"data_dir": here})
     elif config.resume is not None:
         # Only now are the options known to be those of a new run, and judged as such.
         values = config.model_dump(include=config.model_fields_set)
@@ -161,6 +169,16 @@ def newest_whole_checkpoint(run: Path) -> tuple[tuple[Path, SavedState] | None, 
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
     return None, skipped
+
+
+def _has_moved(config: Config, here: str) -> bool:
+    """True if the corpus is gone from data_dir, but `here`, as after the project was moved.
+
+    `Resumed.restore` compares the tokens.
+    """
+    there, name = Path(config.data_dir), config.dataset
+    is_there, is_here = (any(Path(place, name).glob("*.bin")) for place in (there, here))
+    return not is_there and (is_here or not there.is_dir())
 
 
 def _check_same_folder(config: Config, resumed: Resumed | None, world: World) -> None:
