@@ -518,7 +518,7 @@ BAD_FILES = {
     ),
     "names that are no names": (
         lambda good: {("a\nb",): 1, 2: 3},
-        r"it has \[\('a\\\\nb',\), 2\]$",
+        r"it has \[\('a\\nb',\), 2\]$",
     ),
     "heads that do not divide": (
         lambda good: good | {"model_args": good["model_args"] | {"n_head": 3}},
