@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from checkpoint.weights import build_model
 from config import Config
 from data.prepare import is_there
 from dataloader import open_corpus
@@ -33,7 +34,6 @@ from runtime.parallel import recompute, take_float32_input
 from runtime.report import flops_rate
 from runtime.start import memory_left
 from runtime.world import World
-from weights import build_model
 
 UTILIZATIONS = (0.3, 0.4, 0.5)  # shares of the measured rate that training reaches
 

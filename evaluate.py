@@ -65,6 +65,8 @@ if __name__ == "__main__":
 
 import torch
 
+from checkpoint.files import STATE, read_json
+from checkpoint.weights import find_weights, load_model
 from data.hellaswag import download
 from data.prepare import is_there, prepare_if_missing
 from data.tokenizer import get_encoding
@@ -89,7 +91,6 @@ from runtime.device import (
 from runtime.files import write_whole
 from runtime.launch import launch
 from runtime.world import World, joined_world
-from weights import STATE, find_weights, load_model, read_json
 
 TIMEOUT = 3600.0  # seconds after which a process gives up waiting for another one
 

@@ -25,17 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import (
-    Resumed,
-    State,
-    check_finite,
-    check_same_tokens,
-    emergency_save,
-    find_checkpoint,
-    open_run,
-    save,
-    save_if_best,
-)
+from checkpoint.resume import Resumed, check_same_tokens, find_checkpoint, open_run
+from checkpoint.save import check_finite, emergency_save, save, save_if_best
+from checkpoint.state import State
+from checkpoint.weights import build_model
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from inference.evaluation import Evaluation
@@ -63,7 +56,6 @@ from runtime.runlog import LogRow, RunFolder
 from runtime.signals import StopRequest, end_unfinished
 from runtime.start import trim_memory_if_short
 from runtime.world import World, joined_world
-from weights import build_model
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Context = contextlib.AbstractContextManager

@@ -25,11 +25,11 @@ import torch
 
 import measure.summary
 import runtime.device
+from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from model import GPT, GPTConfig
 from runtime.world import World
-from weights import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -179,6 +179,20 @@ def tiny_run(place: Path, **options) -> Config:
         "init": "gpt2",
     }
     return load_config(**(TINY | values | options))
+
+
+@pytest.fixture
+def go(tiny_config: Callable[..., Config]) -> Callable[..., dict[str, Any]]:
+    """Train a config, or a tiny one with some options; returns the summary."""
+    from train import train
+
+    return lambda config=None, **options: train(config or tiny_config(**options), ALONE)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """Return the folder of a tiny run that is given no name."""
+    return tmp_path / "logs/train"
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> Callable[[], None]:

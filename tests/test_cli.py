@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoint.weights import load_model
 from config import Config
 from runtime.cli import parse_command_line
 from tests.conftest import (
@@ -26,7 +27,6 @@ from tests.conftest import (
     run_from_nothing,
     wait_for,
 )
-from weights import load_model
 
 SMALL = [
     "--n_layer",

@@ -10,12 +10,12 @@ import torch
 
 import estimate as estimate_module
 from benchmarks import memory
+from checkpoint.weights import build_model
 from config import load_config
 from estimate import PHASES, checkpoint_bytes, estimate, figures, hours, largest_batch, whole
 from runtime.cli import ConfigError
 from tests.conftest import ALONE, CPU, flags, run
 from train import main, train
-from weights import build_model
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint import load_optimizers, read_state, resumed_config
+from checkpoint.files import CheckpointError
+from checkpoint.resume import load_optimizers, resumed_config
+from checkpoint.state import put_random_state, read_state
+from checkpoint.weights import build_model, load_model, read_weights
 from config import Config, load_config
 from data.token_file import HEADER_BYTES, TokenFileError, count_tokens, write_token_file
 from dataloader import open_corpus
@@ -20,7 +23,6 @@ from runtime.cli import ConfigError
 from runtime.errors import UserError
 from tests.conftest import ALONE, CPU, TINY, reseal, tokens_in
 from train import train
-from weights import CheckpointError, build_model, load_model, read_weights
 
 settings.register_profile(
     "fuzz",
@@ -215,7 +217,7 @@ def read_checkpoint(folder: Path) -> None:
             with contextlib.suppress(
                 ValueError, KeyError, IndexError, TypeError, OverflowError, RuntimeError
             ):
-                process_state.put(CPU)
+                put_random_state(process_state, CPU)
     except (CheckpointError, UserError) as error:
         assert "Traceback" not in str(error)
         assert str(error).strip()

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 import runtime.world
-from checkpoint import check_same_tokens
+from checkpoint.resume import check_same_tokens
 from data.token_file import TokenFileError
 from dataloader import DataLoader, open_corpus
 from runtime.errors import TrainingError, UserError

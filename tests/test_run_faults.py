@@ -22,10 +22,13 @@ import torch
 from safetensors.torch import load_file
 from torch._inductor.exc import CppCompileError, InductorError
 
-import checkpoint
+import checkpoint.save
+import checkpoint.state
 import runtime.runlog
 import train as train_module
-from checkpoint import emergency_save, read_state
+from checkpoint.files import CheckpointError
+from checkpoint.save import emergency_save
+from checkpoint.state import read_state
 from config import Config, load_config
 from data.token_file import TokenFileError
 from model import GPT, GPTConfig, ModelError
@@ -38,7 +41,6 @@ from sample import SampleOptions
 from tests.conftest import ALONE, COMPILED, CPU, ROOT, TINY, at_step, flags, run
 from tests.test_resume import folder_of, log, newest, same_end
 from train import train
-from weights import CheckpointError
 
 needs_dev_full = pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="needs a device that is always full"
@@ -178,9 +180,9 @@ def test_what_the_failed_step_held_is_freed_before_its_state_is_saved(tiny_confi
             raise MemoryError
 
     at_step(monkeypatch, fail)
-    real = checkpoint.save_checkpoint
+    real = checkpoint.save.save_checkpoint
     monkeypatch.setattr(
-        checkpoint,
+        checkpoint.save,
         "save_checkpoint",
         lambda *args, **kwargs: held.append(held[0]()) or real(*args, **kwargs),
     )
@@ -230,7 +232,7 @@ def test_a_save_that_fails_as_well_does_not_hide_the_first_error(tiny_config, mo
     def full(*_, **__):
         raise CheckpointError("logs: cannot be written: No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_checkpoint", full)
+    monkeypatch.setattr(checkpoint.save, "save_checkpoint", full)
     with pytest.raises(SystemExit):
         train_module.main(tiny_config())
     assert capsys.readouterr().err == (
@@ -290,7 +292,7 @@ def test_the_error_line_says_how_to_go_on_quoted_for_the_shell_and_console_log_h
 def test_one_of_several_processes_saves_nothing_at_a_fault_and_says_how_to_go_on(
     tiny_config, tmp_path
 ):
-    state = checkpoint.State(
+    state = checkpoint.state.State(
         GPT(GPTConfig(**TINY)),
         [],
         torch.amp.GradScaler("cpu", enabled=False),
@@ -301,7 +303,7 @@ def test_one_of_several_processes_saves_nothing_at_a_fault_and_says_how_to_go_on
 
     def fail():
         with emergency_save(
-            RunFolder(tmp_path), state, tiny_config(), "", World(CPU, rank=1, world_size=2)
+            RunFolder(tmp_path), state, tiny_config(), World(CPU, rank=1, world_size=2)
         ):
             raise ValueError("anything")
 

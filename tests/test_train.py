@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import checkpoint
+import checkpoint.save
 import inference.evaluation as evaluation_module
 import runtime.device
 import train as train_module
+from checkpoint.files import CheckpointError
+from checkpoint.weights import build_model, load_model
 from config import Config, Rung, load_config
 from data.token_file import TokenFileError, write_corpus
 from dataloader import open_corpus
@@ -43,7 +45,6 @@ from runtime.runlog import RunFolder
 from runtime.world import World
 from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, flags, run_ranks
 from train import train
-from weights import CheckpointError, build_model, load_model
 
 
 def run(config, **options):
