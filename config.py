@@ -447,17 +447,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """
         return self.lr / 10 if self.min_lr is None else self.min_lr
 
-    @classmethod
-    def names_marked(cls, mark: object) -> tuple[str, ...]:
-        """Return the options that carry a mark: one of the names above, or a class of marks."""
-        return tuple(name for name in cls.model_fields if cls.marks(name, mark))
-
-    @classmethod
-    def marks(cls, name: str, mark: object) -> list[Any]:
-        """Return an option's marks that are equal to `mark`, or of that class."""
-        metadata = cls.model_fields[name].metadata
-        return [m for m in metadata if m == mark or (isinstance(mark, type) and type(m) is mark)]
-
     def lacks(self, name: str) -> str | None:
         """Return the option for whose value this one has no effect, if there is one."""
         for needs in self.marks(name, Needs):
