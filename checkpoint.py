@@ -484,7 +484,7 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
         if (
             state.checkpoint and state.before_step
         ):  # a resume that failed before its first step needs no more than a mended cause
-            error.add_note(run.how_to_go_on())
+            error.add_note(run.how_to_resume())
         if isinstance(error, UserError) and state.before_step:
             error.status = (
                 1  # a step has begun: it is a run that failed, not a mistake in its options
@@ -935,7 +935,7 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
             log_every = (
                 1 if is_over else config.log_every
             )  # if it is over, its last row stays, whatever log_every says
-            notes = run.go_on(
+            run.resume(
                 step,
                 log_every,
                 resumed.folder,
@@ -944,8 +944,8 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
             )
             run.write_calls(world.calls)
             run.write_config(config.to_yaml())
-            return notes
-        aside = run.begin()
+            return []
+        aside = run.create()
         written = config
         if aside and Path(config.init_from).is_relative_to(run.path):
             written = config.model_copy(

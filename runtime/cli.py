@@ -1,7 +1,7 @@
 """Turn an options class into a command line: flags, YAML files, `--help`, one line per mistake.
 
 An options class is a pydantic model, made of sections; a field's docstring is its help.
-`parse_arguments` merges defaults < YAML file (and the files it names as its `base:`) < flags, and
+`parse` merges defaults < YAML file (and the files it names as its `base:`) < flags, and
 validates the result once. Nothing here imports torch, so `--help` and mistakes answer at once.
 """
 
@@ -89,13 +89,13 @@ def sections(options: type[Options]) -> list[type[Options]]:
 
 
 def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
-    """Read options with `parse_arguments`, by default from sys.argv.
+    """Read options with `parse`, by default from sys.argv.
 
     Mistakes are printed, one line each, and end the process with status 2.
     """
     reconfigure_output()
     with reported("stdout"):
-        values = parse_arguments(options, sys.argv[1:] if argv is None else argv, **how)
+        values = parse(options, sys.argv[1:] if argv is None else argv, **how)
     end_with()  # a ladder that started this run
     return values
 
@@ -106,7 +106,7 @@ def reconfigure_output() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def parse_arguments(
+def parse(
     options: type[O],
     argv: Sequence[str],
     *,
@@ -136,17 +136,6 @@ def parse_arguments(
         print(to_yaml(values, origin=origin), end="", flush=True)
         raise SystemExit(0)
     return values
-
-
-def parse(
-    options: type[O],
-    argv: Sequence[str],
-    *,
-    positional: str | None = None,
-    config_file: bool = False,
-) -> O:
-    """Read options from arguments that no user typed, with `parse_arguments`."""
-    return parse_arguments(options, argv, positional=positional, config_file=config_file)
 
 
 def load(options: type[O], values: Mapping[str, Any], config: str | None = None) -> O:
@@ -259,10 +248,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StringLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(f"{path}{line}: not valid YAML: {problem}") from None
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     if not values:

@@ -122,7 +122,7 @@ def _start_together(folder, barrier, outcomes, rounds):
         one = RunFolder(folder)
         barrier.wait(60)
         try:
-            one.begin()
+            one.create()
             (folder / "mine").write_text(str(os.getpid()))
             barrier.wait(60)
             outcomes.put((number, "began", (folder / "mine").read_text() == str(os.getpid())))
@@ -172,9 +172,9 @@ def test_a_run_that_hangs_while_it_begins_is_waited_for_a_while_only(tmp_path, m
             UserError, match=r"logs: another process has been about to begin .* for 0.1 s"
         ),
     ):
-        RunFolder(tmp_path / "logs/b").begin()
+        RunFolder(tmp_path / "logs/b").create()
     assert [path.name for path in lock.parent.iterdir()] == [lock.name]
-    RunFolder(tmp_path / "logs/b").begin()
+    RunFolder(tmp_path / "logs/b").create()
     assert [path.name for path in lock.parent.iterdir()] == ["b"]
 
 
@@ -183,7 +183,7 @@ def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(tiny_con
     resumed, config, _ = checkpoint.find_checkpoint(tiny_config(resume="auto", max_steps=9), ALONE)
     run_folder = RunFolder(folder_of(config))
     newer = RunFolder(folder_of(config))
-    newer.begin()
+    newer.create()
     newer.close()
     with pytest.raises(
         UserError, match=r"step_000006: is gone: the run was moved aside or deleted at this moment"
