@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TextIO
 
 import filelock
 
-from runtime.errors import UserError, drop_unread, foreseen
+from runtime.errors import UserError, drop, foreseen
 from runtime.files import (
     aside,
     cannot_be_written,
@@ -247,7 +247,7 @@ class RunFolder:
         try:
             print(text, flush=True)
         except OSError as error:
-            drop_unread(sys.stdout)  # from here on it takes everything
+            drop(sys.stdout)
             text += (
                 f"\nnote: what is printed goes nowhere ({error.strerror}); the run goes on, and "
                 f"console.log has it all"

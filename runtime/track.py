@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from runtime.errors import UserError, in_a_line
 
 TO_INSTALL = "pip install -r requirements-track.txt"
+INIT_TIMEOUT = 30  # seconds that W&B may take to answer at its start
 Rows = Mapping[int, Mapping[str, float | None]]  # of a CSV file, by step
 
 
@@ -165,7 +166,9 @@ class WandB:
 
         # nothing of W&B on the console, nothing of the console in W&B; a network that does not
         # answer must not hold up the run
-        settings = wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=60)
+        settings = wandb.Settings(
+            silent=True, console="off", init_timeout=INIT_TIMEOUT, finish_timeout=60
+        )
         file = folder / ".wandb_id"
         is_new = not file.exists()
         if is_new:
@@ -190,6 +193,7 @@ class WandB:
         except Exception as error:
             if mode != "online":
                 raise
+            wandb.teardown()  # the id is in use else
             self._run = start("offline")
             why = f" as W&B cannot be reached ({in_a_line(error)})"
         self.first = 0 if is_new else step + 1

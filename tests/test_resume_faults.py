@@ -462,9 +462,9 @@ def test_an_empty_resume_is_a_mistake_and_no_new_run(given, capsys):
         parse_command_line(Config, given)
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith(
-        "error: --resume: is empty; give a value, or leave it out\n"
+        "error: --resume: string should have at least 1 character"
     )
-    with pytest.raises(ConfigError, match="--resume: is empty"):
+    with pytest.raises(ConfigError, match="--resume: string should have at least 1 character"):
         load_config(resume="")
 
 
