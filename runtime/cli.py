@@ -402,7 +402,7 @@ def _error_lines(
                 for name, text in cause.problems
             ]
             continue
-        name = str(problem["loc"][0])
+        name = str(problem["loc"][0]) if problem["loc"] else "option names"
         if problem["type"] == "extra_forbidden":
             message = f"unknown option{did_you_mean(name, list(options.model_fields))}"
         else:

@@ -79,9 +79,8 @@ class RunFolder:
         self._resumed_after = 0
         self._timed_from: tuple[int, float] | None = None  # a step, and when it was logged
         self._lock = filelock.FileLock(path / ".lock", timeout=0)
-        self._is_new = False
         self._made_parents: list[Path] = []
-        self._aside: Path | None = None
+        self._undo = contextlib.ExitStack()  # what `create` has done
         self._console: TextIO | None = None
         self._said_before: list[str] = []  # before console.log is there
 
@@ -94,34 +93,34 @@ class RunFolder:
         created, all is as it was.
         """
         self._made_parents = missing_parents(self.path)
+        moved_to = None
         with self._start_lock():
             try:
                 if self.path.exists():
                     self._hold()
                     self._lock.release()
-                    self._aside = aside(self.path)  # before it moves: a signal may come then
-                    self.path.rename(self._aside)
+                    moved_to = aside(self.path)
+                    self._undo.callback(self._move_back, moved_to)  # before: a signal may come
+                    self.path.rename(moved_to)
+                self._undo.callback(shutil.rmtree, self.path, ignore_errors=True)
                 self.path.mkdir(parents=True)
-                self._is_new = True
                 self._hold()
                 write_rows(self.path / "log.csv", LOG_COLUMNS, [])
                 self._open_console()
             except BaseException:
                 self.abandon()
                 raise
-        return self._aside
+        return moved_to
+
+    def _move_back(self, moved_to: Path) -> None:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            moved_to.rename(self.path)
 
     def abandon(self) -> None:
         """Undo `create`: the run cannot start. An earlier run gets its name back."""
         with self._start_lock():
             self.close()
-            if self._is_new:
-                shutil.rmtree(self.path, ignore_errors=True)
-            delete_empty([self.path])  # a signal may have come right after it was made
-            if self._aside:
-                with contextlib.suppress(OSError):  # the first error is the one to report
-                    self._aside.rename(self.path)
-            self._is_new, self._aside = False, None
+            self._undo.close()
         delete_empty(self._made_parents)
 
     def resume(
@@ -213,7 +212,7 @@ class RunFolder:
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        if isinstance(error, Stopped) and self._is_new:  # before the first step: nothing to keep
+        if isinstance(error, Stopped) and self.rank == 0:  # before the first step: undo `create`
             self.abandon()
         elif self._console and error is not None:
             with contextlib.suppress(OSError):  # a full disk may be the error
