@@ -222,7 +222,7 @@ def test_any_bytes_in_a_checkpoint(name, content, copied):
     def resume():
         read_state(folder)
         read_weights(folder)
-        config = load_config(**TINY | {"n_layer": 1})
+        config = load_config(**TINY | {"n_layer": 1, "seq_len": 32})
         model = GPT(GPTConfig.of(config))
         load_optimizers(folder, model, make_optimizers(model, config)[0])
 
