@@ -300,13 +300,13 @@ def _take_up(run: RunFolder, config: Config, resumed: Resumed) -> list[str]:
     is_over = saved.step >= config.max_steps
     # A run that is over keeps its last row, whatever log_every says, and its checkpoints.
     log_every, keep_last = (1, 0) if is_over else (config.log_every, config.keep_last)
-    notes = run.go_on(saved.step, log_every, resumed.folder, keep_last, saved.not_logged)
+    run.resume(saved.step, log_every, resumed.folder, keep_last, saved.not_logged)
     run.write_config(config.to_yaml())
-    return [*notes, f"resumes from {resumed.folder}, after step {saved.step}"]
+    return [f"resumes from {resumed.folder}, after step {saved.step}"]
 
 
 def _begin(run: RunFolder, config: Config) -> list[str]:
-    aside = run.begin()
+    aside = run.create()
     if aside and Path(config.init_from).is_relative_to(run.path):  # it has been moved as well
         init_from = aside / Path(config.init_from).relative_to(run.path)
         config = config.model_copy(update={"init_from": str(init_from)})

@@ -229,7 +229,7 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
                     )
         if state.before_step:  # else nothing has begun that could be resumed
             if state.checkpoint:
-                error.add_note(run.how_to_go_on())
+                error.add_note(run.how_to_resume())
             if isinstance(error, UserError):
                 error.status = 1  # the run has failed: its options were right
         raise

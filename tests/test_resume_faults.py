@@ -55,7 +55,7 @@ def _start_together(folder, barrier, outcomes, rounds):
         one = RunFolder(folder)
         barrier.wait(60)
         try:
-            one.begin()
+            one.create()
             (folder / "mine").write_text(str(os.getpid()))
             barrier.wait(60)
             outcomes.put((number, "began", (folder / "mine").read_text() == str(os.getpid())))
@@ -95,9 +95,9 @@ def test_a_run_that_hangs_while_it_begins_is_waited_for_a_while_only(tmp_path, m
     lock = tmp_path / "logs/.begin.lock"
     said = r"logs: another process has been about to begin .* for 0.1 s"
     with filelock.FileLock(lock), pytest.raises(UserError, match=said):
-        RunFolder(tmp_path / "logs/b").begin()
+        RunFolder(tmp_path / "logs/b").create()
     assert [*lock.parent.iterdir()] == [lock]
-    RunFolder(tmp_path / "logs/b").begin()
+    RunFolder(tmp_path / "logs/b").create()
     assert [*lock.parent.iterdir()] == [tmp_path / "logs/b"]
 
 
@@ -105,7 +105,7 @@ def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(go, here
     go()
     resumed, config, _ = find_checkpoint(tiny_config(resume="auto", max_steps=9), ALONE)
     run_folder, newer = RunFolder(here), RunFolder(here)
-    newer.begin()
+    newer.create()
     newer.close()
     said = r"step_000006: is gone: the run was moved aside or deleted at this moment"
     with pytest.raises(UserError, match=said):
@@ -156,7 +156,7 @@ def test_a_lower_keep_last_makes_room_on_a_full_disk(go, here, disk):
     with pytest.raises(NotSavedError, match=f"step_000008: cannot be written: .*{NO_SPACE}") as no:
         go(**options, keep_last=9)
     assert no.value.status == 1
-    assert no.value.__notes__ == [RunFolder(here).how_to_go_on()]
+    assert no.value.__notes__ == [RunFolder(here).how_to_resume()]
     assert checkpoints(here) == ["step_000002", "step_000004", "step_000006"]
     assert go(**options, keep_last=1, resume="auto")["resumed_after_step"] == 6
     assert checkpoints(here) == ["step_000008"]

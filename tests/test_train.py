@@ -962,7 +962,7 @@ def test_two_runs_of_one_name_at_once_do_not_touch_each_other(tiny_config):
     config = tiny_config(run_name="busy")
     folder = Path(config.log_dir) / "busy"
     other = RunFolder(folder)
-    other.begin()
+    other.create()
     with pytest.raises(
         UserError,
         match=r"busy: another process is writing this run; wait for it or choose another --run_name",
