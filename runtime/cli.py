@@ -523,8 +523,6 @@ def show(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, tuple):
         return " ".join(map(str, value))
-    if isinstance(value, float):
-        return f"{value:g}"
     return "none" if value is None else str(value)
 
 

@@ -419,7 +419,7 @@ def test_every_optimization_of_the_ladder_is_said_to_be_on_or_off(tiny_config, c
     said_on, said_off = (part.split(", ") for part in said.split("; off: "))
     for line in (
         *("tf32", "bf16", "compile", "compile_mode max-autotune-no-cudagraphs", "flash"),
-        *("padded vocabulary 50304", "fused_adamw", "loss_chunks 8", "grad_clip 1"),
+        *("padded vocabulary 50304", "fused_adamw", "loss_chunks 8", "grad_clip 1.0"),
         *("lr_schedule cosine", "warmup_steps 10", "decay_matrices_only", "2 ranks"),
     ):
         assert line in said_on
