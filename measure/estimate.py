@@ -7,10 +7,10 @@ train.py, on fake tensors, which have shapes but no numbers. Nothing is allocate
 import bisect
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config import Config
 from data.prepare import is_there
 from dataloader import open_corpus
-from kernels.loss import loss_of_part, sum_of_parts
+from kernels.loss import summed_loss
 from model import GPT, GPTConfig
 from runtime.device import (
     check_precision,
@@ -33,26 +33,24 @@ from runtime.errors import UserError
 from runtime.report import flops_rate
 from runtime.start import memory_left
 from runtime.world import World
+from train import setup, train_step
 from weights import build_model
-
-R = TypeVar("R")  # train.py's Run, which imports this module
-Setup, TrainStep = Callable[..., R], Callable[[R, int], object]  # its functions of these names
 
 MB = 2**20
 MFUS = (0.3, 0.4, 0.5)  # that training reaches
 # What a process on a CPU takes beside tensors: code that is loaded after the model is built, and
 # the gaps that the C library keeps between buffers, as a share of the tensors. Fitted to measured
 # runs (docs/results.md).
-CODE, GAPS = 150 * MB, 0.21
+CODE, GAPS = 100 * MB, 0.5
 # Activations of a compiled run over those of an uncompiled one: what is fused is never stored.
 # Measured runs ranged from  to .
 COMPILED = 0.5
 
 
-def estimate(config: Config, world: World, setup: Setup[R], train_step: TrainStep[R]) -> None:
+def estimate(config: Config, world: World) -> None:
     """Print the run's tokens, compute, hours on this device, epochs, disk and memory.
 
-    `setup` and `train_step` are train.py's. Measures the device for some seconds, and writes no
+    Measures the device for some seconds, and writes no
     run. All ranks may call this; rank 0 prints. Raises UserError for what this device cannot do,
     a bad corpus, and weights of `init_from` that cannot be had.
     """
@@ -86,7 +84,7 @@ def estimate(config: Config, world: World, setup: Setup[R], train_step: TrainSte
             f"{seconds / config.max_steps:,.3f} s a step, {tokens / seconds:,.0f} tokens/s"
         )
     print(describe_disk(config, model))
-    moments = trace(config, world.device, setup, train_step)
+    moments = trace(config, world.device)
     moments = {name: at.of_run(config, ranks, model) for name, at in moments.items()}
     lines, peak = describe_memory(config, world, moments)
     print("\n".join([*lines, *(f"note: {note}" for note in notes)]))
@@ -245,9 +243,7 @@ def largest_batch(config: Config, world: World, moments: dict[str, Moment], left
     return largest
 
 
-def trace(
-    config: Config, device: torch.device, setup: Setup[R], train_step: TrainStep[R]
-) -> dict[str, Moment]:
+def trace(config: Config, device: torch.device) -> dict[str, Moment]:
     """Take two steps on fake tensors; returns the worst moment of each part of a step.
 
     The first one has one token, so that its worst moment is in the update. "kept" is the end of
@@ -301,5 +297,7 @@ class Numberless(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         if func is torch.ops.gpt2.summed_loss.default:
-            return sum_of_parts(*args[:6], loss_of_part)
+            return summed_loss._init_fn(
+                *args
+            )  # its code: what it makes and frees inside counts too
         return func(*args, **(kwargs or {}))
