@@ -7,8 +7,8 @@ train.py, on fake tensors, which have shapes but no numbers. Nothing is allocate
 import bisect
 import math
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,8 @@ from config import Config
 from data.prepare import is_there
 from dataloader import open_corpus
 from kernels.loss import summed_loss
-from model import GPT, GPTConfig
-from runtime.device import (
-    check_precision,
-    device_name,
-    make_repeatable,
-    matmul_dtype,
-    matmul_tflops,
-)
+from model import GPT
+from runtime.device import check_precision, device_name, matmul_dtype, matmul_tflops
 from runtime.errors import UserError
 from runtime.report import flops_rate
 from runtime.start import memory_left
@@ -42,6 +36,7 @@ MFUS = (0.3, 0.4, 0.5)  # that training reaches
 # the gaps that the C library keeps between buffers, as a share of the tensors. Fitted to measured
 # runs (docs/results.md).
 CODE, GAPS = 100 * MB, 0.5
+WORKSPACE = 32 * MB  # cuBLAS's on a GPU; 8 MB before Hopper
 # Activations of a compiled run over those of an uncompiled one: what is fused is never stored.
 # Measured runs ranged from  to .
 COMPILED = 0.5
@@ -50,22 +45,20 @@ COMPILED = 0.5
 def estimate(config: Config, world: World) -> None:
     """Print the run's tokens, compute, hours on this device, epochs, disk and memory.
 
-    Measures the device for some seconds, and writes no
-    run. All ranks may call this; rank 0 prints. Raises UserError for what this device cannot do,
-    a bad corpus, and weights of `init_from` that cannot be had.
+    Measures the device for some seconds, and writes no run. All ranks may call this; rank 0
+    prints. Raises UserError for what this device cannot do, a bad corpus, and weights of
+    `init_from` that cannot be had.
     """
     if world.rank:
         return
     if config.init_from != "scratch":  # the architecture is that of the weights
         config = build_model(config)[0].model_copy(update={"init_from": "scratch"})
-    with torch.device("meta"):
-        model = GPT(GPTConfig.of(config))
+    model, moments = trace(config, world)
     dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
     tokens = config.max_steps * per_step
     flops = tokens * model.flops_per_token(config.seq_len)
     notes = [*check_precision(world.device, tf32=config.tf32, bf16=config.bf16), *config.notes()]
-    make_repeatable(world.device)
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
     print(
         f"{config.run_name}: {model.num_parameters():,} parameters, on {ranks} x "
@@ -83,8 +76,7 @@ def estimate(config: Config, world: World) -> None:
             f"at {mfu:.0%} MFU (of that rate): {hours(seconds)}, "
             f"{seconds / config.max_steps:,.3f} s a step, {tokens / seconds:,.0f} tokens/s"
         )
-    print(describe_disk(config, model))
-    moments = trace(config, world.device)
+    print(describe_disk(config, moments["kept"].parameters + moments["kept"].optimizer))
     moments = {name: at.of_run(config, ranks, model) for name, at in moments.items()}
     lines, peak = describe_memory(config, world, moments)
     print("\n".join([*lines, *(f"note: {note}" for note in notes)]))
@@ -109,23 +101,11 @@ def describe_corpus(config: Config, tokens: int, n_vocab: int) -> str:
     return f"corpus:  {epochs}{more}"
 
 
-def checkpoint_bytes(config: Config, model: GPT) -> int:
-    """Return the size of a checkpoint: weights and optimizer state, in fp32.
-
-    AdamW keeps two averages of each number, Muon one.
-    """
-    numbers = 3 * model.num_parameters()
-    if config.optimizer == "muon":
-        hidden = (p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2)
-        numbers -= sum(p.numel() for p in hidden)
-    return 4 * numbers
-
-
-def describe_disk(config: Config, model: GPT) -> str:
-    """Return a line on what the checkpoints take, and what is free there."""
+def describe_disk(config: Config, size: float) -> str:
+    """Return a line on what checkpoints of so many bytes take, and what is free there."""
     if not config.keep_last:
         return "disk:    no checkpoint is saved, as keep_last is 0"
-    size, saved, best = checkpoint_bytes(config, model), 1, bool(config.eval_every)
+    saved, best = 1, bool(config.eval_every)
     if config.checkpoint_every:
         saved = math.ceil(config.max_steps / config.checkpoint_every)
     if best:  # each that is the best so far is saved too
@@ -165,20 +145,17 @@ class Moment:
         and optimizer state; whole are two blocks, the one that computes and the next, and what
         is in no block, with its gradients.
         """
-        compiled = replace(self, activations=self.activations * (COMPILED if config.compile else 1))
-        if ranks == 1:
-            return compiled
-        whole = 4.0 * model.num_parameters()
-        if not config.fsdp:
-            return replace(compiled, gradients=whole)
-        blocks = 4.0 * sum(p.numel() for p in model.transformer.h.parameters())
-        return Moment(
-            self.parameters / ranks,
-            self.gradients / ranks,
-            self.optimizer / ranks,
-            compiled.activations,
-            2 * blocks / config.n_layer + 2 * (whole - blocks),
+        activations = self.activations * (COMPILED if config.compile else 1)
+        gradients, gathered, shards, whole = self.gradients, 0.0, 1, 4.0 * model.num_parameters()
+        if config.fsdp and ranks > 1:
+            blocks = 4.0 * sum(p.numel() for p in model.transformer.h.parameters())
+            gathered, shards = 2 * (blocks / config.n_layer + whole - blocks), ranks
+        elif ranks > 1:
+            gradients = whole
+        parameters, gradients, optimizer = (
+            part / shards for part in (self.parameters, gradients, self.optimizer)
         )
+        return Moment(parameters, gradients, optimizer, activations, gathered)
 
 
 def describe_memory(
@@ -192,7 +169,7 @@ def describe_memory(
     tensors = moments[worst].total()
     peak = process_bytes(tensors, device)
     each = f"of each of {ranks} ranks" if ranks > 1 else "of the process"
-    beside = "cuBLAS's workspace"
+    beside = "the workspace of matmuls"
     if device.type == "cpu":
         beside = "loaded code, and gaps between buffers, which the allocator keeps"
     lines = [
@@ -219,9 +196,7 @@ def describe_memory(
 
 def process_bytes(tensors: float, device: torch.device) -> float:
     """Return the bytes that a process grows by which has so many bytes of tensors."""
-    if device.type == "cuda":
-        return tensors + (32 if torch.cuda.get_device_capability(device) >= (9, 0) else 8) * MB
-    return (1 + GAPS) * tensors + CODE if device.type == "cpu" else tensors
+    return (1 + GAPS) * tensors + CODE if device.type == "cpu" else tensors + WORKSPACE
 
 
 def largest_batch(config: Config, world: World, moments: dict[str, Moment], left: float) -> int:
@@ -229,64 +204,60 @@ def largest_batch(config: Config, world: World, moments: dict[str, Moment], left
 
     With total_batch_tokens, of those that divide it.
     """
-    most = 10**9
+    sizes: Sequence[int] = range(1, 10**9)
     if config.total_batch_tokens:
         most = config.total_batch_tokens // (config.seq_len * world.world_size)
+        sizes = [size for size in range(1, most + 1) if most % size == 0]
 
     def is_too_large(size: int) -> bool:
         tensors = max(at.total(size / config.batch_size) for at in moments.values())
         return process_bytes(tensors, world.device) > left
 
-    largest = bisect.bisect_left(range(1, most + 1), True, key=is_too_large)
-    if config.total_batch_tokens:
-        largest = max((size for size in range(1, largest + 1) if most % size == 0), default=0)
-    return largest
+    fitting = bisect.bisect_left(sizes, True, key=is_too_large)
+    return sizes[fitting - 1] if fitting else 0
 
 
-def trace(config: Config, device: torch.device) -> dict[str, Moment]:
-    """Take two steps on fake tensors; returns the worst moment of each part of a step.
+def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
+    """Take two steps on fake tensors, as in an uncompiled run on one rank.
 
-    The first one has one token, so that its worst moment is in the update. "kept" is the end of
-    the forward pass. Raises UserError where PyTorch has no MemTracker.
+    Returns the model, and the worst moment of each part of a step; "kept" is the end of the
+    forward pass. Raises UserError where PyTorch has no MemTracker.
     """
     try:
         from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _ModState
     except ImportError as error:
         raise UserError(f"--estimate: PyTorch {torch.__version__} is too old: {error}") from None
-    tracker, micro_steps = MemTracker(), min(2, config.accumulation_steps(1))  # the rest are alike
-    shape = (config.batch_size, config.seq_len)
+    tracker, shape = MemTracker(), (config.batch_size, config.seq_len)
+    micro_steps = min(2, config.accumulation_steps(world.world_size))  # more are like the second
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        # With one token, the worst moment of the first step is in the update.
         for size in [(1, 1)] * micro_steps + [shape] * micro_steps:
             tracker.reset_mod_stats()  # it follows one forward pass at a time
             yield torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
 
-    def moment(snapshot: dict[torch.device, dict[Any, int]]) -> Moment:
-        of, kind = snapshot[device], _MemRefType
-        return Moment(
-            of[kind.PARAM] + of[kind.BUFFER],
-            of[kind.GRAD],
-            of[kind.OPT],
-            of[kind.ACT] + of[kind.TEMP],
-        )
+    def moment(snapshots: dict[torch.device, dict[Any, int]]) -> Moment:
+        of = next(snapshot for at, snapshot in snapshots.items() if at.type == world.device.type)
+        kind = _MemRefType
+        parameters, activations = of[kind.PARAM] + of[kind.BUFFER], of[kind.ACT] + of[kind.TEMP]
+        return Moment(parameters, of[kind.GRAD], of[kind.OPT], activations)
 
     changed = {
         "compile": False,
-        "total_batch_tokens": micro_steps * math.prod(shape),
+        "total_batch_tokens": micro_steps * config.batch_size * config.seq_len,
         "fused_adamw": config.fused_adamw or config.fp16,  # others read whether to skip the step
     }
-    with FakeTensorMode(), torch.device(device), tracker, Numberless():
-        run = setup(config.model_copy(update=changed), World(device), batches=batches())
+    with FakeTensorMode(), world.device, tracker, Numberless():
+        run = setup(config.model_copy(update=changed), World(world.device), batches=batches())
         train_step(run, 1)
         update = tracker.get_tracker_snapshot("peak")
         train_step(run, 2)
-    models = (module for module in tracker.memory_tracking if isinstance(module, GPT))
-    parts = tracker.memory_tracking[next(models)].snapshots
-    return {
-        "kept": moment(parts[_ModState.POST_FW][-1]),
+    parts = tracker.memory_tracking[run.state.model].snapshots
+    return run.state.model, {
         "forward pass": moment(parts[_ModState.PEAK_FW][-1]),
         "backward pass": moment(parts[_ModState.PEAK_BW][-1]),
         "update": moment(update),
+        "kept": moment(parts[_ModState.POST_FW][-1]),
     }
 
 
@@ -297,7 +268,5 @@ class Numberless(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         if func is torch.ops.gpt2.summed_loss.default:
-            return summed_loss._init_fn(
-                *args
-            )  # its code: what it makes and frees inside counts too
+            return summed_loss._init_fn(*args)  # its own code, whose buffers count too
         return func(*args, **(kwargs or {}))
