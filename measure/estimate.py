@@ -180,8 +180,8 @@ def describe_memory(
     ]
     if config.compile:
         lines.append(
-            f"         compiled: activations are counted as {COMPILED} of an uncompiled run's, so the "
-            f"peak may be off by a third"
+            f"         compiled: activations are counted as {COMPILED} of an uncompiled run's, so "
+            f"the peak may be off by a third"
         )
     left = memory_left() / ranks
     if device.type == "cuda":
