@@ -118,7 +118,8 @@ def setup(
     if config.fsdp and world.distributed:
         shard(model, config, world)
     else:
-        model.to(device)
+        if model.lm_head.weight.device.type != device.type:  # fake tensors cannot be moved
+            model.to(device)
         # torch.compile: what lies between two matmuls becomes one kernel, so that it passes
         # through memory once; and Python is out of the step. 300 -> 130 ms, the most of any rung.
         # Evaluation, sampling and checkpoints use the plain module, which shares its weights:
@@ -375,7 +376,7 @@ def main(config: Config) -> None:
         StopRequest() as stop,
     ):
         if config.estimate:
-            from estimate import estimate  # which calls setup and train_step
+            from measure.estimate import estimate  # which calls setup and train_step
 
             estimate(config, world)
         else:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoint.weights import load_model
 from tests.conftest import (
     ROOT,
     TINY,
