@@ -1,26 +1,50 @@
-"""Which of several configs trains faster on this machine, and by how much: a few steps of each in
-turn, round after round.
+"""Compare the training speed of configs by interleaved runs: a few steps of each, round after round.
 
-    python -m benchmarks.in_turn speedup9.yaml speedup10.yaml
-    python -m benchmarks.in_turn speedup10.yaml "speedup10.yaml --no-flash"
-    python -m benchmarks.in_turn quickstart.yaml "OMP_NUM_THREADS=1 quickstart.yaml"    ... in another environment
-    python -m benchmarks.in_turn speedup10.yaml --code ../other    ... here and in another copy of this code
-    python -m benchmarks.in_turn a.yaml b.yaml -- --batch_size 2   options after -- go to all of them
+python -m measure.interleaved speedup9.yaml speedup10.yaml
+python -m measure.interleaved speedup10.yaml "speedup10.yaml --no-flash"
+python -m measure.interleaved quickstart.yaml "OMP_NUM_THREADS=1 quickstart.yaml"  other environment
+python -m measure.interleaved speedup10.yaml --code ../other   here and in another copy of this code
+python -m measure.interleaved a.yaml b.yaml -- --batch_size 2  options after -- go to all of them
 
-Each side stays in a process of its own, which sleeps while another has its turn. A machine that
-grows slower slows all sides of a round, and as every other round goes backwards, the last side
-suffers no more than the first. What counts is the ratio within a round: the median over the rounds,
-with an interval.
+Each side is a process of its own, which sleeps while another one trains. A machine that becomes
+slower slows all sides of a round. Every other round runs backwards, so the last side is no worse
+off than the first. The result is the ratio within a round: its median, with a confidence interval.
 """
 
 import sys
-from pathlib import Path
+
+from pydantic import Field
+
+from config import Config
+from runtime.cli import Options, parse
+from runtime.ratio import FEWEST
+from runtime.start import start
+
+
+class InterleavedOptions(Options):
+    """options"""
+
+    sides: tuple[str, ...] = ()
+    """configs; quote one together with options after it, and environment variables before it"""
+    rounds: int = Field(20, ge=FEWEST)
+    """rounds at most"""
+    width: float = Field(0.02, ge=0, le=1)
+    """stop once every interval is narrower than this share of its median"""
+    code: str | None = None
+    """folder of another copy of this code, in which the one config is trained as the second side"""
+    output: str | None = None
+    """JSON file for the steps of every side, written after each round"""
+
+
+def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split arguments at `--`: our own options, and those of every training run."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
+
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from runtime.interrupt import end_at_ctrl_c
-
-    end_at_ctrl_c()  # also during the imports
+    OWN, OF_ALL = split_command_line(sys.argv[1:])
+    OPTIONS = start(InterleavedOptions, OWN, description=__doc__, positional="sides")
 
 import contextlib
 import itertools
@@ -35,65 +59,44 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
-from pydantic import Field
-
-from config import Config
-from runtime.cli import Options, parse, parse_command_line
 from runtime.errors import TrainingError, UserError, reported, why_it_failed
 from runtime.files import write_whole
-from runtime.ratio import FEWEST, Ratio, median_ratio
+from runtime.ratio import Ratio, median_ratio
 from runtime.report import git_commit, items, machine, print_table
 from runtime.signals import ENDS_WITH
 from runtime.world import environment_of
 
 ROOT = Path(__file__).resolve().parent.parent
-# rounds: the first compiles, the second may record CUDA graphs, the third tells how many steps make
-# a turn
+# The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.
 LEFT_OUT = 3
-FEWEST_FOR_AN_EARLY_END = 10  # rounds: of fewer, narrow intervals are too often so by chance
-OTHERS_END = 15.0  # seconds within which the processes of a group end after one of them
-# at least, as a shorter turn is lost in what the machine does besides; a rehearsal may set less in
-# the environment
+FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
+OTHERS_END = 15.0  # seconds within which the other ranks of a run end after one has failed
+# Train at least this long at a time: less is lost in the machine's noise. Rehearsals set less.
 TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
 
-
-class InTurnOptions(Options):
-    """options"""
-
-    sides: tuple[str, ...] = ()
-    """configs, each with options of its own behind it, and variables of the environment before it,
-    if quoted together
-    """
-    rounds: int = Field(20, ge=FEWEST)
-    """rounds at most"""
-    width: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """enough rounds where every interval is narrower than this share of its median"""
-    code: str | None = None
-    """folder of another copy of this code, in which the one config is trained as the second side"""
-    output: str | None = None
-    """JSON file for every turn of every side, written as the rounds end"""
+Rates = Mapping[str, Sequence[float]]  # tokens/s of each side in each round
+Say = Callable[[str], None]
 
 
 # ---- the engine
 
 
-def take_turns(
+def interleave(
     sides: Mapping[str, Callable[[], float]],
     rounds: int,
-    enough: Callable[[Mapping[str, Sequence[float]]], bool] = lambda _: False,
+    enough: Callable[[Rates], bool] = lambda _: False,
     left_out: int = LEFT_OUT,
 ) -> dict[str, list[float]]:
-    """What each side returned in each round, but for the first rounds. Every other round has the
-    sides in reverse order.
+    """Call every side once a round, in reverse order every other round; returns what they returned.
 
-    Ends after `rounds` rounds that count, or before if what was returned so far is `enough`.
+    The first `left_out` rounds do not count. Ends after `rounds` more, or once they are `enough`.
     """
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(left_out + rounds):
-        names = list(sides)[:: 1 if i % 2 == 0 else -1]
-        for name in names:
+        for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
             rate = sides[name]()
             if i >= left_out:
                 rates[name].append(rate)
@@ -102,201 +105,213 @@ def take_turns(
     return rates
 
 
-def ratios(rates: Mapping[str, Sequence[float]], side: str, base: str) -> list[float]:
-    """The rate of a side over that of a base, round by round."""
-    return [ours / theirs for ours, theirs in zip(rates[side], rates[base], strict=True)]
+def ratio_of(rates: Rates, side: str, base: str) -> Ratio:
+    """Return how many times as fast as `base` a side is, from the ratio within each round."""
+    pairs = zip(rates[side], rates[base], strict=True)
+    return median_ratio([ours / theirs for ours, theirs in pairs])
+
+
+def is_narrow(rates: Rates, width: float) -> bool:
+    """True if the interval of every side over every other one is narrower than `width`.
+
+    Only the width ends the rounds, not the ratio: stopping at a pleasant one would make it false.
+    """
+    return len(next(iter(rates.values()))) >= FEWEST_FOR_AN_EARLY_END and all(
+        ratio_of(rates, side, base).width <= width
+        for base, side in itertools.combinations(rates, 2)
+    )
+
+
+class SideError(TrainingError):
+    """A side has failed."""
+
+    def __init__(self, name: str, reason: str):
+        super().__init__(f"{name}: {reason}")
+        self.name = name
 
 
 class Side:
-    """A process that does some steps whenever it is its turn, and sleeps otherwise. Use it as a
-    context: it ends there.
+    """A process, or the ranks of one run, that trains some steps on request and sleeps otherwise.
+
+    A context manager, which starts and ends the processes. They speak as measure/side.py does.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        ranks: int = 1,
     ):
-        self.name, self.command, self.environment = name, command, environment or {}
-        self.turns: list[dict[str, Any]] = []  # its answers
-        self.steps = 1
+        self.name, self.command, self.ranks = name, command, ranks
+        self.environment = dict(environment or {})
+        self.answers: list[dict[str, Any]] = []  # of rank 0; with several ranks, those of all in it
+        self.steps = 1  # to take at a time
 
     def __enter__(self) -> "Side":
-        self.errors = tempfile.TemporaryFile("w+", errors="replace")
-        self.process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            env={**os.environ, ENDS_WITH: str(os.getpid()), **self.environment},
-        )
+        of_ranks: list[dict[str, str]] = [{}]
+        if self.ranks > 1:
+            from torch.distributed import TCPStore
+
+            # as torchrun's agent has one; it lives as long as this object
+            self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            of_ranks = [environment_of(i, self.ranks, self.store.port) for i in range(self.ranks)]
+        self.processes: list[subprocess.Popen[str]] = []
+        self.errors: list[IO[str]] = []
+        for of_rank in of_ranks:
+            self.errors.append(tempfile.TemporaryFile("w+", errors="replace"))
+            self.processes.append(
+                subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self.errors[-1],
+                    text=True,
+                    env=os.environ | {ENDS_WITH: str(os.getpid())} | self.environment | of_rank,
+                )
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()  # it has nothing to save
-        self.process.communicate()
-        self.errors.close()
+        for process in self.processes:
+            process.kill()  # it has nothing to save
+            process.communicate()
+        for file in self.errors:
+            file.close()
 
-    def turn(self) -> float:
-        """Let it do its steps; returns tokens/s. Raises TrainingError if it fails."""
-        self.ask()
-        return self.answer()
+    def train(self, message: int | None = None) -> float:
+        """Take the steps; returns tokens/s. Raises SideError if a rank fails.
 
-    def ask(self, question: str | None = None) -> None:
-        """Let it begin its turn, or one that `question` asks for."""
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and has said why
-            print(question or self.steps, file=self.process.stdin, flush=True)
-
-    def answer(self) -> float:
-        """Wait for the end of its turn; returns tokens/s. Raises TrainingError if it fails."""
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        if not line:
-            raise TrainingError(f"{self.name}: {why_it_failed(self.process.wait(), self.errors)}")
-        answer = json.loads(line)
-        if not answer["asleep"]:
-            raise TrainingError(
-                f"{self.name}: its threads keep computing while another side has its turn; unset "
-                f"OMP_WAIT_POLICY "
-                f"(now {self.environment.get('OMP_WAIT_POLICY') or os.environ.get('OMP_WAIT_POLICY', 'not set')})"
+        `message`: profile the steps, and time the ranks' link with messages of so many bytes.
+        """
+        request = f"{self.steps}" if message is None else f"{self.steps} {message}"
+        for process in self.processes:
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its stderr says why
+                print(request, file=process.stdin, flush=True)
+        answers = self._receive()
+        if not all(answer["asleep"] for answer in answers):
+            policy = self.environment.get("OMP_WAIT_POLICY") or os.environ.get("OMP_WAIT_POLICY")
+            raise SideError(
+                self.name,
+                "its threads keep computing while another side trains; unset OMP_WAIT_POLICY "
+                f"(now {policy or 'not set'})",
             )
-        self.turns.append(answer)
+        answer = answers[0] | ({"ranks": answers} if self.ranks > 1 else {})
+        self.answers.append(answer)
         seconds = sum(answer["seconds"])
-        if len(self.turns) == LEFT_OUT:
+        if len(self.answers) == LEFT_OUT:
             self.steps = max(1, math.ceil(TURN_SECONDS * self.steps / seconds))
         return answer["tokens"] / seconds
 
+    def _receive(self) -> list[dict[str, Any]]:
+        """Read the answers in the order in which they come, as one rank may fail and others wait."""
+        answers: dict[int, dict[str, Any]] = {}
+        pipes = {process.stdout: rank for rank, process in enumerate(self.processes)}
+        while pipes:
+            for pipe in select.select(list(pipes), [], [])[0]:
+                line = pipe.readline()
+                if not line:
+                    raise SideError(self.name, self._why_it_ended())
+                answers[pipes.pop(pipe)] = json.loads(line)
+        return [answers[rank] for rank in range(self.ranks)]
 
-class Group(Side):
-    """Several processes that train together, as torchrun would start them on this machine: one
-    side. Its steps and its figures are those of the first; `ranks` of an answer has the answers of
-    all.
-    """
-
-    def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None, ranks: int
-    ):
-        super().__init__(name, command, environment)
-        self.ranks = ranks
-
-    def __enter__(self) -> "Group":
-        from torch.distributed import TCPStore
-
-        self.store = TCPStore(
-            "localhost", 0, is_master=True, wait_for_workers=False
-        )  # lives as long as they do
-        self.members = [
-            Side(
-                self.name,
-                self.command,
-                {**self.environment, **environment_of(rank, self.ranks, self.store.port)},
-            )
-            for rank in range(self.ranks)
-        ]
-        with contextlib.ExitStack() as stack:
-            for member in self.members:
-                stack.enter_context(member)
-            self.leave = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave.close()
-
-    def ask(self, question: str | None = None) -> None:
-        """Let all begin their turn."""
-        for member in self.members:
-            member.steps = self.members[0].steps
-            member.ask(question)
-
-    def answer(self) -> float:
-        """Wait for the end of all turns; returns tokens/s. Raises TrainingError if one fails, with
-        its reason.
-        """
-        try:
-            rates = {member: member.answer() for member in self.as_they_answer()}
-        except TrainingError as error:
-            has_ended = any(member.process.poll() is not None for member in self.members)
-            raise TrainingError(self.why() if has_ended else str(error)) from None
-        answers = [member.turns[-1] for member in self.members]
-        self.turns.append(answers[0] | {"ranks": answers})
-        return rates[self.members[0]]
-
-    def as_they_answer(self) -> Iterator[Side]:
-        """Those that have something to say, or have ended: one that fails does not wait for its
-        turn among the others.
-        """
-        left = {pipe: member for member in self.members if (pipe := member.process.stdout)}
-        while left:
-            for pipe in select.select(list(left), [], [])[0]:
-                yield left.pop(pipe)
-
-    def why(self) -> str:
-        """Why they have ended: one of them failed, and the others, which only lost it, have no
-        reason of their own to tell.
-        """
+    def _why_it_ended(self) -> str:
+        """Return the reason of the rank that failed by itself; others have only lost that one."""
         deadline, reasons = time.monotonic() + OTHERS_END, []
-        for member in self.members:
+        for process, errors in zip(self.processes, self.errors, strict=True):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = member.process.wait(max(0, deadline - time.monotonic()))
-                reasons.append(why_it_failed(status, member.errors))
-        return f"{self.name}: " + min(
-            reasons, key=lambda reason: ("another process" in reason, "exit status" in reason)
-        )
+                status = process.wait(max(0, deadline - time.monotonic()))
+                reasons.append(why_it_failed(status, errors))
+        return min(reasons, key=lambda why: (bool(OTHER_FAILED.search(why)), "exit status" in why))
+
+
+OTHER_FAILED = re.compile("another (process|rank)")
+
+
+def module_in(code: Path, module: str) -> tuple[list[str], dict[str, str]]:
+    """Return command and environment that run a module of a copy of this code from any folder."""
+    path = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
+    # PYTHONSAFEPATH: without it, a copy in the working directory would come first
+    return [sys.executable, "-m", module], {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def training_side(
     name: str,
     arguments: Sequence[str],
-    log_dir: str,
-    code: Path = ROOT,
     environment: Mapping[str, str] | None = None,
     ranks: int = 1,
+    code: Path = ROOT,
 ) -> Side:
-    """`train.py` with these arguments, in this copy of the code or another, as one process or
-    several.
+    """Make a side that trains with these arguments of train.py, in this copy of the code or another.
+
+    Copies older than measure/ have benchmarks/side.py.
     """
-    command = [
-        sys.executable,
-        str(code / "benchmarks" / "side.py"),
-        *arguments,
-        "--log_dir",
-        log_dir,
-        "--run_name",
-        "side",
-    ]
-    return (
-        Group(name, command, environment, ranks) if ranks > 1 else Side(name, command, environment)
-    )
+    command, paths = module_in(code, "measure.side")
+    if not (code / "measure" / "side.py").is_file():
+        command = [sys.executable, str(code / "benchmarks" / "side.py")]
+    return Side(name, [*command, *arguments], {**paths, **(environment or {})}, ranks)
 
 
 @contextlib.contextmanager
-def all_sides(sides: Sequence[Side]) -> Iterator[dict[str, Callable[[], float]]]:
-    """Start the sides; gives what `take_turns` takes, and ends them."""
+def started(sides: Sequence[Side]) -> Iterator[None]:
+    """Start the sides, and end them at exit."""
     with contextlib.ExitStack() as stack:
-        yield {side.name: stack.enter_context(side).turn for side in sides}
+        for side in sides:
+            stack.enter_context(side)
+        yield
 
 
-def narrow_enough(width: float) -> Callable[[Mapping[str, Sequence[float]]], bool]:
-    """Whether the interval of every side over every other is narrower than `width`.
+def run_rounds(
+    sides: Sequence[Side],
+    rounds: int,
+    width: float,
+    *,
+    results: Path | None = None,
+    check: Callable[[Side], None] = lambda _: None,
+    say: Say = lambda _: None,
+) -> dict[str, list[float]]:
+    """Interleave sides that have been started; returns tokens/s of each in each round.
 
-    Only the width ends the rounds, not where the interval lies: stopping at a pleasant ratio would
-    make it a false one.
+    `results`: a JSON file to write. `check` gets every side after its first steps. Raises SideError.
     """
 
-    def enough(rates: Mapping[str, Sequence[float]]) -> bool:
-        pairs = itertools.combinations(rates, 2)
-        return len(next(iter(rates.values()))) >= FEWEST_FOR_AN_EARLY_END and all(
-            over(rates, side, base).width <= width for base, side in pairs
-        )
+    def enough(rates: Rates) -> bool:
+        base, *others = rates
+        if results:
+            write_results(results, rates, sides)
+        line = f"round {len(rates[base])} of at most {rounds}: "
+        line += ", ".join(f"{rate[-1]:,.0f}" for rate in rates.values()) + " tokens/s"
+        if len(rates[base]) >= FEWEST:
+            line += "; x first " + ", ".join(str(ratio_of(rates, other, base)) for other in others)
+        say(line)
+        return is_narrow(rates, width)
 
-    return enough
+    for side in sides:  # the first steps alone, as the compiler times the kernels it chooses from
+        side.train()
+        check(side)
+    return interleave({side.name: side.train for side in sides}, rounds, enough, LEFT_OUT - 1)
+
+
+def write_results(path: Path, rates: Rates, sides: Sequence[Side]) -> None:
+    """Write the answers of every side to a JSON file, with the machine and the code."""
+    found = [
+        {
+            "name": side.name,
+            "command": shlex.join(["python", *side.command[1:]]),
+            "tokens_per_sec": rates[side.name],
+            "turns": side.answers,
+        }
+        for side in sides
+    ]
+    about = {"machine": machine(), "git": git_commit(), "left_out": LEFT_OUT, "sides": found}
+    write_whole(path, json.dumps(about, indent=1) + "\n")
 
 
 # ---- the command
 
 
 class Planned(NamedTuple):
-    """What makes a training side."""
+    """What a side of the command line trains."""
 
     name: str
     arguments: list[str]  # of train.py
@@ -304,155 +319,81 @@ class Planned(NamedTuple):
     code: Path = ROOT
 
 
-def plan(options: InTurnOptions, extra: Sequence[str]) -> list[Planned]:
-    """The sides that the command line names. Raises UserError for what is no comparison."""
-    texts = list(options.sides)
+def parse_side(text: str, of_all: Sequence[str]) -> Planned:
+    """Parse `[NAME=VALUE ...] CONFIG [options]`. Raises UserError for a mistake in it."""
+    try:
+        words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise UserError(
+            f"{text}: {str(error).lower()}; a side is quoted as a whole: "
+            '"speedup10.yaml --no-flash"'
+        ) from None
+    environment = {}
+    while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
+        name, _, environment[name] = words.pop(0).partition("=")
+    arguments = [f"--config={words[0]}", *of_all, *words[1:]]
+    parse(Config, arguments, config_file=True)  # mistakes are reported before anything starts
+    return Planned(text, arguments, environment)
+
+
+def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Planned]:
+    """Return the sides of the command line. Raises UserError for what is no comparison."""
+    texts = options.sides
     if options.code and len(texts) != 1:
         raise UserError(f"--code compares one config here and there, not {len(texts)}")
     if not options.code and len(texts) < 2:
         raise UserError(
-            f"at least two sides are needed, not {len(texts)}: "
-            f"python -m benchmarks.in_turn speedup9.yaml speedup10.yaml; or one and --code FOLDER"
+            f"at least two sides are needed, not {len(texts)}: python -m measure.interleaved "
+            "speedup9.yaml speedup10.yaml; or one and --code FOLDER"
         )
     if len(set(texts)) < len(texts):
-        raise UserError(
-            'two sides are the same; give one of them an option: "speedup10.yaml --no-flash"'
-        )
-    sides = []
-    for text in texts:
-        try:
-            words, environment = shlex.split(text) or [""], {}
-        except ValueError as error:
-            raise UserError(
-                f'{text}: {str(error).lower()}; a side is quoted as a whole: "speedup10.yaml '
-                f'--no-flash"'
-            ) from None
-        while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
-            name, _, environment[name] = words.pop(0).partition("=")
-        sides.append(Planned(text, [f"--config={words[0]}", *extra, *words[1:]], environment))
-        parse(
-            Config, sides[-1].arguments, config_file=True
-        )  # a mistake is told before anything starts
+        raise UserError('two sides are the same; give one an option: "speedup10.yaml --no-flash"')
+    if options.output and not Path(options.output).absolute().parent.is_dir():
+        raise UserError(f"--output {options.output}: no such folder")
+    sides = [parse_side(text, of_all) for text in texts]
     if options.code:
-        code = Path(options.code)
-        if not (code / "benchmarks" / "side.py").is_file():
-            raise UserError(f"--code {code}: is no copy of this code: it has no benchmarks/side.py")
-        sides.append(sides[0]._replace(name=f"{texts[0]} in {code}", code=code.resolve()))
+        code = Path(options.code).resolve()
+        if not any((code / room / "side.py").is_file() for room in ("measure", "benchmarks")):
+            raise UserError(f"--code {options.code}: is no copy of this code: no measure/side.py")
+        sides.append(sides[0]._replace(name=f"{texts[0]} in {options.code}", code=code))
     return sides
 
 
-def compare(
-    planned: Sequence[Planned],
-    rounds: int,
-    width: float,
-    results: Path | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-) -> tuple[dict[str, list[float]], list[Side]]:
-    """tokens/s of each side in each round, and the sides with all their answers. Raises UserError
-    if one fails.
-    """
+def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
+    """Compare the sides of the command line. Raises UserError."""
+    results = Path(options.output) if options.output else None
     with tempfile.TemporaryDirectory() as folder:
+        # copies of before measure/ write a log
         sides = [
             training_side(
-                side.name, side.arguments, str(Path(folder) / str(i)), side.code, side.environment
+                side.name,
+                [*side.arguments, f"--log_dir={folder}/{i}"],
+                side.environment,
+                code=side.code,
             )
-            for i, side in enumerate(planned)
+            for i, side in enumerate(plan(options, of_all))
         ]
-        with all_sides(sides) as turns:
-            return do_rounds(sides, turns, rounds, width, results, tell), sides
-
-
-def do_rounds(
-    sides: Sequence[Side],
-    turns: Mapping[str, Callable[[], float]],
-    rounds: int,
-    width: float,
-    results: Path | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-) -> dict[str, list[float]]:
-    """tokens/s of each side, which has been started, in each round. Raises UserError if one fails."""
-
-    def enough(rates: Mapping[str, Sequence[float]]) -> bool:
-        done = len(rates[sides[0].name])
-        if results:
-            write_results(results, rates, sides)
-        tell(
-            f"round {done} of at most {rounds}: "
-            + ", ".join(f"{rate[-1]:,.0f}" for rate in rates.values())
-            + " tokens/s"
-            + describe(rates)
-        )
-        return narrow_enough(width)(rates)
-
-    for side in (
-        sides
-    ):  # the first turn, in which they compile: alone, as the compiler times what it chooses from
-        side.turn()
-    return take_turns(turns, rounds, enough, left_out=LEFT_OUT - 1)
-
-
-def describe(rates: Mapping[str, Sequence[float]]) -> str:
-    """How each side compares with the first so far, if there are rounds enough."""
-    base, *others = rates
-    return (
-        ""
-        if len(rates[base]) < FEWEST
-        else "; x first " + ", ".join(str(over(rates, side, base)) for side in others)
-    )
-
-
-def over(rates: Mapping[str, Sequence[float]], side: str, base: str) -> Ratio:
-    """How many times as fast a side is as a base."""
-    return median_ratio(ratios(rates, side, base))
-
-
-def write_results(path: Path, rates: Mapping[str, Sequence[float]], sides: Sequence[Side]) -> None:
-    """Write every turn to a JSON file, with the machine and the code."""
-    found = {
-        "machine": machine(),
-        "git": git_commit(),
-        "left_out": LEFT_OUT,
-        "sides": [
-            {
-                "name": side.name,
-                "command": shlex.join(["python", *side.command[1:]]),
-                "tokens_per_sec": rates[side.name],
-                "turns": side.turns,
-            }
-            for side in sides
-        ],
-    }
-    write_whole(path, json.dumps(found, indent=1) + "\n")
-
-
-def main(argv: Sequence[str]) -> None:
-    """Compare what the command line names. Raises UserError."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    options = parse_command_line(InTurnOptions, argv[:at], description=__doc__, positional="sides")
-    if options.output and not Path(options.output).absolute().parent.is_dir():
-        raise UserError(f"--output {options.output}: no such folder")
-    rates, sides = compare(
-        plan(options, argv[at + 1 :]),
-        options.rounds,
-        options.width,
-        Path(options.output) if options.output else None,
-        tell=lambda line: print(line, flush=True),
-    )
+        with started(sides):
+            rates = run_rounds(sides, options.rounds, options.width, results=results, say=say)
     base = sides[0].name
     rows = [
         (
             side.name,
             f"{statistics.median(rates[side.name]):,.0f}",
-            "" if side.name == base else str(over(rates, side.name, base)),
-            f"{side.turns[-1]['peak_memory_mb']:,.0f}",
+            "" if side.name == base else str(ratio_of(rates, side.name, base)),
+            f"{side.answers[-1]['peak_memory_mb']:,.0f}",
         )
         for side in sides
     ]
-    print_table(
-        f"{len(rates[base])} rounds in turn", items("side", "tokens/s", "x first", "MB"), rows
-    )
+    columns = items("side", "tokens/s", "x first", "MB")
+    print_table(f"{len(rates[base])} interleaved rounds", columns, rows)
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
     with reported("the comparison"):
-        main(sys.argv[1:])
+        main(OPTIONS, OF_ALL)
