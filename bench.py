@@ -27,8 +27,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from config import Config, Count, ZeroIsOff, load_config
 from runtime.cli import ContradictionError, Name, Options, Positive, parse_command_line
 from runtime.errors import TrainingError, UserError, reported
-from runtime.process import before_torch
 from runtime.ratio import FEWEST
+from runtime.start import set_up_process
 
 # layers, heads and width
 SIZES = {
@@ -208,7 +208,7 @@ if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help, mistakes and Ctrl-C answer at once
     OPTIONS = parse_command_line(BenchOptions, description=__doc__)
     end_at_ctrl_c()  # again: reading the options ended it
-    before_torch()
+    set_up_process()
 
 from benchmarks.parts import Wanted, inspect_models
 from benchmarks.scaling import Scaling

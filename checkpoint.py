@@ -21,6 +21,7 @@ import base64
 import contextlib
 import functools
 import json
+import math
 import os
 import random
 import shlex
@@ -101,6 +102,7 @@ class State:
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # of the loss; does nothing without fp16
     memory_before: float = 0.0  # MiB that the process had before all this was built
+    corpus: str = ""  # the training tokens' fingerprint
     step: int = 0  # steps taken
     skipped_steps: int = 0  # of these, left out for a loss or norm that was not finite
     best_val_loss: float | None = None
@@ -110,12 +112,17 @@ class State:
         None  # PyTorch's random states after so many steps: CPU's, device's
     )
 
-    def begin_step(self, device: torch.device) -> None:
+    def begin_step(self, device: torch.device) -> int:
         """Remember PyTorch's random states, which a step that fails would leave somewhere in its
         middle.
         """
         gpu = _generator_of(device)
         self.before_step = self.step, torch.get_rng_state(), gpu and gpu.get_rng_state()
+        return self.step + 1
+
+    def finish_step(self, step: int) -> None:
+        """Count a step whose update is complete."""
+        self.step, self.is_whole = step, True
 
     def undo_step(self, device: torch.device) -> None:
         """Take back what a step that failed before its update has changed: gradients and random
@@ -193,18 +200,11 @@ class SavedState(BaseModel):
     random: list[RandomState]  # of each process
     not_logged: LogRow | None = None  # the row of a step that log.csv did not take
 
-    @property
-    def is_of_older_order(self) -> bool:
-        """Whether its steps were shuffled in another order: by a version whose fingerprints did not
-        yet begin with a number.
-        """
-        return bool(self.config.get("shuffle")) and ":" not in self.corpus
-
 
 # ---- saving
 
 
-def save(run: RunFolder, state: State, config: Config, corpus: str, world: World) -> Path | None:
+def save(run: RunFolder, state: State, config: Config, world: World) -> Path | None:
     """Save the run's state; every process has to call this. Returns the checkpoint's folder, None
     where none are kept.
 
@@ -213,6 +213,8 @@ def save(run: RunFolder, state: State, config: Config, corpus: str, world: World
     """
     if not config.keep_last:
         return None
+    if state.checkpoint and step_of(state.checkpoint) == state.step:
+        return state.checkpoint
     # the extremes rather than isfinite of all: that would take as much memory as the largest matrix
     parts = [part for parameter in state.model.parameters() if len(part := own_part(parameter))]
     if world.sum(not all(torch.stack(part.aminmax()).isfinite().all() for part in parts)):
@@ -227,7 +229,7 @@ def save(run: RunFolder, state: State, config: Config, corpus: str, world: World
         tokens_per_step=tokens_per_step,
         best_val_loss=state.best_val_loss,
         skipped_steps=state.skipped_steps,
-        corpus=corpus,
+        corpus=state.corpus,
         scaler=state.scaler.state_dict(),
         random=world.gather(RandomState.take(world.device)),
         not_logged=run.not_logged,
@@ -367,6 +369,39 @@ def _being_saved(
         raise NotSavedError(f"{folder}: cannot be written: {error}; {left}") from None
 
 
+def save_if_best(
+    val_loss: float, run: RunFolder, state: State, config: Config, world: World
+) -> None:
+    """Keep a checkpoint of this step, if no validation loss was lower."""
+    best = math.inf if state.best_val_loss is None else state.best_val_loss
+    if state.step and val_loss < best:
+        folder = save(run, state, config, world)
+        state.best_val_loss = val_loss
+        keep_best(run, folder, world)
+
+
+def check_finite(
+    loss: float, norm: float, lr: float, run: RunFolder, state: State, config: Config
+) -> bool:
+    """Return whether the step changed the weights.
+
+    It did not where loss or norm is not finite. Raises TrainingError after more such steps than
+    `skip_nonfinite`. An overflow in fp16 is none: the scaler halves its scale and goes on.
+    """
+    overflow = config.fp16 and math.isfinite(loss) and state.scaler.get_scale() >= 0.5
+    if math.isfinite(loss + norm) or overflow:
+        return True
+    problem = (
+        f"step {state.step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"
+    )
+    if state.skipped_steps == config.skip_nonfinite:
+        instead = ", or bf16 instead of fp16" if config.fp16 else ""
+        raise TrainingError(f"{problem}; {hint(run.path, config.lr)}{instead}")
+    state.skipped_steps += 1
+    run.message(f"{problem}: left out, {state.skipped_steps} of {config.skip_nonfinite}")
+    return False
+
+
 def keep_best(run: RunFolder, folder: Path | None, world: World) -> None:
     """Keep a checkpoint as `best_<step>`, the run's best so far, which `keep_last` does not delete;
     nothing without a checkpoint.
@@ -410,17 +445,20 @@ def hint(run: Path, lr: float) -> str:
 
 
 @contextlib.contextmanager
-def emergency_save(
-    run: RunFolder, state: State, config: Config, corpus: str, world: World
-) -> Iterator[None]:
+def emergency_save(run: RunFolder, state: State, config: Config, world: World) -> Iterator[None]:
     """Save the state after the last whole step if anything fails: a corpus that goes bad, a log
     that cannot be written, memory.
 
     The error is raised all the same, with a note on how to go on. Not saved is what a save itself
     could not write, a state that training has spoiled (TrainingError), one in the middle of its
     update, and any of several processes', as the others may be gone or have failed elsewhere: then
-    the last checkpoint counts. `corpus`: the training tokens' fingerprint.
+    the last checkpoint counts.
     """
+
+    def update_begins(*_: object) -> None:
+        state.is_whole = False
+
+    hooks = [optimizer.register_step_pre_hook(update_begins) for optimizer in state.optimizers]
     try:
         yield
     except (CheckpointError, TrainingError):
@@ -437,7 +475,7 @@ def emergency_save(
                     error.__traceback__
                 )  # they hold the step's activations, and memory may be the fault
                 state.undo_step(world.device)
-                save(run, state, config, corpus, world)
+                save(run, state, config, world)
             except Exception as another:  # the first error is the one to tell
                 if state.step > _saved_step(state):
                     error.add_note(
@@ -452,6 +490,9 @@ def emergency_save(
                 1  # a step has begun: it is a run that failed, not a mistake in its options
             )
         raise
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _saved_step(state: State) -> int:
@@ -559,13 +600,23 @@ class Resumed:
     folder: Path
     saved: SavedState
 
-    def restore(self, state: State, config: Config, corpus: str, world: World) -> None:
+    def is_finished(self, run: RunFolder, config: Config, world: World) -> bool:
+        """True, with a message, if the run has ended with this step."""
+        is_over = self.saved.step >= config.max_steps and world.broadcast(run.is_finished())
+        if is_over:
+            run.message(
+                f"nothing to do: {self.folder} is step {self.saved.step} of {config.max_steps}; "
+                f"raise max_steps to go on"
+            )
+        return is_over
+
+    def restore(self, state: State, config: Config, world: World) -> None:
         """Put optimizers, loss scaler, counts and random states back; the model has its weights
         already.
 
-        `corpus`: the training tokens' fingerprint, of the checkpoint's kind. Raises CheckpointError
-        for what does not fit.
+        Raises CheckpointError for what does not fit.
         """
+        corpus = state.corpus
         if corpus != self.saved.corpus:
             raise CheckpointError(
                 f"{self.folder} was trained on another corpus than "
@@ -672,7 +723,7 @@ def _check_same_folder(config: Config, resumed: Resumed | None, world: World) ->
     world.on_rank0(check)
 
 
-def check_same_tokens(folder: Path, corpus: str, world: World) -> None:
+def check_same_tokens(folder: str, corpus: str, world: World) -> None:
     """Raises UserError unless all processes find the same corpus in their `folder`. `corpus`: the
     training tokens' fingerprint.
     """
@@ -847,12 +898,6 @@ def resumed_config(
         and theirs[name] != new
     ]
     notes = [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
-    if saved.is_of_older_order:
-        notes.append(
-            f"{folder} is of an older version, which shuffled otherwise: from here on the order "
-            f"is another one, so some "
-            f"sequences of this epoch come again and others not at all"
-        )
     return resumed, notes
 
 

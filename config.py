@@ -419,6 +419,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             off for is_on, on, off, _ in switches if on and not is_on
         ]
 
+    def describe_optimizations(self, world_size: int) -> str:
+        """Return a line on which optimizations are on and which are off."""
+        on, off = (", ".join(names) or "none" for names in self.optimizations(world_size))
+        return f"optimizations on: {on}; off: {off}"
+
     def switched_off(self) -> dict[str, list[str]]:
         """For each optimization that is on, in words, the flags that switch it off and nothing
         else.

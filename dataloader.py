@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from data.manifest import check_shards
-from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError, sample_starts
+from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError
 
 OPENED_AT_ONCE = 32  # files: a disk takes as long for many reads at once as for a few
 READ_AHEAD = 4  # batches, at once: shuffled, each waits for the disk several times
-KIND = "2:"  # begins a fingerprint; older ones begin with none
 
 
 @dataclass(frozen=True)
@@ -69,37 +68,23 @@ class TokenStream:
             rows[here] = span.file.read((span.start + places[here]).tolist(), self.seq_len + 1)
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
-    def fingerprint(self, like: str = "") -> str:
-        """A hash of the tokens that tells corpora apart: of how many each file holds, and of all of
-        them or, of many, samples.
+    def fingerprint(self) -> str:
+        """Return a hash that tells corpora apart.
 
-        `like`: a checkpoint's fingerprint. If it is of the kind that older checkpoints have, so is
-        what is returned. Raises TokenFileError for a file that went bad.
+        It covers how many tokens each file holds, and all of them or, of many, samples. Raises
+        TokenFileError for a file that went bad.
         """
-        if like and not like.startswith(KIND):
-            return self._older_fingerprint()
         digest = hashlib.sha256()
         for span in self.spans:
-            digest.update(
-                f"{span.start} {span.stop};".encode() + span.file.digest(span.start, span.stop)
-            )
-        return KIND + digest.hexdigest()
-
-    def _older_fingerprint(self) -> str:
-        """The kind of before 2026-11-22: of 2 MB of every file, read whenever it is asked for."""
-        digest, sample = hashlib.sha256(), 2**16
-        for span in self.spans:
-            digest.update(f"{span.start} {span.stop};".encode())
-            n = span.stop - span.start
-            for start in sample_starts(n, sample):
-                digest.update(span.file.read([span.start + start], min(sample, n)).tobytes())
-        return digest.hexdigest()
+            place = f"{span.start} {span.stop};".encode()
+            digest.update(place + span.file.digest(span.start, span.stop))
+        return "2:" + digest.hexdigest()  # 2: the version of this hash
 
 
 def open_corpus(
     folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 0.0
 ) -> tuple[TokenStream, TokenStream]:
-    """The training and the validation split of the token files in `folder`.
+    """Return the training and the validation split of the token files in `folder`.
 
     Validation is the files with `_val_` in their name; where there are none, the last
     `val_fraction` of the tokens. Raises TokenFileError for a folder without training files, a bad
@@ -124,7 +109,7 @@ def open_corpus(
 
 
 def is_validation(path: Path) -> bool:
-    """Whether a token file's name says that it is for validation: `<corpus>_val_<number>.bin`."""
+    """True if a token file's name says that it is for validation: `<corpus>_val_<number>.bin`."""
     return f"{path.stem}_".rfind("_val_") > path.stem.rfind("_train_")
 
 
@@ -142,9 +127,7 @@ def _cut_tail(spans: list[Span], fraction: float) -> tuple[list[Span], list[Span
 
 
 class DataLoader:
-    """The batches of one process. `accumulation` micro-steps of every one of `world_size` processes
-    make up a step.
-    """
+    """Make the batches of one rank. A step is `accumulation` micro-steps of all `world_size` ranks."""
 
     def __init__(
         self,
@@ -158,49 +141,36 @@ class DataLoader:
         shuffle: bool = False,
         overfit_batch: bool = False,
     ):
-        """Raises TokenFileError if the stream has too few tokens for one step."""
-        self.stream, self.batch_size, self.world_size, self.rank = (
-            stream,
-            batch_size,
-            world_size,
-            rank,
-        )
-        self.accumulation, self.seed, self.shuffle, self.overfit_batch = (
-            accumulation,
-            seed,
-            shuffle,
-            overfit_batch,
-        )
+        """Raise TokenFileError if the stream has too few tokens for one step."""
+        self.stream, self.seed, self.shuffle = stream, seed, shuffle
+        self.batch_size, self.accumulation = batch_size, accumulation
+        self.world_size, self.rank, self.overfit_batch = world_size, rank, overfit_batch
         self.global_batch = batch_size * world_size * accumulation
         if len(stream) < self.global_batch:
-            T = stream.seq_len
+            T, folder = stream.seq_len, stream.spans[0].path.parent if stream.spans else "corpus"
             raise TokenFileError(
-                f"{stream.spans[0].path.parent if stream.spans else 'the corpus'}: "
-                f"{stream.tokens:,} tokens make {len(stream)} "
-                f"sequences of {T}, but one step takes {self.global_batch}, at least "
-                f"{self.global_batch * T + 1:,} tokens; "
+                f"{folder}: {stream.tokens:,} tokens make {len(stream)} sequences of {T}, but one "
+                f"step takes {self.global_batch}, at least {self.global_batch * T + 1:,} tokens; "
                 f"lower batch_size, seq_len or total_batch_tokens, or train on a larger corpus"
-                + (", or start fewer processes" if world_size > 1 else "")
+                + (", or start fewer ranks" if world_size > 1 else "")
             )
 
     def describe(self) -> str:
-        """What an epoch and a step are, for the user."""
+        """Return two lines: how many steps an epoch has, and what a step is made of."""
+        tokens = self.global_batch * self.stream.seq_len
         return (
             f"1 epoch = {self.steps_per_epoch:,} batches\n"
-            f"1 step = {self.global_batch * self.stream.seq_len:,} tokens: batch_size "
-            f"{self.batch_size} x seq_len "
-            f"{self.stream.seq_len} x {self.world_size} processes x {self.accumulation} micro-steps"
+            f"1 step = {tokens:,} tokens: batch_size {self.batch_size} x seq_len "
+            f"{self.stream.seq_len} x {self.world_size} ranks x {self.accumulation} micro-steps"
         )
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole steps in one pass over the windows."""
+        """Count the whole steps in one pass over the windows."""
         return len(self.stream) // self.global_batch
 
     def batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (batch_size, seq_len) int64, of this process at a step (from 1)
-        and micro-step (from 0).
-        """
+        """Return inputs and targets (B, T), int64, of a step (from 1) and micro-step (from 0)."""
         if step < 1 or not 0 <= micro_step < self.accumulation:
             raise IndexError(
                 f"no step {step}, micro-step {micro_step}: steps count from 1, micro-steps from 0"
@@ -210,12 +180,10 @@ class DataLoader:
         return self.stream.read(self._windows(step, first))
 
     def _windows(self, step: int, first: int) -> Sequence[int] | np.ndarray:
-        """Windows first .. first + batch_size - 1 of a step's global batch, which is the same
-        however it is divided up.
+        """Return windows first .. first + batch_size - 1 of a step's global batch.
 
-        In order, an epoch is the largest multiple of the global batch that fits; shuffled, it is
-        all windows in a fresh seeded order, and a step may lie across the end of one epoch and the
-        start of the next.
+        In order, an epoch is the largest multiple of the global batch that fits. Shuffled, it is
+        all windows in a fresh seeded order, and a step may reach from one epoch into the next.
         """
         if not self.shuffle:
             first += (step - 1) % self.steps_per_epoch * self.global_batch
@@ -223,28 +191,25 @@ class DataLoader:
         n = len(self.stream)
         first += (step - 1) * self.global_batch
         epochs, places = np.divmod(np.arange(first, first + self.batch_size), n)
-        return np.concatenate(
-            [
-                permuted(places[epochs == epoch], n, self.seed, epoch)
-                for epoch in np.unique(epochs).tolist()
-            ]
+        of_each = (
+            permuted(places[epochs == epoch], n, self.seed, epoch)
+            for epoch in np.unique(epochs).tolist()
         )
+        return np.concatenate([*of_each])
 
 
 def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """What stands at some places of an epoch's order, a permutation of 0 .. n - 1 that is computed
-    and not stored; both int64.
+    """Return the elements at `places` of an epoch's permutation of 0 .. n - 1; both int64.
 
-    A Feistel network. A number is a pair, left < a and right < b, where a b is n or little more. A
-    round adds a keyed hash of one half to the other, which can be undone: no two numbers become
-    one. What comes out as n or more goes through again until it does not (cycle walking; Black and
-    Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    The permutation is computed, not stored, by a Feistel network: a number is a pair, left < a and
+    right < b, where a b is n or little more. A round adds a keyed hash of one half to the other,
+    which can be undone: no two numbers become one. A result of n or more goes through again until
+    it is below (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    keys = np.frombuffer(
-        hashlib.sha512(f"{seed} {epoch}".encode()).digest(), dtype="<u8"
-    )  # 8, each for a round
+    digest = hashlib.sha512(f"{seed} {epoch}".encode()).digest()
+    keys = np.frombuffer(digest, dtype="<u8")  # 8, each for a round
     numbers, outside = places.astype(np.uint64), np.arange(len(places))
     while outside.size:
         left, right = np.divmod(numbers[outside], np.uint64(b))
@@ -257,8 +222,10 @@ def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _hashed(x: np.ndarray) -> np.ndarray:
-    """63 bits that depend on all bits of each number (the finalizer of splitmix64; Steele and
-    others, 2014).
+    """Return 63 bits that depend on all bits of each number.
+
+    The finalizer of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number
+    generators").
     """
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -268,12 +235,9 @@ def _hashed(x: np.ndarray) -> np.ndarray:
 def prefetch(
     loader: DataLoader, device: torch.device, steps: Iterable[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The loader's batches, every micro-step of every step, on the device. Threads read the next
-    ones ahead.
-    """
-    pin = (
-        device.type == "cuda"
-    )  # pinned memory is copied to the GPU while both go on; each batch has its own
+    """Yield the batches of every micro-step of some steps on the device; threads read ahead."""
+    # From pinned memory a copy to the GPU runs beside the computation. Each batch has its own.
+    pin = device.type == "cuda"
 
     def fetch(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
         x, y = loader.batch(step, micro_step)

@@ -20,12 +20,18 @@ from dataloader import open_corpus
 from kernels.loss import loss_of_part, sum_of_parts
 from model import GPT, GPTConfig
 from optimizer import clip_gradients, make_optimizers
-from runtime.device import autocast_to, device_name, matmul_dtype, prepare
-from runtime.measure import bf16_note, matmul_tflops
+from runtime.device import (
+    autocast_to,
+    device_name,
+    make_repeatable,
+    matmul_dtype,
+    matmul_tflops,
+    set_precision,
+)
 from runtime.memory import Recorder, compiled_graphs, count_graph
 from runtime.parallel import recompute, take_float32_input
-from runtime.process import memory_left
 from runtime.report import flops_rate
+from runtime.start import memory_left
 from runtime.world import World
 from weights import build_model
 
@@ -42,9 +48,8 @@ def estimate(config: Config, world: World) -> None:
     """
     if world.rank:
         return
-    notes = prepare(
-        world.device, tf32=config.tf32, bf16=config.bf16, recompute_cheap=config.recompute_cheap
-    )
+    make_repeatable(world.device)
+    notes = set_precision(world.device, tf32=config.tf32, bf16=config.bf16)
     if config.init_from == "scratch":
         with torch.device("meta"):  # the sizes alone
             model = GPT(GPTConfig.of(config))
@@ -76,7 +81,7 @@ def estimate(config: Config, world: World) -> None:
     print(describe_disk(config, model))
     lines, peak = describe_memory(config, world)
     print("\n".join(lines))
-    for note in [*notes, *config.notes(), *(bf16_note(world.device) if config.bf16 else [])]:
+    for note in [*notes, *config.notes()]:
         print(f"note: {note}")
     print(f"estimated peak: {peak} MB")
 

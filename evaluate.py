@@ -24,7 +24,7 @@ from pydantic import Field
 
 from runtime.cli import ConfigError, Name, Options, Positive, parse_command_line, reconfigure_output
 from runtime.errors import TrainingError, UserError, reported
-from runtime.process import before_torch, trim_memory_if_short
+from runtime.start import set_up_process, trim_memory_if_short
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # json is also the name of a method that pydantic has given up
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     # before torch is imported, which takes seconds: --help, mistakes and Ctrl-C answer at once
     OPTIONS = parse_command_line(EvaluateOptions, description=__doc__, positional="run")
     end_at_ctrl_c()  # again: reading the options ended it
-    before_torch()
+    set_up_process()
 
 import numpy as np
 import torch
@@ -80,9 +80,15 @@ from data.prepare import is_there, prepare_if_missing
 from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import TokenStream, is_validation, open_corpus
 from model import GPT
-from runtime.device import autocast_to, choose_device, device_name, matmul_dtype, prepare
+from runtime.device import (
+    autocast_to,
+    choose_device,
+    device_name,
+    make_repeatable,
+    matmul_dtype,
+    set_precision,
+)
 from runtime.files import write_whole
-from runtime.measure import bf16_note
 from runtime.runlog import RunFolder
 from runtime.world import World, joined_world, launch
 from weights import STATE, find_weights, load_model, read_json
@@ -528,7 +534,8 @@ def _load(
         matmul_dtype(bf16=bf16, fp16=fp16),
         options.batch_size or trained.get("batch_size", 4),
     )
-    notes = prepare(world.device, tf32=tf32, bf16=bf16) + (bf16_note(world.device) if bf16 else [])
+    make_repeatable(world.device)
+    notes = set_precision(world.device, tf32=tf32, bf16=bf16)
     results = {
         "run": options.run,
         "weights": str(folder),
@@ -648,7 +655,7 @@ def _open_validation(
     if options.val_fraction is not None and is_validation(stream.spans[0].path):
         say(f"note: val_fraction has no effect: {folder} has validation files of its own")
     corpus = subject.state.get("corpus", "")
-    if own and fraction == trained["val_fraction"] and rest.fingerprint(like=corpus) != corpus:
+    if own and fraction == trained["val_fraction"] and rest.fingerprint() != corpus:
         say(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
     return folder, stream, options.tokens or defaults.get("eval_tokens")
 

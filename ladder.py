@@ -370,7 +370,7 @@ def probe(device: str) -> dict[str, Any]:
     machine's `memory_mb`, and `bf16_slowdown`, bfloat16's time over float32's, None where bfloat16
     is not slow. Empty if it fails.
     """
-    command = [sys.executable, "-m", "runtime.measure", device]
+    command = [sys.executable, "-m", "measure.probe", device]
     found = subprocess.run(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
     )

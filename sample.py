@@ -130,7 +130,6 @@ from torch import Tensor
 from data.tokenizer import END_OF_TEXT, get_encoding
 from model import GPT, ModelError, draw, scores_of
 from runtime.device import check_compiler, choose_device, set_precision
-from runtime.measure import bf16_note
 from weights import load_model
 
 SEPARATOR = "\n---\n"  # between two texts
@@ -296,11 +295,7 @@ class Sampler:
     def __init__(self, options: SampleOptions):
         """Raises UserError for what cannot be loaded and what this device cannot do."""
         device = choose_device(options.device)
-        notes = (
-            options.notes()
-            + set_precision(device, bf16=options.bf16)
-            + (bf16_note(device) if options.bf16 else [])
-        )
+        notes = options.notes() + set_precision(device, bf16=options.bf16)
         notes += check_compiler(device) if options.compile else []
         for note in notes:
             tell(f"note: {note}")

@@ -1,165 +1,288 @@
-"""Train GPT-2: `python train.py --config quickstart.yaml`, or `torchrun --nproc_per_node=N train.py
---config ddp.yaml`.
+"""Train GPT-2: `python train.py --config quickstart.yaml`, or on several GPUs
+`torchrun --nproc_per_node=N train.py --config ddp.yaml`.
+
+`setup` shows what each optimization is, `train_step` what a step is, `train` the loop around it.
 """
 
-from runtime.signals import StopRequest, end_unfinished
-
-STOP = StopRequest()
-if __name__ == "__main__":
-    STOP.hear("imports")  # first of all, as they take seconds
-
 from config import Config
-from runtime.cli import parse_command_line, reconfigure_output
-from runtime.errors import TrainingError, reported
-from runtime.process import before_torch, trim_memory_if_short
+from runtime.start import start
 
 if __name__ == "__main__":
-    # before torch is imported, which takes seconds: --help and mistakes answer at once
-    CONFIG = parse_command_line(Config, description=__doc__, config_file=True)
-    before_torch()
+    # Before torch is imported, which takes seconds: --help and mistakes answer at once.
+    CONFIG = start(Config, description=__doc__, config_file=True)
 
+import contextlib
 import datetime
+import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import (
+    Resumed,
     State,
+    check_finite,
     check_same_tokens,
     emergency_save,
     find_checkpoint,
-    hint,
-    keep_best,
     open_run,
     save,
+    save_if_best,
 )
 from data.prepare import prepare_if_missing
-from data.token_file import TokenFileError
-from data.tokenizer import get_encoding
-from dataloader import DataLoader, TokenStream, is_validation, open_corpus, prefetch
+from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from estimate import estimate
-from evaluate import HellaSwag, validation_loss
+from inference.evaluation import Evaluation
 from kernels.attention import blocked_is_faster
+from measure.summary import live_figures, summarize
+from model import GPT
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import (
-    autocast_to,
+    check_attention,
     check_compiler,
+    check_precision,
     choose_device,
-    describe,
-    flash_note,
+    ddp_options,
+    describe_device,
+    has_tf32,
+    make_repeatable,
     matmul_dtype,
-    prepare,
+    memory_before_mb,
+    recompute_cheap_operations,
     synchronize,
 )
-from runtime.measure import TimeLeft, bf16_note, live_figures, memory_before_mb, summarize
-from runtime.parallel import compiling_told, gradients_averaged, parallelize
+from runtime.errors import reported
 from runtime.runlog import LogRow, RunFolder
+from runtime.signals import StopRequest, end_unfinished
+from runtime.start import trim_memory_if_short
 from runtime.world import World, joined_world, launch
-from sample import sample_text
 from weights import build_model
 
+Batches = Iterator[tuple[Tensor, Tensor]]
+Context = contextlib.AbstractContextManager
 
-def build(
-    config: Config,
-    world: World,
-    say: Callable[[str], None],
-    checkpoint: Path | None = None,
-) -> tuple[Config, State, Any, Callable]:
-    """All that a step computes with: the config, which has taken over the architecture of the
-    weights it starts from; the state; the model to train; and the autocast around forward and loss.
-    `say` is told what the user should know.
 
-    Raises UserError for what this device cannot do and for weights that cannot be had or do not
-    fit.
+@dataclass
+class Run:
+    """Hold what a training step needs."""
+
+    config: Config
+    world: World
+    state: State  # the plain model, optimizers, loss scaler, and the steps taken so far
+    model: Any  # state.model as it trains: compiled, and wrapped in DDP or sharded by FSDP2
+    autocast: Callable[[], Context]
+    accumulation: int  # micro-steps per step
+    batches: Batches  # inputs and targets (B, T) of every micro-step, on the device
+    val: TokenStream  # the corpus's validation split; empty with batches of the caller's
+    notes: list[str]  # for the user
+
+
+def setup(
+    config: Config, world: World, resumed: Resumed | None = None, batches: Batches | None = None
+) -> Run:
+    """Build what a training step computes with; each optimization is switched on here.
+
+    `resumed`: the checkpoint that the run goes on from. `batches`: inputs and targets (B, T) of
+    every micro-step, on the device; None: the config's corpus. The config of the result has taken
+    over the architecture of the weights in `init_from`. Raises UserError for what this device
+    cannot do, and for weights and tokens that cannot be had.
     """
-    device, dtype, before = (
-        world.device,
-        matmul_dtype(bf16=config.bf16, fp16=config.fp16),
-        memory_before_mb(world.device),
-    )
-    notes = prepare(
-        device, tf32=config.tf32, bf16=config.bf16, recompute_cheap=config.recompute_cheap
-    )
-    notes += (
-        check_compiler(device, config.compile_mode, config.accumulation_steps(world.world_size))
-        if config.compile
-        else []
-    )
+    device, memory_before = world.device, memory_before_mb(world.device)
+    make_repeatable(device)
     torch.manual_seed(config.seed)
-    config, raw_model = world.raise_on_all(lambda: build_model(config, checkpoint))
-    torch.manual_seed(
-        config.seed + world.rank
-    )  # what is random from here on is dropout: different in each process
-    if config.flash:
-        shape = (config.batch_size, config.n_head, config.seq_len, config.n_embd // config.n_head)
-        notes += flash_note(
-            device,
-            dtype,
-            shape,
-            config.dropout,
-            config.compile and blocked_is_faster(device, dtype, shape[2]),
-        )
-    model = parallelize(raw_model, raw_model.transformer.h, world, config)
-    optimizers, groups = make_optimizers(raw_model, config)
+    checkpoint = resumed.folder if resumed else None
+    config, model = world.raise_on_all(lambda: build_model(config, checkpoint))
+    torch.manual_seed(config.seed + world.rank)  # from here on for dropout, where ranks differ
+    accumulation = config.accumulation_steps(world.world_size)
+    dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+    notes = check_device(config, device, dtype, accumulation)
+
+    # TF32: fp32 matmuls round their inputs to 10 bits of mantissa and run on the tensor cores:
+    # 1000 -> 333 ms a step (logs/reference/gpu_ms.csv, like all times here). The setting is the
+    # process's and sticky, so every run sets it.
+    tf32 = config.tf32 and has_tf32(device)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+    # Mixed precision: the matmuls of forward and loss run in bf16, with half the bytes to move:
+    # 333 -> 300 ms. Softmax, norms, the loss, weights and optimizer state stay in fp32.
+    autocast: Callable[[], Context] = contextlib.nullcontext
+    if dtype != torch.float32:
+        autocast = functools.partial(torch.autocast, device.type, dtype=dtype)
+    # In fp16 small gradients are 0: the scaler multiplies the loss and divides the gradients.
     scaler = torch.amp.GradScaler(device.type, enabled=config.fp16)
-    say(
-        "\n".join(
-            [
-                f"{raw_model.num_parameters():,} parameters",
-                *groups,
-                *(f"note: {note}" for note in notes),
-            ]
-        )
-    )
-    return config, State(raw_model, optimizers, scaler, before), model, autocast_to(dtype, device)
+
+    trained: Any = model
+    if config.fsdp and world.distributed:
+        shard(model, config, world)
+    else:
+        model.to(device)
+        # torch.compile fuses what lies between two matmuls, so that it passes through memory
+        # once, and takes Python out of the step: 300 -> 130 ms, the most of any rung.
+        # Evaluation, sampling and checkpoints use the plain module, which shares its weights.
+        if config.compile:
+            trained = torch.compile(model, mode=config.compile_mode)
+        # DDP: each rank computes its share of the batch. Gradients are averaged over the ranks,
+        # bucket by bucket, while the backward pass still computes the next ones.
+        if world.distributed:
+            trained = DistributedDataParallel(trained, **ddp_options(device))
+    recompute_cheap_operations(config.recompute_cheap, device)
+
+    # AdamW. Fused, one kernel updates all parameters: 93 -> 90 ms.
+    optimizers, groups = make_optimizers(model, config)
+    state = State(model, optimizers, scaler, memory_before)
+
+    val = TokenStream([], config.seq_len)
+    if batches is None:
+        loader, val = open_data(config, world, model.config.n_vocab)
+        state.corpus = loader.stream.fingerprint()
+        folder = f"{config.data_dir}/{config.dataset}"
+        check_same_tokens(folder, state.corpus, world)
+        if resumed:
+            resumed.restore(state, config, world)
+        batches = prefetch(loader, device, range(state.step + 1, config.max_steps + 1))
+        loaded = f"loaded {loader.stream.tokens:,} tokens of {folder}"
+        notes += [f"{loaded}, and {val.tokens:,} for validation", loader.describe()]
+    notes = [
+        describe_device(device, world.world_size),
+        f"{model.num_parameters():,} parameters",
+        *groups,
+        *notes,
+        config.describe_optimizations(world.world_size),
+    ]
+    return Run(config, world, state, trained, autocast, accumulation, batches, val, notes)
 
 
-def open_data(
-    config: Config, run: RunFolder, world: World, n_vocab: int
-) -> tuple[DataLoader, TokenStream, HellaSwag]:
-    """The training batches, the validation split and HellaSwag; prepares a small corpus that is not
-    there yet. Raises UserError.
+def check_device(
+    config: Config, device: torch.device, dtype: torch.dtype, accumulation: int
+) -> list[str]:
+    """Return notes on options that do less here than one might expect; UserError: cannot run."""
+    notes = check_precision(device, tf32=config.tf32, bf16=config.bf16)
+    if config.compile:
+        notes += check_compiler(device, config.compile_mode, accumulation)
+    if config.flash:
+        B, T, head_size = config.batch_size, config.seq_len, config.n_embd // config.n_head
+        blocked = config.compile and blocked_is_faster(device, dtype, T)
+        shape = (B, config.n_head, T, head_size)
+        notes += check_attention(device, dtype, shape, dropout=config.dropout, blocked=blocked)
+    return [f"note: {note}" for note in notes]
+
+
+def shard(model: GPT, config: Config, world: World) -> None:
+    """Shard the model with FSDP2: each rank keeps 1/N of weights, gradients and optimizer state.
+
+    A block is whole only while it computes. What is in no block, such as the tied output head,
+    is whole from the forward pass to its gradients. No device ever holds the whole model.
     """
-    if config.sample_every:
-        get_encoding()  # fails now rather than at the first sample
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, policy = init_device_mesh(world.device.type, (world.world_size,)), MixedPrecisionPolicy()
+    if config.bf16:  # half the bytes to gather; gradients are still summed in fp32
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    for block in model.transformer.h:
+        if config.compile:
+            block.compile(mode=config.compile_mode)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+
+
+def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream]:
+    """Open training batches and validation split; writes a small corpus that is not there yet."""
     folder = Path(config.data_dir) / config.dataset
-    world.on_rank0(lambda: prepare_if_missing(folder, run.message))
-    split, val = world.raise_on_all(
-        lambda: open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
-    )
-    loader = world.raise_on_all(
-        lambda: DataLoader(
+    world.on_rank0(lambda: prepare_if_missing(folder, print))
+
+    def open_splits() -> tuple[DataLoader, TokenStream]:
+        split, val = open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
+        loader = DataLoader(
             split,
             config.batch_size,
             world_size=world.world_size,
             rank=world.rank,
+            accumulation=config.accumulation_steps(world.world_size),
             seed=config.seed,
             shuffle=config.shuffle,
-            accumulation=config.accumulation_steps(world.world_size),
             overfit_batch=config.overfit_batch,
         )
-    )
-    if config.eval_every and not len(val):
-        raise TokenFileError(
-            f"{folder}: eval_every {config.eval_every}, but nothing to validate on: "
-            f"{val.tokens:,} tokens make "
-            f"no sequence of {config.seq_len}; raise val_fraction (now {config.val_fraction:g}), "
-            f"such as to 0.1, "
-            f"or add a *_val_*.bin file"
-        )
-    if config.val_fraction and val.spans and is_validation(val.spans[0].path):
-        run.message(f"note: val_fraction has no effect: {folder} has validation files of its own")
-    check_same_tokens(folder, split.fingerprint(), world)
-    run.message(
-        f"loaded {split.tokens:,} tokens of {folder}"
-        + (f", and {val.tokens:,} for validation" if val.tokens else "")
-    )
-    run.message(loader.describe())
-    return loader, val, HellaSwag(config, world)
+        return loader, val
+
+    return world.raise_on_all(open_splits)
+
+
+def train_step(run: Run, step: int) -> tuple[float, float]:
+    """Take one step of the run; steps count from 1.
+
+    Returns the loss, the mean over all micro-steps and ranks in nats per token, and the norm of
+    the gradient before clipping. Where one of them is not finite, no weight changes.
+    """
+    config, state, losses = run.config, run.state, []
+    for micro_step in range(run.accumulation):
+        x, y = next(run.batches)  # (B, T) each
+        with no_sync(run.model, micro_step < run.accumulation - 1):
+            with run.autocast():
+                loss = run.model(x, y) / run.accumulation  # so that the gradients' sum is a mean
+            state.scaler.scale(loss).backward()
+        losses.append(loss.detach())  # stays on the device: reading it would wait for it
+
+    for optimizer in state.optimizers:
+        state.scaler.unscale_(optimizer)
+    # Clipping: one bad batch cannot throw the weights far off.
+    total_norm = clip_gradients(state.model, config.grad_clip)
+    mean_loss, norm = run.world.all_reduce_metrics(torch.stack(losses).sum(), total_norm)
+
+    lr = learning_rate(step, config)
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_factor"]
+        if config.fp16 or math.isfinite(mean_loss + norm):  # the scaler itself skips overflows
+            state.scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    state.scaler.update()
+    return mean_loss, norm
+
+
+def no_sync(model: Any, accumulating: bool) -> Context:
+    """Keep DDP and FSDP2 from averaging gradients, in all micro-steps but the last one.
+
+    The context has to cover the forward pass too: DDP decides there.
+    """
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(not accumulating)
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return model.no_sync() if is_ddp and accumulating else contextlib.nullcontext()
+
+
+def timed_step(
+    run: Run, step: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float, float]:
+    """Take one step; returns its loss, its norm, and the seconds that it took and nothing else."""
+    # A GPU is still working when Python is done: both readings of the clock wait for it.
+    synchronize(run.world.device)
+    start = clock()
+    loss, norm = train_step(run, step)
+    synchronize(run.world.device)
+    return loss, norm, clock() - start
+
+
+def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stopping: bool) -> None:
+    """Save, evaluate and sample where it is due: before the first step and after every one."""
+    config, state = run.config, run.state
+    step, last = state.step, state.step >= config.max_steps
+    if step and (last or stopping or is_due(config.checkpoint_every, step)):
+        save(folder, state, config, run.world)
+    if not stopping:  # else whoever asked for it may not wait
+        val_loss = evaluation.validate(step)
+        save_if_best(val_loss, folder, state, config, run.world)
+        evaluation.score_hellaswag(step)
+        evaluation.sample(step)
 
 
 def train(
@@ -168,246 +291,74 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
     stop: StopRequest | None = None,
 ) -> dict[str, Any]:
-    """Run the config from the first step to the last, or until `stop` is asked for; returns what
-    summary.json holds.
+    """Run the config to its last step, or until `stop` is asked for; returns summary.json.
 
-    Raises UserError for what cannot be trained, before anything is written unless a corpus goes bad
-    or a checkpoint cannot be saved later on, TrainingError at a non-finite loss, norm or weight,
-    and Stopped at a signal before the first step.
+    Raises UserError for what cannot be trained, before anything is written unless a corpus goes
+    bad or a checkpoint cannot be saved later on; TrainingError at a loss, norm or weight that is
+    not finite; Stopped at a signal before the first step.
     """
-    device, started, stop = (
-        world.device,
-        datetime.datetime.now(datetime.UTC),
-        stop or StopRequest("set-up"),
-    )
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    stop = stop or StopRequest("set-up")
     resumed, config, notes = find_checkpoint(config, world)
-    run = RunFolder(
-        Path(config.log_dir) / str(config.run_name), world.rank, config.advice(), config.trackers()
-    )
-    if resumed and resumed.saved.step >= config.max_steps and world.broadcast(run.is_finished()):
-        run.message(
-            f"nothing to do: {resumed.folder} is step {resumed.saved.step} of "
-            f"{config.max_steps}; raise max_steps to go on"
-        )
+    path = Path(config.log_dir) / str(config.run_name)
+    folder = RunFolder(path, world.rank, config.advice(), config.trackers())
+    if resumed and resumed.is_finished(folder, config, world):
         return {"steps": resumed.saved.step}
+    run = setup(config, world, resumed)
+    config, state = run.config, run.state
+    evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
+    folder.message("\n".join(run.notes))
+    seconds, loss, stopping = list[float](), math.nan, False
 
-    run.message(describe(world))
-    config, state, model, autocast = build(
-        config, world, run.message, resumed.folder if resumed else None
-    )
-    loader, val, hellaswag = open_data(config, run, world, state.model.config.n_vocab)
-    corpus, tokens_per_step = loader.stream.fingerprint(), loader.global_batch * config.seq_len
-    if resumed:
-        resumed.restore(state, config, loader.stream.fingerprint(like=resumed.saved.corpus), world)
-    run.message(
-        "optimizations on: {}; off: {}".format(
-            *(", ".join(some) or "none" for some in config.optimizations(world.world_size))
-        )
-    )
-    first_step, step_seconds, loss, stopping = state.step + 1, [], math.nan, False  # of this call
-    batches = prefetch(loader, device, range(first_step, config.max_steps + 1))
-
-    with (
-        run,
-        stop,
-        emergency_save(run, state, config, corpus, world),
-        compiling_told(run.message, world, config.compile),
-    ):
-        for note in [
-            *notes,
-            *config.notes(),
-            *(bf16_note(device) if config.bf16 else []),
-            *open_run(run, config, resumed, world),
-        ]:
-            run.message(f"note: {note}")
-        run.follow(
-            config.model_dump(mode="json"),
-            lambda: live_figures(
-                state.model.flops_per_token(config.seq_len),
-                matmul_dtype(bf16=config.bf16, fp16=config.fp16),
-                world,
-            ),
-        )
-        saved, saved_step = resumed.folder if resumed else None, state.step
-        evaluated, hellaswag.scores = world.broadcast(run.evaluations())
-        if resumed:
-            run.message(f"going on from {resumed.folder}, after step {state.step}")
+    with folder, stop, emergency_save(folder, state, config, world):
+        for note in [*notes, *config.notes(), *open_run(folder, config, resumed, world)]:
+            folder.message(f"note: {note}")
+        folder.follow(config.model_dump(mode="json"), lambda: live_figures(config, state, world))
+        evaluation.resume()
         stop.end_early(world.sum(stop.received is not None))
-        begun, time_left = clock(), TimeLeft(config.max_steps, clock)
+        begun = clock()
         while True:
-            # ---- between two steps: save, evaluate, sample, stop
-            step, last = state.step, state.step >= config.max_steps
-            if step != saved_step and (last or stopping or is_due(config.checkpoint_every, step)):
-                saved, saved_step = save(run, state, config, corpus, world), step
-            if stopping:  # whoever stopped it may not wait
-                break
-            if config.eval_every and (last or is_due(config.eval_every, step)):
-                if step not in evaluated:
-                    evaluated[step] = validation_loss(
-                        state.model, val, config.batch_size, config.eval_tokens, world, autocast
-                    )
-                    if not math.isfinite(evaluated[step]):
-                        raise TrainingError(
-                            f"step {step}: the validation loss is {evaluated[step]}; "
-                            f"{hint(run.path, config.lr)}"
-                        )
-                    run.log_evaluation(step, config.max_steps, val_loss=evaluated[step])
-                if step and evaluated[step] < (
-                    math.inf if state.best_val_loss is None else state.best_val_loss
-                ):
-                    if step != saved_step:
-                        saved, saved_step = save(run, state, config, corpus, world), step
-                    state.best_val_loss = evaluated[step]
-                    keep_best(run, saved, world)
-            hellaswag.score_if_due(step, state.model, run, autocast)
-            if config.sample_every and step and (last or is_due(config.sample_every, step)):
-                run.log_sample(
-                    step,
-                    sample_text(
-                        state.model,
-                        config.sample_prompt,
-                        config.sample_tokens,
-                        seed=config.seed,
-                        agree=world.broadcast,
-                    )[0],
-                )
-            if last:
+            between_steps(run, folder, evaluation, stopping)
+            if stopping or state.step >= config.max_steps:
                 break
 
-            # ---- one step
             trim_memory_if_short()
-            step, stop.phase = step + 1, "steps"
-            state.begin_step(device)
+            stop.phase = "steps"
+            step = state.begin_step(world.device)
+            loss, norm, step_seconds = timed_step(run, step, clock)
+            seconds.append(step_seconds)
+            state.finish_step(step)
+
             lr = learning_rate(step, config)
-            synchronize(device)
-            start, losses = clock(), []
-            for micro_step in range(loader.accumulation):
-                x, y = next(batches)  # (B, T) each
-                with gradients_averaged(model, now=micro_step == loader.accumulation - 1):
-                    with autocast():
-                        micro_loss = model(x, y) / loader.accumulation
-                    state.scaler.scale(micro_loss).backward()
-                losses.append(micro_loss.detach())
-            for optimizer in state.optimizers:
-                state.scaler.unscale_(optimizer)
-            total_norm = clip_gradients(state.model, config.grad_clip)  # from before clipping
-            loss, norm, stopping = world.all_reduce_metrics(
-                torch.stack(losses).sum(), total_norm, stop.received is not None
-            )
-            # at an fp16 overflow the scaler leaves the update out by itself and lowers its scale
-            overflow = (
-                config.fp16
-                and math.isfinite(loss)
-                and not math.isfinite(norm)
-                and state.scaler.get_scale() >= 1
-            )
-            is_good = (math.isfinite(loss) and math.isfinite(norm)) or overflow
-            state.is_whole = False  # until all of it is updated
-            for optimizer in state.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * group["lr_factor"]
-                if is_good:
-                    state.scaler.step(optimizer)
-                optimizer.zero_grad(set_to_none=True)
-            state.scaler.update()
-            synchronize(device)
-            step_seconds.append(clock() - start)
+            left_out = not check_finite(loss, norm, lr, folder, state, config)
+            last = step == config.max_steps
+            stopping = world.any(stop.received is not None) and not last  # which ends by itself
+            if last or stopping or left_out or step == 1 or is_due(config.log_every, step):
+                tokens_per_sec = config.tokens_per_step(world.world_size) / step_seconds
+                row = LogRow(step, loss, lr, norm, step_seconds * 1e3, tokens_per_sec)
+                folder.log(row, config.max_steps)
 
-            state.step, state.is_whole, last, left = (
-                step,
-                True,
-                step == config.max_steps,
-                time_left.after(step),
-            )
-            if not is_good:
-                what = f"step {step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"
-                if state.skipped_steps == config.skip_nonfinite:
-                    raise TrainingError(
-                        f"{what}; {hint(run.path, config.lr)}"
-                        + (", or bf16 instead of fp16" * config.fp16)
-                    )
-                state.skipped_steps += 1
-                run.message(f"{what}: left out, {state.skipped_steps} of {config.skip_nonfinite}")
-            stopping = stopping and not last  # the last step ends the run anyway
-            if last or stopping or not is_good or step == 1 or is_due(config.log_every, step):
-                run.log(
-                    LogRow(
-                        step,
-                        loss,
-                        lr,
-                        norm,
-                        step_seconds[-1] * 1e3,
-                        tokens_per_step / step_seconds[-1],
-                    ),
-                    config.max_steps,
-                    None if stopping else left,
-                )
-
-        summary = (
-            summary_of(run, config, state, world, step_seconds, loss)
-            | {
-                "resumed_after_step": first_step - 1 or None,
-                "val_loss": evaluated[max(evaluated)] if evaluated else None,
-                "seconds": clock() - begun,
-                "steps_this_call": len(step_seconds),
-                "interrupted": stopping,
-                "started": started.isoformat(timespec="seconds"),
-            }
-            | hellaswag.latest()
-        )
-        run.finish(summary, has_checkpoints=config.keep_last > 0)
+        summary = summarize(config, state, world, seconds, loss, folder) | evaluation.latest()
+        summary |= {"started": started, "seconds": clock() - begun, "interrupted": stopping}
+        folder.finish(summary, has_checkpoints=config.keep_last > 0)
     return summary
 
 
-def summary_of(
-    run: RunFolder, config: Config, state: State, world: World, seconds: list[float], loss: float
-) -> dict[str, Any]:
-    """What summary.json says of the steps, which took `seconds`, and of the last one's loss."""
-    if (
-        not seconds
-    ):  # the run had ended after its last step, without its summary: the log has the times
-        seconds, loss = world.broadcast(run.times_and_loss())
-    tokens_per_step, dtype = (
-        config.tokens_per_step(world.world_size),
-        matmul_dtype(bf16=config.bf16, fp16=config.fp16),
-    )
-    return {
-        "steps": state.step,
-        "tokens": state.step * tokens_per_step,
-        "parameters": state.model.num_parameters(),
-        "skipped_steps": state.skipped_steps,
-        "final_loss": loss if math.isfinite(loss) else None,
-    } | summarize(
-        seconds,
-        tokens_per_step,
-        state.model.flops_per_token(config.seq_len),
-        dtype,
-        world,
-        state.memory_before,
-    )
-
-
 def is_due(every: int, step: int) -> bool:
-    """Whether what is done every so many steps (0: never) is done after this one."""
+    """True if `step` is a multiple of `every`; 0 means never."""
     return every > 0 and step % every == 0
 
 
-def main(config: Config, stop: StopRequest | None = None) -> None:
-    """Train, or say what that would take; ends the process with a message and a status other than 0
-    if that fails.
-    """
-    reconfigure_output()
-    with (
-        reported(config.log_dir, advice=config.advice()),
-        joined_world(
-            choose_device(config.device, launch()), config.timeout, config.alike()
-        ) as world,
-    ):
+def main(config: Config) -> None:
+    """Train, or say what that would take."""
+    device = choose_device(config.device, launch())
+    with joined_world(device, config.timeout, config.alike()) as world, StopRequest() as stop:
         if config.estimate:
             estimate(config, world)
         else:
-            end_unfinished(train(config, world, stop=stop.hear("set-up") if stop else None), stop)
+            end_unfinished(train(config, world, stop=stop), stop)
 
 
 if __name__ == "__main__":
-    main(CONFIG, STOP)
+    with reported(CONFIG.log_dir, advice=CONFIG.advice()):
+        main(CONFIG)

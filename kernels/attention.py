@@ -22,14 +22,18 @@ from torch import Tensor
 
 BLOCK, SEQUENCES = 256, 2  # queries that are computed with at once, of so many sequences
 # whether this CPU has instructions for products in bfloat16
-HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def cpu_has_bf16() -> bool:
+    """True if this CPU has instructions for matmuls in bfloat16."""
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def blocked_is_faster(device: torch.device, dtype: torch.dtype, T: int) -> bool:
     """Whether a compiled model's attention over T tokens is faster in blocks than by PyTorch's
     kernel.
     """
-    return HAS_BFLOAT16 and device.type == "cpu" and dtype == torch.bfloat16 and T > BLOCK
+    return cpu_has_bf16() and device.type == "cpu" and dtype == torch.bfloat16 and T > BLOCK
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

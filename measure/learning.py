@@ -270,8 +270,8 @@ if __name__ == "__main__":
     OPTIONS = parse_command_line(
         LearningOptions, sys.argv[1:AT], description=__doc__, positional="config"
     )
-    from runtime.process import before_torch
+    from runtime.start import set_up_process
 
-    before_torch()
+    set_up_process()
     with reported(OPTIONS.log_dir):
         main(OPTIONS, sys.argv[AT + 1 :])

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from benchmarks.side import Turns
 from config import Config
 from runtime.cli import Options, parse_command_line
-from runtime.process import before_torch
+from runtime.start import set_up_process
 
 
 class WhichPeer(Options):
@@ -37,7 +37,7 @@ class PeerConfig(WhichPeer, Config):
 if __name__ == "__main__":
     OPTIONS = parse_command_line(PeerConfig, description=__doc__, config_file=True)
     if OPTIONS.process_settings:
-        before_torch()
+        set_up_process()
     TURNS = Turns()
 
 import contextlib
@@ -57,11 +57,11 @@ from runtime.device import (
     check_compiler,
     choose_device,
     matmul_dtype,
+    peak_memory_mb,
     set_precision,
     synchronize,
 )
 from runtime.errors import UserError, reported
-from runtime.measure import peak_memory_mb
 from weights import read_weights
 
 TRANSFORMERS = "transformers"

@@ -21,7 +21,6 @@ from config import Config
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
-from runtime.process import cores
 from runtime.ratio import Ratio, median_ratio
 from runtime.report import (
     BLUE,
@@ -35,6 +34,7 @@ from runtime.report import (
     pyplot,
     save_picture,
 )
+from runtime.start import cores
 from runtime.world import launch
 
 WIDTH = 0.02  # enough rounds where every interval is narrower than this share of its median

@@ -18,9 +18,9 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from runtime.process import before_torch
+    from runtime.start import set_up_process
 
-    before_torch()  # as train.py
+    set_up_process()  # as train.py
 
 SETTLED_AT = 0.1  # of one core, where a process counts as asleep
 
@@ -130,8 +130,7 @@ def main() -> None:
         import torch
 
         from benchmarks.exchange import StepProfile, link_speed
-        from runtime.device import choose_device
-        from runtime.measure import peak_memory_mb
+        from runtime.device import choose_device, peak_memory_mb
         from runtime.runlog import read_rows
         from runtime.world import joined_world, launch
         from train import train

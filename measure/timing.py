@@ -19,11 +19,17 @@ from benchmarks.tables import Row
 from config import Config
 from model import GPT, GPTConfig
 from optimizer import clip_gradients
-from runtime.device import choose_device, device_name, matmul_dtype, synchronize
+from runtime.device import (
+    choose_device,
+    device_name,
+    matmul_dtype,
+    matmul_tflops,
+    peak_memory_mb,
+    synchronize,
+)
 from runtime.errors import UserError, kind_of_failure
-from runtime.measure import matmul_tflops, peak_memory_mb, utilization
-from runtime.process import retain_freed_memory
 from runtime.signals import end_with
+from runtime.start import retain_freed_memory
 from runtime.world import World
 from train import build
 
@@ -209,7 +215,7 @@ def measure(job: Job, clock: Clock = time.perf_counter) -> list[Row]:
                 tokens_per_sec=work.tokens / mean,
                 tflops=tflops,
                 matmul_tflops=matmul,
-                utilization=utilization(tflops, matmul),
+                utilization=tflops / max(matmul, tflops),
                 peak_memory_mb=peak,
                 times_s=counted,
                 settings=about,

@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -82,6 +83,7 @@ class RunFolder:
         self._trackers = Trackers(trackers if rank == 0 else (), self.message)
         self._live: Callable[[float], Mapping[str, float]] = lambda _: {}
         self._after_step = 0  # the run goes on
+        self._timed_from: tuple[int, float] | None = None  # step, and when it was logged
         self.not_logged: LogRow | None = (
             None  # a row that log.csv did not take: a checkpoint keeps it
         )
@@ -364,12 +366,12 @@ class RunFolder:
         if self.rank == 0:
             write_whole(self.path / "config.yaml", text)
 
-    def log(self, row: LogRow, max_steps: int, seconds_left: float | None) -> None:
+    def log(self, row: LogRow, max_steps: int) -> None:
         """Print a step and add it to log.csv without delay, so that it survives whatever comes
         next.
         """
         self.not_logged = row
-        left = "" if seconds_left is None else f" | {duration(seconds_left)} left"
+        left = self._time_left(row.step, max_steps)
         self.message(
             f"step {row.step:{len(str(max_steps))}d}/{max_steps} | loss {row.loss:.4f} | lr "
             f"{row.lr:.2e} | "
@@ -380,6 +382,15 @@ class RunFolder:
             append_row(self.path / "log.csv", LOG_COLUMNS, row._asdict())
         self.not_logged = None
         self._trackers.log(row.step, {**row._asdict(), **self._live(row.tokens_per_sec)}, "train")
+
+    def _time_left(self, step: int, max_steps: int) -> str:
+        """Return the time left by the steps since the first logged one, which compiles."""
+        self._timed_from = self._timed_from or (step, time.monotonic())
+        first, begun = self._timed_from
+        if step == first or step >= max_steps:
+            return ""
+        seconds = (time.monotonic() - begun) / (step - first) * (max_steps - step)
+        return f" | {duration(seconds)} left"
 
     def log_evaluation(self, step: int, max_steps: int, **figures: float) -> None:
         """Print figures of an evaluation, by column of eval.csv, and add them there to the step's

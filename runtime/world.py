@@ -233,23 +233,21 @@ class World:
         dist.all_reduce(total)
         return total.item()
 
-    def all_reduce_metrics(
-        self, loss: "Tensor", norm: "Tensor", stop: bool
-    ) -> tuple[float, float, bool]:
-        """Mean loss, mean norm, and whether any process was asked to stop: one transfer for all
-        three.
-        """
+    def any(self, flag: bool) -> bool:
+        """True if the flag is set on any rank. All ranks have to call this."""
+        return self.sum(flag) > 0
+
+    def all_reduce_metrics(self, loss: "Tensor", norm: "Tensor") -> tuple[float, float]:
+        """Return the means over all ranks of loss and norm, in one transfer and one read."""
         import torch
         import torch.distributed as dist
 
-        figures = torch.stack(
-            (loss.float(), norm.float(), torch.tensor(float(stop), device=loss.device))
-        )
+        metrics = torch.stack((loss.float(), norm.float()))
         if self.distributed:
-            dist.all_reduce(figures)  # a sum: gloo has no average
-            figures /= self.world_size
-        mean_loss, mean_norm, share_that_stops = figures.tolist()
-        return mean_loss, mean_norm, share_that_stops > 0
+            dist.all_reduce(metrics)  # a sum: gloo has no average
+            metrics /= self.world_size
+        mean_loss, mean_norm = metrics.tolist()
+        return mean_loss, mean_norm
 
 
 @contextlib.contextmanager

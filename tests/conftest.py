@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-import runtime.measure
+import measure.summary
 import runtime.world
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
@@ -91,7 +91,7 @@ def bf16_pays() -> bool:
     """Whether bfloat16 is about as fast as float32 here. Where it is emulated, only tests that are
     about it take it.
     """
-    return runtime.measure.bf16_slowdown(CPU) <= 1.5
+    return runtime.device.bf16_slowdown(CPU) <= 1.5
 
 
 def fast_precision() -> dict[str, bool]:
@@ -104,7 +104,7 @@ def fast_precision() -> dict[str, bool]:
 @pytest.fixture(autouse=True)
 def the_matmul_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run ends with this measurement, which takes longer than the tests' runs."""
-    monkeypatch.setattr(runtime.measure, "matmul_tflops", _matmul_tflops)
+    monkeypatch.setattr(measure.summary, "matmul_tflops", _matmul_tflops)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ def _matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.
     return _measured(device, dtype)
 
 
-MATMUL_TFLOPS = runtime.measure.matmul_tflops  # the real one
+MATMUL_TFLOPS = runtime.device.matmul_tflops  # the real one
 
 
 @pytest.fixture

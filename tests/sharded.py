@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import runtime.measure
+import measure.summary
 import runtime.shards
 import sample
 from checkpoint import find_checkpoint, optimizer_tensors
@@ -28,7 +28,7 @@ from train import build, train
 
 def acts() -> None:
     """Do the actions on the command line; rank 0 writes down what they return."""
-    runtime.measure.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the runs
+    measure.summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the runs
     with (
         reported("here", advice={"other process": "another process died"}),
         joined_world(torch.device("cpu"), 600) as world,

@@ -24,12 +24,12 @@ TRAIN = """if True:
     import json, sys
     from pathlib import Path
     import torch
-    import runtime.measure
+    import measure.summary
     from runtime.world import joined_world
     from tests.conftest import tiny_run
     from train import train
 
-    runtime.measure.matmul_tflops = lambda *_, **__: 1.0  # takes longer than a run
+    measure.summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than a run
     with joined_world(torch.device("cpu"), timeout=100) as world:
         for options in json.loads(sys.argv[1]):
             train(tiny_run(Path.cwd(), **options), world)
@@ -119,7 +119,7 @@ LOOK = """if True:
         state.model.transformer.drop.register_forward_hook(look)
         return config, state, model, autocast
 
-    runtime.measure.matmul_tflops = lambda *_, **__: 1.0
+    measure.summary.matmul_tflops = lambda *_, **__: 1.0
     real_build, train.build = train.build, build
     at_step(Patch, lambda step, _: ended.append(averaged.count(True)))
     with joined_world(torch.device("cpu"), timeout=100) as world:

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import runtime.process
+from runtime.process import before_torch, cores, memory_left, share_cores
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 import runtime.parallel
-import runtime.process
 from runtime.parallel import compiling_told
-from runtime.process import before_torch, cores, memory_left, share_cores
 from tests.conftest import ALONE, ROOT, TORCHRUN
 
 # faults of pages while 64 MB are taken and given back ten times, as a step does with its buffers

@@ -17,24 +17,25 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import checkpoint
-import runtime.measure
 import train as train_module
 from config import Config, load_config
 from data.token_file import TokenFileError, write_corpus
 from dataloader import open_corpus
 from evaluate import validation_loss
+from measure.summary import summarize
 from model import GPT
 from runtime.cli import CONFIG_DIR, ConfigError, parse
 from runtime.device import (
     attention_kernel,
     autocast_to,
+    bf16_slowdown,
     check_compiler,
     flash_note,
     matmul_dtype,
+    matmul_tflops,
     set_precision,
 )
 from runtime.errors import TrainingError, UserError
-from runtime.measure import bf16_slowdown, matmul_tflops, summarize
 from runtime.report import flops_rate
 from runtime.runlog import RunFolder
 from runtime.world import World
@@ -373,13 +374,13 @@ def test_an_fp16_overflow_skips_the_step_and_the_run_goes_on(tiny_config, monkey
 def test_bf16_where_it_is_slow_is_noted_with_the_factor_and_what_to_do(
     tiny_config, monkeypatch, capsys
 ):
-    monkeypatch.setattr(runtime.measure, "bf16_slowdown", lambda device: 12.0)
+    monkeypatch.setattr(runtime.device, "bf16_slowdown", lambda device: 12.0)
     run(tiny_config(bf16=True, max_steps=1))
     (note,) = (line for line in capsys.readouterr().out.splitlines() if "bf16 is slow" in line)
     assert note.startswith("note: ")
     assert "12.0 times" in note
     assert "--no-bf16" in note
-    monkeypatch.setattr(runtime.measure, "bf16_slowdown", lambda device: 0.5)
+    monkeypatch.setattr(runtime.device, "bf16_slowdown", lambda device: 0.5)
     run(tiny_config(bf16=True, max_steps=1))
     assert "bf16 is slow" not in capsys.readouterr().out
 
@@ -722,7 +723,7 @@ def products(monkeypatch):
             clock.now += seconds(len(a))
 
         monkeypatch.setattr(torch, "mm", product)
-        monkeypatch.setattr(runtime.measure.time, "perf_counter", clock)
+        monkeypatch.setattr(runtime.device.time, "perf_counter", clock)
         return sizes
 
     return arm

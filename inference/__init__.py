@@ -1,0 +1,1 @@
+"""Use a trained model: its text, its validation loss, its HellaSwag scores."""

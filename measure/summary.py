@@ -1,0 +1,88 @@
+"""The figures of a run that follow from its steps' times: tokens/s, MFU, memory."""
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from checkpoint import State
+from config import Config
+from runtime.device import device_name, matmul_dtype, matmul_tflops, peak_memory_mb
+from runtime.report import git_commit, machine
+from runtime.runlog import RunFolder
+from runtime.world import World
+
+
+def summarize(
+    config: Config,
+    state: State,
+    world: World,
+    seconds: list[float],
+    loss: float,
+    folder: RunFolder,
+) -> dict[str, Any]:
+    """Return the figures of summary.json: of the steps, which took `seconds`, the last one's loss,
+    memory, and the device, whose matmul rate is measured in the run's own dtype.
+    """
+    steps_this_call = len(seconds)
+    if not seconds:  # the run had ended after its last step, without its summary: its log knows
+        seconds, loss = world.broadcast(folder.times_and_loss())
+    left_out = min(5, max(len(seconds) - 1, 0) // 2)  # the first steps compile and warm up
+    median = statistics.median(seconds[left_out:]) if seconds else None
+    tokens_per_step = config.tokens_per_step(world.world_size)
+    flops_per_token = state.model.flops_per_token(config.seq_len)
+    dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+    peak = peak_memory_mb(world.device)  # before the measurement below adds to it
+    rate = matmul_tflops(world.device, dtype, seconds=min(0.5, sum(seconds)))
+    tokens_per_sec = median and tokens_per_step / median
+    return {
+        "steps": state.step,
+        "tokens": state.step * tokens_per_step,
+        "parameters": state.model.num_parameters(),
+        "skipped_steps": state.skipped_steps,
+        "final_loss": loss if math.isfinite(loss) else None,
+        "median_dt_ms": median and median * 1e3,
+        "median_tokens_per_sec": tokens_per_sec,
+        "median_leaves_out": left_out,
+        "first_step_s": seconds[0] if seconds else None,
+        "peak_memory_mb": peak,
+        "memory_growth_mb": max(0.0, peak - state.memory_before),
+        "flops_per_token": flops_per_token,
+        "matmul_tflops": rate,
+        "utilization": tokens_per_sec and mfu(flops_per_token, tokens_per_sec, rate, world),
+        "machine": machine(),
+        "device": device_name(world.device),
+        "world_size": world.world_size,
+        "torch": torch.__version__,
+        "git": git_commit(),
+        "steps_this_call": steps_this_call,
+        "resumed_after_step": state.step - steps_this_call or None,
+    }
+
+
+def mfu(flops_per_token: int, tokens_per_sec: float, matmul: float, world: World) -> float:
+    """Return the model FLOP/s of each rank over the device's matmul rate, in TFLOP/s, at most 1.
+
+    MFU as in the PaLM paper (Chowdhery et al. 2022, appendix B), but over the measured rate. A run
+    that reached more has shown that the device does too.
+    """
+    reached = flops_per_token * tokens_per_sec / world.world_size / 1e12
+    return reached / max(matmul, reached)
+
+
+def live_figures(config: Config, state: State, world: World) -> Callable[[float], dict[str, float]]:
+    """Return what tells MFU and peak memory after a step, given its tokens/s.
+
+    Measures the device now, for half a second.
+    """
+    rate = matmul_tflops(world.device, matmul_dtype(bf16=config.bf16, fp16=config.fp16))
+    flops_per_token = state.model.flops_per_token(config.seq_len)
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)  # the matmuls' matrices are not the run's
+    return lambda tokens_per_sec: {
+        "utilization": mfu(flops_per_token, tokens_per_sec, rate, world),
+        "memory_mb": peak_memory_mb(world.device),
+    }
