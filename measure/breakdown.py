@@ -1,41 +1,36 @@
-"""Where a training step's time and memory go: its parts, a trace of its operators, a snapshot of
-its memory.
-"""
+"""Where a training step's time and memory go: its parts, its operators, its allocations."""
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from benchmarks.tables import Row, about_machine, precision
-from benchmarks.workload import Clock, Workload, in_fresh_process, is_mixed, settings
 from config import Config
 from data.token_file import TokenFileError
-from dataloader import DataLoader, open_corpus
+from measure.tables import about_machine, precision
+from measure.timing import Clock, in_fresh_process, is_mixed, set_up, settings
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_whole
 from runtime.report import Column, field, flops_rate, markdown_table, print_table
+from train import Batches, Run, train_step
 
 # ---- the parts of a step
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a training step. TFLOP/s are NaN where it multiplies no matrices."""
+class Part(NamedTuple):
+    """A part of a training step."""
 
     part: str
     ms: float
     share: float
-    tflops: float
+    tflops: float  # NaN where it has no matmuls
 
 
 class Marks:
@@ -43,11 +38,10 @@ class Marks:
 
     def __init__(self, device: torch.device, clock: Clock):
         self.device, self.clock = device, clock
-        self.seconds: dict[str, float] = {}  # by part, in the order of their first marks
 
     def start(self) -> None:
         """Forget all times; the first part begins now."""
-        self.seconds = {}
+        self.seconds: dict[str, float] = {}  # by part, in the order of their first marks
         synchronize(self.device)
         self.last = self.clock()
 
@@ -58,11 +52,16 @@ class Marks:
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
         self.last = now
 
+    def batches(self, batches: Batches) -> Batches:
+        """Yield the batches, and mark the time that each one takes as that of the data."""
+        for batch in batches:
+            self.mark("data")
+            yield batch
+
 
 @contextlib.contextmanager
 def marked(model: GPT, marks: Marks) -> Iterator[None]:
-    """Mark the parts of the model's forward pass, and of the backward pass through it, while
-    entered.
+    """Mark the parts of the model's forward and backward passes while entered.
 
     The residual stream runs through all parts: a part's forward ends where the stream has its
     result, its backward where the gradient reaches the stream before it. So the norm before
@@ -73,12 +72,14 @@ def marked(model: GPT, marks: Marks) -> Iterator[None]:
         return lambda *_: marks.mark(part)
 
     def backward_ends(part: str) -> Callable[..., None]:
-        return lambda _, inputs: (
-            inputs[0].register_hook(lambda _: marks.mark(f"{part}, backward")) and None
-        )
+        def watch(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+            inputs[0].register_hook(lambda _: marks.mark(f"{part}, backward"))
 
-    handles = [model.transformer.h[0].register_forward_pre_hook(forward_ends("embedding"))]
-    for block in model.transformer.h:
+        return watch
+
+    parts = model.transformer
+    handles = [parts.h[0].register_forward_pre_hook(forward_ends("embedding"))]
+    for block in parts.h:
         assert isinstance(block, Block)
         handles += [
             block.register_forward_pre_hook(backward_ends("attention")),
@@ -87,8 +88,12 @@ def marked(model: GPT, marks: Marks) -> Iterator[None]:
             block.register_forward_hook(forward_ends("MLP")),
         ]
     handles += [
-        model.transformer.ln_f.register_forward_pre_hook(backward_ends("head and loss")),
+        parts.ln_f.register_forward_pre_hook(backward_ends("head and loss")),
         model.register_forward_hook(forward_ends("head and loss")),
+    ]
+    handles += [
+        embedding.weight.register_post_accumulate_grad_hook(forward_ends("embedding, backward"))
+        for embedding in (parts.wte, parts.wpe)
     ]
     try:
         yield
@@ -98,65 +103,39 @@ def marked(model: GPT, marks: Marks) -> Iterator[None]:
 
 
 def part_flops(config: Config, tokens: int) -> dict[str, float]:
-    """Floating-point operations of the matrix products in each part's forward pass; the backward
-    pass has twice as many.
-    """
+    """Return the FLOPs of the matmuls in each part, forward and backward, which has twice those."""
     C, L = config.n_embd, config.n_layer
-    return {
+    forward: dict[str, float] = {
         "attention": tokens * L * (2 * 4 * C * C + 4 * config.seq_len * C),
         "MLP": tokens * L * 2 * 8 * C * C,
         "head and loss": tokens * 2 * C * config.vocab_size,
     }
+    return forward | {f"{part}, backward": 2 * flops for part, flops in forward.items()}
 
 
-def break_down(
-    work: Workload,
-    next_batch: Callable[[], tuple[Tensor, Tensor]],
-    steps: int,
-    clock: Clock = time.perf_counter,
-) -> list[Part]:
-    """The parts of a training step of the uncompiled model, medians over `steps` after one step of
-    warm-up.
+def break_down(run: Run, steps: int, clock: Clock = time.perf_counter) -> list[Part]:
+    """Return the parts of a step of the uncompiled model, medians over `steps` after one step more.
 
-    `next_batch` gives tokens and targets, each (B, T) int64, on the device. The part `backward` is
-    all of the backward pass; the parts after it say what each part takes of it.
+    The part `backward` is all of the backward pass; the parts after it are what it consists of.
     """
-    marks = Marks(work.device, clock)
+    marks = Marks(run.world.device, clock)
+    plain = dataclasses.replace(run, model=run.state.model, batches=marks.batches(run.batches))
     of_steps = []  # seconds by part
-    with marked(work.raw_model, marks):
+    with marked(run.state.model, marks):
         for _ in range(1 + steps):
-            work.clear()
             marks.start()
-            x, y = next_batch()
-            marks.mark("data")
-            with work.autocast():
-                loss = work.raw_model(x, y)
-            loss.backward()
-            marks.mark("embedding, backward")
-            work.update()
+            train_step(plain, 1)
             marks.mark("optimizer")
             of_steps.append(marks.seconds)
     seconds = {
         part: statistics.median(of_step[part] for of_step in of_steps[1:]) for part in of_steps[-1]
     }
     total = sum(seconds.values())
-    flops = part_flops(work.config, work.tokens)
-    flops |= {f"{part}, backward": 2 * count for part, count in flops.items()}
-    backward = [part for part in seconds if part.endswith(", backward")]
-    seconds["backward"], flops["backward"] = (
-        sum(seconds[part] for part in backward),
-        sum(flops.get(part, 0) for part in backward),
-    )
-    order = [
-        "data",
-        "embedding",
-        "attention",
-        "MLP",
-        "head and loss",
-        "backward",
-        *backward,
-        "optimizer",
-    ]
+    flops = part_flops(run.config, run.config.batch_size * run.config.seq_len)
+    of_backward = [part for part in seconds if part.endswith(", backward")]
+    seconds["backward"] = sum(seconds[part] for part in of_backward)
+    flops["backward"] = sum(flops.get(part, 0) for part in of_backward)
+    forward = ["data", "embedding", "attention", "MLP", "head and loss"]
     return [
         Part(
             part,
@@ -164,43 +143,18 @@ def break_down(
             seconds[part] / total if total else 0.0,
             flops[part] / seconds[part] / 1e12 if part in flops and seconds[part] else math.nan,
         )
-        for part in order
+        for part in [*forward, "backward", *of_backward, "optimizer"]
     ]
 
 
-def batches_of(config: Config, work: Workload) -> tuple[Callable[[], tuple[Tensor, Tensor]], str]:
-    """A function that gives the next batch of the config's corpus on the device, each (B, T) int64,
-    and the corpus's name.
-
-    Random tokens, and a line printed that says why, where there is no such corpus.
-    """
-    corpus = Path(config.data_dir) / config.dataset
-    try:
-        stream, _ = open_corpus(
-            corpus, config.seq_len, work.raw_model.config.n_vocab, config.val_fraction
-        )
-        loader = DataLoader(stream, config.batch_size, seed=config.seed, shuffle=config.shuffle)
-    except TokenFileError as error:
-        print(f"note: data is random tokens: {error}")
-        return work.random_batch, "random tokens"
-    step = itertools.count(1)
-
-    def next_batch() -> tuple[Tensor, Tensor]:
-        x, y = loader.batch(next(step))
-        return x.to(work.device), y.to(work.device)
-
-    return next_batch, str(corpus)
+def part_name(part: Part) -> str:
+    """Return the part's name, indented if it is one of the backward pass."""
+    name = part.part.removesuffix(", backward")
+    return name if name == part.part else f"  of which {name}"
 
 
 PART = [
-    Column(
-        "part",
-        lambda part: (
-            f"  of which {name}"
-            if (name := part.part.removesuffix(", backward")) != part.part
-            else name
-        ),
-    ),
+    Column("part", part_name),
     field("ms", "ms", ".1f"),
     field("share", "share", ".1%"),
     Column("FLOP rate", lambda part: "" if math.isnan(part.tflops) else flops_rate(part.tflops)),
@@ -211,7 +165,7 @@ PART = [
 
 
 class Operator(NamedTuple):
-    """What a trace says of an operator."""
+    """An operator in a trace."""
 
     name: str
     calls: int
@@ -227,45 +181,35 @@ OPERATOR = [
 ]
 
 
-def trace(work: Workload, path: Path, rows: int = 12) -> list[Operator]:
-    """Profile one training step, after two of warm-up, into a Chrome trace; returns the operators
-    that take longest.
-    """
+def trace(run: Run, path: Path, rows: int = 12) -> list[Operator]:
+    """Write a Chrome trace of a step, after two of warm-up; returns the longest operators."""
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (work.device.type == "cuda")
+    on_gpu = run.world.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     for _ in range(2):
-        work.clear()
-        work.training_step()
-    work.clear()
+        train_step(run, 1)
     with profile(activities=activities) as profiler:
-        work.training_step()
-        synchronize(work.device)
+        train_step(run, 1)
+        synchronize(run.world.device)
     profiler.export_chrome_trace(str(path))
-    on_gpu = work.device.type == "cuda"
     # an operator has the time of the kernels that it started; the kernels are listed again as
     # events of the device
+    attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     operators = [
-        (
-            event.key,
-            event.count,
-            (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3,
-        )
+        (event.key, event.count, getattr(event, attribute) / 1e3)
         for event in profiler.key_averages()
         if event.device_type == torch.autograd.DeviceType.CPU
     ]
+    operators.sort(key=lambda row: -row[2])
     total = sum(ms for *_, ms in operators) or 1.0
-    return [
-        Operator(name, calls, ms, ms / total)
-        for name, calls, ms in sorted(operators, key=lambda row: -row[2])[:rows]
-    ]
+    return [Operator(name, calls, ms, ms / total) for name, calls, ms in operators[:rows]]
 
 
-def snapshot(work: Workload, path: Path) -> None:
-    """Write every allocation of a training step as a snapshot of CUDA's memory."""
+def snapshot(run: Run, path: Path) -> None:
+    """Write every allocation of a step as a snapshot of CUDA's memory."""
     torch.cuda.memory._record_memory_history()
-    work.clear()
-    work.training_step()
+    train_step(run, 1)
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -273,74 +217,69 @@ def snapshot(work: Workload, path: Path) -> None:
 # ---- of each model
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What to find out about a model."""
+def inspect_models(
+    wanted: Collection[str],
+    models: Sequence[tuple[str, Config]],
+    folder: Path,
+    *,
+    steps: int,
+    from_corpus: bool,
+) -> None:
+    """Inspect each named model in a fresh process, and write parts.md with the tables.
 
-    breakdown: bool
-    trace: bool
-    memory: bool
-    steps: int  # of the breakdown
-    from_corpus: bool  # the breakdown reads the config's corpus; else random tokens
-
-
-def inspect_models(wanted: Wanted, models: Sequence[tuple[str, Config]], folder: Path) -> None:
-    """Breakdown, trace and memory snapshot of each named model, each in a fresh process, and
-    parts.md with the tables.
+    `wanted`: any of breakdown, trace, memory. `steps` and `from_corpus` (else random tokens) are
+    the breakdown's.
     """
     lines = ["# Where a training step's time goes", ""]
     for name, config in models:
-        title = f"{name}, {precision(is_mixed(config))} precision, {config.batch_size} x {config.seq_len} tokens"
-        found, error = in_fresh_process(inspect_model, wanted, name, config, title, folder)
+        label = f"{name}_{precision(is_mixed(config))}"
+        title = f"{name}, {precision(is_mixed(config))} precision, {config.batch_size} x "
+        title += f"{config.seq_len} tokens"
+        found, error = in_fresh_process(
+            inspect_model, wanted, config, label, title, folder, steps, from_corpus
+        )
         if error:
             print(f"{title}: {error}")
-        lines += found or [f"## {title}", "", error, ""]
+        lines += [f"## {title}", "", *(found or [error]), ""]
         write_whole(folder / "parts.md", "\n".join(lines))
 
 
-def inspect_model(wanted: Wanted, name: str, config: Config, title: str, folder: Path) -> list[str]:
-    """What `inspect_models` prints and writes of one model; returns its part of the report.
+def inspect_model(
+    wanted: Collection[str],
+    config: Config,
+    label: str,
+    title: str,
+    folder: Path,
+    steps: int,
+    from_corpus: bool,
+) -> list[str]:
+    """Print and write what `inspect_models` says of one model; returns its part of the report.
 
     Raises UserError for what this device cannot do.
     """
-    label = f"{name}_{precision(is_mixed(config))}"
-    work = Workload(config)
-    for note in work.notes:
+    data = f"{config.data_dir}/{config.dataset}"
+    try:
+        run = set_up(config, from_corpus=from_corpus and "breakdown" in wanted)
+    except TokenFileError as error:
+        print(f"note: data is random tokens: {error}")
+        run, from_corpus = set_up(config), False
+    for note in run.notes:
         print(f"note: {note}")
-    about = settings(work.config) | {"device": device_name(work.device)}
-    lines = [
-        f"## {title}",
-        "",
-        about_machine([Row(name, "training_step", 0, is_mixed(config), settings=about)]),
-        "",
-    ]
-    if wanted.memory:
-        snapshot(work, folder / f"memory_{label}.pickle")
-    if wanted.breakdown:
+    device = run.world.device
+    lines = [about_machine(settings(run.config) | {"device": device_name(device)}), ""]
+    if "memory" in wanted:
+        snapshot(run, folder / f"memory_{label}.pickle")
+    if "breakdown" in wanted:
         if config.compile:
             print("note: the breakdown is of the uncompiled model: compiled, its parts are fused")
-        next_batch, source = (
-            batches_of(work.config, work)
-            if wanted.from_corpus
-            else (work.random_batch, "random tokens")
-        )
-        parts = break_down(work, next_batch, wanted.steps)
-        print_table(f"{title}; data: {source}", PART, parts)
-        lines += [
-            f"Medians of {wanted.steps} steps of the uncompiled model. Data: {source}, read "
-            f"while the step waits; training "
-            "reads it ahead.",
-            "",
-            *markdown_table(PART, parts),
-            "",
-        ]
-    if wanted.trace:
-        if work.device.type == "mps":
-            print(
-                "note: the trace has the CPU's side only: PyTorch's profiler does not see the "
-                "Apple GPU"
-            )
-        operators = trace(work, folder / f"trace_{label}.json.gz")
+        parts = break_down(run, steps)
+        print_table(f"{title}; data: {data if from_corpus else 'random tokens'}", PART, parts)
+        lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
+        lines += [*markdown_table(PART, parts), ""]
+    if "trace" in wanted:
+        if device.type == "mps":
+            print("note: the trace has no Apple GPU: PyTorch's profiler does not see it")
+        operators = trace(run, folder / f"trace_{label}.json.gz")
         print_table(f"{title}: top operators", OPERATOR, operators)
         lines += [*markdown_table(OPERATOR, operators), ""]
     return lines

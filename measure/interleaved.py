@@ -1,4 +1,4 @@
-"""Compare the training speed of configs by interleaved runs: a few steps of each, round after round.
+"""Compare the training speed of configs: a few steps of each, interleaved round after round.
 
 python -m measure.interleaved speedup9.yaml speedup10.yaml
 python -m measure.interleaved speedup10.yaml "speedup10.yaml --no-flash"
@@ -11,41 +11,6 @@ slower slows all sides of a round. Every other round runs backwards, so the last
 off than the first. The result is the ratio within a round: its median, with a confidence interval.
 """
 
-import sys
-
-from pydantic import Field
-
-from config import Config
-from runtime.cli import Options, parse
-from runtime.ratio import FEWEST
-from runtime.start import start
-
-
-class InterleavedOptions(Options):
-    """options"""
-
-    sides: tuple[str, ...] = ()
-    """configs; quote one together with options after it, and environment variables before it"""
-    rounds: int = Field(20, ge=FEWEST)
-    """rounds at most"""
-    width: float = Field(0.02, ge=0, le=1)
-    """stop once every interval is narrower than this share of its median"""
-    code: str | None = None
-    """folder of another copy of this code, in which the one config is trained as the second side"""
-    output: str | None = None
-    """JSON file for the steps of every side, written after each round"""
-
-
-def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments at `--`: our own options, and those of every training run."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], argv[at + 1 :]
-
-
-if __name__ == "__main__":
-    OWN, OF_ALL = split_command_line(sys.argv[1:])
-    OPTIONS = start(InterleavedOptions, OWN, description=__doc__, positional="sides")
-
 import contextlib
 import itertools
 import json
@@ -56,17 +21,23 @@ import select
 import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from pydantic import Field
+
+from config import Config
+from runtime.cli import Options, parse
 from runtime.errors import TrainingError, UserError, reported, why_it_failed
 from runtime.files import write_whole
-from runtime.ratio import Ratio, median_ratio
+from runtime.ratio import FEWEST, Ratio, median_ratio
 from runtime.report import git_commit, items, machine, print_table
 from runtime.signals import ENDS_WITH
+from runtime.start import start
 from runtime.world import environment_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,7 +128,7 @@ class Side:
             self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             of_ranks = [environment_of(i, self.ranks, self.store.port) for i in range(self.ranks)]
         self.processes: list[subprocess.Popen[str]] = []
-        self.errors: list[IO[str]] = []
+        self.errors: list[Any] = []  # files with their stderr
         for of_rank in of_ranks:
             self.errors.append(tempfile.TemporaryFile("w+", errors="replace"))
             self.processes.append(
@@ -204,9 +175,9 @@ class Side:
         return answer["tokens"] / seconds
 
     def _receive(self) -> list[dict[str, Any]]:
-        """Read the answers in the order in which they come, as one rank may fail and others wait."""
+        """Read the answers as they come: one rank may fail while the others wait for it."""
         answers: dict[int, dict[str, Any]] = {}
-        pipes = {process.stdout: rank for rank, process in enumerate(self.processes)}
+        pipes: dict[Any, int] = {p.stdout: rank for rank, p in enumerate(self.processes)}
         while pipes:
             for pipe in select.select(list(pipes), [], [])[0]:
                 line = pipe.readline()
@@ -242,7 +213,7 @@ def training_side(
     ranks: int = 1,
     code: Path = ROOT,
 ) -> Side:
-    """Make a side that trains with these arguments of train.py, in this copy of the code or another.
+    """Make a side that trains with these arguments of train.py, in this or another copy of the code.
 
     Copies older than measure/ have benchmarks/side.py.
     """
@@ -272,7 +243,8 @@ def run_rounds(
 ) -> dict[str, list[float]]:
     """Interleave sides that have been started; returns tokens/s of each in each round.
 
-    `results`: a JSON file to write. `check` gets every side after its first steps. Raises SideError.
+    `results`: a JSON file to write. `check`: called with every side after its first steps. Raises
+    SideError.
     """
 
     def enough(rates: Rates) -> bool:
@@ -308,6 +280,27 @@ def write_results(path: Path, rates: Rates, sides: Sequence[Side]) -> None:
 
 
 # ---- the command
+
+
+class InterleavedOptions(Options):
+    """options"""
+
+    sides: tuple[str, ...] = ()
+    """configs; quote one together with options after it, and environment variables before it"""
+    rounds: int = Field(20, ge=FEWEST)
+    """rounds at most"""
+    width: float = Field(0.02, ge=0, le=1)
+    """stop once every interval is narrower than this share of its median"""
+    code: str | None = None
+    """folder of another copy of this code, in which the one config is trained as the second side"""
+    output: str | None = None
+    """JSON file for the steps of every side, written after each round"""
+
+
+def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split arguments at `--`: our own options, and those of every training run."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
 
 
 class Planned(NamedTuple):
@@ -395,5 +388,7 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    OWN, OF_ALL = split_command_line(sys.argv[1:])
+    OPTIONS = start(InterleavedOptions, OWN, description=__doc__, positional="sides")
     with reported("the comparison"):
         main(OPTIONS, OF_ALL)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from measure.communication import StepProfile, link_speed
+from measure.options import without_end
 from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
 from runtime.start import trim_memory_if_short
@@ -34,7 +35,7 @@ ASLEEP = 0.1  # of one core, below which a process counts as asleep
 
 
 class Requests:
-    """The requests on stdin, and the answers on what was stdout; prints go to stderr from now on."""
+    """The requests on stdin and the answers on stdout; what others print goes to stderr."""
 
     def __init__(self) -> None:
         self.answers = os.fdopen(os.dup(1), "w")
@@ -63,12 +64,6 @@ def falls_asleep(patience: float = 2.0) -> bool:
         if time.process_time() - used < ASLEEP * (time.monotonic() - begun):
             return True
     return False
-
-
-def without_end(config: Config) -> Config:
-    """Return the config for as many steps as one likes: at this rate the weights hardly move."""
-    rates = {"lr": 1e-6, "min_lr": None, "muon_lr": 1e-6}
-    return config.model_copy(update={"max_steps": 10**9, **rates})
 
 
 def take_steps(run: Run, count: int, message: int | None = None) -> dict[str, Any]:

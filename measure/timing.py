@@ -1,8 +1,7 @@
-"""What is timed, one computation of one model, and how: in a fresh process, waiting for the device
-around each pass.
-"""
+"""Time one computation of one model in a fresh process, waiting for the device around each pass."""
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import signal
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.tables import Row
-from config import Config
-from model import GPT, GPTConfig
-from optimizer import clip_gradients
+from config import Config, ModelConfig, SpeedConfig
+from measure.options import without_end
+from measure.tables import FIGURES, Row
 from runtime.device import (
     choose_device,
     device_name,
@@ -31,10 +29,9 @@ from runtime.errors import UserError, kind_of_failure
 from runtime.signals import end_with
 from runtime.start import retain_freed_memory
 from runtime.world import World
-from train import build
+from train import Run, setup, train_step
 
-# share of a training step's floating-point operations: the backward pass takes two matrix products
-# for each of the forward's
+# Share of a training step's FLOPs: the backward pass has two matmuls for each of the forward pass.
 FLOPS_SHARE = {"forward": 1 / 3, "backward": 2 / 3, "forward_backward": 1.0, "training_step": 1.0}
 
 Clock = Callable[[], float]
@@ -42,7 +39,7 @@ Clock = Callable[[], float]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One computation of one model, timed in a process of its own."""
+    """A computation of a model, timed in a process of its own."""
 
     size: str  # of the profile, or the config's name
     config: Config
@@ -52,98 +49,58 @@ class Job:
 
 
 def is_mixed(config: Config) -> bool:
-    """Whether the config trains in mixed precision."""
+    """True if the config trains in mixed precision."""
     return config.bf16 or config.fp16
 
 
 def with_mixed_precision_of(device: torch.device, config: Config) -> tuple[Config, list[str]]:
-    """The config, with float16 for bfloat16 where the device is a GPU that lacks it; and a note for
-    the user if so.
-    """
-    if (
-        not config.bf16
-        or device.type != "cuda"
-        or torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    """Return the config, and a note: with fp16 for bf16 where the device is a GPU without bf16."""
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if has_bf16 or not config.bf16:
         return config, []
-    return (
-        config.model_copy(update={"bf16": False, "fp16": True}),
-        [f"{device_name(device)} has no bfloat16: mixed precision is float16 here"],
-    )
+    note = f"{device_name(device)} has no bfloat16: mixed precision is float16 here"
+    return config.model_copy(update={"bf16": False, "fp16": True}), [note]
 
 
-class Workload:
-    """A model on its device with one batch of random tokens, and its optimizers."""
+def set_up(config: Config, *, from_corpus: bool = False) -> Run:
+    """Set a run up on this process alone, on its corpus or on one batch of random tokens.
 
-    config: Config  # with the mixed precision that the device has
-    raw_model: GPT
-    model: Any  # raw_model, compiled if the config says so
-    optimizers: list[torch.optim.Optimizer]
-    notes: list[str]  # for the user
+    Its notes are only those on options. Raises UserError for what this device cannot do, and for
+    a corpus that cannot be had.
+    """
+    device = choose_device(config.device)
+    config, notes = with_mixed_precision_of(device, without_end(config))
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (2, config.batch_size, config.seq_len)
+    x, y = torch.randint(config.n_vocab, shape, generator=generator).to(device)  # (B, T) each
+    batches = None if from_corpus else itertools.repeat((x, y))
+    run = setup(config, World(device), batches=batches)
+    notes += [note.removeprefix("note: ") for note in run.notes if note.startswith("note: ")]
+    notes += [note for note in config.notes() if note.startswith("compile_mode")]
+    return dataclasses.replace(run, notes=notes)
 
-    def __init__(self, config: Config):
-        """Raises UserError for what this device cannot do."""
-        self.device = choose_device(config.device)
-        config, notes = with_mixed_precision_of(self.device, config)
-        said: list[str] = []
-        self.config, state, self.model, self.autocast = build(
-            config, World(self.device), said.append
-        )
-        self.raw_model, self.optimizers = state.model, state.optimizers
-        notes += [note for note in config.notes() if note.startswith("compile_mode")]
-        lines = "\n".join(said).splitlines()
-        self.notes = notes + [
-            line.removeprefix("note: ") for line in lines if line.startswith("note: ")
-        ]
-        self.x, self.y = self.random_batch()  # (B, T)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of one pass."""
-        return self.config.batch_size * self.config.seq_len
+def passes(run: Run, computation: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return what to do before each timed pass, and the pass, which gets what that returned."""
 
-    def random_batch(self) -> tuple[Tensor, Tensor]:
-        """Random tokens and targets, each (B, T) int64, on the device."""
-        shape = (2, self.config.batch_size, self.config.seq_len)
-        x, y = torch.randint(self.raw_model.config.n_vocab, shape).to(self.device)
-        return x, y
+    def clear() -> None:
+        run.state.model.zero_grad(set_to_none=True)
 
-    def clear(self) -> None:
-        """Drop the gradients."""
-        self.raw_model.zero_grad(set_to_none=True)
+    def forward() -> Tensor:
+        x, y = next(run.batches)
+        with run.autocast():
+            return run.model(x, y)
 
-    def forward(self) -> Tensor:
-        """The loss, with the graph that a backward pass needs."""
-        with self.autocast():
-            return self.model(self.x, self.y)
+    def clear_and_forward() -> Tensor:
+        clear()
+        return forward()
 
-    def update(self) -> None:
-        """Gradient norm, clipping and optimizer step, as in training (but for fp16's loss scaling)."""
-        clip_gradients(self.raw_model, self.config.grad_clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def training_step(self) -> None:
-        """Forward, backward and update."""
-        self.forward().backward()
-        self.update()
-
-    def computation(self, name: str) -> tuple[Callable[[], Tensor | None], Callable[[Any], object]]:
-        """What to do before each timed pass, and the pass, which gets what that returned."""
-
-        def clear_and_forward() -> Tensor:
-            self.clear()
-            return self.forward()
-
-        return {
-            "forward": (self.clear, lambda _: self.forward()),
-            "backward": (
-                clear_and_forward,
-                lambda loss: loss.backward(),
-            ),  # a fresh forward for each, not timed
-            "forward_backward": (self.clear, lambda _: self.forward().backward()),
-            "training_step": (self.clear, lambda _: self.training_step()),
-        }[name]
+    return {
+        "forward": (clear, lambda _: forward()),
+        "backward": (clear_and_forward, lambda loss: loss.backward()),
+        "forward_backward": (clear, lambda _: forward().backward()),
+        "training_step": (clear, lambda _: train_step(run, 1)),
+    }[computation]
 
 
 # ---- timing
@@ -152,15 +109,13 @@ class Workload:
 def time_passes(
     prepare: Callable[[], Any],
     timed: Callable[[Any], object],
-    passes: int,
+    count: int,
     device: torch.device,
     clock: Clock = time.perf_counter,
 ) -> list[float]:
-    """Seconds of each pass of `timed`, which gets what the untimed `prepare` returned. Waits for
-    the device around each.
-    """
+    """Return the seconds of each pass of `timed`, which gets the result of the untimed `prepare`."""
     seconds = []
-    for _ in range(passes):
+    for _ in range(count):
         prepared = prepare()
         synchronize(device)
         start = clock()
@@ -172,117 +127,89 @@ def time_passes(
 
 
 def measure(job: Job, clock: Clock = time.perf_counter) -> list[Row]:
-    """A row for each of the job's numbers of warm-up passes. Raises UserError for what this device
-    cannot do.
+    """Return a row for each of the job's numbers of warm-up passes.
 
     The passes are done once: a row of w warm-up passes leaves out the first w of them and counts
     the `steps` that follow. So rows differ in which passes count, not in the noise between two
-    measurements.
+    measurements. Raises UserError for what this device cannot do.
     """
-    work = Workload(job.config)
-    prepare, timed = work.computation(job.computation)
-    seconds = time_passes(prepare, timed, max(job.warmup_steps) + job.steps, work.device, clock)
-    peak = peak_memory_mb(work.device)  # before the measurement below adds to it
-    matmul = matmul_tflops(work.device, matmul_dtype(bf16=work.config.bf16, fp16=work.config.fp16))
-    flops = (
-        work.raw_model.flops_per_token(work.config.seq_len)
-        * work.tokens
-        * FLOPS_SHARE[job.computation]
-    )
-    about = settings(work.config) | {
-        "device": device_name(work.device),
-        "parameters": work.raw_model.num_parameters(),
-        "notes": "; ".join(work.notes),
+    run = set_up(job.config)
+    config, model, device = run.config, run.state.model, run.world.device
+    prepare, timed = passes(run, job.computation)
+    seconds = time_passes(prepare, timed, max(job.warmup_steps) + job.steps, device, clock)
+    peak = peak_memory_mb(device)  # before the measurement below adds to it
+    matmul = matmul_tflops(device, matmul_dtype(bf16=config.bf16, fp16=config.fp16))
+    tokens = config.batch_size * config.seq_len
+    flops = model.flops_per_token(config.seq_len) * tokens * FLOPS_SHARE[job.computation]
+    about = settings(config) | {
+        "device": device_name(device),
+        "parameters": model.num_parameters(),
+        "notes": "; ".join(run.notes),
     }
     rows = []
     for warmup in job.warmup_steps:
         counted = seconds[warmup : warmup + job.steps]
         mean = statistics.fmean(counted)
         tflops = flops / mean / 1e12
-        rows.append(
-            Row(
-                job.size,
-                job.computation,
-                warmup,
-                is_mixed(job.config),
-                mean_s=mean,
-                median_s=statistics.median(counted),
-                std_s=statistics.pstdev(counted),
-                min_s=min(counted),
-                max_s=max(counted),
-                total_s=sum(counted),
-                steps=len(counted),
-                tokens_per_sec=work.tokens / mean,
-                tflops=tflops,
-                matmul_tflops=matmul,
-                utilization=tflops / max(matmul, tflops),
-                peak_memory_mb=peak,
-                times_s=counted,
-                settings=about,
-            )
-        )
+        figures = {
+            "mean_s": mean,
+            "median_s": statistics.median(counted),
+            "std_s": statistics.pstdev(counted),
+            "min_s": min(counted),
+            "max_s": max(counted),
+            "total_s": sum(counted),
+            "steps": len(counted),
+            "tokens_per_sec": tokens / mean,
+            "tflops": tflops,
+            "matmul_tflops": matmul,
+            "utilization": tflops / max(matmul, tflops),
+            "peak_memory_mb": peak,
+            "times_s": counted,
+        }
+        rows.append(empty_row(job, warmup) | figures | about)
     return rows
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """The model and the profile in full, as results.json and results.csv have them."""
-    names = [f.name for f in dataclasses.fields(GPTConfig)]
-    names += [
-        "batch_size",
-        "seq_len",
-        "bf16",
-        "fp16",
-        "tf32",
-        "compile",
-        "compile_mode",
-        "fused_adamw",
-        "optimizer",
-        "grad_clip",
-        "weight_decay",
-        "seed",
-    ]
-    return {name: getattr(config, name) for name in names} | {
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+def empty_row(job: Job, warmup: int, error: str = "") -> Row:
+    """Return the row of a job without figures; with an error, it could not be measured."""
+    key = {
+        "size": job.size,
+        "computation": job.computation,
+        "warmup_steps": warmup,
+        "mixed_precision": is_mixed(job.config),
     }
+    return key | dict.fromkeys(FIGURES) | {"error": error, "times_s": []} | settings(job.config)
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Return the options that make the figures, as results.json and results.csv have them."""
+    names = {*ModelConfig.model_fields, *SpeedConfig.model_fields, "batch_size", "seq_len", "seed"}
+    names |= {"optimizer", "grad_clip", "weight_decay"}
+    about = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    return config.model_dump(mode="json", include=names) | about
 
 
 # ---- a process for each job
 
 
 def time_job(job: Job) -> list[Row]:
-    """The rows of a job, timed in a fresh process."""
+    """Time a job in a fresh process; returns its rows, which say why where it fails."""
     rows, error = in_fresh_process(measure, job)
-    return rows or failed_rows(job, error)
-
-
-def failed_rows(job: Job, error: str) -> list[Row]:
-    """The job's rows where it could not be measured."""
-    return [
-        Row(
-            job.size,
-            job.computation,
-            warmup,
-            is_mixed(job.config),
-            error=error,
-            settings=settings(job.config),
-        )
-        for warmup in job.warmup_steps
-    ]
+    return rows or [empty_row(job, warmup, error) for warmup in job.warmup_steps]
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """The function's result in a fresh process, where nothing is warm and the peak of memory is its
-    own; or why there is none.
+    """Call a function in a fresh process, where nothing is warm and peak memory is its own.
+
+    Returns its result, or None and why there is none.
     """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(
         target=_serve, args=(os.getpid(), send, function, arguments), daemon=True
     )
-    before = signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a Ctrl-C is for the parent, which ends the child
+    # a Ctrl-C is for the parent, which ends the child
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.start()
     signal.signal(signal.SIGINT, before)
     send.close()
@@ -290,33 +217,26 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any
         result, error = receive.recv()
     except EOFError:  # it ended without an answer
         process.join()
-        killed = process.exitcode == -9  # SIGKILL, a name that Windows lacks
-        result, error = (
-            None,
-            "out of memory: the system killed the process"
-            if killed
-            else f"exit status {process.exitcode}",
-        )
+        result, error = None, f"exit status {process.exitcode}"
+        if process.exitcode == -signal.SIGKILL:
+            error = "out of memory: the system killed the process"
     process.join()
     return result, error
 
 
 def _serve(
-    parent: int, connection: Connection, function: Callable[..., Any], arguments: Sequence[Any]
+    parent: int, answer: Connection, function: Callable[..., Any], arguments: Sequence[Any]
 ) -> None:
     end_with(parent)
     retain_freed_memory()  # as train.py
-    _call(connection, function, arguments)
+    answer.send(call(function, *arguments))
 
 
-def _call(connection: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Call the function and send its result, or a line that says why there is none."""
-    result, reason = None, ""
+def call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
+    """Call a function; returns its result, or None and a line that says why there is none."""
     try:
-        result = function(*arguments)
+        return function(*arguments), ""
     except UserError as error:
-        reason = str(error)
+        return None, str(error)
     except (RuntimeError, MemoryError) as error:
-        reason = kind_of_failure(error)[1]
-    connection.send((result, reason))
-    connection.close()
+        return None, kind_of_failure(error)[1]
