@@ -11,6 +11,7 @@ python bench.py --compare logs/reference/timeit.csv       beside earlier or publ
 
 import datetime
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -127,50 +128,40 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        modes = [name for name in MODES if getattr(self, name)]
-        chosen = self.model_fields_set
-        problems = []
-        for name in chosen & WITHOUT_EFFECT.keys():
-            without = [mode for mode in modes if mode in WITHOUT_EFFECT[name]]
-            if without and not (name == "steps" and (self.breakdown or self.scan)):
-                text = f"{name} has no effect with {' and '.join(without)}; leave it out"
-                problems.append((name, text))
-        if self.config and "size" in chosen:
-            text = f"size and config exclude each other: the model is that of {self.config}"
-            problems.append(("size", text))
-        problems += self._scan_problems() if self.scan is not None else []
-        problems += self._scaling_problems(modes)
+        modes, chosen = {name for name in MODES if getattr(self, name)}, self.model_fields_set
+        scanned, values = parse_scan(self.scan or "")
+        excluding = [("size", "config"), (scanned, "scan")]
+        excluding += [(mode, "scaling") for mode in MODES[:-1]]
+        problems = [
+            (name, f"{name} and {other} exclude each other; leave one out")
+            for name, other in excluding
+            if name in chosen and getattr(self, other)
+        ]
+        idle = {name: modes & {*without} for name, without in WITHOUT_EFFECT.items()}
+        if self.breakdown or self.scan:
+            idle["steps"] = set()
+        problems += [
+            (name, f"{name} has no effect with {' and '.join(sorted(without))}; leave it out")
+            for name, without in idle.items()
+            if name in chosen and without
+        ]
+        problems += [
+            (name, f"{name} has no effect without scaling; leave it out")
+            for name in ("total_batch_tokens", "rounds")
+            if name in chosen and not self.scaling
+        ]
+        if self.scan is not None and not values:
+            text = "is not understood; write batch_size=1,2,4 or seq_len=128,256"
+            problems.append(("scan", f"scan {self.scan!r} {text}"))
+        if self.scan and "warmup_steps" in chosen and len(self.warmup_steps) > 1:
+            problems.append(("warmup_steps", "scan takes one number of warm-up steps"))
+        if self.scaling and (len(set(self.scaling)) < 2 or not self.config):
+            text = "scaling needs a config, whose corpus it trains on, such as --config "
+            text += "quickstart.yaml, and at least two numbers of ranks, such as 1,2"
+            problems.append(("scaling", text))
         if problems:
             raise ContradictionError(problems)
         return self
-
-    def _scan_problems(self) -> list[tuple[str, str]]:
-        name, values = parse_scan(self.scan or "")
-        if not values:
-            text = f"scan {self.scan!r} is not understood; write batch_size=1,2,4 or "
-            return [("scan", f"{text}seq_len=128,256")]
-        if getattr(self, name) is not None:
-            return [(name, f"{name} and scan {self.scan} exclude each other")]
-        if "warmup_steps" in self.model_fields_set and len(self.warmup_steps) > 1:
-            return [("warmup_steps", "scan takes one number of warm-up steps")]
-        return []
-
-    def _scaling_problems(self, modes: list[str]) -> list[tuple[str, str]]:
-        if not self.scaling:
-            return [
-                (name, f"{name} has no effect without scaling; leave it out")
-                for name in ("total_batch_tokens", "rounds")
-                if name in self.model_fields_set
-            ]
-        others = [name for name in modes if name != "scaling"]
-        problems = [(name, f"{name} and scaling exclude each other") for name in others]
-        if not self.config:
-            text = "scaling trains on the config's corpus: name one, such as --config "
-            problems.append(("scaling", f"{text}quickstart.yaml"))
-        if len(set(self.scaling)) < 2:
-            text = "scaling compares at least two numbers of ranks, such as 1,2"
-            problems.append(("scaling", text))
-        return problems
 
 
 def parse_scan(text: str) -> tuple[str, list[int]]:
@@ -187,17 +178,18 @@ if __name__ == "__main__":
 from measure.breakdown import inspect_models
 from measure.scaling import measure_scaling
 from measure.tables import (
+    PUBLISHED_SPREAD,
     REPORTED,
     SHOWN,
     Means,
     Row,
     about_machine,
     compare,
-    describe,
     describe_row,
     draw_scan,
     draw_times,
     key_of,
+    precision,
     published_section,
     read_results,
     scan_columns,
@@ -230,8 +222,8 @@ def job_configs(options: BenchOptions, **changed: Any) -> list[tuple[str, Config
     both = (False, True) if options.mixed_precision is None else (options.mixed_precision,)
     for size, mixed in itertools.product(options.size, both):
         shape = dict(zip(("n_layer", "n_head", "n_embd"), SIZES[size], strict=True))
-        model = PROFILE | values | shape
-        configs.append((size, load_config(**model, block_size=model["seq_len"], bf16=mixed)))
+        model = PROFILE | values | shape | {"bf16": mixed}
+        configs.append((size, load_config(**model, block_size=model["seq_len"])))
     return configs
 
 
@@ -242,6 +234,11 @@ def jobs_of(options: BenchOptions, computations: Sequence[str], **changed: Any) 
         for size, config in job_configs(options, **changed)
         for computation in computations
     ]
+
+
+def describe_job(job: Job) -> str:
+    """Describe what is timed."""
+    return f"{job.size} {job.computation}, {precision(is_mixed(job.config))} precision"
 
 
 # ---- the grid: every size, computation, warm-up and precision
@@ -255,8 +252,7 @@ def time_grid(
     for i, job in enumerate(jobs, 1):
         rows = sorted([*rows, *time_job(job)], key=lambda row: (row["error"], row["mean_s"]))
         write_results(rows, folder)  # at once: what is measured stays, whatever follows
-        label = describe(job.size, job.computation, is_mixed(job.config))
-        print(f"{i} of {len(jobs)}: {label}", flush=True)
+        print(f"{i} of {len(jobs)}: {describe_job(job)}", flush=True)
     print_table("seconds per pass", SHOWN, rows)
     notes = sorted({row["notes"] for row in rows if row.get("notes")})
     print("".join(f"note: {note}\n" for note in notes), end="")
@@ -277,11 +273,11 @@ def time_grid(
     if measured:
         draw_times(measured, folder / "times.png")
         lines += ["![seconds per pass](times.png)", ""]
-        lines += spread_section(measured, is_profile=not options.config)
+        lines += spread_section(measured, "" if options.config else PUBLISHED_SPREAD)
     if options.compare and any(key_of(row) in theirs for row in measured):
         lines += compare(measured, options.compare, theirs, PROFILE | about_them)
     if measured and not options.config:
-        lines += published_section(measured, PROFILE)
+        lines += published_section(measured[0], PROFILE | {"steps": 5})
     write_whole(folder / "report.md", "\n".join(lines).rstrip("\n") + "\n")
     if not measured:
         raise TrainingError(f"nothing could be measured: {rows[0]['error']}")
@@ -304,21 +300,17 @@ def scan(options: BenchOptions, folder: Path) -> None:
     rows: list[Row] = []
     ended: dict[str, str] = {}  # by what is timed: why no larger value is tried
     for job in jobs:
-        label, value = (
-            describe(job.size, job.computation, is_mixed(job.config)),
-            getattr(job.config, name),
-        )
+        label, value = describe_job(job), getattr(job.config, name)
         if label in ended:
             continue
         (row,) = time_job(replace(job, warmup_steps=warmup))
         rows.append(row)
         write_results(rows, folder)
-        figures = (
-            f"{row['tokens_per_sec'] or 0:,.0f} tokens/s, {row['peak_memory_mb'] or 0:,.0f} MB"
-        )
+        figures = f"stopped: {row['error']}"
         if row["error"]:
-            figures = f"stopped: {row['error']}"
             ended[label] = f"{label}: {row['error']} at {value}."
+        else:
+            figures = f"{row['tokens_per_sec']:,.0f} tokens/s, {row['peak_memory_mb']:,.0f} MB"
         print(f"{label}: {name} {value}: {figures}", flush=True)
     measured = [row for row in rows if not row["error"]]
     if not measured:
@@ -337,9 +329,9 @@ def scan(options: BenchOptions, folder: Path) -> None:
 def new_folder(log_dir: str) -> Path:
     """Make a fresh folder for the results of this call."""
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    names = itertools.chain([now], (f"{now}.{n}" for n in itertools.count(1)))
-    paths = (Path(log_dir) / "bench" / name for name in names)
-    folder = next(path for path in paths if not path.exists())
+    folder = Path(log_dir) / "bench" / now
+    if folder.exists():
+        folder = folder.with_name(f"{now}.{os.getpid()}")
     folder.mkdir(parents=True)
     return folder
 

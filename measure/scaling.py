@@ -13,6 +13,7 @@ import torch
 from config import Config, load_config
 from measure.interleaved import LEFT_OUT, Rates, Side, ratio_of, run_rounds, started, training_side
 from measure.options import to_flags
+from measure.tables import Row, figure
 from model import GPT, GPTConfig
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
@@ -21,7 +22,6 @@ from runtime.ratio import Ratio
 from runtime.report import (
     BLUE,
     Column,
-    field,
     git_commit,
     machine,
     markdown_table,
@@ -35,26 +35,6 @@ from runtime.world import launch
 WIDTH = 0.02  # stop once every interval is narrower than this share of its median
 PROFILED_STEPS = 6  # the first of them starts the profiler and does not count
 BUCKET = 25 * 2**20  # bytes that DDP sends at a time, by default
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The figures of a number of ranks."""
-
-    ranks: int
-    threads: int  # of each
-    batch_size: int  # sequences of a micro-step, of each
-    micro_steps: int
-    tokens: int  # of a step, of all ranks
-    hardware: float  # GPUs, or cores in use, over those of the first number
-    tokens_per_sec: float
-    over_first: Ratio
-    efficiency: float  # how much faster than the first, over how much more hardware
-    step_s: float  # the median step
-    waiting: float  # share of the step, the mean over the ranks
-    update_s: float
-    link: float | None  # GB/s
-    memory_mb: float
 
 
 def split(config: Config, ranks: int) -> tuple[int, int]:
@@ -127,63 +107,60 @@ def measure_scaling(
         for side in sides:
             side.steps = PROFILED_STEPS
             side.train(min(BUCKET, gradients))
-    found = measured(config, device, counts, sides, rates)
-    write_report(found, name, folder, device, len(rates[sides[0].name]))
+    rows = [row_of(config, device, n, side, rates) for n, side in zip(counts, sides, strict=True)]
+    for row in rows:
+        row["hardware"] = row["used"] / rows[0]["used"]
+        row["efficiency"] = row["over_first"]["median"] / row["hardware"]
+    write_report(rows, name, folder, device, len(rates[sides[0].name]))
     return folder
 
 
-def measured(
-    config: Config,
-    device: torch.device,
-    counts: Sequence[int],
-    sides: Sequence[Side],
-    rates: Rates,
-) -> list[Measured]:
-    """Return the figures of each number of ranks. The last answer of each side is the profile's."""
-    found: list[Measured] = []
-    first, used_first, tokens = sides[0].name, 0, config.tokens_per_step(1)
-    for n, side in zip(counts, sides, strict=True):
-        last = side.answers[-1]
-        answers = last.get("ranks", [last])
-        used = n if device.type == "cuda" else min(cores(), n * last["threads"])
-        used_first = used_first or used
-        over_first = Ratio(1.0) if side.name == first else ratio_of(rates, side.name, first)
-        rate = statistics.median(rates[side.name])
-        profiles = [answer["profile"] for answer in answers]
-        waiting = [sum(each["waiting"][1:]) / sum(each["step"][1:]) for each in profiles]
-        found.append(
-            Measured(
-                n,
-                last["threads"],
-                *split(config, n),
-                tokens=tokens,
-                hardware=used / used_first,
-                tokens_per_sec=rate,
-                over_first=over_first,
-                efficiency=over_first.median * used_first / used,
-                step_s=tokens / rate,
-                waiting=statistics.fmean(waiting),
-                update_s=statistics.median(profiles[0]["update"][1:]),
-                link=last.get("link_gb_s"),
-                memory_mb=max(answer["peak_memory_mb"] for answer in answers),
-            )
-        )
-    return found
+def row_of(config: Config, device: torch.device, ranks: int, side: Side, rates: Rates) -> Row:
+    """Return the figures of a number of ranks, as results.json has them.
+
+    The side's last answer is that of the profiled steps. Efficiency is how many times as fast as
+    the first it is, over how many times as much hardware it uses.
+    """
+    last = side.answers[-1]
+    answers = last.get("ranks", [last])
+    profiles = [answer["profile"] for answer in answers]
+    first = next(iter(rates))
+    batch_size, micro_steps = split(config, ranks)
+    tokens, tokens_per_sec = config.tokens_per_step(1), statistics.median(rates[side.name])
+    over_first = Ratio(1.0) if side.name == first else ratio_of(rates, side.name, first)
+    waiting = [sum(each["waiting"][1:]) / sum(each["step"][1:]) for each in profiles]
+    return {
+        "ranks": ranks,
+        "threads": last["threads"],  # of each rank
+        "batch_size": batch_size,
+        "micro_steps": micro_steps,
+        "tokens": tokens,  # of a step, of all ranks
+        "tokens_per_sec": tokens_per_sec,
+        "over_first": dataclasses.asdict(over_first),
+        "x_first": str(over_first),
+        # GPUs, or cores
+        "used": ranks if device.type == "cuda" else min(cores(), ranks * last["threads"]),
+        "step_s": tokens / tokens_per_sec,
+        "waiting": statistics.fmean(waiting),  # share of the step
+        "update_s": statistics.median(profiles[0]["update"][1:]),
+        "link": last.get("link_gb_s"),
+        "memory_mb": max(answer["peak_memory_mb"] for answer in answers),
+    }
 
 
 # ---- the report
 
 COLUMNS = [
-    field("ranks", "ranks"),
-    field("threads", "threads"),
-    Column("batch", lambda row: f"{row.batch_size} x {row.micro_steps}"),
-    field("tokens/s", "tokens_per_sec", ",.0f"),
-    Column("x first", lambda row: "" if row.over_first.low is None else str(row.over_first)),
-    field("efficiency", "efficiency", ".0%"),
-    field("waiting", "waiting", ".1%"),
-    Column("update, ms", lambda row: f"{row.update_s * 1e3:,.1f}"),
-    field("link, GB/s", "link", ".3g"),
-    field("MB each", "memory_mb", ",.0f"),
+    figure("ranks", "ranks"),
+    figure("threads", "threads"),
+    Column("batch", lambda row: f"{row['batch_size']} x {row['micro_steps']}"),
+    figure("tokens/s", "tokens_per_sec", ",.0f"),
+    figure("x first", "x_first"),
+    figure("efficiency", "efficiency", ".0%"),
+    figure("waiting", "waiting", ".1%"),
+    Column("update, ms", lambda row: f"{row['update_s'] * 1e3:,.1f}"),
+    figure("link, GB/s", "link", ".3g"),
+    figure("MB each", "memory_mb", ",.0f"),
 ]
 MEANING = (
     "batch: sequences of a micro-step x micro-steps, of each rank. tokens/s: of all ranks, the "
@@ -196,54 +173,45 @@ MEANING = (
 
 
 def write_report(
-    found: Sequence[Measured], name: str, folder: Path, device: torch.device, rounds: int
+    rows: Sequence[Row], name: str, folder: Path, device: torch.device, rounds: int
 ) -> None:
     """Print the figures and write them: report.md, results.json and a picture."""
-    print_table(f"{found[0].tokens:,} tokens a step, {rounds} rounds", COLUMNS, found)
-    draw(found, folder / "scaling.png")
-    about = f"{machine()}; device {device_name(device)}, torch {torch.__version__}, commit "
-    about += f"{git_commit()}, {datetime.date.today()}. {found[0].tokens:,} tokens a step, "
+    print_table(f"{rows[0]['tokens']:,} tokens a step, {rounds} rounds", COLUMNS, rows)
+    draw(rows, folder / "scaling.png")
+    about = {"machine": machine(), "git": git_commit(), "torch": torch.__version__}
     lines = [
         f"# {Path(name).stem}: the same batch on more ranks",
         "",
-        f"{about}{rounds} interleaved rounds after the first {LEFT_OUT}.",
+        f"{machine()}; device {device_name(device)}, torch {torch.__version__}, commit "
+        f"{git_commit()}, {datetime.date.today()}. {rows[0]['tokens']:,} tokens a step, {rounds} "
+        f"interleaved rounds after the first {LEFT_OUT}.",
         "",
-        *markdown_table(COLUMNS, found),
+        *markdown_table(COLUMNS, rows),
         "",
         MEANING,
         "",
         "![tokens/s and waiting](scaling.png)",
     ]
     write_whole(folder / "report.md", "\n".join(lines) + "\n")
-    results = {
-        "machine": machine(),
-        "git": git_commit(),
-        "torch": torch.__version__,
-        "config": name,
-        "rounds": rounds,
-        "counts": [dataclasses.asdict(row) for row in found],
-    }
+    results = {**about, "config": name, "rounds": rounds, "counts": rows}
     write_whole(folder / "results.json", json.dumps(results, indent=1) + "\n")
 
 
-def draw(found: Sequence[Measured], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw how many times as fast as the first each is, and the share of waiting."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    numbers, factors = [row.ranks for row in found], [row.over_first for row in found]
-    arms = [
-        [factor.median - factor.ends[0] for factor in factors],
-        [factor.ends[1] - factor.median for factor in factors],
-    ]
-    medians = [factor.median for factor in factors]
-    left.errorbar(numbers, medians, yerr=arms, marker="o", color=BLUE, label="measured")
-    left.plot(numbers, [row.hardware for row in found], ":", color="0.4", label="hardware")
-    left.set(ylabel=f"tokens/s over those of {numbers[0]}")
+    ranks = [row["ranks"] for row in rows]
+    ratios = [Ratio(**row["over_first"]) for row in rows]
+    for ratio, x in zip(ratios, ranks, strict=True):
+        left.plot([x, x], ratio.ends, color=BLUE)  # the interval
+    left.plot(ranks, [ratio.median for ratio in ratios], "o-", color=BLUE, label="measured")
+    left.plot(ranks, [row["hardware"] for row in rows], ":", color="0.4", label="hardware")
+    left.set(ylabel=f"tokens/s over those of {ranks[0]}")
     left.legend(fontsize=8)
-    right.plot(numbers, [100 * row.waiting for row in found], "o-", color=BLUE)
+    right.plot(ranks, [100 * row["waiting"] for row in rows], "o-", color=BLUE)
     right.set(ylabel="share of the step spent waiting, %")
     for axes in (left, right):
-        axes.set(xlabel="ranks")
-        axes.set_xticks(numbers)
+        axes.set(xlabel="ranks", xticks=ranks)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     save_picture(figure, path)

@@ -8,7 +8,6 @@ import csv
 import datetime
 import io
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +36,6 @@ from runtime.report import (
 Row = dict[str, Any]
 Key = tuple[str, str, int, bool]  # size, computation, warm-up passes, mixed precision
 Means = dict[Key, float]  # seconds
-PUBLISHED_STEPS = 5  # timed passes of each row of the published profile
 FIGURES = (
     "mean_s",
     "median_s",
@@ -64,14 +62,9 @@ def precision(mixed: bool) -> str:
     return "mixed" if mixed else "full"
 
 
-def describe(size: str, computation: str, mixed: bool) -> str:
-    """Describe what is timed."""
-    return f"{size} {computation}, {precision(mixed)} precision"
-
-
 def describe_row(row: Row) -> str:
     """Describe what is timed in a row."""
-    return describe(row["size"], row["computation"], row["mixed_precision"])
+    return f"{row['size']} {row['computation']}, {precision(row['mixed_precision'])} precision"
 
 
 def about_machine(about: Mapping[str, Any]) -> str:
@@ -138,27 +131,17 @@ def write_results(rows: Sequence[Row], folder: Path) -> None:
 
 def read_results(path: Path) -> tuple[Means, Row]:
     """Read the mean of each row of a results file, and its first row. Raises UserError."""
+    means: Means = {}
     try:
         text = path.read_text(encoding="utf-8")
         rows = json.loads(text) if path.suffix == ".json" else [*csv.DictReader(io.StringIO(text))]
-        means: Means = {}
         for row in rows:
             mixed = str(row["mixed_precision"]).lower() == "true"
-            if row["mean_s"] not in (None, ""):
-                key = row["size"], row["computation"], int(row["warmup_steps"]), mixed
-                means[key] = float(row["mean_s"])
-        if not all(0 < mean < math.inf for mean in means.values()):
-            raise ValueError("a mean_s that is no duration")
-        return means, dict(rows[0]) if rows else {}
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except KeyError as error:
-        raise UserError(
-            f"{path}: has no column {error.args[0]}; it should be results.json or results.csv of "
-            f"bench.py"
-        ) from None
-    except (TypeError, ValueError, csv.Error) as error:
-        raise UserError(f"{path}: not a results file: {error}") from None
+            if mean := float(row["mean_s"] or 0):  # else it could not be measured
+                means[row["size"], row["computation"], int(row["warmup_steps"]), mixed] = mean
+        return means, dict(rows[0])
+    except (OSError, LookupError, TypeError, ValueError, csv.Error) as error:
+        raise UserError(f"{path}: no results.json or results.csv of bench.py: {error!r}") from None
 
 
 # ---- beside earlier results
@@ -167,27 +150,21 @@ def read_results(path: Path) -> tuple[Means, Row]:
 def ratios(means: Means) -> dict[str, float]:
     """Return quotients of rows that carry over to other machines.
 
-    No warm-up over warm-up, mixed over full precision, backward over forward; the last two of the
-    rows with the most warm-up.
+    No warm-up over the most, and of rows with that: mixed over full, backward over forward.
     """
-    found: dict[str, float] = {}
     most = max((key[2] for key in means), default=0)
+    pairs: list[tuple[str, float, Key]] = []  # name, mean, and what it is over
     for (size, computation, warmup, mixed), mean in means.items():
-        others = {
-            f"warm-up 0 over {most}: {size} {computation}, {precision(mixed)}": (
-                warmup == 0 < most and means.get((size, computation, most, mixed))
-            ),
-            f"mixed over full: {size} {computation}": (
-                warmup == most and mixed and means.get((size, computation, most, False))
-            ),
-            f"backward over forward: {size}, {precision(mixed)}": (
-                warmup == most
-                and computation == "backward"
-                and means.get((size, "forward", most, mixed))
-            ),
-        }
-        found |= {name: mean / other for name, other in others.items() if other}
-    return dict(sorted(found.items()))
+        what, bits = f"{size} {computation}", precision(mixed)
+        if warmup == 0 < most:
+            name = f"warm-up 0 over {most}: {what}, {bits}"
+            pairs.append((name, mean, (size, computation, most, mixed)))
+        if warmup == most and mixed:
+            pairs.append((f"mixed over full: {what}", mean, (size, computation, most, False)))
+        if warmup == most and computation == "backward":
+            name = f"backward over forward: {size}, {bits}"
+            pairs.append((name, mean, (size, "forward", most, mixed)))
+    return {name: mean / means[base] for name, mean, base in sorted(pairs) if base in means}
 
 
 def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> list[str]:
@@ -220,70 +197,54 @@ def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> 
 
 # ---- warm-up, and the published profile
 
+PUBLISHED_SPREAD = (
+    "The published notes time forward and backward of the small model without warm-up at a mean of "
+    "0.260 s and a std of 0.077 s (the first pass took 0.414 s), and after one step of warm-up at "
+    "0.221 s and 0.0003 s: the reason to warm up. "
+)
+PUBLISHED_CODE = [
+    "## What is not like the published code",
+    "",
+    "- Device: a GPU there that its notes do not name. Seconds do not carry over, ratios may.",
+    "- Tokens: random in both, but from another generator.",
+    "- Mixed precision: float16 autocast there; here as fp16 and bf16 in results.json say.",
+    "- Warm-up: rows that differ in it are of the same passes here, not there.",
+]
 
-def spread_section(rows: Sequence[Row], *, is_profile: bool) -> list[str]:
+
+def spread_section(rows: Sequence[Row], published: str) -> list[str]:
     """Return the report's section on what the most warm-up does to the std of a measurement.
 
-    Empty if nothing was measured with and without. `is_profile`: add the published figures.
+    Empty if nothing was measured with and without. `published`: what others have found.
     """
     by_warmup = sorted(rows, key=lambda row: row["warmup_steps"])
+    least = {describe_row(row): row for row in reversed(by_warmup)}
     most = {describe_row(row): row for row in by_warmup}
-    pairs = [(row, most[describe_row(row)]) for row in rows if row["warmup_steps"] == 0]
-    pairs = [(cold, warm) for cold, warm in pairs if warm["warmup_steps"]]
-    if not pairs:
+    pairs = [(least[name]["std_s"], row["std_s"]) for name, row in most.items()]
+    if least == most:
         return []
-    lines = ["## What warm-up does to the spread", ""]
-    if is_profile:
-        lines += [
-            "The published notes time forward and backward of the small model without warm-up at "
-            "a mean of 0.260 s and a std of 0.077 s (the first pass took 0.414 s), and after one "
-            "step of warm-up at 0.221 s and 0.0003 s: the reason to warm up.",
-            "",
-        ]
-    quotients = [cold["std_s"] / warm["std_s"] if warm["std_s"] else None for cold, warm in pairs]
-    lowered = sum(warm["std_s"] < cold["std_s"] for cold, warm in pairs)
-    median = statistics.median([q for q in quotients if q is not None] or [math.nan])
-    columns = [
-        Column("", lambda row: describe_row(row[0])),
-        Column("passes of warm-up", lambda row: str(row[1]["warmup_steps"])),
-        Column("std without, s", lambda row: f"{row[0]['std_s']:.4g}"),
-        Column("std with, s", lambda row: f"{row[1]['std_s']:.4g}"),
-    ]
+    lowered = sum(warm < cold for cold, warm in pairs)
+    quotient = statistics.median([cold / max(warm, 1e-12) for cold, warm in pairs])
     return [
-        *lines,
-        f"Here warm-up lowers the std in {lowered} of {len(pairs)} measurements; the median "
-        f"quotient, without over with, is {median:.3g}.",
+        "## What warm-up does to the spread",
         "",
-        *markdown_table(columns, pairs),
+        f"{published}Here warm-up lowers the std in {lowered} of {len(pairs)} measurements; the "
+        f"median quotient, least over most warm-up, is {quotient:.3g}.",
         "",
     ]
 
 
-def published_section(rows: Sequence[Row], profile: Mapping[str, Any]) -> list[str]:
-    """Return the report's section on what is not like the published code, as far as is known.
-
-    `rows` are measured ones, at least one; `profile` are the published options.
-    """
-    about = rows[0]
-    lines = [
-        f"Device: {about['device']} here; a GPU there that its notes do not name. Seconds do not "
-        f"carry over, ratios may.",
-        f"Tokens: random in both, with seed {profile['seed']} there, but from another generator.",
+def published_section(row: Row, profile: Mapping[str, Any]) -> list[str]:
+    """Return the report's section on what is not like the published code, with other options."""
+    return [
+        *PUBLISHED_CODE,
+        *(
+            f"- {name}: {row[name]} here, {value} there."
+            for name, value in profile.items()
+            if row[name] != value
+        ),
+        "",
     ]
-    if any(row["mixed_precision"] and row["bf16"] for row in rows):
-        lines.append("Mixed precision: bfloat16 autocast here, float16 autocast there.")
-    if len({row["warmup_steps"] for row in rows}) > 1:
-        lines.append("Warm-up: rows that differ in it are of the same passes here, not there.")
-    published = dict(profile) | {"steps": PUBLISHED_STEPS}
-    lines += [
-        f"{name}: {about[name]} here, {value} there."
-        for name, value in published.items()
-        if about[name] != value
-    ]
-    known = ("small", "medium", "forward", "backward", "forward_backward")
-    unknown = {row[name] for row in rows for name in ("size", "computation")} - set(known)
-    lines += [f"{name} was not published." for name in sorted(unknown)]
-    return ["## What is not like the published code", "", *(f"- {line}" for line in lines), ""]
 
 
 # ---- pictures
