@@ -1,20 +1,50 @@
-"""Every option of a run, declared once: the command-line flags, the YAML keys and `--help` all come
-from the classes below.
+"""Every option of a run, declared once.
 
-Nothing here imports torch, so `--help` and mistakes answer at once.
+Flags, YAML keys and `--help` come from the classes below, and so does what is said of an option
+elsewhere: marks on a field tell that it is an optimization, that it needs another option, and what
+a checkpoint fixes. Nothing here imports torch, so `--help` and mistakes answer at once.
 """
 
 import os
 import re
 import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from runtime.cli import ContradictionError, Name, Options, load, to_yaml
+from runtime.cli import ContradictionError, Name, Options, load, show, to_yaml
 
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Mark an option as an optimization, which is on where its value is not the default.
+
+    A run says at its start which ones are on; `ladder.py --ablate` switches them off.
+    """
+
+    label: str = ""  # in what a run says; none: the option's name
+    off: "Callable[[Config], Any] | None" = None  # the value that is off; none: the default
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Mark an option that has an effect only where another option has one of some values."""
+
+    name: str
+    values: tuple[str, ...] = ()  # none: any but off, 0 and none
+
+
+# Marks for checkpoint/. What a run cannot change without becoming another run is fixed: its model
+# and the tokens of each step. All else may change when it resumes.
+FIXED, ARCHITECTURE = "fixed", "architecture"  # architecture: fixed, and what weights have to fit
+INITIAL = "initial weights"  # made the first weights, and has no effect when a run resumes
+THIS_CALL = "this call"  # never taken from a checkpoint
+PATH = "path"  # of what a run reads, kept as an absolute path
 
 # Bounds far beyond any run: a number outside them is a slip of the hand, and would overflow
 # somewhere or never come to an end.
@@ -23,42 +53,48 @@ Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
 ZeroIsOff = Annotated[int, Field(ge=0, le=10**9)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
+Shape = Annotated[Size, ARCHITECTURE]
+Switch = Annotated[bool, Rung()]
 
 
 class ModelConfig(Options):
     """model"""
 
-    n_layer: int = Field(12, ge=1, le=10_000)
+    n_layer: Annotated[int, ARCHITECTURE] = Field(12, ge=1, le=10_000)
     """transformer blocks"""
-    n_head: Size = 12
+    n_head: Shape = 12
     """attention heads per block"""
-    n_embd: Size = 768
+    n_embd: Shape = 768
     """width of the residual stream"""
-    block_size: Size = 1024
+    block_size: Shape = 1024
     """longest context, in tokens: the number of learned positions"""
-    vocab_size: Size = 50257
+    vocab_size: Annotated[Size, Rung("padded vocabulary", lambda config: config.n_vocab), FIXED] = (
+        50257
+    )
     """rows of the embedding and of the output head; 50304 pads GPT-2's 50257 to a multiple of 128,
     which is faster
     """
-    real_vocab_size: Size | None = None
+    real_vocab_size: Annotated[Size | None, FIXED] = None
     """tokens that exist; the rows above are padding and take no part in loss or sampling (none:
     vocab_size, at most 50257)
     """
-    bias: bool = True
+    bias: Annotated[bool, ARCHITECTURE] = True
     """biases in linear layers and norms"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """dropout probability"""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm: Annotated[Literal["layernorm", "rmsnorm"], ARCHITECTURE] = "layernorm"
     """normalization before attention, MLP and output head"""
-    activation: Literal["gelu_tanh", "gelu"] = "gelu_tanh"
+    activation: Annotated[Literal["gelu_tanh", "gelu"], ARCHITECTURE] = "gelu_tanh"
     """the MLP's activation; GPT-2 has the tanh approximation"""
-    tie_weights: bool = False
+    tie_weights: Annotated[bool, Rung(), ARCHITECTURE] = False
     """share one matrix between the token embedding and the output head"""
-    init: Literal["torch", "gpt2"] = "torch"
+    init: Annotated[Literal["torch", "gpt2"], Rung(), Needs("init_from", ("scratch",)), INITIAL] = (
+        "torch"
+    )
     """initial weights: PyTorch's defaults, or GPT-2's N(0, 0.02)"""
-    residual_scaling: bool = False
+    residual_scaling: Annotated[bool, Rung(), Needs("init_from", ("scratch",)), INITIAL] = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
-    init_from: Name = "scratch"
+    init_from: Annotated[Name, INITIAL] = "scratch"
     """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a
     .pt file of nanoGPT
     """
@@ -71,20 +107,20 @@ class DataConfig(Options):
     """corpus: a folder of token files below data_dir; pydocs and shakespeare are prepared when
     first asked for
     """
-    data_dir: Name = "data"
+    data_dir: Annotated[Name, PATH] = "data"
     """folder that holds the corpora"""
     batch_size: Size = 4
     """sequences per process and micro-step"""
-    seq_len: Size = 1024
+    seq_len: Annotated[Size, FIXED] = 1024
     """tokens per sequence"""
     total_batch_tokens: Size | None = None
     """tokens per step over all processes, reached by gradient accumulation (none: one micro-step)
     """
-    shuffle: bool = False
+    shuffle: Annotated[bool, Rung(), FIXED] = False
     """every epoch in a fresh seeded order, without replacement (off: in the order of the text)"""
-    overfit_batch: bool = False
+    overfit_batch: Annotated[bool, FIXED] = False
     """repeat the first step's batch for ever"""
-    val_fraction: float = Field(0.0, ge=0, lt=1)
+    val_fraction: Annotated[float, FIXED] = Field(0.0, ge=0, lt=1)
     """share of the tokens, off the tail, kept for validation (0: the *_val_* token files, if there
     are any)
     """
@@ -93,19 +129,19 @@ class DataConfig(Options):
 class OptimizationConfig(Options):
     """optimization"""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Annotated[Literal["adamw", "muon"], Rung(), FIXED] = "adamw"
     """adamw, or muon for the matrices inside the blocks with adamw for the rest"""
     lr: float = Field(3e-4, gt=0, le=1e30)
     """learning rate (its peak, with a schedule)"""
-    min_lr: NotNegative | None = None
+    min_lr: Annotated[NotNegative | None, Needs("lr_schedule", ("cosine", "wsd"))] = None
     """learning rate that a decaying schedule goes down to (none: lr / 10)"""
-    warmup_steps: ZeroIsOff = 0
+    warmup_steps: Annotated[ZeroIsOff, Rung()] = 0
     """steps of linear warm-up; the last of them has the peak rate"""
-    lr_schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    lr_schedule: Annotated[Literal["constant", "cosine", "wsd"], Rung()] = "constant"
     """after the warm-up: constant, cosine decay, or wsd (warmup-stable-decay: constant, then linear
     decay)
     """
-    wsd_decay_fraction: float = Field(0.2, gt=0, le=1)
+    wsd_decay_fraction: Annotated[float, Needs("lr_schedule", ("wsd",))] = Field(0.2, gt=0, le=1)
     """share of max_steps over which wsd decays"""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment"""
@@ -113,13 +149,13 @@ class OptimizationConfig(Options):
     """AdamW's epsilon"""
     weight_decay: NotNegative = 0.01
     """decoupled weight decay"""
-    muon_lr: float = Field(0.02, gt=0, le=1e30)
+    muon_lr: Annotated[float, Needs("optimizer", ("muon",))] = Field(0.02, gt=0, le=1e30)
     """Muon's learning rate; warm-up and schedule are those of lr"""
-    muon_weight_decay: NotNegative = 0.01
+    muon_weight_decay: Annotated[NotNegative, Needs("optimizer", ("muon",))] = 0.01
     """Muon's decoupled weight decay"""
-    decay_matrices_only: bool = False
+    decay_matrices_only: Annotated[bool, Rung(), Needs("weight_decay")] = False
     """decay matrices and embeddings only, not biases and norms"""
-    grad_clip: NotNegative = 0.0
+    grad_clip: Annotated[NotNegative, Rung()] = 0.0
     """clip the global gradient norm to this (0: off; the norm is logged all the same)"""
     max_steps: Count = 50
     """optimizer steps"""
@@ -132,35 +168,37 @@ class OptimizationConfig(Options):
 class SpeedConfig(Options):
     """speed (all off by default; each is one rung of the ladder)"""
 
-    tf32: bool = False
+    tf32: Switch = False
     """TF32 matrix products (CUDA, Ampere or newer)"""
-    bf16: bool = False
+    bf16: Switch = False
     """bfloat16 autocast; weights stay fp32"""
-    fp16: bool = False
+    fp16: Switch = False
     """float16 autocast with loss scaling, for GPUs without bfloat16"""
-    compile: bool = False
+    compile: Switch = False
     """torch.compile the model"""
-    compile_mode: Literal[
-        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    compile_mode: Annotated[
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+        Rung(),
+        Needs("compile"),
     ] = "default"
     """mode of torch.compile"""
-    flash: bool = False
+    flash: Switch = False
     """fused scaled_dot_product_attention in place of the T x T matrix"""
-    fused_adamw: bool = False
+    fused_adamw: Switch = False
     """one kernel for the whole AdamW update"""
-    fsdp: bool = False
+    fsdp: Switch = False
     """shard weights, gradients and optimizer state over the processes (FSDP2) rather than keep all
     of them in each
     """
-    recompute: bool = False
+    recompute: Switch = False
     """compute each block's activations again in the backward pass instead of keeping them: less
     memory, more arithmetic
     """
-    recompute_cheap: bool | None = None
+    recompute_cheap: Annotated[bool | None, Rung(), Needs("compile")] = None
     """compiled, compute norms, GELU, casts and residual sums again instead of keeping them (none:
     on a CPU, where it is free)
     """
-    loss_chunks: Count = 1
+    loss_chunks: Annotated[Count, Rung()] = 1
     """compute the loss in this many parts, so that the logits of all tokens never exist at once; 8
     saves most of their memory
     """
@@ -169,13 +207,13 @@ class SpeedConfig(Options):
 class RunConfig(Options):
     """run"""
 
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    device: Annotated[Literal["auto", "cuda", "mps", "cpu"], THIS_CALL] = "auto"
     """auto: cuda, else mps, else cpu"""
-    seed: int = Field(1337, ge=0, lt=2**63)
+    seed: Annotated[int, FIXED] = Field(1337, ge=0, lt=2**63)
     """seed of the weights, the order of the data, and dropout"""
-    run_name: str | None = None
+    run_name: Annotated[str | None, THIS_CALL] = None
     """the run's folder below log_dir (none: the config file's stem, else train)"""
-    log_dir: Name = "logs"
+    log_dir: Annotated[Name, THIS_CALL] = "logs"
     """folder that holds the runs"""
     log_every: Count = 1
     """steps per line of the log"""
@@ -183,23 +221,23 @@ class RunConfig(Options):
     """steps per evaluation of the validation loss, also before the first and after the last step
     (0: never)
     """
-    eval_tokens: Size | None = None
+    eval_tokens: Annotated[Size | None, Needs("eval_every")] = None
     """tokens that the validation loss is the mean of, always the same ones (none: the whole
     validation split)
     """
     hellaswag_every: ZeroIsOff = 0
     """steps per score in HellaSwag, also before the first and after the last step (0: never)"""
-    hellaswag_file: Name | None = None
+    hellaswag_file: Annotated[Name | None, PATH, Needs("hellaswag_every")] = None
     """items of HellaSwag's form (none: data_dir/hellaswag/hellaswag_val.jsonl, which
     data/hellaswag.py downloads)
     """
     sample_every: ZeroIsOff = 0
     """steps per generated sample, also after the last step (0: never)"""
-    sample_prompt: str = "The"
+    sample_prompt: Annotated[str, Needs("sample_every")] = "The"
     """prompt of the samples in training"""
-    sample_tokens: int = Field(64, ge=1, le=1_000_000)
+    sample_tokens: Annotated[int, Needs("sample_every")] = Field(64, ge=1, le=1_000_000)
     """tokens generated per sample"""
-    checkpoint_every: ZeroIsOff = 0
+    checkpoint_every: Annotated[ZeroIsOff, Needs("keep_last")] = 0
     """steps per checkpoint; one is always saved at the end (0: only there)"""
     keep_last: ZeroIsOff = 3
     """checkpoints to keep, the newest ones; the best by validation loss is kept too (0: save none
@@ -213,13 +251,13 @@ class RunConfig(Options):
     """send what is logged to Weights & Biases too; without an account it is kept offline (pip
     install -r requirements-track.txt)
     """
-    resume: str | None = None
+    resume: Annotated[str | None, THIS_CALL] = None
     """auto: go on from the run's newest whole checkpoint, or begin where there is none; or a run's
     folder, or a checkpoint
     """
-    estimate: bool = False
+    estimate: Annotated[bool, THIS_CALL] = False
     """say what the run would take (tokens, hours, disk), and end"""
-    timeout: Count = 600
+    timeout: Annotated[Count, THIS_CALL] = 600
     """seconds after which a process gives up waiting for another one"""
 
 
@@ -409,115 +447,77 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """
         return self.lr / 10 if self.min_lr is None else self.min_lr
 
-    def optimizations(self, world_size: int) -> tuple[list[str], list[str]]:
-        """The optimizations of the ladder that are on, and those that are off, in words."""
-        switches = [
-            *self._switches(),
-            (world_size > 1, f"{world_size} processes", "several processes", []),
-        ]
-        return [on for is_on, on, _, _ in switches if is_on and on], [
-            off for is_on, on, off, _ in switches if on and not is_on
-        ]
+    @classmethod
+    def names_marked(cls, mark: object) -> tuple[str, ...]:
+        """Return the options that carry a mark: one of the names above, or a class of marks."""
+        return tuple(name for name in cls.model_fields if cls.marks(name, mark))
+
+    @classmethod
+    def marks(cls, name: str, mark: object) -> list[Any]:
+        """Return an option's marks that are equal to `mark`, or of that class."""
+        metadata = cls.model_fields[name].metadata
+        return [m for m in metadata if m == mark or (isinstance(mark, type) and type(m) is mark)]
+
+    def lacks(self, name: str) -> str | None:
+        """Return the option for whose value this one has no effect, if there is one."""
+        for needs in self.marks(name, Needs):
+            value = getattr(self, needs.name)
+            if value not in needs.values if needs.values else not value:
+                return needs.name
+        return None
+
+    def off_value(self, name: str) -> Any:
+        """Return the value with which an optimization is off."""
+        (rung,) = self.marks(name, Rung)
+        return rung.off(self) if rung.off else type(self).model_fields[name].default
+
+    def is_on(self, name: str) -> bool:
+        """True if an optimization is on and has an effect."""
+        value = getattr(self, name)
+        return value not in (self.off_value(name), False) and not self.lacks(name)
 
     def describe_optimizations(self, world_size: int) -> str:
-        """Return a line on which optimizations are on and which are off."""
-        on, off = (", ".join(names) or "none" for names in self.optimizations(world_size))
-        return f"optimizations on: {on}; off: {off}"
+        """Return a line on which optimizations are on, with their values, and which are off."""
+        on, off = [], []
+        for name in self.names_marked(Rung):
+            label = self.marks(name, Rung)[0].label or name
+            value = getattr(self, name)
+            if not self.is_on(name):
+                off.append(label)
+            else:
+                on.append(label if value is True else f"{label} {show(value)}")
+        on += [f"{world_size} ranks"] * (world_size > 1)
+        off += ["several ranks"] * (world_size == 1)
+        return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}"
 
     def switched_off(self) -> dict[str, list[str]]:
-        """For each optimization that is on, in words, the flags that switch it off and nothing
-        else.
-        """
-        return {off: flags for is_on, _, off, flags in self._switches() if is_on}
+        """Return, for each optimization that is on, the flags that switch it off and no other.
 
-    def _switches(self) -> list[tuple[object, str, str, list[str]]]:
-        """For each optimization: whether it is on, how it is called on ("": it is not told) and
-        off, the flags that switch it off.
+        With it go the optimizations that need it, which would have no effect any more.
         """
-        searched = self.compile and self.compile_mode != "default"
-        return [
-            (self.tie_weights, "", "tie_weights", ["--no-tie_weights"]),
-            (self.tf32, "tf32", "tf32", ["--no-tf32"]),
-            (self.bf16, "bf16", "bf16", ["--no-bf16"]),
-            (self.fp16, "fp16", "fp16", ["--no-fp16"]),
-            (
-                self.compile,
-                f"compile ({self.compile_mode})",
-                "compile",
-                ["--no-compile", "--compile_mode", "default"],
-            ),
-            (searched, "", f"compile_mode {self.compile_mode}", ["--compile_mode", "default"]),
-            (self.flash, "flash", "flash", ["--no-flash"]),
-            (
-                self.vocab_size > self.n_vocab,
-                f"vocabulary padded to {self.vocab_size}",
-                "padded vocabulary",
-                ["--vocab_size", str(self.n_vocab)],
-            ),
-            (self.fused_adamw, "fused_adamw", "fused_adamw", ["--no-fused_adamw"]),
-            (self.fsdp, "fsdp", "fsdp", ["--no-fsdp"]),
-            (self.recompute, "recompute", "recompute", ["--no-recompute"]),
-            (
-                self.loss_chunks > 1,
-                f"loss_chunks {self.loss_chunks}",
-                "loss_chunks",
-                ["--loss_chunks", "1"],
-            ),
-            (self.grad_clip, f"grad_clip {self.grad_clip:g}", "grad_clip", ["--grad_clip", "0"]),
-            (
-                self.lr_schedule != "constant",
-                f"lr_schedule {self.lr_schedule}",
-                "lr_schedule",
-                ["--lr_schedule", "constant"],
-            ),
-            (
-                self.warmup_steps,
-                f"warmup_steps {self.warmup_steps}",
-                "warmup_steps",
-                ["--warmup_steps", "0"],
-            ),
-            (
-                self.decay_matrices_only and self.weight_decay,
-                "decay_matrices_only",
-                "decay_matrices_only",
-                ["--no-decay_matrices_only"],
-            ),
-        ]
+        on = [name for name in self.names_marked(Rung) if self.is_on(name)]
+        flags: dict[str, list[str]] = {}
+        for name in on:
+            needing = [o for o in on if any(n.name == name for n in self.marks(o, Needs))]
+            flags[name] = [word for o in (name, *needing) for word in self._flag_off(o)]
+        return flags
+
+    def _flag_off(self, name: str) -> list[str]:
+        is_switch = isinstance(getattr(self, name), bool)
+        return [f"--no-{name}"] if is_switch else [f"--{name}", str(self.off_value(name))]
 
     def notes(self) -> list[str]:
-        """One line for each option that is valid but has no effect, or less than one might expect,
-        with the others.
-        """
+        """Return a line for each option that has no effect, or a surprising one, with the others."""
         notes = []
         if self.warmup_steps > self.max_steps:
+            reached = self.lr * self.max_steps / self.warmup_steps
             notes.append(
-                f"warmup_steps {self.warmup_steps} > max_steps {self.max_steps}: the learning "
-                f"rate only warms up, "
-                f"to {self.lr * self.max_steps / self.warmup_steps:g}"
+                f"warmup_steps {self.warmup_steps} > max_steps {self.max_steps}: the learning rate "
+                f"only warms up, to {reached:g}"
             )
-        for name, in_use, why in (
-            ("min_lr", self.lr_schedule != "constant", "lr_schedule is constant"),
-            ("wsd_decay_fraction", self.lr_schedule == "wsd", f"lr_schedule is {self.lr_schedule}"),
-            ("decay_matrices_only", self.weight_decay, "weight_decay is 0"),
-            ("muon_lr", self.optimizer == "muon", "optimizer is adamw"),
-            ("muon_weight_decay", self.optimizer == "muon", "optimizer is adamw"),
-            ("recompute_cheap", self.compile, "compile is off"),
-            ("checkpoint_every", self.keep_last, "keep_last is 0"),
-            ("eval_tokens", self.eval_every, "eval_every is 0"),
-            ("hellaswag_file", self.hellaswag_every, "hellaswag_every is 0"),
-            ("sample_tokens", self.sample_every, "sample_every is 0"),
-            ("sample_prompt", self.sample_every, "sample_every is 0"),
-            ("init", self.init_from == "scratch", f"the weights come from {self.init_from}"),
-            (
-                "residual_scaling",
-                self.init_from == "scratch",
-                f"the weights come from {self.init_from}",
-            ),
-        ):
-            if not in_use and getattr(self, name) != Config.model_fields[name].default:
-                notes.append(f"{name} has no effect: {why}")
-        if self.compile_mode != "default" and not self.compile:
-            notes.append(f"compile_mode {self.compile_mode} has no effect: compile is off")
+        for name, field in type(self).model_fields.items():
+            if getattr(self, name) != field.default and (lacking := self.lacks(name)):
+                notes.append(f"{name} has no effect: {lacking} is {show(getattr(self, lacking))}")
         return notes
 
     def advice(self) -> dict[str, str]:

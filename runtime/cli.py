@@ -451,7 +451,7 @@ def _add_argument(
     if positional:
         group.add_argument(name, help=help_text, nargs="*" if get_origin(kind) is tuple else None)
         return
-    help_text += f" [{_show(field.default)}]"
+    help_text += f" [{show(field.default)}]"
     if kind is bool:
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=help_text)
     elif get_origin(kind) is tuple:
@@ -518,7 +518,7 @@ def _is_optional_text(field: FieldInfo | None) -> bool:
     )
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
