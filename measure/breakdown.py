@@ -18,7 +18,7 @@ from measure.timing import Clock, in_fresh_process, is_mixed, set_up, settings
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_whole
-from runtime.report import Column, field, flops_rate, markdown_table, print_table
+from runtime.report import Column, field, flops_rate, items, markdown_table, print_table
 from train import Batches, Run, train_step
 
 # ---- the parts of a step
@@ -127,23 +127,19 @@ def break_down(run: Run, steps: int, clock: Clock = time.perf_counter) -> list[P
             train_step(plain, 1)
             marks.mark("optimizer")
             of_steps.append(marks.seconds)
-    seconds = {
-        part: statistics.median(of_step[part] for of_step in of_steps[1:]) for part in of_steps[-1]
-    }
-    total = sum(seconds.values())
+    names = list(marks.seconds)
+    ms = {name: 1e3 * statistics.median(step[name] for step in of_steps[1:]) for name in names}
+    total = sum(ms.values()) or 1.0
     flops = part_flops(run.config, run.config.batch_size * run.config.seq_len)
-    of_backward = [part for part in seconds if part.endswith(", backward")]
-    seconds["backward"] = sum(seconds[part] for part in of_backward)
-    flops["backward"] = sum(flops.get(part, 0) for part in of_backward)
+    of_backward = [name for name in names if name.endswith(", backward")]
+    for quantity in (ms, flops):
+        quantity["backward"] = sum(quantity.get(name, 0) for name in of_backward)
     forward = ["data", "embedding", "attention", "MLP", "head and loss"]
     return [
         Part(
-            part,
-            seconds[part] * 1e3,
-            seconds[part] / total if total else 0.0,
-            flops[part] / seconds[part] / 1e12 if part in flops and seconds[part] else math.nan,
+            name, ms[name], ms[name] / total, flops.get(name, math.nan) / max(ms[name], 1e-9) / 1e9
         )
-        for part in [*forward, "backward", *of_backward, "optimizer"]
+        for name in [*forward, "backward", *of_backward, "optimizer"]
     ]
 
 
@@ -164,25 +160,11 @@ PART = [
 # ---- operators and memory
 
 
-class Operator(NamedTuple):
-    """An operator in a trace."""
-
-    name: str
-    calls: int
-    ms: float  # in the operator itself, not in those that it calls
-    share: float  # of all operators' time
+OPERATOR = items("operator", "calls", "ms", "share")  # ms: in itself, not in those that it calls
 
 
-OPERATOR = [
-    field("operator", "name", ".60"),
-    field("calls", "calls", ","),
-    field("ms", "ms", ".1f"),
-    field("share", "share", ".1%"),
-]
-
-
-def trace(run: Run, path: Path, rows: int = 12) -> list[Operator]:
-    """Write a Chrome trace of a step, after two of warm-up; returns the longest operators."""
+def trace(run: Run, path: Path, rows: int = 12) -> list[tuple[str, ...]]:
+    """Write a Chrome trace of a step, after two of warm-up; returns rows of its operators."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = run.world.device.type == "cuda"
@@ -197,13 +179,15 @@ def trace(run: Run, path: Path, rows: int = 12) -> list[Operator]:
     # events of the device
     attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     operators = [
-        (event.key, event.count, getattr(event, attribute) / 1e3)
+        (getattr(event, attribute) / 1e3, event.count, event.key)
         for event in profiler.key_averages()
         if event.device_type == torch.autograd.DeviceType.CPU
     ]
-    operators.sort(key=lambda row: -row[2])
-    total = sum(ms for *_, ms in operators) or 1.0
-    return [Operator(name, calls, ms, ms / total) for name, calls, ms in operators[:rows]]
+    total = sum(ms for ms, *_ in operators) or 1.0
+    return [
+        (f"{name:.60}", f"{calls:,}", f"{ms:.1f}", f"{ms / total:.1%}")
+        for ms, calls, name in sorted(operators, reverse=True)[:rows]
+    ]
 
 
 def snapshot(run: Run, path: Path) -> None:

@@ -213,7 +213,7 @@ def training_side(
     ranks: int = 1,
     code: Path = ROOT,
 ) -> Side:
-    """Make a side that trains with these arguments of train.py, in this or another copy of the code.
+    """Make a side that trains with these arguments of train.py, in this copy of the code or `code`.
 
     Copies older than measure/ have benchmarks/side.py.
     """

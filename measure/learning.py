@@ -25,7 +25,7 @@ from runtime.runlog import read_rows
 from runtime.start import start
 
 Curve = dict[int, float]  # validation loss by step
-COLUMNS = items("config", "seed", "loss", "lower by", "tokens to the first's loss", "share")
+COLUMNS = items("config", "seed", "loss", "lower by", "tokens to the first's loss")
 
 
 class LearningOptions(Options):
@@ -90,40 +90,35 @@ def last(curve: Curve) -> float:
 
 def steps_to(curve: Curve, loss: float) -> float | None:
     """Return the step at which a loss is first reached, on straight lines between evaluations."""
-    before: tuple[int, float] | None = None
-    for step, now in sorted(curve.items()):
-        if now <= loss and before is None:
-            return step
-        if now <= loss and before is not None:
-            return before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - now)
-        before = step, now
+    steps = sorted(curve)
+    for before, step in zip([steps[0], *steps], steps, strict=False):
+        if curve[step] <= loss:
+            drop = curve[before] - curve[step] or 1.0
+            return step - (step - before) * (loss - curve[step]) / drop
     return None
 
 
 def rows_of(
     sides: Mapping[str, Sequence[Config]], curves: Mapping[str, Sequence[Curve]], ranks: int
 ) -> list[tuple[str, ...]]:
-    """Return the rows of the report: each side's seeds, their mean, and the spread of their losses.
+    """Return the report's rows: the seeds of each side, their mean, and the spread of their losses.
 
     Each seed is compared with the same seed of the first side.
     """
     rows: list[tuple[str, ...]] = []
-    first = next(iter(curves.values()))
+    bases = [last(curve) for curve in next(iter(curves.values()))]
     for name, configs in sides.items():
-        ends = [last(curve) for curve in curves[name]]
-        gains = [last(base) - end for base, end in zip(first, ends, strict=True)]
-        shares = []
-        for i, (config, curve) in enumerate(zip(configs, curves[name], strict=True)):
-            steps = steps_to(curve, last(first[i]))
-            reached = ("never", "")
+        losses = [last(curve) for curve in curves[name]]
+        gains = [base - loss for base, loss in zip(bases, losses, strict=True)]
+        for i, config in enumerate(configs):
+            steps = steps_to(curves[name][i], bases[i])
+            tokens = "never"
             if steps is not None:
-                shares.append(steps / config.max_steps)
-                reached = (f"{steps * config.tokens_per_step(ranks):,.0f}", f"{shares[-1]:.2f}")
-            rows.append((name, str(config.seed), f"{ends[i]:.4f}", f"{gains[i]:.4f}", *reached))
-        share = f"{statistics.fmean(shares):.2f}" if len(shares) == len(ends) else ""
-        mean, gain = statistics.fmean(ends), statistics.fmean(gains)
-        rows.append((name, "mean", f"{mean:.4f}", f"{gain:.4f}", "", share))
-        rows.append((name, "spread", f"{max(ends) - min(ends):.4f}", "", "", ""))
+                tokens = f"{steps * config.tokens_per_step(ranks):,.0f}"
+            rows.append((name, str(config.seed), f"{losses[i]:.4f}", f"{gains[i]:.4f}", tokens))
+        mean, gain = statistics.fmean(losses), statistics.fmean(gains)
+        rows.append((name, "mean", f"{mean:.4f}", f"{gain:.4f}", ""))
+        rows.append((name, "spread", f"{max(losses) - min(losses):.4f}", "", ""))
     return rows
 
 
@@ -145,7 +140,7 @@ def report(
         "",
         "Lower by: than the first config with the same seed. Spread: the largest less the "
         "smallest. Tokens: after which the validation loss first is that of the first config's "
-        "end, with the same seed; share: of all its tokens.",
+        "end, with the same seed.",
         "",
         "![validation losses](learning.png)",
     ]

@@ -37,6 +37,7 @@ from measure.interleaved import (
     module_in,
     ratio_of,
     run_rounds,
+    say,
     started,
     training_side,
 )
@@ -46,9 +47,6 @@ from runtime.errors import TrainingError, UserError, reported
 from runtime.files import aside, write_whole
 from runtime.ratio import FEWEST, Ratio
 from runtime.report import (
-    BLUE,
-    COLOURS,
-    ORANGE,
     Column,
     draw_bars,
     field,
@@ -360,11 +358,6 @@ class Comparison:
             self.gains.append((plain, *(str(ratio_of(rates, *pair)) for pair in pairs)))
 
 
-def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
-
-
 # ---- the report
 
 COLUMNS = [
@@ -442,15 +435,6 @@ def write_report(found: Comparison, folder: Path) -> None:
 def draw(found: Comparison, path: Path) -> None:
     """Draw how many times as fast as each side ours is."""
     measured = [(entry.name, entry.ours_over) for entry in found.entries if entry.ours_over]
-    meanings = {
-        BLUE: "as a user starts it",
-        ORANGE: "with our process settings",
-        COLOURS[2]: "this project's baseline",
-    }
-    colours = [
-        COLOURS[2] if name == "baseline" else ORANGE if name.endswith(WITH_SETTINGS) else BLUE
-        for name, _ in measured
-    ]
     draw_bars(
         path,
         [name for name, _ in measured],
@@ -458,8 +442,6 @@ def draw(found: Comparison, path: Path) -> None:
         [str(ratio) for _, ratio in measured],
         f"tokens/s of {found.ours.name} over those of each",
         whiskers=[ratio.ends for _, ratio in measured],
-        colours=colours,
-        meanings={colour: text for colour, text in meanings.items() if colour in colours},
     )
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from config import Config, load_config
-from measure.interleaved import LEFT_OUT, Rates, Side, ratio_of, run_rounds, started, training_side
+from measure.interleaved import (
+    LEFT_OUT,
+    Rates,
+    Side,
+    ratio_of,
+    run_rounds,
+    say,
+    started,
+    training_side,
+)
 from measure.options import to_flags
 from measure.tables import Row, figure
 from model import GPT, GPTConfig
@@ -101,9 +110,7 @@ def measure_scaling(
         gradients = 4 * GPT(GPTConfig.of(config)).num_parameters()  # bytes
     with started(sides):
         results = folder / "in_turn.json"
-        rates = run_rounds(
-            sides, rounds, WIDTH, results=results, say=lambda line: print(line, flush=True)
-        )
+        rates = run_rounds(sides, rounds, WIDTH, results=results, say=say)
         for side in sides:
             side.steps = PROFILED_STEPS
             side.train(min(BUCKET, gradients))

@@ -113,7 +113,7 @@ def time_passes(
     device: torch.device,
     clock: Clock = time.perf_counter,
 ) -> list[float]:
-    """Return the seconds of each pass of `timed`, which gets the result of the untimed `prepare`."""
+    """Return the seconds of each pass of `timed`, which gets the result of `prepare`."""
     seconds = []
     for _ in range(count):
         prepared = prepare()
