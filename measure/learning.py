@@ -7,6 +7,7 @@ All runs stay in the folder, and the same command resumes where it was interrupt
 done, its eval.csv is enough.
 """
 
+import hashlib
 import math
 import re
 import statistics
@@ -51,12 +52,14 @@ def plan(options: LearningOptions, of_all: Sequence[str]) -> dict[str, list[Conf
         side = parse_side(text, of_all)
         if side.environment:
             raise UserError(f"{text}: all runs share one environment; leave {side.environment} out")
-        name = re.sub(r"[^\w.-]+", "_", " ".join([text, *of_all]))
+        words = " ".join([text, *of_all])
+        digest = hashlib.sha256(words.encode()).hexdigest()[:8]  # as names have to be short
+        name = f"{re.sub(r'[^a-zA-Z0-9.]+', '_', words)[:60]}_{digest}"
         sides[text] = []
         for seed in range(1, options.seeds + 1):
             own = [f"--seed={seed}", f"--run_name={name}_seed_{seed}", "--resume=auto"]
-            words = [*side.arguments, *own, f"--log_dir={options.log_dir}"]
-            sides[text].append(parse(Config, words, config_file=True))
+            arguments = [*side.arguments, *own, f"--log_dir={options.log_dir}"]
+            sides[text].append(parse(Config, arguments, config_file=True))
             if not sides[text][0].eval_every:
                 raise UserError(f"{text}: sets no eval_every, so it has no validation loss")
     return sides

@@ -1,4 +1,4 @@
-"""Comparing in turn: the engine on a clock of its own, intervals, and real runs of a tiny model."""
+"""Interleaved runs: the engine on a clock of its own, intervals, and real runs of a tiny model."""
 
 import json
 import os
@@ -6,21 +6,26 @@ import random
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.in_turn import (
-    InTurnOptions,
+from measure import interleaved
+from measure import side as side_module
+from measure.interleaved import (
+    InterleavedOptions,
     Side,
-    narrow_enough,
+    interleave,
+    is_narrow,
     plan,
-    ratios,
-    take_turns,
+    ratio_of,
     training_side,
 )
-from runtime.errors import TrainingError
+from measure.options import without_end
+from runtime.errors import TrainingError, UserError
 from runtime.ratio import Ratio, median_ratio, product
-from tests.conftest import ROOT
+from tests.conftest import ALONE, ROOT
+from train import setup, train
 
 
 class DriftingMachine:
@@ -32,42 +37,38 @@ class DriftingMachine:
         self.now, self.drift, self.chance = 0.0, drift, random.Random(seed)
 
     def side(self, seconds):
-        """A turn of something that takes so many seconds on a fresh machine; returns turns per
-        second.
-        """
+        """Something that takes so many seconds on a fresh machine; returns how often a second."""
 
-        def turn():
+        def train():
             took = seconds * (1 + self.drift * self.now) * self.chance.uniform(0.95, 1.05)
             self.now += took
             return 1 / took
 
-        return turn
+        return train
 
 
-def test_drift_that_turns_the_sign_one_after_the_other_does_not_in_turn():
+def test_drift_that_turns_the_sign_one_after_the_other_does_not_interleaved():
     slow, fast = 1.1, 1.0
     machine = DriftingMachine(drift=0.02)
     first = [machine.side(slow)() for _ in range(20)]
     second = [machine.side(fast)() for _ in range(20)]
     assert statistics.median(second) / statistics.median(first) < 0.9  # the faster one looks slower
     machine = DriftingMachine(drift=0.02)
-    rates = take_turns({"slow": machine.side(slow), "fast": machine.side(fast)}, rounds=20)
-    found = median_ratio(ratios(rates, "fast", "slow"))
+    rates = interleave({"slow": machine.side(slow), "fast": machine.side(fast)}, rounds=20)
+    found = ratio_of(rates, "fast", "slow")
     assert found.low < 1.1 < found.high
     assert found.low > 1
 
 
 def test_a_difference_that_is_not_there_is_about_1():
     machine = DriftingMachine(drift=0.05)
-    found = median_ratio(
-        ratios(take_turns({"a": machine.side(1), "b": machine.side(1)}, rounds=30), "b", "a")
-    )
-    assert str(found).startswith("about 1 (")
+    rates = interleave({"a": machine.side(1), "b": machine.side(1)}, rounds=30)
+    assert str(ratio_of(rates, "b", "a")).startswith("about 1 (")
 
 
 def test_every_other_round_goes_backwards_and_the_first_rounds_are_left_out():
     order = []
-    rates = take_turns(
+    rates = interleave(
         {name: lambda name=name: order.append(name) or len(order) for name in "abc"},
         rounds=2,
         left_out=1,
@@ -76,14 +77,12 @@ def test_every_other_round_goes_backwards_and_the_first_rounds_are_left_out():
     assert rates == {"a": [6, 7], "b": [5, 8], "c": [4, 9]}
 
 
-def test_rounds_end_when_the_interval_is_narrow_enough_and_not_before_there_is_one():
-    rates = take_turns({"a": lambda: 1.0, "b": lambda: 1.2}, rounds=50, enough=narrow_enough(0.02))
-    assert len(rates["a"]) == 10
+@pytest.mark.parametrize(("spread", "rounds"), [(0, 10), (2, 50)])
+def test_rounds_end_when_the_interval_is_narrow_and_not_before_there_is_one(spread, rounds):
     chance = random.Random(3)
-    rates = take_turns(
-        {"a": lambda: 1.0, "b": lambda: chance.uniform(1, 3)}, rounds=50, enough=narrow_enough(0.02)
-    )
-    assert len(rates["a"]) == 50
+    sides = {"a": lambda: 1.0, "b": lambda: 1 + spread * chance.random()}
+    rates = interleave(sides, rounds=50, enough=lambda rates: is_narrow(rates, 0.02))
+    assert len(rates["a"]) == rounds
 
 
 @pytest.mark.parametrize(
@@ -141,35 +140,74 @@ def test_a_ratio_is_told_with_its_interval(ratio, text):
     assert str(ratio) == text
 
 
+# ---- sides that answer at once
+
+
+def answering(name="side", figures="", before="", **options):
+    """A side that answers at once: half a second and 7 tokens a step."""
+    code = (
+        "import json, os, sys, time\n"
+        "rank = int(os.environ.get('RANK', 0))\n"
+        "for steps in map(int, sys.stdin):\n"
+        f"    {before or 'pass'}\n"
+        "    answer = {'seconds': [0.1] * steps, 'tokens': 7 * steps, 'asleep': True, 'loss': 10}\n"
+        f"    print(json.dumps(answer | {{'peak_memory_mb': 100}} | dict({figures})), flush=True)"
+    )
+    return Side(name, [sys.executable, "-c", code], **options)
+
+
+def test_a_side_whose_threads_never_sleep_is_refused():
+    with answering(figures="asleep=False") as side, pytest.raises(TrainingError, match="keep comp"):
+        side.train()
+
+
+def test_a_side_takes_as_many_steps_at_a_time_as_last_half_a_second():
+    with answering() as side:
+        assert [side.train() for _ in range(4)] == pytest.approx([70] * 4)
+    assert [len(answer["seconds"]) for answer in side.answers] == [1, 1, 1, 5]
+
+
+def test_the_figures_of_several_ranks_are_rank_0s_and_all_take_as_many_steps():
+    with answering(figures="rank=rank", before="time.sleep(0.1 * rank)", ranks=2) as side:
+        assert [side.train() for _ in range(4)] == pytest.approx([70] * 4)
+    assert [answer["rank"] for answer in side.answers] == [0] * 4
+    assert [len(answer["seconds"]) for answer in side.answers[-1]["ranks"]] == [5, 5]
+    assert all(process.poll() is not None for process in side.processes)
+
+
+LOST = "sys.exit('error: another process died')"
+
+
+@pytest.mark.parametrize(
+    ("happens", "reason"),
+    [
+        # rank 0 still waits for it
+        ("rank == 1 and sys.exit('error: wrong here'); time.sleep(1000)", "wrong here"),
+        (f"{LOST} if rank == 0 else sys.exit('error: wrong here')", "wrong here"),
+        (f"{LOST} if rank == 0 else os.kill(os.getpid(), 9)", "killed by signal 9"),
+        ("sys.exit('error: wrong here') if rank == 0 else sys.exit(1)", "wrong here"),
+        ("rank == 1 and print('{\"asleep\": false}', flush=True)", "its threads keep computing"),
+    ],
+)
+def test_ranks_that_fail_give_the_reason_of_the_one_that_has_one(happens, reason, monkeypatch):
+    monkeypatch.setattr(interleaved, "OTHERS_END", 1.0)
+    two = answering("two", before=happens, ranks=2)
+    with two, pytest.raises(TrainingError, match=f"^two: {reason}"):
+        two.train()
+
+
 # ---- real processes
 
-TINY = [
-    "--n_layer",
-    "1",
-    "--n_head",
-    "2",
-    "--n_embd",
-    "16",
-    "--vocab_size",
-    "128",
-    "--seq_len",
-    "16",
-    "--block_size",
-    "16",
-    "--batch_size",
-    "2",
-    "--device",
-    "cpu",
-]
+SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 128, "block_size": 16}
+SIZES |= {"seq_len": 16, "batch_size": 2, "device": "cpu"}
+TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 
 
-def in_turn(*arguments):
+def run(*arguments, cwd=ROOT, **options):
+    environment = {"OMP_NUM_THREADS": "1", "TURN_SECONDS": "0.01", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", *map(str, arguments)]
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks.in_turn", *arguments],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TURN_SECONDS": "0.01"},
+        command, cwd=cwd, text=True, capture_output=True, env=os.environ | environment, **options
     )
 
 
@@ -181,128 +219,89 @@ def config(tmp_path, corpus):
 
 
 def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path, forked):
-    output = tmp_path / "turns.json"
-    run = in_turn(
-        config,
-        f"{config} --n_layer 2",
-        "--rounds",
-        "6",
-        "--width",
-        "0",
-        "--output",
-        str(output),
-        "--",
-        *TINY,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "6 rounds in turn" in run.stdout
-    found = json.loads(output.read_text())
-    one, two = found["sides"]
+    output = tmp_path / "rounds.json"
+    options = ["--rounds", "6", "--width", "0", "--output", output]
+    two_layers = f"{config} --n_layer 2"
+    ran = run("measure.interleaved", config, two_layers, *options, "--", *TINY, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "6 interleaved rounds" in ran.stdout
+    one, two = json.loads(output.read_text())["sides"]
     assert "--n_layer 2" not in one["command"]
     for side in (one, two):
         assert len(side["tokens_per_sec"]) == 6
-        assert len(side["turns"]) == 9
-        assert [len(turn["seconds"]) for turn in side["turns"][:3]] == [1, 1, 1]
-        assert len({len(turn["seconds"]) for turn in side["turns"][3:]}) == 1
+        steps = [len(turn["seconds"]) for turn in side["turns"]]
+        assert steps[:3] == [1, 1, 1]
+        assert steps[3:] == [steps[-1]] * 6
         last = side["turns"][-1]
-        assert last["tokens"] == 2 * 16 * len(last["seconds"])
+        assert last["tokens"] == 2 * 16 * steps[-1]
         assert side["tokens_per_sec"][-1] == pytest.approx(last["tokens"] / sum(last["seconds"]))
         assert all(turn["peak_memory_mb"] > 50 for turn in side["turns"])
     assert one["turns"][0]["loss"] != two["turns"][0]["loss"]
 
 
-def test_the_seconds_of_a_turn_are_those_in_the_log(config, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.side",
-        "--config",
-        config,
-        *TINY,
-        "--log_dir",
-        str(tmp_path),
-        "--run_name",
-        "side",
-    ]
-    run = subprocess.run(command, input="1\n3\n", cwd=ROOT, text=True, capture_output=True)
-    assert run.returncode == 0, run.stderr
-    turns = [json.loads(line) for line in run.stdout.splitlines()]
-    rows = [
-        line.split(",") for line in (tmp_path / "side" / "log.csv").read_text().splitlines()[1:]
-    ]
-    assert [float(row[4]) for row in rows] == pytest.approx(
-        [s * 1e3 for turn in turns for s in turn["seconds"]], abs=0.01
-    )
-    assert turns[1]["loss"] == pytest.approx(float(rows[3][1]), abs=1e-6)
+def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, capfd):
+    """Its losses are those of the run's own log, but for a learning rate next to 0."""
+    config = tiny_config(max_steps=3, lr=1e-6)
+    train(config, ALONE)
+    rows = (Path(config.log_dir) / "train/log.csv").read_text().splitlines()[1:]
+    run = setup(without_end(tiny_config()), ALONE)
+    answers = [side_module.take_steps(run, count) for count in (1, 2)]
+    assert [len(answer["seconds"]) for answer in answers] == [1, 2]
+    assert [answer["tokens"] for answer in answers] == [4 * 32, 2 * 4 * 32]
+    losses = [float(rows[i].split(",")[1]) for i in (0, 2)]
+    assert [answer["loss"] for answer in answers] == pytest.approx(losses, abs=1e-6)
+
+
+def test_another_copy_of_the_code_trains_there(tmp_path):
+    """Copies of before measure/ have benchmarks/side.py."""
+    for room in ("measure", "benchmarks"):
+        code = tmp_path / room
+        (code / room).mkdir(parents=True)
+        (code / room / "__init__.py").touch()
+        (code / room / "side.py").write_text(
+            "import json\nfor _ in open(0): print(json.dumps({'seconds': [1], 'asleep': True, "
+            f"'tokens': {len(room)}}}), flush=True)"
+        )
+        with training_side("x", [], code=code) as side:
+            assert side.train() == len(room)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("options", "message"),
     [
-        (["quickstart.yaml"], "at least two sides"),
-        (["quickstart.yaml", "quickstart.yaml"], "two sides are the same"),
-        (["quickstart.yaml", "nowhere.yaml"], "no such config file"),
-        (["quickstart.yaml", "quickstart.yaml --flush"], "did you mean --flash"),
-        (["quickstart.yaml", "--code", "/tmp"], "no copy of this code"),
-        (
-            ["quickstart.yaml", "speedup1.yaml", "--output", "nowhere/x.json"],
-            "--output nowhere/x.json: no such folder",
-        ),
-        (
-            ["quickstart.yaml", "quickstart.yaml --seed '1"],
-            "no closing quotation; a side is quoted as a whole",
-        ),
-        (["quickstart.yaml", "speedup1.yaml", "--rounds", "3"], "greater than or equal to 6"),
+        ({"sides": ["quickstart.yaml"]}, "at least two sides"),
+        ({"sides": ["quickstart.yaml"] * 2}, "two sides are the same"),
+        ({"sides": ["quickstart.yaml", "nowhere.yaml"]}, "no such config file"),
+        ({"sides": ["quickstart.yaml", "quickstart.yaml --flush"]}, "did you mean --flash"),
+        ({"sides": ["quickstart.yaml", "quickstart.yaml --seed '1"]}, "no closing quotation; a"),
+        ({"sides": ["quickstart.yaml"], "code": "/tmp"}, "no copy of this code"),
+        ({"sides": ["a.yaml", "b.yaml"], "output": "nowhere/x.json"}, "no such folder"),
     ],
 )
-def test_what_cannot_be_compared_is_one_error_line(arguments, said, forked):
-    run = in_turn(*arguments)
-    assert run.returncode == 2
-    assert said in run.stderr
-    assert "Traceback" not in run.stderr
+def test_what_cannot_be_compared_is_one_error_line(options, message):
+    with pytest.raises(UserError) as error:
+        plan(InterleavedOptions(**options), [])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_side_that_fails_says_which_and_why(config, tmp_path, forked):
-    run = in_turn(config, f"{config} --dataset nowhere", "--rounds", "6", "--", *TINY)
-    assert run.returncode == 1
-    assert f"error: {config} --dataset nowhere: " in run.stderr
-    assert "no such corpus" in run.stderr
-    assert "Traceback" not in run.stderr
-
-
-def test_a_side_whose_threads_never_sleep_is_refused():
-    busy = "import json\nfor _ in open(0): print(json.dumps({'seconds': [1], 'tokens': 1, 'asleep': False}), flush=True)"
-    with (
-        Side("busy", [sys.executable, "-c", busy]) as side,
-        pytest.raises(TrainingError, match="keep computing"),
-    ):
-        side.turn()
-
-
-def test_a_turn_has_as_many_steps_as_take_half_a_second():
-    quick = (
-        "import json\nfor steps in map(int, open(0)):"
-        "print(json.dumps({'seconds': [0.1] * steps, 'tokens': 7 * steps, 'asleep': True}), "
-        "flush=True)"
-    )
-    with Side("quick", [sys.executable, "-c", quick]) as side:
-        assert [side.turn() for _ in range(4)] == pytest.approx([70] * 4)
-    assert [len(turn["seconds"]) for turn in side.turns] == [1, 1, 1, 5]
+def test_the_command_line_tells_mistakes_and_why_a_side_failed(config, forked):
+    ran = run("measure.interleaved", "quickstart.yaml", "speedup1.yaml", "--rounds", "3")
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert "greater than or equal to 6" in ran.stderr
+    elsewhere = f"{config} --dataset nowhere"
+    ran = run("measure.interleaved", config, elsewhere, "--rounds", "6", "--", *TINY)
+    assert ran.returncode == 1
+    assert f"error: {elsewhere}: " in ran.stderr
+    assert "no such corpus" in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 def test_variables_before_a_config_are_its_environment():
-    here, other = plan(
-        InTurnOptions(sides=("quickstart.yaml", "A_B=1 C= quickstart.yaml --no-flash")),
-        ["--lr", "1e-4"],
-    )
+    texts = ("quickstart.yaml", "A_B=1 C= quickstart.yaml --no-flash")
+    here, other = plan(InterleavedOptions(sides=texts), ["--lr", "1e-4"])
     assert (here.environment, other.environment) == ({}, {"A_B": "1", "C": ""})
     assert other.arguments == ["--config=quickstart.yaml", "--lr", "1e-4", "--no-flash"]
-    side = training_side("x", [], "logs", environment={"SEEN": "yes"})
-    side.command = [
-        sys.executable,
-        "-c",
-        "import json, os\nfor _ in open(0): print(json.dumps({'seconds': [1], 'asleep': True, "
-        "'tokens': len(os.environ['SEEN'])}), flush=True)",
-    ]
-    with side:
-        assert side.turn() == 3
+    figures = "tokens=len(os.environ['SEEN'])"
+    with answering(figures=figures, environment={"SEEN": "yes"}) as side:
+        assert side.train() == pytest.approx(30)
