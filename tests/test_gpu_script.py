@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh, rehearsed on the CPU with a tiny model: every part does its work and leaves
+"""measure/gpu.sh, rehearsed on the CPU with a tiny model: every part does its work and leaves
 its results.
 """
 
@@ -67,7 +67,7 @@ def python(tmp_path):
 
 def gpu_script(*arguments, python=sys.executable):
     return subprocess.run(
-        ["bash", str(ROOT / "benchmarks/gpu.sh"), *arguments],
+        ["bash", str(ROOT / "measure/gpu.sh"), *arguments],
         text=True,
         capture_output=True,
         timeout=280,

@@ -221,9 +221,11 @@ def test_rounding_explains_more_in_bf16_and_padding_only_a_higher_loss(options):
 def answering(name, loss=10.0, seconds=0.5):
     """A side that answers at once."""
     code = (
-        "import json\nfor steps in map(int, open(0)):\n"
-        f" print(json.dumps({{'seconds': [{seconds}] * steps, 'tokens': 7 * steps, 'asleep': True, 'loss': {loss},"
-        " 'peak_memory_mb': 100}), flush=True)"
+        "import json\n"
+        f"answer = {{'asleep': True, 'loss': {loss}, 'peak_memory_mb': 100}}\n"
+        "for steps in map(int, open(0)):\n"
+        f"    figures = {{'seconds': [{seconds}] * steps, 'tokens': 7 * steps}}\n"
+        "    print(json.dumps(answer | figures), flush=True)"
     )
     return lambda: Side(name, [sys.executable, "-c", code])
 
