@@ -347,11 +347,7 @@ def read_compared(options: BenchOptions, jobs: Sequence[Job]) -> tuple[Means, Ro
         for warmup in job.warmup_steps
     }
     if not wanted & theirs.keys():
-        have = ", ".join(sorted({f"{size} {computation}" for size, computation, *_ in theirs}))
-        raise UserError(
-            f"{options.compare}: has none of the rows to be measured; it has "
-            f"{have or 'no finished run'}"
-        )
+        raise UserError(f"{options.compare}: has none of the rows to be measured")
     return theirs, about_them
 
 

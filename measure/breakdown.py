@@ -13,6 +13,7 @@ import torch
 
 from config import Config
 from data.token_file import TokenFileError
+from measure.communication import profiler
 from measure.tables import about_machine, precision
 from measure.timing import Clock, in_fresh_process, is_mixed, set_up, settings
 from model import GPT, Block
@@ -165,22 +166,19 @@ OPERATOR = items("operator", "calls", "ms", "share")  # ms: in itself, not in th
 
 def trace(run: Run, path: Path, rows: int = 12) -> list[tuple[str, ...]]:
     """Write a Chrome trace of a step, after two of warm-up; returns rows of its operators."""
-    from torch.profiler import ProfilerActivity, profile
-
-    on_gpu = run.world.device.type == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    device = run.world.device
     for _ in range(2):
         train_step(run, 1)
-    with profile(activities=activities) as profiler:
+    with profiler(device) as profile:
         train_step(run, 1)
-        synchronize(run.world.device)
-    profiler.export_chrome_trace(str(path))
+        synchronize(device)
+    profile.export_chrome_trace(str(path))
     # an operator has the time of the kernels that it started; the kernels are listed again as
     # events of the device
-    attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     operators = [
         (getattr(event, attribute) / 1e3, event.count, event.key)
-        for event in profiler.key_averages()
+        for event in profile.key_averages()
         if event.device_type == torch.autograd.DeviceType.CPU
     ]
     total = sum(ms for ms, *_ in operators) or 1.0

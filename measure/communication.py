@@ -1,6 +1,5 @@
 """What the ranks of a run cost each other: the time spent waiting in a step, and their link."""
 
-import contextlib
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from runtime.device import synchronize
 from runtime.world import World
@@ -18,31 +17,15 @@ STEP = "a step of the run"
 Interval = tuple[float, float]  # when something began and ended
 
 
-class StepProfile(contextlib.AbstractContextManager):
-    """Profile steps: the share of each that is spent waiting for other ranks, and the update."""
-
-    def __init__(self, device: torch.device):
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        self.profiler = profile(activities=activities)
-
-    def __enter__(self) -> "StepProfile":
-        self.profiler.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.profiler.__exit__(None, None, None)
-
-    def step(self) -> contextlib.AbstractContextManager:
-        """Return the context of a step, at whose ends the device has done all its work."""
-        return record_function(STEP)
-
-    def figures(self) -> dict[str, list[float]]:
-        """Return what `figures_of` finds, after the end of the profile."""
-        return figures_of(self.profiler.events())
+def profiler(device: torch.device) -> profile:
+    """Return PyTorch's profiler for steps on a device, each in `record_function(STEP)`."""
+    return profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    )
 
 
 def figures_of(events: Iterable[Any]) -> dict[str, list[float]]:
-    """Return the seconds `step`, `transfer`, `waiting` and `update` of each step in a profile.
+    """Return the seconds of each `step` in a profile, and those of its `waiting` and `update`.
 
     A rank waits while a transfer is under way and it computes nothing: on a GPU, while no kernel
     runs but NCCL's; on a CPU, while PyTorch runs no operation. So a transfer beside the backward
@@ -69,7 +52,6 @@ def figures_of(events: Iterable[Any]) -> dict[str, list[float]]:
             computing.append(interval)
     return {
         "step": [end - start for start, end in steps],
-        "transfer": [length(clipped(transfers, step)) for step in steps],
         "waiting": [length(without(clipped(transfers, step), computing)) for step in steps],
         "update": [length(clipped(updates, step)) for step in steps],
     }

@@ -13,8 +13,6 @@ system). That shows what our code gains and what these settings gain.
 
 import contextlib
 import datetime
-import importlib.metadata
-import importlib.util
 import json
 import math
 import statistics
@@ -23,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,7 +51,6 @@ from runtime.report import (
     draw_bars,
     field,
     git_commit,
-    items,
     machine,
     markdown_table,
     print_table,
@@ -132,6 +131,7 @@ class Entry:
     first_step_s: float | None = None
     peak_memory_mb: float | None = None
     ours_over: Ratio | None = None
+    over_plain: Ratio | None = None  # gain of our settings
     memory_ratio: float | None = None
     error: str = ""
 
@@ -230,8 +230,7 @@ def plan(options: PeersOptions, config: Config, place: Path) -> tuple[Entry, lis
 
 def peers_of(options: PeersOptions) -> list[str]:
     """Return the peers to compare with. Raises UserError for a file that is missing, or twice."""
-    peers = [*([TRANSFORMERS] if importlib.util.find_spec(TRANSFORMERS) else []), *options.peer]
-    names = [shown(peer) for peer in peers]
+    names = [shown(peer) for peer in options.peer]
     for path in options.peer:
         if names.count(shown(path)) > 1:
             raise UserError(
@@ -243,7 +242,7 @@ def peers_of(options: PeersOptions) -> list[str]:
                 f"--peer {path}: no such file; a peer is a Python file with GPT and GPTConfig, "
                 f"such as nanoGPT's model.py"
             )
-    return peers
+    return [*([TRANSFORMERS] if find_spec(TRANSFORMERS) else []), *options.peer]
 
 
 # ---- measuring
@@ -258,8 +257,6 @@ class Comparison:
         self.ours, self.groups = plan(options, config, place)
         self.entries = [self.ours, *(entry for group in self.groups for entry in group)]
         self.first_loss: float | None = None  # ours
-        # peer; gain of the settings, of our code beside them, of both
-        self.gains: list[tuple[str, ...]] = []
         self.rounds: list[list[dict[str, Any]]] = []  # the answers of each group's sides
 
     @property
@@ -353,9 +350,8 @@ class Comparison:
             ]
         )
         if len(group) == 2:
-            plain, with_settings = (entry.name for entry in group)
-            pairs = ((with_settings, plain), (ours, with_settings), (ours, plain))
-            self.gains.append((plain, *(str(ratio_of(rates, *pair)) for pair in pairs)))
+            plain, with_settings = group
+            with_settings.over_plain = ratio_of(rates, with_settings.name, plain.name)
 
 
 # ---- the report
@@ -364,22 +360,20 @@ COLUMNS = [
     field("side", "name"),
     field("tokens/s", "tokens_per_sec", ",.0f"),
     Column("ours over it", lambda entry: str(entry.ours_over or "")),
+    Column("our settings", lambda entry: str(entry.over_plain or "")),
     field("MB", "peak_memory_mb", ",.0f"),
     field("MB, ours over its", "memory_ratio", ".2f"),
     field("first step, s", "first_step_s", ".1f"),
     field("cold start, s", "cold_s", ".1f"),
     field("warm start, s", "warm_s", ".1f"),
 ]
-GAINS = items("peer", "our settings", "our code", "both")
 
 
 def write_report(found: Comparison, folder: Path) -> None:
     """Write what is known so far: report.md, results.json and, once there are rates, peers.png."""
     config, entries, ours = found.config, found.entries, found.ours.name
     versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("torch", TRANSFORMERS)
-        if importlib.util.find_spec(name)
+        f"{name} {version(name)}" for name in ("torch", TRANSFORMERS) if find_spec(name)
     )
     lines = [
         "# Beside what people would take instead",
@@ -392,23 +386,14 @@ def write_report(found: Comparison, folder: Path) -> None:
         *markdown_table(COLUMNS, entries),
         "",
         f"Ours over it: tokens/s of {ours} over the side's, the median of the rounds' ratios, with "
-        f"its 95% interval. tokens/s: the median of a side's own rounds. MB: peak memory, of the "
+        f"its 95% interval. Our settings: likewise the peer with them over the peer without. "
+        f"tokens/s: the median of a side's own rounds. MB: peak memory, of the "
         f"GPU's tensors on CUDA, else of the process; and that of {ours} over the side's. Cold and "
         f"warm start: from the process's start to the end of the first step, with an empty and "
         f"with a filled compile cache. First step: of the cold start, or of the first round where "
         f"starts were not timed.",
         "",
     ]
-    if found.gains:
-        lines += [
-            "## What the process settings give, and what the code",
-            "",
-            *markdown_table(GAINS, found.gains),
-            "",
-            f"Our settings: the peer with them over the peer without. Our code: {ours} over the "
-            f"peer with them. Both: {ours} over the peer as a user starts it.",
-            "",
-        ]
     if any(entry.ours_over for entry in entries):
         draw(found, folder / "peers.png")
         lines += ["![ours over each](peers.png)", ""]
@@ -464,8 +449,6 @@ def main(options: PeersOptions) -> None:
             write_report(found, folder)
     write_report(found, folder)
     print_table("interleaved", COLUMNS, found.entries)
-    if found.gains:
-        print_table("what the settings give, and what the code", GAINS, found.gains)
     say(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
     if found.failed:
         raise TrainingError("\n".join(found.failed))

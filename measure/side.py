@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
-from measure.communication import StepProfile, link_speed
+from measure.communication import STEP, figures_of, link_speed, profiler
 from measure.options import without_end
 from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
@@ -69,12 +70,12 @@ def falls_asleep(patience: float = 2.0) -> bool:
 def take_steps(run: Run, count: int, message: int | None = None) -> dict[str, Any]:
     """Take so many steps of the run; returns the figures to answer with. See `Requests`."""
     state, device, world = run.state, run.world.device, run.world
-    profile = None if message is None else StepProfile(device)
+    profile = None if message is None else profiler(device)
     seconds: list[float] = []
     with profile or contextlib.nullcontext():
         for _ in range(count):
             trim_memory_if_short()
-            with profile.step() if profile else contextlib.nullcontext():
+            with record_function(STEP):
                 loss, _, step_seconds = timed_step(run, state.step + 1)
             state.step += 1
             seconds.append(step_seconds)
@@ -85,7 +86,7 @@ def take_steps(run: Run, count: int, message: int | None = None) -> dict[str, An
         "peak_memory_mb": peak_memory_mb(device),
     }
     if profile and message:
-        figures |= {"threads": torch.get_num_threads(), "profile": profile.figures()}
+        figures |= {"threads": torch.get_num_threads(), "profile": figures_of(profile.events())}
         if world.distributed:
             figures["link_gb_s"] = link_speed(world, message)
     return figures

@@ -149,7 +149,6 @@ def test_a_process_waits_where_a_transfer_is_under_way_and_it_computes_nothing()
         ]
     )
     assert found["step"] == pytest.approx([10, 4])
-    assert found["transfer"] == pytest.approx([6, 1])
     assert found["waiting"] == pytest.approx(
         [1 + 2, 1]
     )  # from 3 to 4, and from 6 to 8; what is beyond a step is not its
