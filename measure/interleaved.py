@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field
 
@@ -303,17 +303,11 @@ def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:at], argv[at + 1 :]
 
 
-class Planned(NamedTuple):
-    """What a side of the command line trains."""
+def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Parse `[NAME=VALUE ...] CONFIG [options]` into arguments of train.py and an environment.
 
-    name: str
-    arguments: list[str]  # of train.py
-    environment: dict[str, str]
-    code: Path = ROOT
-
-
-def parse_side(text: str, of_all: Sequence[str]) -> Planned:
-    """Parse `[NAME=VALUE ...] CONFIG [options]`. Raises UserError for a mistake in it."""
+    Raises UserError for a mistake in it, before anything starts.
+    """
     try:
         words = shlex.split(text) or [""]
     except ValueError as error:
@@ -325,12 +319,15 @@ def parse_side(text: str, of_all: Sequence[str]) -> Planned:
     while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
         name, _, environment[name] = words.pop(0).partition("=")
     arguments = [f"--config={words[0]}", *of_all, *words[1:]]
-    parse(Config, arguments, config_file=True)  # mistakes are reported before anything starts
-    return Planned(text, arguments, environment)
+    parse(Config, arguments, config_file=True)
+    return arguments, environment
 
 
-def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Planned]:
-    """Return the sides of the command line. Raises UserError for what is no comparison."""
+def plan(options: InterleavedOptions, of_all: Sequence[str], scratch: str) -> list[Side]:
+    """Return the sides of the command line. Raises UserError for what is no comparison.
+
+    `scratch`: a folder for what copies of before measure/ write.
+    """
     texts = options.sides
     if options.code and len(texts) != 1:
         raise UserError(f"--code compares one config here and there, not {len(texts)}")
@@ -343,29 +340,24 @@ def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Planned]:
         raise UserError('two sides are the same; give one an option: "speedup10.yaml --no-flash"')
     if options.output and not Path(options.output).absolute().parent.is_dir():
         raise UserError(f"--output {options.output}: no such folder")
-    sides = [parse_side(text, of_all) for text in texts]
+    parsed = [(text, *parse_side(text, of_all)) for text in texts]
+    sides = [training_side(*side) for side in parsed]
     if options.code:
         code = Path(options.code).resolve()
         if not any((code / room / "side.py").is_file() for room in ("measure", "benchmarks")):
             raise UserError(f"--code {options.code}: is no copy of this code: no measure/side.py")
-        sides.append(sides[0]._replace(name=f"{texts[0]} in {options.code}", code=code))
+        ((text, arguments, environment),) = parsed
+        arguments = [*arguments, f"--log_dir={scratch}"]
+        name = f"{text} in {options.code}"
+        sides.append(training_side(name, arguments, environment, code=code))
     return sides
 
 
 def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
     """Compare the sides of the command line. Raises UserError."""
     results = Path(options.output) if options.output else None
-    with tempfile.TemporaryDirectory() as folder:
-        # copies of before measure/ write a log
-        sides = [
-            training_side(
-                side.name,
-                [*side.arguments, f"--log_dir={folder}/{i}"],
-                side.environment,
-                code=side.code,
-            )
-            for i, side in enumerate(plan(options, of_all))
-        ]
+    with tempfile.TemporaryDirectory() as scratch:
+        sides = plan(options, of_all, scratch)
         with started(sides):
             rates = run_rounds(sides, options.rounds, options.width, results=results, say=say)
     base = sides[0].name

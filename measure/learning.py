@@ -49,17 +49,17 @@ def plan(options: LearningOptions, of_all: Sequence[str]) -> dict[str, list[Conf
         )
     sides: dict[str, list[Config]] = {}
     for text in options.sides:
-        side = parse_side(text, of_all)
-        if side.environment:
-            raise UserError(f"{text}: all runs share one environment; leave {side.environment} out")
+        arguments, environment = parse_side(text, of_all)
+        if environment:
+            raise UserError(f"{text}: all runs share one environment; leave {environment} out")
         words = " ".join([text, *of_all])
         digest = hashlib.sha256(words.encode()).hexdigest()[:8]  # as names have to be short
         name = f"{re.sub(r'[^a-zA-Z0-9.]+', '_', words)[:60]}_{digest}"
         sides[text] = []
         for seed in range(1, options.seeds + 1):
             own = [f"--seed={seed}", f"--run_name={name}_seed_{seed}", "--resume=auto"]
-            arguments = [*side.arguments, *own, f"--log_dir={options.log_dir}"]
-            sides[text].append(parse(Config, arguments, config_file=True))
+            own = [*arguments, *own, f"--log_dir={options.log_dir}"]
+            sides[text].append(parse(Config, own, config_file=True))
             if not sides[text][0].eval_every:
                 raise UserError(f"{text}: sets no eval_every, so it has no validation loss")
     return sides

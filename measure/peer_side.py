@@ -34,12 +34,14 @@ import contextlib
 import importlib.util
 import inspect
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dataloader import DataLoader, prefetch
@@ -141,11 +143,10 @@ def in_a_line(path: str, what: str) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(f"{path}: {what}: {type(error).__name__}: {reason}") from None
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        raise UserError(f"{path}: {what}: {reason}") from None
 
 
-@torch.no_grad()
 def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) -> None:
     """Copy the weights into the parameters of their names; padding rows of the vocabulary are 0.
 
@@ -155,27 +156,31 @@ def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) 
     theirs = dict(model.named_parameters())  # a tied matrix comes once, under one of its names
     if embedding in theirs and head in theirs:
         raise UserError(f"{path}: its {head} and {embedding} are two matrices; GPT-2 has one")
-    tied = head if head in theirs else embedding
-    ours = {tied if name == embedding else name: w for name, w in weights.items() if name != head}
-    problems = [f"has no {name}" for name in ours.keys() - theirs.keys()]
-    problems += [f"has {name} besides" for name in theirs.keys() - ours.keys()]
-    for name in ours.keys() & theirs.keys():
-        rows = theirs[name][: len(ours[name])] if name == tied else theirs[name]
-        if rows.shape != ours[name].shape:
-            shape = tuple(ours[name].shape)
-            problems.append(f"has {name} of shape {tuple(rows.shape)}, GPT-2 {shape}")
-        else:
-            theirs[name].zero_()
-            rows.copy_(ours[name])
-    if problems:
-        first, *more = sorted(problems)
-        raise UserError(
-            f"{path}: its parameters are not GPT-2's under nanoGPT's names: it {first}"
-            + (f" (and {len(more)} more)" if more else "")
-        )
+    with in_a_line(path, "its parameters are not GPT-2's under nanoGPT's names"):
+        padding = model.get_parameter(embedding).size(0) - len(weights[embedding])
+        padded = F.pad(weights[embedding], (0, 0, 0, padding))
+        weights = {**weights, embedding: padded, head: padded}
+        missing, unexpected = model.load_state_dict(weights, strict=False)  # but for buffers
+        if wrong := [*unexpected, *(theirs.keys() & set(missing))]:
+            raise KeyError(", ".join(sorted(wrong)))
 
 
 # ---- the loop
+
+
+def adamw(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Make AdamW with the config's settings and decay groups."""
+    vectors = [p for p in model.parameters() if p.dim() < 2 and config.decay_matrices_only]
+    others = [p for p in model.parameters() if p.dim() >= 2 or not config.decay_matrices_only]
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=config.fused_adamw or None,
+    )
 
 
 def train_peer(options: PeerConfig, requests: Requests) -> None:
@@ -188,21 +193,7 @@ def train_peer(options: PeerConfig, requests: Requests) -> None:
     model, loss_of = build_peer(options.peer, options)
     model.to(device)
     trained = torch.compile(model, mode=options.compile_mode) if options.compile else model
-    parameters = list(model.parameters())
-    no_decay = [p for p in parameters if p.dim() < 2 and options.decay_matrices_only]
-    decay = [p for p in parameters if p.dim() >= 2 or not options.decay_matrices_only]
-    groups = [
-        {"params": params, "weight_decay": weight_decay}
-        for params, weight_decay in ((decay, options.weight_decay), (no_decay, 0.0))
-        if params
-    ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=options.lr,
-        betas=options.betas,
-        eps=options.eps,
-        fused=options.fused_adamw or None,
-    )
+    optimizer = adamw(model, options)
     loader = open_loader(options)
     batches = prefetch(loader, device, range(1, options.max_steps))
     autocast = autocast_to(dtype, device)
@@ -216,7 +207,7 @@ def train_peer(options: PeerConfig, requests: Requests) -> None:
             micro_loss.backward()
             loss += micro_loss.detach()
         if options.grad_clip:
-            torch.nn.utils.clip_grad_norm_(parameters, options.grad_clip)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()

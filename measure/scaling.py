@@ -1,7 +1,6 @@
 """Measure how a run scales: the same batch on one rank and on several, interleaved."""
 
 import dataclasses
-import datetime
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -22,21 +21,18 @@ from measure.interleaved import (
     training_side,
 )
 from measure.options import to_flags
-from measure.tables import Row, figure
+from measure.tables import Row, about_machine, draw_panels, figure
 from model import GPT, GPTConfig
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.ratio import Ratio
 from runtime.report import (
-    BLUE,
     Column,
     git_commit,
     machine,
     markdown_table,
     print_table,
-    pyplot,
-    save_picture,
 )
 from runtime.start import cores
 from runtime.world import launch
@@ -184,14 +180,20 @@ def write_report(
 ) -> None:
     """Print the figures and write them: report.md, results.json and a picture."""
     print_table(f"{rows[0]['tokens']:,} tokens a step, {rounds} rounds", COLUMNS, rows)
-    draw(rows, folder / "scaling.png")
-    about = {"machine": machine(), "git": git_commit(), "torch": torch.__version__}
+    ranks = [row["ranks"] for row in rows]
+    factors = {
+        "measured": (ranks, [row["over_first"]["median"] for row in rows]),
+        "hardware": (ranks, [row["hardware"] for row in rows]),
+    }
+    waiting = {"measured": (ranks, [100 * row["waiting"] for row in rows])}
+    panels = {f"tokens/s over those of {ranks[0]}": factors, "waiting, % of the step": waiting}
+    draw_panels(folder / "scaling.png", "ranks", panels)
+    about = {"torch": torch.__version__, "threads": rows[0]["threads"]}
     lines = [
         f"# {Path(name).stem}: the same batch on more ranks",
         "",
-        f"{machine()}; device {device_name(device)}, torch {torch.__version__}, commit "
-        f"{git_commit()}, {datetime.date.today()}. {rows[0]['tokens']:,} tokens a step, {rounds} "
-        f"interleaved rounds after the first {LEFT_OUT}.",
+        f"{about_machine({**about, 'device': device_name(device)})} {rows[0]['tokens']:,} tokens a "
+        f"step, {rounds} interleaved rounds after the first {LEFT_OUT}.",
         "",
         *markdown_table(COLUMNS, rows),
         "",
@@ -200,25 +202,12 @@ def write_report(
         "![tokens/s and waiting](scaling.png)",
     ]
     write_whole(folder / "report.md", "\n".join(lines) + "\n")
-    results = {**about, "config": name, "rounds": rounds, "counts": rows}
+    results = {
+        "machine": machine(),
+        "git": git_commit(),
+        "torch": torch.__version__,
+        "config": name,
+        "rounds": rounds,
+        "counts": rows,
+    }
     write_whole(folder / "results.json", json.dumps(results, indent=1) + "\n")
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw how many times as fast as the first each is, and the share of waiting."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    ranks = [row["ranks"] for row in rows]
-    ratios = [Ratio(**row["over_first"]) for row in rows]
-    for ratio, x in zip(ratios, ranks, strict=True):
-        left.plot([x, x], ratio.ends, color=BLUE)  # the interval
-    left.plot(ranks, [ratio.median for ratio in ratios], "o-", color=BLUE, label="measured")
-    left.plot(ranks, [row["hardware"] for row in rows], ":", color="0.4", label="hardware")
-    left.set(ylabel=f"tokens/s over those of {ranks[0]}")
-    left.legend(fontsize=8)
-    right.plot(ranks, [100 * row["waiting"] for row in rows], "o-", color=BLUE)
-    right.set(ylabel="share of the step spent waiting, %")
-    for axes in (left, right):
-        axes.set(xlabel="ranks", xticks=ranks)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    save_picture(figure, path)

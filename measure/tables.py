@@ -265,23 +265,35 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
     )
 
 
-def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
-    """Draw tokens/s and peak memory over the option `name`, a line for each model and precision."""
-    picture, both = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        lines.setdefault(describe_row(row), []).append(row)
-    ticks = sorted({row[name] for row in rows})
-    quantities = {"tokens_per_sec": "tokens/s", "peak_memory_mb": "peak memory, MB"}
-    for axes, (quantity, label) in zip(both, quantities.items(), strict=True):
+def draw_panels(
+    path: Path, xlabel: str, panels: Mapping[str, Mapping[str, tuple[list[int], list[float]]]]
+) -> None:
+    """Draw panels side by side, by the label of their y axis: x and y of labelled lines."""
+    picture, both = pyplot().subplots(1, len(panels), figsize=(9, 3.6), layout="constrained")
+    for axes, (ylabel, lines) in zip(both, panels.items(), strict=True):
         axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
-        for model, points in lines.items():
-            x, y = [row[name] for row in points], [row[quantity] for row in points]
-            axes.plot(x, y, label=plain(model))
-        axes.set(xlabel=name, ylabel=label)
+        for label, (x, y) in lines.items():
+            axes.plot(x, y, label=plain(label))
+        ticks = sorted({value for x, _ in lines.values() for value in x})
+        axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(value) for value in ticks])
+        axes.set_xticks(ticks, map(str, ticks))
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    both[0].legend(fontsize=8)
+        axes.legend(fontsize=8)
     save_picture(picture, path)
+
+
+def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
+    """Draw tokens/s and peak memory over the option `name`, a line for each model."""
+
+    def lines(quantity: str) -> dict[str, tuple[list[int], list[float]]]:
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for row in rows:
+            x, y = found.setdefault(describe_row(row), ([], []))
+            x.append(row[name])
+            y.append(row[quantity])
+        return found
+
+    both = {"tokens/s": "tokens_per_sec", "peak memory, MB": "peak_memory_mb"}
+    draw_panels(path, name, {label: lines(quantity) for label, quantity in both.items()})

@@ -50,14 +50,12 @@ class DriftingMachine:
 def test_drift_that_turns_the_sign_one_after_the_other_does_not_interleaved():
     slow, fast = 1.1, 1.0
     machine = DriftingMachine(drift=0.02)
-    first = [machine.side(slow)() for _ in range(20)]
-    second = [machine.side(fast)() for _ in range(20)]
+    first, second = ([machine.side(s)() for _ in range(20)] for s in (slow, fast))
     assert statistics.median(second) / statistics.median(first) < 0.9  # the faster one looks slower
     machine = DriftingMachine(drift=0.02)
     rates = interleave({"slow": machine.side(slow), "fast": machine.side(fast)}, rounds=20)
     found = ratio_of(rates, "fast", "slow")
-    assert found.low < 1.1 < found.high
-    assert found.low > 1
+    assert 1 < found.low < 1.1 < found.high
 
 
 def test_a_difference_that_is_not_there_is_about_1():
@@ -280,7 +278,7 @@ def test_another_copy_of_the_code_trains_there(tmp_path):
 )
 def test_what_cannot_be_compared_is_one_error_line(options, message):
     with pytest.raises(UserError) as error:
-        plan(InterleavedOptions(**options), [])
+        plan(InterleavedOptions(**options), [], "")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -299,9 +297,9 @@ def test_the_command_line_tells_mistakes_and_why_a_side_failed(config, forked):
 
 def test_variables_before_a_config_are_its_environment():
     texts = ("quickstart.yaml", "A_B=1 C= quickstart.yaml --no-flash")
-    here, other = plan(InterleavedOptions(sides=texts), ["--lr", "1e-4"])
-    assert (here.environment, other.environment) == ({}, {"A_B": "1", "C": ""})
-    assert other.arguments == ["--config=quickstart.yaml", "--lr", "1e-4", "--no-flash"]
+    here, other = plan(InterleavedOptions(sides=texts), ["--lr", "1e-4"], "")
+    assert other.environment == here.environment | {"A_B": "1", "C": ""}
+    assert other.command[3:] == ["--config=quickstart.yaml", "--lr", "1e-4", "--no-flash"]
     figures = "tokens=len(os.environ['SEEN'])"
     with answering(figures=figures, environment={"SEEN": "yes"}) as side:
         assert side.train() == pytest.approx(30)

@@ -163,9 +163,9 @@ def test_this_projects_own_model_is_a_peer_too(options, tmp_path):
         ([("    block_size: int", "    experts: int\n    block_size: int")], "argument: 'experts'"),
         (
             [('"ln_f"', '"norm"'), ("transformer.ln_f", "transformer.norm")],
-            "has no transformer.ln_f.bias (and 3 more)",
+            "transformer.ln_f.weight, transformer.norm.bias",
         ),
-        ([("4 * c.n_embd", "3 * c.n_embd")], "has transformer.h."),
+        ([("4 * c.n_embd", "3 * c.n_embd")], "size mismatch for transformer.h."),
         ([("self.lm_head.weight = self.transformer.wte.weight", "pass")], "are two matrices"),
         ([("return logits, F", "return {}, logits, F")], "must return the loss"),
         (

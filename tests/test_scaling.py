@@ -46,21 +46,20 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
     assert "--total_batch_tokens 128 --batch_size 2" in two["command"]
     # the same sequences
     assert one["turns"][0]["loss"] == pytest.approx(two["turns"][0]["loss"], abs=1e-5)
-    assert [len(side["turns"][0].get("ranks", [])) for side in (one, two)] == [0, 2]
+    assert "ranks" not in one["turns"][0]
     for turn in two["turns"]:
-        assert all(rank["asleep"] for rank in turn["ranks"])
-        assert {rank["tokens"] for rank in turn["ranks"]} == {turn["tokens"]}
+        assert [(rank["asleep"], rank["tokens"]) for rank in turn["ranks"]] == [
+            (True, turn["tokens"])
+        ] * 2
 
     one, two = json.loads((folder / "results.json").read_text())["counts"]
     assert (one["ranks"], one["waiting"], one["link"], one["efficiency"]) == (1, 0, None, 1)
     assert (two["ranks"], two["batch_size"], two["micro_steps"]) == (2, 2, 1)
     assert 0 < two["waiting"] < 1
-    assert two["link"] > 0
-    assert two["update_s"] > 0
+    assert min(two["link"], two["update_s"]) > 0
     assert two["efficiency"] == pytest.approx(two["over_first"]["median"] / two["hardware"])
     report = (folder / "report.md").read_text()
     assert "| ranks | threads | batch | tokens/s | x first | efficiency | waiting |" in report
-    assert "![tokens/s and waiting](scaling.png)" in report
 
 
 @pytest.mark.parametrize(
@@ -74,8 +73,7 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
             "scan and scaling exclude each other",
         ),
         (["--config", "CONFIG", "--scaling", "1,2", "--steps", "3"], "steps has no effect with"),
-        (["--rounds", "9"], "rounds has no effect without scaling"),
-        (["--total_batch_tokens", "64"], "total_batch_tokens has no effect without scaling"),
+        (["--rounds", "9", "--total_batch_tokens", "64"], "rounds has no effect without scaling"),
         (
             ["--config", "CONFIG", "--scaling", "1,3"],
             "--scaling 3: the 4 sequences of a step (128 tokens) do not divide among 3 ranks; "
@@ -88,12 +86,11 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_written(arguments, message, tiny_yaml, tmp_path):
+def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tiny_yaml, tmp_path):
     words = [str(tiny_yaml) if word == "CONFIG" else word for word in arguments]
     with pytest.raises(UserError) as error:
         command_line(*words, "--log_dir", tmp_path / "logs")
     assert message in str(error.value)
-    assert "\n" not in str(error.value)
     assert not (tmp_path / "logs").exists()
 
 
