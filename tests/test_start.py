@@ -6,13 +6,11 @@ import subprocess
 import sys
 
 import pytest
-import runtime.start
-from runtime.start import set_up_process, cores, memory_left, share_cores
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 import runtime.parallel
-from runtime.parallel import compiling_told
-from tests.conftest import ALONE, ROOT, TORCHRUN
+import runtime.start
+from runtime.start import cores, memory_left, set_up_process, share_cores
+from tests.conftest import ROOT, TORCHRUN
 
 # faults of pages while 64 MB are taken and given back ten times, as a step does with its buffers
 CHURN = """
