@@ -47,7 +47,7 @@ from torch import Tensor
 from dataloader import DataLoader, prefetch
 from measure.options import without_end
 from measure.side import Requests
-from runtime.device import autocast_to, choose_device, matmul_dtype, peak_memory_mb, synchronize
+from runtime.device import choose_device, matmul_dtype, peak_memory_mb, synchronize
 from runtime.errors import UserError, reported
 from runtime.world import World
 from train import check_device, open_data
@@ -172,7 +172,7 @@ def adamw(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
     """Make AdamW with the config's settings and decay groups."""
     vectors = [p for p in model.parameters() if p.dim() < 2 and config.decay_matrices_only]
     others = [p for p in model.parameters() if p.dim() >= 2 or not config.decay_matrices_only]
-    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
+    groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
     return torch.optim.AdamW(
         groups,
         lr=config.lr,
@@ -196,13 +196,12 @@ def train_peer(options: PeerConfig, requests: Requests) -> None:
     optimizer = adamw(model, options)
     loader = open_loader(options)
     batches = prefetch(loader, device, range(1, options.max_steps))
-    autocast = autocast_to(dtype, device)
 
     def training_step() -> float:
         loss = torch.zeros((), device=device)
         for _ in range(loader.accumulation):
             x, y = next(batches)
-            with autocast():
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.bf16):
                 micro_loss = loss_of(trained, x, y) / loader.accumulation
             micro_loss.backward()
             loss += micro_loss.detach()

@@ -25,7 +25,8 @@ HAND_OVER = """
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     server.connect(sys.argv[1])
-    socket.send_fds(server, [json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+    request = json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)])
+    socket.send_fds(server, [request.encode()], [0, 1, 2])
     sys.exit(int(server.recv(10)))
 """
 
