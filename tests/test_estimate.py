@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint.weights import build_model
 from config import load_config
 from measure import estimate as module
 from measure.estimate import Moment, estimate, hours, largest_batch, process_bytes, trace

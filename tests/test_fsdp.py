@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from runtime.parallel import take_float32_input
 
 from checkpoint.files import CheckpointError
 from checkpoint.resume import newest_whole_checkpoint
@@ -18,7 +19,6 @@ from evaluate import EvaluateOptions, evaluate
 from export import export
 from runtime.cli import ConfigError
 from runtime.errors import UserError
-from runtime.parallel import take_float32_input
 from runtime.world import World
 from sample import sample_text
 from tests.conftest import (
