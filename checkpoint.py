@@ -960,6 +960,8 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
         return [f"the earlier {run.path} is now {aside}"] if aside else []
 
     notes = world.on_rank0(open_folder)
+    if resumed:
+        notes.append(f"resumes from {resumed.folder}, after step {resumed.saved.step}")
     if unseen := [
         rank
         for rank, there in enumerate(world.gather((run.path / "config.yaml").exists()))

@@ -475,7 +475,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 off.append(label)
             else:
                 on.append(label if value is True else f"{label} {show(value)}")
-        (on if world_size > 1 else off).append(f"{world_size} ranks" if on else "several ranks")
+        on += [f"{world_size} ranks"] * (world_size > 1)
+        off += ["several ranks"] * (world_size == 1)
         return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}"
 
     def switched_off(self) -> dict[str, list[str]]:

@@ -155,14 +155,16 @@ class DataLoader:
                 + (", or start fewer ranks" if world_size > 1 else "")
             )
 
-    def describe(self) -> str:
-        """Return two lines: how many steps an epoch has, and what a step is made of."""
+    def describe(self, val: TokenStream) -> list[str]:
+        """Return lines on the tokens, with a validation split, on epochs, and on a step."""
+        loaded = f"loaded {self.stream.tokens:,} tokens of {self.stream.spans[0].path.parent}"
         tokens = self.global_batch * self.stream.seq_len
-        return (
-            f"1 epoch = {self.steps_per_epoch:,} batches\n"
+        return [
+            f"{loaded}, and {val.tokens:,} for validation" if val.tokens else loaded,
+            f"1 epoch = {self.steps_per_epoch:,} batches",
             f"1 step = {tokens:,} tokens: batch_size {self.batch_size} x seq_len "
-            f"{self.stream.seq_len} x {self.world_size} ranks x {self.accumulation} micro-steps"
-        )
+            f"{self.stream.seq_len} x {self.world_size} ranks x {self.accumulation} micro-steps",
+        ]
 
     @property
     def steps_per_epoch(self) -> int:

@@ -1,23 +1,12 @@
 """Text from a trained model: `python sample.py quickstart --prompt "Python is"`."""
 
-from runtime.interrupt import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()  # first of all: imports take a moment
-
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from runtime.cli import (
-    ContradictionError,
-    Name,
-    Options,
-    Positive,
-    parse_command_line,
-    reconfigure_output,
-)
+from runtime.cli import ContradictionError, Name, Options, Positive, reconfigure_output
 from runtime.errors import UserError, reported
+from runtime.start import start
 
 
 class SampleOptions(Options):
@@ -110,190 +99,32 @@ class SampleOptions(Options):
 
 
 if __name__ == "__main__":
-    # before torch is imported, which takes seconds: --help, mistakes and Ctrl-C answer at once
-    OPTIONS = parse_command_line(SampleOptions, description=__doc__, positional="run")
-    end_at_ctrl_c()  # again: reading the options ended it
+    # Before torch is imported, which takes seconds: --help and mistakes answer at once.
+    OPTIONS = start(SampleOptions, description=__doc__, positional="run")
 
-import codecs
 import contextlib
 import io
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from data.tokenizer import END_OF_TEXT, get_encoding
-from model import GPT, ModelError, draw, scores_of
+from data.tokenizer import END_OF_TEXT
+from inference.sampling import Decode, chooser, decode_stream, encode, next_logits, seeded, stream
 from runtime.device import check_compiler, choose_device, set_precision
 from weights import load_model
 
 SEPARATOR = "\n---\n"  # between two texts
 
 
-# ---- from logits to text
-
-
-def filtered(
-    logits: Tensor,
-    text: list[int],
-    temperature: float,
-    top_k: int | None,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
-) -> Tensor:
-    """The scores (V,) of what follows a text: its logits with the options applied, each as
-    transformers defines it and in the order in which transformers applies them. Tokens that are not
-    drawn from have -inf.
-    """
-    return nucleus(
-        scores_of(penalized(logits, text, repetition_penalty), temperature, top_k), top_p
-    )
-
-
-def penalized(logits: Tensor, text: list[int], penalty: float) -> Tensor:
-    """Logits (V,) in which the tokens of the text are less likely, if the penalty is above 1.
-
-    Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers this
-    multiplies a negative logit by it, as dividing would make its token likelier.
-    """
-    if penalty == 1:
-        return logits
-    seen = torch.tensor(list(set(text)))
-    return logits.index_copy(
-        0, seen, torch.where(logits > 0, logits / penalty, logits * penalty)[seen]
-    )
-
-
-def nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Scores (V,) with -inf for all but the fewest likeliest tokens, at least one, whose
-    probabilities add up to top_p.
-
-    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1.
-    """
-    if top_p == 1:
-        return scores
-    ordered = scores[scores > float("-inf")].sort(descending=True).values
-    p = F.softmax(ordered, dim=-1)
-    n = int((p.cumsum(-1) - p < top_p).sum())  # tokens before which top_p is not reached
-    return scores.masked_fill(scores < ordered[max(n, 1) - 1], float("-inf"))
-
-
-def encode(model: GPT, prompt: str) -> list[int]:
-    """The tokens of a prompt; an empty one is the beginning of a document.
-
-    Raises UserError if the model's vocabulary is not that of GPT-2's tokenizer.
-    """
-    encoding = get_encoding()
-    if model.config.n_vocab != encoding.n_vocab:
-        raise UserError(
-            f"a vocabulary of {model.config.n_vocab} is not that of GPT-2's tokenizer, "
-            f"{encoding.n_vocab}"
-        )
-    return encoding.encode_ordinary(prompt) or [END_OF_TEXT]
-
-
-def decoded(steps: Iterable[list[int | None]]) -> Iterator[list[str | None]]:
-    """What each step's tokens add to their texts, None for texts that have ended.
-
-    Bytes of a character that is not whole yet are held back, until the text ends.
-    """
-    encoding = get_encoding()
-    decoders: list[codecs.IncrementalDecoder] = []
-    for tokens in steps:
-        decoders = decoders or [codecs.getincrementaldecoder("utf-8")("replace") for _ in tokens]
-        yield [
-            None
-            if token is None
-            else decoder.decode(b"", final=True)
-            if token == END_OF_TEXT
-            else decoder.decode(encoding.decode_single_token_bytes(token))
-            for token, decoder in zip(tokens, decoders, strict=True)
-        ]
-    yield [decoder.decode(b"", final=True) for decoder in decoders]
-
-
-def chooser(
-    generators: Sequence[torch.Generator],
-    temperature: float,
-    top_k: int | None,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
-) -> Callable[[Tensor, int, list[int]], int]:
-    """What `GPT.stream` takes as `choose`. Each text draws from its own generator, so that it is
-    what it would be alone.
-    """
-
-    def choose(logits: Tensor, row: int, text: list[int]) -> int:
-        return draw(
-            filtered(logits, text, temperature, top_k, top_p, repetition_penalty), generators[row]
-        )
-
-    return choose
-
-
-def seeded(seed: int) -> torch.Generator:
-    """A random state of its own: sampling never touches the global one."""
-    return torch.Generator().manual_seed(seed)
-
-
-def continued(
-    model: GPT,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    choose: Callable[[Tensor, int, list[int]], int],
-    decode: Callable[..., Tensor] | None = None,
-) -> Iterator[list[int | None]]:
-    """The tokens that `GPT.stream` continues the prompts with, each up to its <|endoftext|>. Raises
-    UserError.
-    """
-    try:
-        yield from model.stream(prompts, max_new_tokens, END_OF_TEXT, choose, decode)
-    except ModelError as error:
-        raise UserError(str(error)) from None
-
-
-def sample_text(
-    model: GPT,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    seed: int = 0,
-    num_samples: int = 1,
-    agree: Callable[[int], int] = int,
-) -> list[str]:
-    """Continuations of the prompt, which they begin with, each up to its <|endoftext|>. The first
-    is drawn with the seed, the next with seed + 1, and so on. `agree` is given each token and
-    returns the one that counts: with FSDP processes have to draw the same text, and on different
-    processors rounding may let them draw others.
-
-    Raises UserError if the model's vocabulary is not that of GPT-2's tokenizer, which makes the
-    prompt, or if it cannot go on.
-    """
-    texts, tokens = [prompt] * num_samples, [encode(model, prompt)] * num_samples
-    choose = chooser([seeded(seed + i) for i in range(num_samples)], temperature, top_k)
-    for pieces in decoded(
-        continued(model, tokens, max_new_tokens, lambda *text: agree(choose(*text)))
-    ):
-        texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
-    return texts
-
-
-# ---- the command
-
-
 class Sampler:
-    """The model of a command's options, on its device; counts the tokens it draws and the seconds
-    that drawing takes.
-    """
+    """Draw texts from the model of a command's options; count tokens and seconds."""
 
     def __init__(self, options: SampleOptions):
-        """Raises UserError for what cannot be loaded and what this device cannot do."""
+        """Raise UserError for what cannot be loaded and what this device cannot do."""
         device = choose_device(options.device)
         notes = options.notes() + set_precision(device, bf16=options.bf16)
         notes += check_compiler(device) if options.compile else []
@@ -304,18 +135,17 @@ class Sampler:
             device, torch.bfloat16 if options.bf16 else torch.float32
         )
         encode(self.model, "")  # fails now rather than at the first prompt
-        self.decode: Callable[..., Tensor] | None = None
+        self.decode: Decode | None = None
 
     def compile(self, batch_size: int) -> None:
-        """Compile what draws a token for each of batch_size texts, and say what that is worth."""
+        """Compile decoding for batch_size texts, and say what that is worth."""
         self.batch_size = batch_size
-        decode = torch.compile(self.model.next_logits, dynamic=False, fullgraph=True)
+        decode = torch.compile(next_logits, dynamic=False, fullgraph=True)
         seconds = []
         for function in (decode, None):
             times = [time.perf_counter()]
-            for _ in self.model.stream(
-                [[END_OF_TEXT]] * batch_size, 8, None, lambda *_: END_OF_TEXT, function
-            ):
+            prompts = [[END_OF_TEXT]] * batch_size
+            for _ in stream(self.model, prompts, 8, None, lambda *_: END_OF_TEXT, function):
                 times.append(time.perf_counter())
             seconds.append([after - before for before, after in itertools.pairwise(times)][1:])
         compiled, plain = (min(times[1:]) for times in seconds)
@@ -329,13 +159,12 @@ class Sampler:
     def draw(
         self, prompts: Sequence[list[int]], generators: Sequence[torch.Generator]
     ) -> Iterator[list[int | None]]:
-        """The tokens that continue the prompts, as `GPT.stream` yields them. Raises UserError."""
+        """Yield the tokens that continue the prompts, as `stream` does. Raises UserError."""
         o = self.options
         choose = chooser(generators, o.temperature, o.top_k, o.top_p, o.repetition_penalty)
-        decode = (
-            self.decode if self.decode and len(prompts) == self.batch_size else None
-        )  # it is for this many texts
-        steps = continued(self.model, prompts, o.max_new_tokens, choose, decode)
+        # it was compiled for this many texts
+        decode = self.decode if self.decode and len(prompts) == self.batch_size else None
+        steps = stream(self.model, prompts, o.max_new_tokens, END_OF_TEXT, choose, decode)
         start = time.perf_counter()
         for tokens in steps:
             self.seconds += time.perf_counter() - start
@@ -345,7 +174,7 @@ class Sampler:
 
 
 def read_prompts(path: str) -> list[str]:
-    """The lines of a file. Raises UserError."""
+    """Return the lines of a file. Raises UserError."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -375,8 +204,10 @@ def tell(line: str) -> None:
 
 
 def in_order(texts: Sequence[str], steps: Iterable[list[str | None]]) -> Iterator[str]:
-    """Pieces of texts that grow together, to be printed one after the other: what the first gains
-    comes at once, what the next has gained by then when the first has ended.
+    """Yield pieces of texts that grow together, in the order in which they are printed.
+
+    What the first text gains comes at once; what the next has gained by then comes when the first
+    has ended.
     """
     waiting, at = list(texts), 0
     nothing: list[str | None] = [""] * len(texts)
@@ -404,16 +235,17 @@ def print_texts(sampler: Sampler, prompts: Sequence[str]) -> None:
                 [encode(sampler.model, prompt) for prompt, _ in batch],
                 [seeded(seed) for _, seed in batch],
             )
-            for piece in in_order([prompt for prompt, _ in batch], decoded(tokens)):
+            for piece in in_order([prompt for prompt, _ in batch], decode_stream(tokens)):
                 show(piece)
     finally:
         show("\n")  # also where Ctrl-C or an error ends this in the middle of a line
 
 
 def converse(sampler: Sampler) -> None:
-    """Continue what is typed, line by line. Each line goes on after the text so far, on a line of
-    its own; an empty one lets the model go on by itself. What the context cannot hold any more,
-    with room for an answer, is forgotten.
+    """Continue what is typed, line by line.
+
+    Each line continues the text so far; an empty one lets the model continue by itself. What the
+    context cannot hold, with room for an answer, is forgotten.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
@@ -436,7 +268,7 @@ def converse(sampler: Sampler) -> None:
             context += encode(sampler.model, line if context[-1] == END_OF_TEXT else f"\n{line}")
         context = context[-max(block_size - o.max_new_tokens, block_size // 2, 1) :]
         try:
-            for pieces in decoded(_added_to(context, sampler.draw([context], [generator]))):
+            for pieces in decode_stream(_added_to(context, sampler.draw([context], [generator]))):
                 show(pieces[0] or "")
         except KeyboardInterrupt:
             pass  # the answer ends here

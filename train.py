@@ -38,7 +38,6 @@ from checkpoint import (
 )
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
-from estimate import estimate
 from inference.evaluation import Evaluation
 from kernels.attention import blocked_is_faster
 from measure.summary import live_figures, summarize
@@ -104,18 +103,22 @@ def setup(
     dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     notes = check_device(config, device, dtype, accumulation)
 
-    # TF32: fp32 matmuls round their inputs to 10 bits of mantissa and run on the tensor cores:
-    # 1000 -> 333 ms a step (logs/reference/gpu_ms.csv, like all times here). The setting is the
-    # process's and sticky, so every run sets it.
+    # The times below are those of logs/reference/gpu_ms.csv: GPT-2 (124M) on one GPU, each
+    # optimization on top of those before it. What they are worth here, ladder.py measures.
+
+    # TF32: the tensor cores multiply fp32 numbers, rounded to 10 bits of mantissa, and add up in
+    # fp32. 1000 -> 333 ms a step. PyTorch keeps this setting for the whole process, so it is set
+    # in every run, on or off.
     tf32 = config.tf32 and has_tf32(device)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
-    # Mixed precision: the matmuls of forward and loss run in bf16, with half the bytes to move:
-    # 333 -> 300 ms. Softmax, norms, the loss, weights and optimizer state stay in fp32.
-    autocast: Callable[[], Context] = contextlib.nullcontext
-    if dtype != torch.float32:
-        autocast = functools.partial(torch.autocast, device.type, dtype=dtype)
-    # In fp16 small gradients are 0: the scaler multiplies the loss and divides the gradients.
+    # Mixed precision: forward and loss do their matmuls in bf16, which has fp32's range with half
+    # the bytes to move. 333 -> 300 ms. Softmax, norms and the loss add up many small numbers and
+    # stay in fp32, and so do weights, gradients and optimizer state.
+    mixed = dtype != torch.float32
+    autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=mixed)
+    # fp16 has less range: small gradients would be 0, so the scaler multiplies the loss, divides
+    # the gradients, and leaves a step out whose gradients overflow.
     scaler = torch.amp.GradScaler(device.type, enabled=config.fp16)
 
     trained: Any = model
@@ -123,39 +126,36 @@ def setup(
         shard(model, config, world)
     else:
         model.to(device)
-        # torch.compile fuses what lies between two matmuls, so that it passes through memory
-        # once, and takes Python out of the step: 300 -> 130 ms, the most of any rung.
-        # Evaluation, sampling and checkpoints use the plain module, which shares its weights.
+        # torch.compile: what lies between two matmuls becomes one kernel, so that it passes
+        # through memory once; and Python is out of the step. 300 -> 130 ms, the most of any rung.
+        # Evaluation, sampling and checkpoints use the plain module, which shares its weights:
+        # nothing is compiled again for their shapes, and names stay plain.
         if config.compile:
             trained = torch.compile(model, mode=config.compile_mode)
         # DDP: each rank computes its share of the batch. Gradients are averaged over the ranks,
         # bucket by bucket, while the backward pass still computes the next ones.
         if world.distributed:
             trained = DistributedDataParallel(trained, **ddp_options(device))
+    # What a compiled backward pass keeps or computes again: see the option's help.
     recompute_cheap_operations(config.recompute_cheap, device)
 
-    # AdamW. Fused, one kernel updates all parameters: 93 -> 90 ms.
+    # AdamW with its weight-decay groups; with fused_adamw one kernel updates all parameters,
+    # 93 -> 90 ms. Flash attention (130 -> 97 ms) and the padded vocabulary (97 -> 93 ms) are in
+    # model.py.
     optimizers, groups = make_optimizers(model, config)
     state = State(model, optimizers, scaler, memory_before)
 
     val = TokenStream([], config.seq_len)
     if batches is None:
         loader, val = open_data(config, world, model.config.n_vocab)
+        notes += loader.describe(val)
         state.corpus = loader.stream.fingerprint()
-        folder = f"{config.data_dir}/{config.dataset}"
-        check_same_tokens(folder, state.corpus, world)
+        check_same_tokens(f"{config.data_dir}/{config.dataset}", state.corpus, world)
         if resumed:
             resumed.restore(state, config, world)
         batches = prefetch(loader, device, range(state.step + 1, config.max_steps + 1))
-        loaded = f"loaded {loader.stream.tokens:,} tokens of {folder}"
-        notes += [f"{loaded}, and {val.tokens:,} for validation", loader.describe()]
-    notes = [
-        describe_device(device, world.world_size),
-        f"{model.num_parameters():,} parameters",
-        *groups,
-        *notes,
-        config.describe_optimizations(world.world_size),
-    ]
+    parameters = f"{model.num_parameters():,} parameters"
+    notes = [describe_device(device, world.world_size), parameters, *groups, *notes]
     return Run(config, world, state, trained, autocast, accumulation, batches, val, notes)
 
 
@@ -224,6 +224,8 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
     the gradient before clipping. Where one of them is not finite, no weight changes.
     """
     config, state, losses = run.config, run.state, []
+    # Gradient accumulation: the gradients of all micro-steps add up before the one update, so a
+    # batch may be larger than memory.
     for micro_step in range(run.accumulation):
         x, y = next(run.batches)  # (B, T) each
         with no_sync(run.model, micro_step < run.accumulation - 1):
@@ -234,10 +236,12 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
 
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # Clipping: one bad batch cannot throw the weights far off.
+    # Clipping: the gradient of a bad batch is scaled down to a norm of grad_clip, so that it
+    # cannot throw the weights far off.
     total_norm = clip_gradients(state.model, config.grad_clip)
     mean_loss, norm = run.world.all_reduce_metrics(torch.stack(losses).sum(), total_norm)
 
+    # Warm-up and schedule: the learning rate of this step, in each group times its own factor.
     lr = learning_rate(step, config)
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
@@ -307,9 +311,11 @@ def train(
     run = setup(config, world, resumed)
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
-    folder.message("\n".join(run.notes))
-    seconds, loss, stopping = list[float](), math.nan, False
+    for line in (*run.notes, config.describe_optimizations(world.world_size)):
+        folder.message(line)
 
+    # Until here nothing is written. From here on the folder is this run's alone, a signal ends
+    # the run after its step, and what fails is saved first.
     with folder, stop, emergency_save(folder, state, config, world):
         for note in [*notes, *config.notes(), *open_run(folder, config, resumed, world)]:
             folder.message(f"note: {note}")
@@ -317,31 +323,48 @@ def train(
         evaluation.resume()
         stop.end_early(world.sum(stop.received is not None))
         begun = clock()
-        while True:
-            between_steps(run, folder, evaluation, stopping)
-            if stopping or state.step >= config.max_steps:
-                break
-
-            trim_memory_if_short()
-            stop.phase = "steps"
-            step = state.begin_step(world.device)
-            loss, norm, step_seconds = timed_step(run, step, clock)
-            seconds.append(step_seconds)
-            state.finish_step(step)
-
-            lr = learning_rate(step, config)
-            left_out = not check_finite(loss, norm, lr, folder, state, config)
-            last = step == config.max_steps
-            stopping = world.any(stop.received is not None) and not last  # which ends by itself
-            if last or stopping or left_out or step == 1 or is_due(config.log_every, step):
-                tokens_per_sec = config.tokens_per_step(world.world_size) / step_seconds
-                row = LogRow(step, loss, lr, norm, step_seconds * 1e3, tokens_per_sec)
-                folder.log(row, config.max_steps)
-
+        seconds, loss = take_steps(run, folder, evaluation, stop, clock)
         summary = summarize(config, state, world, seconds, loss, folder) | evaluation.latest()
-        summary |= {"started": started, "seconds": clock() - begun, "interrupted": stopping}
+        interrupted = state.step < config.max_steps
+        summary |= {"started": started, "seconds": clock() - begun, "interrupted": interrupted}
         folder.finish(summary, has_checkpoints=config.keep_last > 0)
     return summary
+
+
+def take_steps(
+    run: Run,
+    folder: RunFolder,
+    evaluation: Evaluation,
+    stop: StopRequest,
+    clock: Callable[[], float],
+) -> tuple[list[float], float]:
+    """Take steps to the last one, or until a rank is asked to stop; log each.
+
+    Returns the seconds of each step, and the last one's loss.
+    """
+    config, state, world = run.config, run.state, run.world
+    seconds, loss, stopping = list[float](), math.nan, False
+    while True:
+        # First, so that a fresh start, a resumed run and the end take the same path.
+        between_steps(run, folder, evaluation, stopping)
+        if stopping or state.step >= config.max_steps:
+            return seconds, loss
+
+        trim_memory_if_short()
+        stop.phase = "steps"
+        step = state.begin_step(world.device)
+        loss, norm, step_seconds = timed_step(run, step, clock)
+        seconds.append(step_seconds)
+        state.finish_step(step)
+
+        lr = learning_rate(step, config)
+        left_out = not check_finite(loss, norm, lr, folder, state, config)
+        last = step == config.max_steps
+        stopping = world.any(stop.received is not None) and not last  # which ends by itself
+        if last or stopping or left_out or step == 1 or is_due(config.log_every, step):
+            tokens_per_sec = config.tokens_per_step(world.world_size) / step_seconds
+            row = LogRow(step, loss, lr, norm, step_seconds * 1e3, tokens_per_sec)
+            folder.log(row, config.max_steps)
 
 
 def is_due(every: int, step: int) -> bool:
@@ -350,15 +373,21 @@ def is_due(every: int, step: int) -> bool:
 
 
 def main(config: Config) -> None:
-    """Train, or say what that would take."""
-    device = choose_device(config.device, launch())
-    with joined_world(device, config.timeout, config.alike()) as world, StopRequest() as stop:
+    """Train, or say what that would take; a failure ends the process with one line."""
+    with (
+        reported(config.log_dir, advice=config.advice()),
+        joined_world(
+            choose_device(config.device, launch()), config.timeout, config.alike()
+        ) as world,
+        StopRequest("set-up") as stop,
+    ):
         if config.estimate:
+            from estimate import estimate  # which calls setup and train_step
+
             estimate(config, world)
         else:
             end_unfinished(train(config, world, stop=stop), stop)
 
 
 if __name__ == "__main__":
-    with reported(CONFIG.log_dir, advice=CONFIG.advice()):
-        main(CONFIG)
+    main(CONFIG)

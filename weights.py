@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
-from model import GPT, GPTConfig, ModelError
+from model import GPT, GPTConfig
 from runtime.cli import ConfigError, Options
 from runtime.cli import load as load_options
 from runtime.errors import UserError, in_a_line
@@ -144,7 +144,7 @@ def find_model(source: str, log_dir: str = "logs") -> tuple[Path, GPT]:
 def _config_of(options: dict[str, Any], source: str) -> GPTConfig:
     try:
         return GPTConfig(**options)
-    except (TypeError, ModelError) as error:
+    except TypeError as error:
         raise CheckpointError(f"{source}: its options do not make a model: {error}") from None
 
 

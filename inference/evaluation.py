@@ -8,12 +8,13 @@ from checkpoint import hint
 from config import Config
 from data.tokenizer import get_encoding
 from dataloader import TokenStream, is_validation
-from evaluate import HellaSwag, validation_loss
+from inference.hellaswag import HellaSwag
+from inference.sampling import sample_text
+from inference.validation import validation_loss
 from model import GPT
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import RunFolder
 from runtime.world import World
-from sample import sample_text
 
 
 class Evaluation:
@@ -99,6 +100,7 @@ class Evaluation:
                 config.sample_tokens,
                 seed=config.seed,
                 agree=self.world.broadcast,
+                autocast=self.autocast,
             )
             self.folder.log_sample(step, texts[0])
 

@@ -22,11 +22,12 @@ from torch import Tensor
 
 BLOCK, SEQUENCES = 256, 2  # queries that are computed with at once, of so many sequences
 # whether this CPU has instructions for products in bfloat16
+HAS_BF16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def cpu_has_bf16() -> bool:
     """True if this CPU has instructions for matmuls in bfloat16."""
-    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return HAS_BF16
 
 
 def blocked_is_faster(device: torch.device, dtype: torch.dtype, T: int) -> bool:

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import measure.summary
+import runtime.device
 import runtime.world
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus

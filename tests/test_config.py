@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,14 @@ import yaml
 from pydantic import Field
 
 from config import (
+    FIXED,
     Config,
     DataConfig,
     ModelConfig,
+    Needs,
     OptimizationConfig,
     RunConfig,
+    Rung,
     SpeedConfig,
     load_config,
 )
@@ -676,7 +680,7 @@ def test_every_option_belongs_to_one_section_and_has_help():
 
 def test_the_models_own_options_are_those_of_the_command_line_so_the_two_lists_cannot_drift():
     ours = ModelConfig.model_fields | {
-        name: SpeedConfig.model_fields[name] for name in ("flash", "loss_chunks")
+        name: SpeedConfig.model_fields[name] for name in ("flash", "loss_chunks", "recompute")
     }
     ours.pop("init_from")  # where weights come from, not what the model is
     assert {field.name: field.default for field in dataclasses.fields(GPTConfig)} == {
@@ -821,6 +825,11 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
         1.0,
     )
     assert (config.shuffle, config.decay_matrices_only) == (True, True)
+    off = config.describe_optimizations(1).partition("; off: ")[2].split(", ")
+    assert off == [
+        *("optimizer", "fp16", "fsdp", "recompute", "recompute_cheap", "loss_chunks"),
+        "several ranks",
+    ]
     for world_size in (1, 2, 4, 8):
         assert config.accumulation_steps(world_size) >= 1
     assert (
@@ -842,3 +851,37 @@ def test_the_recipe_of_124m_is_the_one_that_is_known():
         250,
         1000,
     )
+
+
+# ---- what is derived from the marks on fields
+
+
+class Extended(Config):
+    """The options of a run and one flag more."""
+
+    twice_as_fast: Annotated[bool, Rung(), Needs("compile"), FIXED] = False
+    """trains in half the time"""
+
+
+def test_a_flag_that_is_added_to_the_class_is_seen_everywhere():
+    off = load(Extended, {})
+    assert "twice_as_fast" in off.describe_optimizations(1).partition("; off: ")[2]
+    on = load(Extended, {"twice_as_fast": True, "compile": True})
+    assert "twice_as_fast" in on.describe_optimizations(1).partition("; off: ")[0]
+    assert on.switched_off()["twice_as_fast"] == ["--no-twice_as_fast"]
+    assert "--no-twice_as_fast" in on.switched_off()["compile"], "it has no effect alone"
+    assert load(Extended, {"twice_as_fast": True}).notes() == [
+        "twice_as_fast has no effect: compile is off"
+    ]
+    assert "twice_as_fast" in Extended.names_marked(FIXED)
+
+
+@pytest.mark.parametrize("name", Config.names_marked(Rung))
+def test_each_optimization_acts_in_one_place_that_a_search_for_its_name_finds(name):
+    """A reader finds config.py, where it acts, and YAMLs: no more hops."""
+    heart = ("train.py", "model.py", "optimizer.py", "dataloader.py")
+    acts = [file for file in heart if re.search(rf"[.]{name}\b", (ROOT / file).read_text())]
+    assert acts, f"{name} acts in none of {', '.join(heart)}"
+    assert any(re.search(rf"^{name}:", path.read_text(), re.MULTILINE) for path in YAMLS) or (
+        name in ("recompute", "recompute_cheap", "fsdp", "fp16", "loss_chunks")
+    ), "a YAML introduces it"

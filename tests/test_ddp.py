@@ -2,19 +2,13 @@
 of gradients a step, and other dropout in each process.
 """
 
-import functools
 import json
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import train as train_module
-from benchmarks import overlap
-from runtime.parallel import averaging, parallelize
 from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
 from tests.test_train import column
-from train import train
+from train import no_sync, setup, train
 from weights import load_model
 
 SHUFFLED, CLIPPED = {"shuffle": True}, {"grad_clip": 0.5}
@@ -95,7 +89,7 @@ LOOK = """if True:
     import hashlib, json, sys
     from pathlib import Path
     import torch
-    import runtime.measure, train
+    import measure.summary, train
     from runtime.world import joined_world
     from tests.conftest import at_step, tiny_run
 
@@ -113,14 +107,14 @@ LOOK = """if True:
         reduced = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
         return reduced.then(lambda tensors: tensors.value()[0])
 
-    def build(*args):
-        config, state, model, autocast = real_build(*args)
-        model.register_comm_hook(None, average)
-        state.model.transformer.drop.register_forward_hook(look)
-        return config, state, model, autocast
+    def setup(*args):
+        run = real_setup(*args)
+        run.model.register_comm_hook(None, average)
+        run.state.model.transformer.drop.register_forward_hook(look)
+        return run
 
     measure.summary.matmul_tflops = lambda *_, **__: 1.0
-    real_build, train.build = train.build, build
+    real_setup, train.setup = train.setup, setup
     at_step(Patch, lambda step, _: ended.append(averaged.count(True)))
     with joined_world(torch.device("cpu"), timeout=100) as world:
         train.train(tiny_run(Path.cwd(), **json.loads(sys.argv[1])), world)
@@ -146,61 +140,8 @@ def test_gradients_are_averaged_once_a_step_and_each_process_drops_other_element
     assert all(0.4 < share < 0.6 for _, share in masks)
 
 
-def test_one_process_trains_the_model_itself(tiny_model, tiny_config):
-    model = tiny_model()
-    assert parallelize(model, model.transformer.h, ALONE, tiny_config()) is model
-    assert (
-        parallelize(model, model.transformer.h, ALONE, tiny_config(compile=True))._orig_mod is model
-    )
-    assert train_module.gradients_averaged(model, now=False).__class__.__name__ == "nullcontext"
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("way", overlap.WRAPPED)
-def test_every_order_of_wrapping_that_is_compared_compiles_and_averages(
-    way, tiny_model, group_of_one, monkeypatch
-):
-    compiled, averaged = [], []
-
-    def backend(graph, _):
-        compiled.append(graph)
-        return graph
-
-    def average(_, bucket):
-        averaged.append(bucket.is_last())
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    def hooked(model, world, **options):
-        model = averaging(model, world, **options)
-        model.register_comm_hook(None, average)
-        return model
-
-    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 512)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    with torch._dynamo.config.patch(optimize_ddp=True):
-        torch._dynamo.reset()
-        model, x = tiny_model(n_layer=3), torch.arange(32).view(1, 32)
-        wrapped = overlap.WRAPPED[way](
-            model, model.transformer.h, functools.partial(hooked, world=ALONE, bucket_cap_mb=0.001)
-        )
-        loss = wrapped(x, x)
-        loss.backward()
-    found = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    assert (len(compiled) == 1) == (way == "DDP(compile), undivided"), "all others are in pieces"
-    assert averaged.count(True) == 1
-    plain = tiny_model(n_layer=3)
-    plain.load_state_dict(model.state_dict())
-    plain(x, x).backward()
-    assert all(
-        torch.allclose(ours, p.grad, rtol=1e-5, atol=1e-7)
-        for ours, p in zip(found, plain.parameters(), strict=True)
-    )
+def test_one_rank_trains_the_model_itself(tiny_config):
+    plain, compiled = (setup(tiny_config(compile=on), ALONE) for on in (False, True))
+    assert plain.model is plain.state.model
+    assert compiled.model._orig_mod is compiled.state.model
+    assert no_sync(plain.model, accumulating=True).__class__.__name__ == "nullcontext"

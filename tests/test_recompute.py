@@ -1,17 +1,18 @@
-"""What is computed again in the backward pass: the same numbers, bit for bit, from less memory."""
+"""Activation checkpointing: the same numbers, bit for bit, from less memory."""
+
+import dataclasses
 
 import pytest
 import torch
 from torch._functorch import config as functorch_config
 
-from estimate import figures
-from runtime.device import prepare
-from runtime.parallel import recompute
+from runtime.device import recompute_cheap_operations
 from tests.conftest import ALONE, COMPILED
 from tests.test_resume import folder_of, log
 from train import train
 from weights import load_model
 
+BANS = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
 ALL = {
     "dropout": 0.2,
     "batch_size": 2,
@@ -70,7 +71,7 @@ def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice
         block.ln_1.register_forward_hook(lambda *_: passes.append(1))
     count, plain = counted(lambda: model(x, x).backward())
     assert count == 4
-    recompute(model.transformer.h)
+    model.transformer.config = dataclasses.replace(model.config, recompute=True)
     assert list(model.state_dict()) == names
     count, less = counted(lambda: model(x, x).backward())
     assert (count, less < plain / 2) == (8, True)
@@ -84,13 +85,11 @@ def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice
     assert counted(lambda: model(x, x).backward())[0] == 4
 
 
-def test_what_is_cheap_is_computed_again_in_half_of_the_memory_and_the_same_run(
+def test_cheap_operations_are_recomputed_by_default_on_a_cpu_in_the_same_run(
     tiny_config, monkeypatch
 ):
-    for name in ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart"):
-        monkeypatch.setattr(
-            functorch_config, name, getattr(functorch_config, name)
-        )  # as before at the end
+    for name in BANS:  # as before at the end
+        monkeypatch.setattr(functorch_config, name, getattr(functorch_config, name))
     options = COMPILED | {
         "n_layer": 2,
         "flash": True,
@@ -106,10 +105,10 @@ def test_what_is_cheap_is_computed_again_in_half_of_the_memory_and_the_same_run(
         train(config, ALONE)
     same(little, much)
 
-    def kept(device, cheap):
-        prepare(torch.device(device), recompute_cheap=cheap)
-        wide = {"n_embd": 64, "batch_size": 16, "vocab_size": 128}
-        return figures(tiny_config(**options | wide), 1, torch.device("cpu"))["activations"]
-
-    assert kept("cpu", None) == kept("cuda", True) < 0.6 * kept("cuda", None)
-    assert kept("cpu", False) == kept("cuda", None)
+    for device, wanted, recomputes in (
+        *(("cpu", None, True), ("cpu", False, False)),
+        *(("cuda", None, False), ("cuda", True, True)),
+    ):
+        recompute_cheap_operations(wanted, torch.device(device))
+        for name in BANS:
+            assert getattr(functorch_config, name) is not recomputes

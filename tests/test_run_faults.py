@@ -30,6 +30,7 @@ import train as train_module
 from checkpoint import emergency_save, read_state
 from config import Config, load_config
 from data.token_file import TokenFileError
+from inference.sampling import generate
 from model import GPT, GPTConfig, ModelError
 from runtime.cli import ConfigError, parse
 from runtime.errors import TrainingError, UserError, kind_of_failure, reported
@@ -489,7 +490,7 @@ def tokens(n=4):
 @pytest.mark.parametrize("temperature", [1e-45, 1e-300, 1e-20, 1e-6])
 def test_a_temperature_near_0_takes_the_likeliest_token(temperature, tiny_model):
     model = tiny_model()
-    assert torch.equal(model.generate(tokens(), 8, temperature), model.generate(tokens(), 8, 0))
+    assert torch.equal(generate(model, tokens(), 8, temperature), generate(model, tokens(), 8, 0))
 
 
 @pytest.mark.parametrize("temperature", [1e6, 1e300])
@@ -498,7 +499,7 @@ def test_a_temperature_without_end_draws_evenly_from_the_top_k(temperature, tiny
     likeliest = model(tokens())[0, -1].topk(3).indices.tolist()
     generator = torch.Generator().manual_seed(1)
     drawn = [
-        model.generate(tokens(), 1, temperature, top_k=3, generator=generator)[0, -1].item()
+        generate(model, tokens(), 1, temperature, top_k=3, generator=generator)[0, -1].item()
         for _ in range(60)
     ]
     assert set(drawn) == set(likeliest)
@@ -508,11 +509,11 @@ def test_a_temperature_that_is_no_number_is_refused_and_the_model_goes_on_traini
     model = tiny_model()
     for temperature in (math.nan, math.inf, -1):
         with pytest.raises(ValueError, match=r"temperature .* must be at least 0 and finite"):
-            model.generate(tokens(), 1, temperature)
+            generate(model, tokens(), 1, temperature)
     with torch.no_grad():
         model.lm_head.weight[0] = math.nan
     with pytest.raises(ModelError, match="logits are not finite"):
-        model.generate(tokens(), 1)
+        generate(model, tokens(), 1)
     assert model.training
 
 

@@ -1,0 +1,44 @@
+"""A KV cache: a text grows token by token without reading all of it again for each token.
+
+Prefill reads the prompts once and keeps their keys and values; each decode step then reads one
+token per text.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import GPT
+
+
+class KVCache:
+    """Keep keys and values of every layer, each at its token's position in its row.
+
+    Rows may be of different lengths: no token sees a later position, whether that holds padding,
+    zeros, or what an earlier text left.
+    """
+
+    def __init__(self, model: GPT, rows: int, size: int):
+        """Allocate room for `size` positions of `rows` texts, in the model's dtype."""
+        config, weight = model.config, model.lm_head.weight
+        shape = (rows, config.n_head, size, config.n_embd // config.n_head)  # (B, nh, S, hs)
+        self.layers = [
+            tuple(torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in "kv")
+            for _ in range(config.n_layer)
+        ]
+        # Positions that are attended to: the fewer, the faster, but each row's last among them.
+        self.span = size
+
+    def begin(self, positions: Tensor) -> None:
+        """Tell at which positions (B, T) the next tokens are."""
+        rows = torch.arange(len(positions), device=positions.device)[:, None]
+        self.place = rows, slice(None), positions
+        seen = torch.arange(self.span, device=positions.device)
+        self.mask = seen <= positions[:, None, :, None]  # (B, 1, T, span)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Add k and v of the next tokens, and attend to all so far; all (B, nh, T, hs)."""
+        for cached, new in zip(self.layers[layer], (k, v), strict=True):
+            cached[self.place] = new.transpose(1, 2).to(cached.dtype)  # another under autocast
+        keys, values = (cached[:, :, : self.span].to(q.dtype) for cached in self.layers[layer])
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)

@@ -1,0 +1,276 @@
+"""Text from a model: choosing tokens, and growing texts of any lengths together."""
+
+import codecs
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.tokenizer import END_OF_TEXT, get_encoding
+from inference.kv_cache import KVCache
+from model import GPT
+from runtime.errors import UserError
+
+# Chooses a token, given the logits (V,) on the CPU, the number of the text, and its tokens so far.
+Choose = Callable[[Tensor, int, list[int]], int]
+# Computes the logits (B, V) of the next tokens, see `next_logits`.
+Decode = Callable[[GPT, Tensor, KVCache, Tensor, Tensor], Tensor]
+
+
+# ---- from logits to a token
+
+
+def filter_logits(
+    logits: Tensor,
+    text: list[int],
+    temperature: float,
+    top_k: int | None,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+) -> Tensor:
+    """Return the scores (V,) of what follows a text, -inf for tokens that are not drawn from.
+
+    Each option is as transformers defines it, in the order in which transformers applies them.
+    """
+    scores = penalize_repetition(logits, text, repetition_penalty)
+    return keep_nucleus(keep_top_k(scores, temperature, top_k), top_p)
+
+
+def penalize_repetition(logits: Tensor, text: list[int], penalty: float) -> Tensor:
+    """Make the tokens of the text less likely in logits (V,), if the penalty is above 1.
+
+    Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers this
+    multiplies a negative logit by it, as dividing would make its token likelier.
+    """
+    if penalty == 1:
+        return logits
+    seen = torch.tensor(list(set(text)))
+    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return logits.index_copy(0, seen, penalized[seen])
+
+
+def keep_top_k(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """Divide logits (V,) by the temperature; -inf for all but the top_k likeliest tokens.
+
+    At temperature 0 only the likeliest stays. Raises ValueError for bad settings.
+    """
+    if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
+        raise ValueError(
+            f"temperature {temperature} must be at least 0 and finite, top_k {top_k} at least 1"
+        )
+    if temperature < 1e-6:  # dividing by it could overflow
+        return torch.full_like(logits, -math.inf).index_fill(0, logits.argmax(), 0.0)
+    scores = logits / temperature
+    if top_k is None:
+        return scores
+    least = logits.topk(min(top_k, len(logits))).values[-1]
+    return scores.masked_fill(logits < least, -math.inf)
+
+
+def keep_nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Keep the fewest likeliest tokens, at least one, whose probabilities add up to top_p.
+
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1. The other
+    scores (V,) become -inf.
+    """
+    if top_p == 1:
+        return scores
+    ordered = scores[scores > -math.inf].sort(descending=True).values
+    p = F.softmax(ordered, dim=-1)
+    n = int((p.cumsum(-1) - p < top_p).sum())  # tokens before which top_p is not reached
+    return scores.masked_fill(scores < ordered[max(n, 1) - 1], -math.inf)
+
+
+def draw(scores: Tensor, generator: torch.Generator) -> int:
+    """Draw a token with the probabilities that the softmax of the scores (V,) gives."""
+    return int(torch.multinomial(F.softmax(scores, dim=-1), 1, generator=generator))
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Make a random state of its own: sampling never touches the global one."""
+    return torch.Generator().manual_seed(seed)
+
+
+def chooser(
+    generators: Sequence[torch.Generator],
+    temperature: float,
+    top_k: int | None,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+) -> Choose:
+    """Make a `Choose` that draws each text from its own generator: it is what it would be alone."""
+
+    def choose(logits: Tensor, row: int, text: list[int]) -> int:
+        scores = filter_logits(logits, text, temperature, top_k, top_p, repetition_penalty)
+        return draw(scores, generators[row])
+
+    return choose
+
+
+# ---- growing texts
+
+
+def next_logits(model: GPT, idx: Tensor, cache: KVCache, positions: Tensor, ends: Tensor) -> Tensor:
+    """Return logits (B, V) after the token `ends` (B,) of each row of idx (B, T).
+
+    The rows' tokens are at `positions` (B, T) of their texts.
+    """
+    cache.begin(positions)
+    rows = torch.arange(len(idx), device=idx.device)
+    return model(idx, where=(rows, ends), attend=cache.attend, positions=positions)
+
+
+@torch.no_grad()
+def stream(
+    model: GPT,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    stop_token: int | None,
+    choose: Choose,
+    decode: Decode | None = None,
+) -> Iterator[list[int | None]]:
+    """Continue prompts of any lengths together: yield a token for each, step after step.
+
+    None for texts that have ended, at stop_token. Each text gets the logits that it gets alone.
+    Past block_size tokens, the model reads the last block_size. `decode`: a compiled
+    `next_logits`, for one token of each text and always the same shapes. Raises ValueError for an
+    empty prompt, UserError for weights that make no probabilities.
+    """
+    if not all(prompts):
+        raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
+    context, device, was_training = (
+        model.config.block_size,
+        model.lm_head.weight.device,
+        model.training,
+    )
+    texts, unfinished = [list(prompt) for prompt in prompts], list(range(len(prompts)))
+    longest = max(map(len, texts)) + max_new_tokens
+    size = context if decode else min(context, longest)
+    cache = KVCache(model, len(texts), size)
+    model.eval()
+    try:
+        for step in range(max_new_tokens):
+            windows = [text[-context:] for text in texts]
+            # Prefill reads the windows, decoding the last tokens. Positions are absolute: once a
+            # window slides, every key and value changes, and each step is a prefill.
+            decoding = step > 0 and max(len(texts[row]) for row in unfinished) <= context
+            unread = [window[-1:] for window in windows] if decoding else windows
+            cache.span = size if decode and decoding else max(map(len, windows))
+            T = max(map(len, unread))
+            padded = [tokens + [0] * (T - len(tokens)) for tokens in unread]
+            starts = [
+                len(window) - len(tokens) for window, tokens in zip(windows, unread, strict=True)
+            ]
+            idx = torch.tensor(padded, device=device)  # (B, T)
+            ends = torch.tensor([len(tokens) - 1 for tokens in unread], device=device)
+            positions = torch.tensor([range(start, start + T) for start in starts], device=device)
+            compute = decode if decode and decoding else next_logits
+            logits = compute(model, idx, cache, positions, ends).float().cpu()  # (B, V)
+            if not logits.isfinite().all():
+                raise UserError(
+                    "the model's logits are not finite: its weights are damaged or have diverged"
+                )
+            new = {row: choose(logits[row], row, texts[row]) for row in unfinished}
+            for row, token in new.items():
+                texts[row].append(token)
+            yield [new.get(row) for row in range(len(texts))]
+            unfinished = [row for row, token in new.items() if token != stop_token]
+            if not unfinished:
+                break
+    finally:
+        model.train(was_training)
+
+
+def generate(
+    model: GPT,
+    idx: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+    stop_token: int | None = None,
+) -> Tensor:
+    """Continue the tokens idx (B, T), all rows drawing from one generator (default: seed 0).
+
+    Ends early when every row has drawn stop_token; rows that end first are filled with it. Returns
+    (B, T + number of new tokens). The rest as for `stream`.
+    """
+    generator = generator or seeded(0)
+
+    def choose(logits: Tensor, row: int, text: list[int]) -> int:
+        return draw(keep_top_k(logits, temperature, top_k), generator)
+
+    steps = list(stream(model, idx.tolist(), max_new_tokens, stop_token, choose))
+    new = [[stop_token if token is None else token for token in step] for step in steps]
+    return torch.cat((idx, idx.new_tensor(new).view(len(steps), len(idx)).T), dim=1)
+
+
+# ---- text
+
+
+def encode(model: GPT, prompt: str) -> list[int]:
+    """Return the tokens of a prompt; an empty one is the beginning of a document.
+
+    Raises UserError if the model's vocabulary is not that of GPT-2's tokenizer.
+    """
+    encoding = get_encoding()
+    if model.config.n_vocab != encoding.n_vocab:
+        raise UserError(
+            f"a vocabulary of {model.config.n_vocab} is not that of GPT-2's tokenizer, "
+            f"{encoding.n_vocab}"
+        )
+    return encoding.encode_ordinary(prompt) or [END_OF_TEXT]
+
+
+def decode_stream(steps: Iterable[list[int | None]]) -> Iterator[list[str | None]]:
+    """Yield what each step's tokens add to their texts, None for texts that have ended.
+
+    Bytes of a character that is not whole yet are held back, until the text ends.
+    """
+    encoding = get_encoding()
+    decoders: list[codecs.IncrementalDecoder] = []
+
+    def piece(token: int | None, decoder: codecs.IncrementalDecoder) -> str | None:
+        if token is None:
+            return None
+        if token == END_OF_TEXT:
+            return decoder.decode(b"", final=True)
+        return decoder.decode(encoding.decode_single_token_bytes(token))
+
+    for tokens in steps:
+        decoders = decoders or [codecs.getincrementaldecoder("utf-8")("replace") for _ in tokens]
+        yield [piece(token, decoder) for token, decoder in zip(tokens, decoders, strict=True)]
+    yield [decoder.decode(b"", final=True) for decoder in decoders]
+
+
+def sample_text(
+    model: GPT,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    num_samples: int = 1,
+    agree: Callable[[int], int] = int,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> list[str]:
+    """Return texts that begin with the prompt and end at their <|endoftext|>.
+
+    The first is drawn with the seed, the next with seed + 1, and so on. `agree` is given each
+    token and returns the one that counts: ranks that share a model by FSDP have to draw the same
+    text, and on different processors rounding may let them draw others. Raises UserError.
+    """
+    texts, tokens = [prompt] * num_samples, [encode(model, prompt)] * num_samples
+    choose = chooser([seeded(seed + i) for i in range(num_samples)], temperature, top_k)
+
+    def choose_together(logits: Tensor, row: int, text: list[int]) -> int:
+        return agree(choose(logits, row, text))
+
+    with autocast():
+        steps = stream(model, tokens, max_new_tokens, END_OF_TEXT, choose_together)
+        for pieces in decode_stream(steps):
+            texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
+    return texts
