@@ -680,7 +680,7 @@ def test_every_option_belongs_to_one_section_and_has_help():
 
 def test_the_models_own_options_are_those_of_the_command_line_so_the_two_lists_cannot_drift():
     ours = ModelConfig.model_fields | {
-        name: SpeedConfig.model_fields[name] for name in ("flash", "loss_chunks")
+        name: SpeedConfig.model_fields[name] for name in ("flash", "loss_chunks", "recompute")
     }
     ours.pop("init_from")  # where weights come from, not what the model is
     assert {field.name: field.default for field in dataclasses.fields(GPTConfig)} == {
