@@ -4,6 +4,7 @@ evaluate.py as a command.
 
 import importlib.util
 import itertools
+import dataclasses
 import json
 import math
 import random
@@ -284,8 +285,8 @@ def test_each_metric_divides_by_its_own_length_and_no_text_at_all_is_never_taken
 
 def test_rows_of_a_padded_vocabulary_take_no_part(pair, file):
     ours, _, folder = pair
-    options, weights = read_weights(folder)
-    padded = GPT(GPTConfig(**options | {"vocab_size": 50304}))
+    config, weights = read_weights(folder)
+    padded = GPT(dataclasses.replace(config, vocab_size=50304))
     load_weights(padded, weights, "padded")
     with torch.no_grad():
         padded.lm_head.weight[50257:] = 100
