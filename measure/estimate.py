@@ -33,11 +33,12 @@ from train import setup, train_step
 MB = 2**20
 MFUS = (0.3, 0.4, 0.5)  # that training reaches
 # A process on a CPU takes ALLOCATOR times its tensors, as the C library keeps gaps between buffers,
-# and CODE that is loaded after the model is built. Fitted to measured runs (docs/results.md).
+# and CODE that is loaded after the model is built. Fitted to measured runs, which are in
+# logs/results/epyc-avx512bf16-2cores/estimate.txt: off by 15% at most.
 ALLOCATOR, CODE = 1.5, 100 * MB
 WORKSPACE = 32 * MB  # cuBLAS's on a GPU; 8 MB before Hopper
 # Activations of a compiled run over those of an uncompiled one: what is fused is never stored. A
-# crude factor: measured runs had 0.26 (bf16) to 0.65 (fp32).
+# crude factor: measured runs had 0.26 (bf16) to 0.65 (fp32), which puts the peak off by a third.
 COMPILED = 0.4
 
 
