@@ -825,6 +825,11 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
         1.0,
     )
     assert (config.shuffle, config.decay_matrices_only) == (True, True)
+    off = config.describe_optimizations(1).partition("; off: ")[2].split(", ")
+    assert off == [
+        *("optimizer", "fp16", "fsdp", "recompute", "recompute_cheap", "loss_chunks"),
+        "several ranks",
+    ]
     for world_size in (1, 2, 4, 8):
         assert config.accumulation_steps(world_size) >= 1
     assert (
