@@ -65,6 +65,8 @@ if __name__ == "__main__":
 
 import torch
 
+from checkpoint.files import STATE, read_json
+from checkpoint.weights import find_weights, load_model
 from data.hellaswag import download
 from data.prepare import is_there, prepare_if_missing
 from data.tokenizer import get_encoding
@@ -87,8 +89,8 @@ from runtime.device import (
     set_precision,
 )
 from runtime.files import write_whole
-from runtime.world import World, joined_world, launch
-from weights import STATE, find_weights, load_model, read_json
+from runtime.launch import launch
+from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a process gives up waiting for another one
 
@@ -364,7 +366,8 @@ def main(options: EvaluateOptions) -> None:
     reconfigure_output()
     advice = {
         "memory": "out of memory; take a smaller --batch_size, or --bf16",
-        "other process": f"another process died or did not answer within {TIMEOUT:g} s ({{reason}})",
+        "lost rank": f"another rank has died, or did not answer within {TIMEOUT:g} s ({{reason}}); "
+        f"its own message, if it left one, says why",
     }
     with (
         reported(options.run, advice=advice),

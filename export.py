@@ -2,7 +2,7 @@
 my-gpt2`.
 """
 
-from runtime.interrupt import end_at_ctrl_c
+from runtime.signals import end_at_ctrl_c
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # first of all: imports take a moment
@@ -42,8 +42,11 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError
 
-from checkpoint import PLACES, SavedState, read_state
-from config import Config
+from checkpoint.files import STATE, CheckpointError, read_json
+from checkpoint.hugging_face import HUGGING_FACE, write_hugging_face
+from checkpoint.state import SavedState, read_state
+from checkpoint.weights import find_model
+from config import PATH, Config
 from data.token_file import TokenFileError, count_tokens
 from data.tokenizer import END_OF_TEXT, SEPARATOR, vocabulary_files
 from dataloader import is_validation
@@ -52,9 +55,12 @@ from runtime.cli import ConfigError, load
 from runtime.files import BeingWrittenError, flush_to_disk, sole_writer, whole_folder, write_whole
 from runtime.report import draw_losses, items, markdown_table
 from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, Row, curve, duration, read_rows
-from weights import HUGGING_FACE, STATE, CheckpointError, find_model, read_json, write_hugging_face
 
-OF_THIS_MACHINE = (*PLACES, "log_dir", "resume")  # not told to those who get the model
+OF_THIS_MACHINE = (
+    *Config.names_marked(PATH),
+    "log_dir",
+    "resume",
+)  # not told to those who get the model
 KNOWN_DATA = {
     "pydocs": "the language reference that ships inside CPython (`pydoc_data.topics`)",
     "shakespeare": "tiny Shakespeare, 1.1 MB of his plays",

@@ -9,7 +9,7 @@ logs/results/*/speedup    climbed ladders of several machines beside each other 
 --plot logs/a logs/b           the loss curves of any runs in one picture, validation dashed
 """
 
-from runtime.interrupt import end_at_ctrl_c
+from runtime.signals import end_at_ctrl_c
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # also during the imports

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from checkpoint import hint
+from checkpoint.save import hint
 from config import Config
 from data.tokenizer import get_encoding
 from dataloader import TokenStream, is_validation

@@ -34,11 +34,11 @@ from config import Config
 from runtime.cli import Options, parse
 from runtime.errors import TrainingError, UserError, reported, why_it_failed
 from runtime.files import write_whole
+from runtime.launch import environment_of
 from runtime.ratio import FEWEST, Ratio, median_ratio
 from runtime.report import git_commit, items, machine, print_table
 from runtime.signals import ENDS_WITH
 from runtime.start import start
-from runtime.world import environment_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.

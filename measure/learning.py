@@ -162,7 +162,8 @@ def main(options: LearningOptions, of_all: Sequence[str]) -> None:
     sides = plan(options, of_all)
 
     from runtime.device import choose_device
-    from runtime.world import joined_world, launch
+    from runtime.launch import launch
+from runtime.world import joined_world
     from train import train
 
     a_config = next(iter(sides.values()))[0]

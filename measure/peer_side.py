@@ -44,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoint.weights import read_weights
 from dataloader import DataLoader, prefetch
 from measure.options import without_end
 from measure.side import Requests
@@ -51,7 +52,6 @@ from runtime.device import choose_device, matmul_dtype, peak_memory_mb, synchron
 from runtime.errors import UserError, reported
 from runtime.world import World
 from train import check_device, open_data
-from weights import read_weights
 
 TRANSFORMERS = "transformers"
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # of the model, compiled or not, and a batch
@@ -99,10 +99,10 @@ def nanogpt_like(path: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
 
     Raises UserError where the file, its options or its parameters are not like nanoGPT's.
     """
-    options, weights = read_weights(Path(config.init_from))
+    shape, weights = read_weights(Path(config.init_from))
     module = load_file(path)
     # what GPT-2 is, under nanoGPT's names; the vocabulary is padded as the config says
-    needed = {name: options[name] for name in ("block_size", "n_layer", "n_head", "n_embd")}
+    needed = {name: getattr(shape, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
     if_known = {"dropout": 0.0, "bias": True, "flash": True, "tie_weights": True}
     with in_a_line(path, "its GPT and GPTConfig cannot be used"):
         known = inspect.signature(module.GPTConfig).parameters

@@ -165,10 +165,10 @@ def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     """
     import torch
 
+    from checkpoint.hugging_face import write_hugging_face
     from measure.peer_side import build_peer, loss_in_fp32, open_loader
     from model import GPT, GPTConfig
     from runtime.device import choose_device
-    from weights import write_hugging_face
 
     choose_device(config.device)
     loader = open_loader(config)

@@ -26,6 +26,7 @@ from model import GPT, GPTConfig
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
+from runtime.launch import launch
 from runtime.ratio import Ratio
 from runtime.report import (
     Column,
@@ -35,7 +36,6 @@ from runtime.report import (
     print_table,
 )
 from runtime.start import cores
-from runtime.world import launch
 
 WIDTH = 0.02  # stop once every interval is narrower than this share of its median
 PROFILED_STEPS = 6  # the first of them starts the profiler and does not count

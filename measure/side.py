@@ -28,8 +28,9 @@ from measure.communication import STEP, figures_of, link_speed, profiler
 from measure.options import without_end
 from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
+from runtime.launch import launch
 from runtime.start import trim_memory_if_short
-from runtime.world import joined_world, launch
+from runtime.world import joined_world
 from train import Run, setup, timed_step
 
 ASLEEP = 0.1  # of one core, below which a process counts as asleep

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from runtime.cli import Options, parse_command_line
-from runtime.interrupt import end_at_ctrl_c
-from runtime.world import launch, threads_are_chosen
+from runtime.launch import launch, threads_are_chosen
+from runtime.signals import end_at_ctrl_c
 
 O = TypeVar("O", bound=Options)
 

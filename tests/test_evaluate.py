@@ -17,6 +17,7 @@ from transformers import GPT2Tokenizer
 
 import data.hellaswag
 import evaluate
+from checkpoint.weights import load_weights, read_weights
 from config import load_config
 from data.hellaswag import Item, clean, download, read_items
 from data.tokenizer import END_OF_TEXT, get_encoding
@@ -38,7 +39,6 @@ from runtime.errors import TrainingError, UserError
 from tests.conftest import ALONE, flags, run, run_ranks, tokens_in, transformers_pair
 from tests.test_train import rows
 from train import train
-from weights import load_weights, read_weights
 
 WORDS = "the a man dog roof water is sits throws shows how to rope slowly then 3.5 naïve 日本語 😀 Ça don't [title] [step] (x) , ."
 CONTEXT = 64  # of the models here
