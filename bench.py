@@ -188,7 +188,6 @@ from measure.tables import (
     describe_row,
     draw_scan,
     draw_times,
-    key_of,
     precision,
     published_section,
     read_results,
@@ -241,6 +240,31 @@ def describe_job(job: Job) -> str:
     return f"{job.size} {job.computation}, {precision(is_mixed(job.config))} precision"
 
 
+def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
+    """Time the jobs one after the other; what has failed is not tried in a larger batch.
+
+    Writes the results after each, so that what is measured stays. Raises TrainingError if nothing
+    could be measured.
+    """
+    rows: list[Row] = []
+    failed: set[str] = set()
+    for job in jobs:
+        label, config = describe_job(job), job.config
+        if label in failed:
+            continue
+        rows += time_job(job)
+        write_results(rows, folder)
+        figures = f"stopped: {rows[-1]['error']}"
+        if rows[-1]["error"]:
+            failed.add(label)
+        else:
+            figures = "{tokens_per_sec:,.0f} tokens/s, {peak_memory_mb:,.0f} MB".format(**rows[-1])
+        print(f"{label}, {config.batch_size} x {config.seq_len}: {figures}", flush=True)
+    if all(row["error"] for row in rows):
+        raise TrainingError(f"nothing could be measured: {rows[0]['error']}")
+    return rows
+
+
 # ---- the grid: every size, computation, warm-up and precision
 
 
@@ -248,39 +272,35 @@ def time_grid(
     options: BenchOptions, jobs: Sequence[Job], folder: Path, theirs: Means, about_them: Row
 ) -> None:
     """Write the table of times and its picture, beside the rows of an earlier call, `theirs`."""
-    rows: list[Row] = []
-    for i, job in enumerate(jobs, 1):
-        rows = sorted([*rows, *time_job(job)], key=lambda row: (row["error"], row["mean_s"]))
-        write_results(rows, folder)  # at once: what is measured stays, whatever follows
-        print(f"{i} of {len(jobs)}: {describe_job(job)}", flush=True)
+    rows = time_jobs(jobs, folder)
+    measured = sorted((row for row in rows if not row["error"]), key=lambda row: row["mean_s"])
+    rows = [*measured, *(row for row in rows if row["error"])]
+    write_results(rows, folder)
     print_table("seconds per pass", SHOWN, rows)
-    notes = sorted({row["notes"] for row in rows if row.get("notes")})
-    print("".join(f"note: {note}\n" for note in notes), end="")
+    notes = [f"note: {note}" for note in sorted({row["notes"] for row in measured} - {""})]
+    print("".join(f"{note}\n" for note in notes), end="")
+    draw_times(measured, folder / "times.png")
     lines = [
         "# Forward, backward and both",
         "",
-        about_machine(rows[0]),
+        about_machine(measured[0]),
         "",
         *markdown_table(REPORTED, rows),
         "",
         "Rows that differ in warm-up only are of the same passes: one leaves out the first of "
         "them. std: the population's. MFU: against the measured matmul rate. MB: peak memory, of "
         "the GPU's tensors on CUDA, else of the process.",
-        *(f"Note: {note}." for note in notes),
+        *notes,
         "",
+        "![seconds per pass](times.png)",
+        "",
+        *spread_section(measured, "" if options.config else PUBLISHED_SPREAD),
     ]
-    measured = [row for row in rows if not row["error"]]
-    if measured:
-        draw_times(measured, folder / "times.png")
-        lines += ["![seconds per pass](times.png)", ""]
-        lines += spread_section(measured, "" if options.config else PUBLISHED_SPREAD)
-    if options.compare and any(key_of(row) in theirs for row in measured):
+    if options.compare:
         lines += compare(measured, options.compare, theirs, PROFILE | about_them)
-    if measured and not options.config:
+    if not options.config:
         lines += published_section(measured[0], PROFILE | {"steps": 5})
     write_whole(folder / "report.md", "\n".join(lines).rstrip("\n") + "\n")
-    if not measured:
-        raise TrainingError(f"nothing could be measured: {rows[0]['error']}")
 
 
 # ---- the scan: one option's values, up to out of memory
@@ -294,32 +314,16 @@ def scan(options: BenchOptions, folder: Path) -> None:
     name, values = parse_scan(options.scan or "")
     chosen = options.model_fields_set
     computations = options.computation if "computation" in chosen else ("training_step",)
-    warmup = options.warmup_steps[:1] if "warmup_steps" in chosen else (1,)
+    warmup = options.warmup_steps if "warmup_steps" in chosen else (1,)
     # all jobs are made, and so checked, before the first is measured
     jobs = [job for value in values for job in jobs_of(options, computations, **{name: value})]
-    rows: list[Row] = []
-    ended: dict[str, str] = {}  # by what is timed: why no larger value is tried
-    for job in jobs:
-        label, value = describe_job(job), getattr(job.config, name)
-        if label in ended:
-            continue
-        (row,) = time_job(replace(job, warmup_steps=warmup))
-        rows.append(row)
-        write_results(rows, folder)
-        figures = f"stopped: {row['error']}"
-        if row["error"]:
-            ended[label] = f"{label}: {row['error']} at {value}."
-        else:
-            figures = f"{row['tokens_per_sec']:,.0f} tokens/s, {row['peak_memory_mb']:,.0f} MB"
-        print(f"{label}: {name} {value}: {figures}", flush=True)
-    measured = [row for row in rows if not row["error"]]
-    if not measured:
-        raise TrainingError(f"--scan {options.scan}: nothing could be measured: {rows[0]['error']}")
-    measured.sort(key=describe_row)  # stable: each model and precision by value
+    rows = time_jobs([replace(job, warmup_steps=warmup) for job in jobs], folder)
+    measured = sorted((row for row in rows if not row["error"]), key=describe_row)
     print_table(f"over {name}", scan_columns(name), measured)
     draw_scan(name, measured, folder / "scan.png")
+    ends = [f"{describe_row(row)}: {row['error']} at {row[name]}." for row in rows if row["error"]]
     lines = [f"# Over {name}", "", about_machine(measured[0]), ""]
-    lines += [*markdown_table(scan_columns(name), measured), "", *ended.values()]
+    lines += [*markdown_table(scan_columns(name), measured), "", *ends]
     write_whole(folder / "scan.md", "\n".join([*lines, "![over the values](scan.png)"]) + "\n")
 
 

@@ -99,10 +99,10 @@ def nanogpt_like(path: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
 
     Raises UserError where the file, its options or its parameters are not like nanoGPT's.
     """
-    options, weights = read_weights(Path(config.init_from))
+    shape, weights = read_weights(Path(config.init_from))
     module = load_file(path)
     # what GPT-2 is, under nanoGPT's names; the vocabulary is padded as the config says
-    needed = {name: options[name] for name in ("block_size", "n_layer", "n_head", "n_embd")}
+    needed = {name: getattr(shape, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
     if_known = {"dropout": 0.0, "bias": True, "flash": True, "tie_weights": True}
     with in_a_line(path, "its GPT and GPTConfig cannot be used"):
         known = inspect.signature(module.GPTConfig).parameters

@@ -182,11 +182,10 @@ def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> 
     print_table(f"beside {place}", columns, shared)
     lines = [f"## Beside {place}", "", *markdown_table(columns, shared), ""]
     for name in ("batch_size", "seq_len", "vocab_size", "compile", "flash", "fp16", "device"):
-        here, there = rows[0][name], about_them.get(name, rows[0][name])
-        if str(there).lower() != str(here).lower():
-            difference = f"{name} differs: {here} here, {there} there."
-            lines += [difference, ""]
-            print(f"note: {difference}")
+        here, there = str(rows[0][name]), str(about_them.get(name, rows[0][name]))
+        if here.lower() != there.lower():
+            lines += [f"{name} differs: {here} here, {there} there.", ""]
+            print(f"note: {lines[-2]}")
     ours, their = ratios({key_of(row): row["mean_s"] for row in rows}), ratios(theirs)
     both = [(name, f"{ours[name]:.3f}", f"{their[name]:.3f}") for name in ours if name in their]
     if both:

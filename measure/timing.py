@@ -178,7 +178,12 @@ def empty_row(job: Job, warmup: int, error: str = "") -> Row:
         "warmup_steps": warmup,
         "mixed_precision": is_mixed(job.config),
     }
-    return key | dict.fromkeys(FIGURES) | {"error": error, "times_s": []} | settings(job.config)
+    return (
+        key
+        | dict.fromkeys(FIGURES)
+        | {"error": error, "notes": "", "times_s": []}
+        | settings(job.config)
+    )
 
 
 def settings(config: Config) -> dict[str, Any]:
