@@ -211,7 +211,7 @@ class RunConfig(Options):
     """auto: cuda, else mps, else cpu"""
     seed: Annotated[int, FIXED] = Field(1337, ge=0, lt=2**63)
     """seed of the weights, the order of the data, and dropout"""
-    run_name: Annotated[str | None, THIS_CALL] = None
+    run_name: Annotated[Name | None, THIS_CALL] = None
     """the run's folder below log_dir (none: the config file's stem, else train)"""
     log_dir: Annotated[Name, THIS_CALL] = "logs"
     """folder that holds the runs"""
@@ -251,7 +251,7 @@ class RunConfig(Options):
     """send what is logged to Weights & Biases too; without an account it is kept offline (pip
     install -r requirements-track.txt)
     """
-    resume: Annotated[str | None, THIS_CALL] = None
+    resume: Annotated[Name | None, THIS_CALL] = None
     """auto: go on from the run's newest whole checkpoint, or begin where there is none; or a run's
     folder, or a checkpoint
     """
@@ -447,17 +447,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """
         return self.lr / 10 if self.min_lr is None else self.min_lr
 
-    @classmethod
-    def names_marked(cls, mark: object) -> tuple[str, ...]:
-        """Return the options that carry a mark: one of the names above, or a class of marks."""
-        return tuple(name for name in cls.model_fields if cls.marks(name, mark))
-
-    @classmethod
-    def marks(cls, name: str, mark: object) -> list[Any]:
-        """Return an option's marks that are equal to `mark`, or of that class."""
-        metadata = cls.model_fields[name].metadata
-        return [m for m in metadata if m == mark or (isinstance(mark, type) and type(m) is mark)]
-
     def lacks(self, name: str) -> str | None:
         """Return the option for whose value this one has no effect, if there is one."""
         for needs in self.marks(name, Needs):
@@ -528,7 +517,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             "compiler": "--compile failed: {reason}; run without --compile",
             "C++": "--compile failed: {reason}, or run without --compile",
             "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), weight_decay or betas",
-            "other process": f"another process died or did not answer within {self.timeout} s ({{reason}})",
+            "lost rank": f"another rank has died, or did not answer within --timeout {self.timeout} s "
+            f"({{reason}}); its own message, if it left one, says why",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. These lower it: a smaller "
             f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, "
             f"--compile, "

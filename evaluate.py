@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from runtime.cli import ConfigError, Name, Options, Positive, reconfigure_output
+from runtime.cli import ConfigError, Name, Options, Positive
 from runtime.errors import TrainingError, UserError, reported
-from runtime.start import start
+from runtime.start import reconfigure_output, start
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # json is also the name of a method that pydantic has given up
@@ -67,7 +67,9 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from checkpoint import check_same_tokens
+from checkpoint.files import STATE, read_json
+from checkpoint.resume import check_same_tokens
+from checkpoint.weights import find_weights, load_model
 from data.hellaswag import download
 from data.prepare import is_there, prepare_if_missing
 from data.tokenizer import get_encoding
@@ -84,8 +86,8 @@ from runtime.device import (
     set_precision,
 )
 from runtime.files import write_whole
-from runtime.world import World, joined_world, launch
-from weights import STATE, find_weights, load_model, read_json
+from runtime.launch import launch
+from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
 Say = Callable[[str], None]
@@ -276,7 +278,8 @@ def main(options: EvaluateOptions) -> None:
     reconfigure_output()
     advice = {
         "memory": "out of memory; take a smaller --batch_size, or --bf16",
-        "other process": f"another process died or did not answer within {TIMEOUT:g} s ({{reason}})",
+        "lost rank": f"another rank has died, or did not answer within {TIMEOUT:g} s ({{reason}}); "
+        f"its own message, if it left one, says why",
     }
     with (
         reported(options.run, advice=advice),

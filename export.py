@@ -2,9 +2,9 @@
 my-gpt2`.
 """
 
-from runtime.cli import Name, Options, reconfigure_output
+from runtime.cli import Name, Options
 from runtime.errors import reported
-from runtime.start import start
+from runtime.start import reconfigure_output, start
 
 
 class ExportOptions(Options):

@@ -9,7 +9,7 @@ logs/results/*/speedup    climbed ladders of several machines beside each other 
 --plot logs/a logs/b           the loss curves of any runs in one picture, validation dashed
 """
 
-from runtime.interrupt import end_at_ctrl_c
+from runtime.signals import end_at_ctrl_c
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # also during the imports
@@ -40,6 +40,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 import runtime.report as reports
 from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
+from measure.interleaved import module_in
 from runtime.cli import (
     CONFIG_DIR,
     ConfigError,
@@ -688,6 +689,7 @@ def _take_turns(
     )
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "turns.json"
+        command, paths = module_in(ROOT, "measure.interleaved")
 
         def look() -> None:
             if output.exists():
@@ -717,8 +719,7 @@ def _take_turns(
         try:
             error = _watch(
                 [
-                    sys.executable,
-                    str(ROOT / "benchmarks" / "in_turn.py"),
+                    *command,
                     *sides,
                     "--rounds",
                     str(rounds),
@@ -726,7 +727,7 @@ def _take_turns(
                     str(output),
                 ],
                 look,
-                {} if keep else KEEP_NO_MEMORY,
+                paths if keep else {**paths, **KEEP_NO_MEMORY},
             )
         except KeyboardInterrupt:
             keep_rounds(interrupted=True)  # for the report; the next climb times them anew

@@ -103,10 +103,10 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT
 from inference.sampling import Decode, chooser, decode_stream, encode, next_logits, seeded, stream
 from runtime.device import check_compiler, choose_device, set_precision
-from weights import load_model
 
 SEPARATOR = "\n---\n"  # between two texts
 

@@ -25,17 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import (
-    Resumed,
-    State,
-    check_finite,
-    check_same_tokens,
-    emergency_save,
-    find_checkpoint,
-    open_run,
-    save,
-    save_if_best,
-)
+from checkpoint.resume import Resumed, check_same_tokens, find_checkpoint, open_run
+from checkpoint.save import check_finite, emergency_save, save, save_if_best
+from checkpoint.state import State
+from checkpoint.weights import build_model
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from inference.evaluation import Evaluation
@@ -58,11 +51,11 @@ from runtime.device import (
     synchronize,
 )
 from runtime.errors import reported
+from runtime.launch import launch
 from runtime.runlog import LogRow, RunFolder
 from runtime.signals import StopRequest, end_unfinished
 from runtime.start import trim_memory_if_short
-from runtime.world import World, joined_world, launch
-from weights import build_model
+from runtime.world import World, joined_world
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Context = contextlib.AbstractContextManager
@@ -125,7 +118,8 @@ def setup(
     if config.fsdp and world.distributed:
         shard(model, config, world)
     else:
-        model.to(device)
+        if model.lm_head.weight.device.type != device.type:  # fake tensors cannot be moved
+            model.to(device)
         # torch.compile: what lies between two matmuls becomes one kernel, so that it passes
         # through memory once; and Python is out of the step. 300 -> 130 ms, the most of any rung.
         # Evaluation, sampling and checkpoints use the plain module, which shares its weights:
@@ -302,7 +296,7 @@ def train(
     not finite; Stopped at a signal before the first step.
     """
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    stop = stop or StopRequest("set-up")
+    stop = stop or StopRequest()
     resumed, config, notes = find_checkpoint(config, world)
     path = Path(config.log_dir) / str(config.run_name)
     folder = RunFolder(path, world.rank, config.advice(), config.trackers())
@@ -321,7 +315,7 @@ def train(
             folder.message(f"note: {note}")
         folder.follow(config.model_dump(mode="json"), lambda: live_figures(config, state, world))
         evaluation.resume()
-        stop.end_early(world.sum(stop.received is not None))
+        stop.end_early(world.any(stop.received is not None))
         begun = clock()
         seconds, loss = take_steps(run, folder, evaluation, stop, clock)
         summary = summarize(config, state, world, seconds, loss, folder) | evaluation.latest()
@@ -351,7 +345,7 @@ def take_steps(
             return seconds, loss
 
         trim_memory_if_short()
-        stop.phase = "steps"
+        stop.begin_steps()
         step = state.begin_step(world.device)
         loss, norm, step_seconds = timed_step(run, step, clock)
         seconds.append(step_seconds)
@@ -379,10 +373,10 @@ def main(config: Config) -> None:
         joined_world(
             choose_device(config.device, launch()), config.timeout, config.alike()
         ) as world,
-        StopRequest("set-up") as stop,
+        StopRequest() as stop,
     ):
         if config.estimate:
-            from estimate import estimate  # which calls setup and train_step
+            from measure.estimate import estimate  # which calls setup and train_step
 
             estimate(config, world)
         else:

@@ -13,7 +13,7 @@ sys.path.insert(
     0, os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 )  # found also when run as a script
 
-from runtime.interrupt import end_at_ctrl_c
+from runtime.signals import end_at_ctrl_c
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # first of all: imports take a moment

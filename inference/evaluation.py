@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from checkpoint import hint
+from checkpoint.save import hint
 from config import Config
 from data.hellaswag import default_path
 from data.tokenizer import get_encoding

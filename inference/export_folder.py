@@ -8,7 +8,10 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError
 
-from checkpoint import SavedState, read_state
+from checkpoint.files import STATE
+from checkpoint.hugging_face import write_hugging_face
+from checkpoint.state import SavedState, read_state
+from checkpoint.weights import find_model
 from config import PATH, Config
 from data.tokenizer import END_OF_TEXT, SEPARATOR, vocabulary_files
 from model import GPT
@@ -16,7 +19,6 @@ from runtime.cli import load
 from runtime.errors import TrainingError, UserError
 from runtime.files import flush_to_disk, whole_folder, write_whole
 from runtime.runlog import EVAL_COLUMNS, read_rows
-from weights import STATE, find_model, write_hugging_face
 
 CARD = """\
 ---

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from checkpoint import State
+from checkpoint.state import State
 from config import Config
 from runtime.device import device_name, matmul_dtype, matmul_tflops, peak_memory_mb
 from runtime.report import git_commit, machine

@@ -1,9 +1,8 @@
-"""Options classes to command lines: flags, YAML files and `--help` are generated from a class,
-mistakes become one line each.
+"""Turn an options class into a command line: flags, YAML files, `--help`, one line per mistake.
 
 An options class is a pydantic model, made of sections; a field's docstring is its help.
-`parse_command_line` merges defaults < YAML file (and the files it names as its `base:`) < flags,
-and validates the result once. Nothing here imports torch, so `--help` and mistakes answer at once.
+`parse` merges defaults < YAML file (and the files it names as its `base:`) < flags, and
+validates the result once. Nothing here imports torch, so `--help` and mistakes answer at once.
 """
 
 import argparse
@@ -20,31 +19,18 @@ from types import NoneType
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 from runtime.errors import UserError, reported
+from runtime.launch import launch
 from runtime.signals import end_with
-from runtime.world import launch
 
-CONFIG_DIR = (
-    Path(__file__).resolve().parent.parent / "configs"
-)  # where a config's name is looked up
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"  # where `--config NAME` looks
 
 Positive = Annotated[int, Field(ge=1)]
 ZeroIsOff = Annotated[int, Field(ge=0)]
-
-
-def _not_empty(name: str) -> str:
-    if not name:
-        raise PydanticCustomError("string_too_short", "String should have at least 1 character")
-    return name
-
-
-# Of a file or folder: "" would be the folder that the command was typed in. pydantic's min_length
-# refuses paths that are no UTF-8.
-Name = Annotated[str, AfterValidator(_not_empty)]
+Name = Annotated[str, Field(min_length=1)]  # of a file or folder: "" would be the working directory
 
 
 class ConfigError(UserError):
@@ -52,12 +38,13 @@ class ConfigError(UserError):
 
 
 class ContradictionError(ValueError):
-    """Options that exclude each other: pairs of (option to blame, message). Validators raise it,
-    `load` makes it a ConfigError.
+    """Options that exclude each other: pairs of (option to blame, message).
+
+    Validators raise it; `load` makes it a ConfigError.
     """
 
     def __init__(self, problems: list[tuple[str, str]]):
-        super().__init__(problems)  # alone: so it can be sent to another process
+        super().__init__(problems)  # as the only argument, so that it can be pickled
         self.problems = problems
 
     def __str__(self) -> str:
@@ -65,7 +52,11 @@ class ContradictionError(ValueError):
 
 
 class Options(BaseModel):
-    """Base of every section of options. A field's docstring is its help text."""
+    """Base of every section of options. A field's docstring is its help.
+
+    A field may carry marks: any objects in its annotation, as in
+    `n_layer: Annotated[int, FIXED] = 12`. What is true of some options is said there, once.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -73,60 +64,46 @@ class Options(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
         protected_namespaces=(),
+        str_min_length=0,  # makes pydantic look at texts: those that are not Unicode are refused
     )
+
+    @classmethod
+    def marks(cls, name: str, mark: object) -> list[Any]:
+        """Return a field's marks that are equal to `mark`, or instances if `mark` is a class."""
+        is_class = isinstance(mark, type)
+        metadata = cls.model_fields[name].metadata
+        return [m for m in metadata if m == mark or (is_class and type(m) is mark)]
+
+    @classmethod
+    def names_marked(cls, mark: object) -> tuple[str, ...]:
+        """Return the names of the fields that carry `mark`, or an instance of this class."""
+        return tuple(name for name in cls.model_fields if cls.marks(name, mark))
 
 
 O = TypeVar("O", bound=Options)
 
 
-def _title(section: type[Options]) -> str:
-    """What a section is called: its docstring, which `python -OO` leaves out."""
-    return (
-        section.__doc__ or section.__name__.removesuffix("Config").removesuffix("Options").lower()
-    )
-
-
 def sections(options: type[Options]) -> list[type[Options]]:
-    """The classes that declare fields of `options`, in the order in which `--help` shows them."""
+    """Return the classes that declare fields of `options`, in the order of `--help`."""
     return [c for c in reversed(options.__mro__) if Options in c.__bases__]
 
 
-def parse_command_line(
-    options: type[O],
-    argv: Sequence[str] | None = None,
-    *,
-    description: str = "",
-    positional: str | None = None,
-    config_file: bool = False,
-    elsewhere: Mapping[str, str] | None = None,
-) -> O:
-    """Options from the command line (default: sys.argv), as `parse` reads them.
+def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
+    """Read options with `parse`, by default from sys.argv.
 
-    Mistakes are printed, one line each, and end the process with status 2; `--print_config` prints
-    the options and ends it too. `positional`: the field that is given without a flag, or several,
-    with spaces between. `elsewhere`: for names that are no options here, what to say of them.
+    Mistakes are printed, one line each, and end the process with status 2.
     """
     reconfigure_output()
-    given = sys.argv[1:] if argv is None else argv
     with reported("stdout"):
-        _check_working_directory()
-        values, origin, print_config = _parse(
-            options, given, description, positional, config_file, elsewhere
-        )
-        if print_config:
-            print(to_yaml(values, origin=origin), end="")
-    if print_config:
-        raise SystemExit(0)
+        values = parse(options, sys.argv[1:] if argv is None else argv, **how)
     end_with()  # a ladder that started this run
     return values
 
 
-def _check_working_directory() -> None:
-    """Raises UserError in a folder that is gone: PyTorch cannot even be imported there."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UserError("the working directory has been deleted; cd to one that is there") from None
+def reconfigure_output() -> None:
+    """Let stdout replace characters that its encoding lacks: a model writes any character."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def parse(
@@ -136,43 +113,29 @@ def parse(
     description: str = "",
     positional: str | None = None,
     config_file: bool = False,
-) -> O:
-    """Options from command-line arguments: the field `positional` without a flag, and `--config
-    FILE` if config_file.
-
-    Raises ConfigError with one line for each mistake.
-    """
-    return _parse(options, argv, description, positional, config_file)[0]
-
-
-def _parse(
-    options: type[O],
-    argv: Sequence[str],
-    description: str,
-    positional: str | None,
-    config_file: bool,
     elsewhere: Mapping[str, str] | None = None,
-) -> tuple[O, dict[str, str], bool]:
-    """The options, the place that each one given came from, and whether `--print_config` was given."""
+) -> O:
+    """Read options from command-line arguments.
+
+    `positional`: the field, or several with spaces between, given without a flag. `config_file`:
+    take `--config FILE` and `--print_config` too. `elsewhere`: what to say of names that are no
+    options here. Raises ConfigError with one line for each mistake, and SystemExit after `--help`
+    and `--print_config`.
+    """
     flags, mistakes = _parse_flags(
-        options, argv, description, positional, config_file, elsewhere or {}
+        options, argv, description, (positional or "").split(), config_file, elsewhere or {}
     )
-    print_config = bool(flags.pop("print_config", False))
+    print_config = flags.pop("print_config", False)
     try:
         values, origin = _load(options, flags, flags.pop("config", None) if config_file else None)
     except ConfigError as error:
-        raise ConfigError("\n".join([*mistakes, str(error)])) from None
+        mistakes.append(str(error))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return values, origin, print_config
-
-
-def reconfigure_output() -> None:
-    """Let stdout replace what its encoding lacks: a model writes any character, a folder's name may
-    be no text at all, and a redirected stdout may be ASCII.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    if print_config:
+        print(to_yaml(values, origin=origin), end="", flush=True)
+        raise SystemExit(0)
+    return values
 
 
 def load(options: type[O], values: Mapping[str, Any], config: str | None = None) -> O:
@@ -187,32 +150,24 @@ def load(options: type[O], values: Mapping[str, Any], config: str | None = None)
 def _load(
     options: type[O], values: Mapping[str, Any], config: str | None
 ) -> tuple[O, dict[str, str]]:
-    merged, origin = read_yaml(find_config(config)) if config is not None else ({}, {})
-    merged |= values
-    origin |= {key: f"--{key}" for key in values}
-    # in a file `resume:` unsets an option; `--resume "$RUN"` with an empty RUN is a mistake, which
-    # would begin a new run
-    empty = [
-        f"--{key}: is empty; give a value, or leave it out"
-        for key, value in values.items()
-        if value == "" and _is_optional_text(options.model_fields.get(key))
-    ]
-    merged = {
-        key: _none_or_same(options.model_fields.get(key), value) for key, value in merged.items()
-    }
-    # what validators may need to know beside the values
-    context = {
+    """Return the options, and the place that each value given came from."""
+    given, origin = read_yaml(find_config(config)) if config is not None else ({}, {})
+    given |= values
+    origin |= {name: f"--{name}" for name in values}
+    for name, field in options.model_fields.items():
+        if name in given and NoneType in get_args(field.annotation):
+            # `resume:` in a file unsets an option; `--resume "$RUN"` with an empty RUN is a mistake
+            none = ("none", "null", "~") if name in values else ("none", "null", "~", "")
+            given[name] = None if str(given[name]).lower() in none else given[name]
+    context = {  # what validators need besides the values
         "config": config and Path(config).stem,
         "world_size": launch().world_size,
-        "given": {key for key, value in merged.items() if value is not None},
+        "given": {name for name, value in given.items() if value is not None},
     }
     try:
-        valid = options.model_validate(merged, context=context)
+        return options.model_validate(given, context=context), origin
     except ValidationError as error:
-        raise ConfigError("\n".join([*empty, *_error_lines(options, error, origin)])) from None
-    if empty:
-        raise ConfigError("\n".join(empty))
-    return valid, origin
+        raise ConfigError("\n".join(_error_lines(options, error, origin))) from None
 
 
 def to_yaml(
@@ -220,25 +175,23 @@ def to_yaml(
     changed: Mapping[str, Any] | None = None,
     origin: Mapping[str, str] | None = None,
 ) -> str:
-    """The options, with the values `changed`, as a YAML file, section by section; each with where
-    it came from, given `origin`.
+    """Return the options, with the values `changed`, as a YAML file, section by section.
+
+    With `origin`, a comment on each line says where the value came from.
     """
     values = options.model_dump(mode="json") | dict(changed or {})
     lines: list[str] = []
     for section in sections(type(options)):
-        lines += ["", f"# {_title(section)}"]
+        lines += ["", f"# {section.__doc__}"]
         for name in section.model_fields:
             style = None if isinstance(values[name], list) else False  # None: a list in one line
             line = yaml.safe_dump(
                 {name: values[name]}, default_flow_style=style, width=sys.maxsize
             ).rstrip("\n")
             if origin is not None:
-                place = (
-                    origin.get(name, "default")
-                    .removesuffix(f": {name}")
-                    .removeprefix(f"{CONFIG_DIR.parent}{os.sep}")
-                )
-                line = f"{line:<32}  # {' '.join(place.split())}"
+                place = origin.get(name, "default").removesuffix(f": {name}")
+                place = place.removeprefix(f"{CONFIG_DIR.parent}{os.sep}")
+                line = f"{line:<32}  # {place}"
             lines.append(line)
     return "\n".join(lines[1:]) + "\n"
 
@@ -246,63 +199,59 @@ def to_yaml(
 # ---- YAML files
 
 
-def find_config(name: str, folder: Path | None = None) -> Path:
-    """The file that `--config name` or (with the naming file's `folder`) `base: name` means. Raises
-    ConfigError.
+def find_config(name: str, folder: Path = Path()) -> Path:
+    """Return the file that `--config name`, or `base: name` in a file in `folder`, means.
+
+    Raises ConfigError.
     """
-    for place in (folder or Path(), CONFIG_DIR):
+    for place in (folder, CONFIG_DIR):
         for path in (place / name, place / f"{name}.yaml"):
-            with contextlib.suppress(OSError):  # a name too long to be a file's
+            with contextlib.suppress(OSError, ValueError):  # not a file's name: too long, or a NUL
                 if path.is_file():
                     return path
-    known = sorted(
-        path.relative_to(CONFIG_DIR).with_suffix("").as_posix()
-        for path in CONFIG_DIR.rglob("*.yaml")
-    )
-    hint = (
-        did_you_mean(name.removesuffix(".yaml"), known)
-        or f"; configs/ has {', '.join(n for n in known if '/' not in n)}"
-    )
-    raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{hint}")
+    paths = sorted(CONFIG_DIR.rglob("*.yaml"))
+    known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
+    near = did_you_mean(name.removesuffix(".yaml"), known) or f", which has {', '.join(known)}"
+    raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{near}")
 
 
-def read_yaml(path: Path, chain: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values of a config file merged over its `base:` files, and the place that each value came
-    from.
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Merge a config file over its `base:` files; return the values and where each came from.
 
     Scalars are read as strings: the field's own type converts them. Raises ConfigError.
     """
-    resolved = path.resolve()
-    if resolved in chain:
-        names = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError(f"{path}: base: goes round in a circle: {names}")
-    values = read_yaml_mapping(path)
-    base = values.pop("base", None)
-    merged: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    if base is not None:
+    chain: list[Path] = []
+    while True:
+        if path.resolve() in chain:
+            circle = [*chain[chain.index(path.resolve()) :], path]
+            names = " -> ".join(file.name for file in circle)
+            raise ConfigError(f"{path}: base: goes round in a circle: {names}")
+        chain.append(path.resolve())
+        own = read_yaml_mapping(path)
+        base = own.pop("base", None)
+        values = own | values
+        origin = {name: f"{path}: {name}" for name in own} | origin
+        if base is None:
+            return values, origin
         if not isinstance(base, str) or not base:
             raise ConfigError(f"{path}: base: must name one config file")
         try:
-            base_path = find_config(base, path.parent)
+            path = find_config(base, path.parent)
         except ConfigError as error:
             raise ConfigError(f"{path}: base: {error}") from None
-        merged, origin = read_yaml(base_path, (*chain, resolved))
-    return merged | values, origin | {key: f"{path}: {key}" for key in values}
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
-    """What one config file says, without its `base:` merged in. Raises ConfigError."""
+    """Read one config file, without its `base:` merged in. Raises ConfigError."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StringLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    if values is None or values == "":
+    if not values:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold lines of the form `option: value`, nothing else")
@@ -310,39 +259,20 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 class _StringLoader(yaml.BaseLoader):
-    """Leaves every scalar a string, and refuses what is no text and a key that stands twice.
-
-    U+DC80 to U+DCFF are allowed: Python (surrogateescape) has them for the bytes of a path that is
-    not UTF-8, and a run's config.yaml may hold such a path.
-    """
-
-    def construct_scalar(self, node: yaml.ScalarNode) -> str:
-        text = str(super().construct_scalar(node))
-        if not text.isprintable() and any(
-            "\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in text
-        ):
-            raise yaml.constructor.ConstructorError(
-                None, None, "an escape that is half a character", node.start_mark
-            )
-        if "\0" in text:
-            raise yaml.constructor.ConstructorError(
-                None, None, "an escape that is no text: NUL", node.start_mark
-            )
-        return text
+    """Leave every scalar a string, and refuse a key that is set twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = []
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
+        keys: list[Any] = []
+        for key, _ in node.value:
+            if key.value in keys:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} stands twice", key_node.start_mark
+                    None, None, f"{key.value!r} is set twice", key.start_mark
                 )
-            seen.append(key)
+            keys.append(key.value)
         return super().construct_mapping(node, deep)
 
 
-# ---- command line
+# ---- flags
 
 
 class _Parser(argparse.ArgumentParser):
@@ -350,230 +280,138 @@ class _Parser(argparse.ArgumentParser):
         message = message.removeprefix("argument ")
         if "expected" in message:
             message += "; a value that begins with - is written --option=VALUE"
-        if "ignored explicit argument" in message:
-            message = f"{message.partition(':')[0]}: takes no value"
         raise ConfigError(message)
-
-
-class _Listed(argparse.Action):
-    """Values separated by spaces, by commas, or by the flag given again: all become one text with
-    commas.
-    """
-
-    def __call__(
-        self,
-        parser: Any,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(
-            namespace,
-            self.dest,
-            ",".join([*filter(None, [getattr(namespace, self.dest, None)]), *values]),
-        )
 
 
 def _parse_flags(
     options: type[Options],
     argv: Sequence[str],
     description: str,
-    positional: str | None,
+    positional: Sequence[str],
     config_file: bool,
     elsewhere: Mapping[str, str],
 ) -> tuple[dict[str, Any], list[str]]:
-    """The options given on the command line, as strings (booleans as bool), and a line for each
-    unknown one.
-    """
-    columns = os.environ.get("COLUMNS", "")
-    width = min(120, int(columns)) if columns.isdecimal() else 120
-    usage = f"%(prog)s {positional or ''} {'[--config FILE]' if config_file else ''} [--option VALUE ...]"
+    """Return the options given, as strings (booleans as bool), and a line for each unknown one."""
     parser = _Parser(
-        usage=" ".join(usage.split()),
+        usage=" ".join(
+            ["%(prog)s", *positional, *["[--config FILE]"] * config_file, "[--option VALUE ...]"]
+        ),
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-            prog, max_help_position=34, width=width
-        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    names: list[str] = []
     if config_file:
+        names += ["--config", "--print_config"]
+        parser.add_argument("--config", metavar="FILE", help="YAML file: a path, or in configs/")
         parser.add_argument(
-            "--config", metavar="FILE", help="YAML file with options: a path, or a name in configs/"
-        )
-        parser.add_argument(
-            "--print_config",
-            action="store_true",
-            help="print every option and where its value came from, and end",
+            "--print_config", action="store_true", help="print all options, and end"
         )
     for section in sections(options):
-        group = parser.add_argument_group(_title(section))
+        group = parser.add_argument_group(section.__doc__)
         for name, field in section.model_fields.items():
-            _add_argument(group, name, field, name in (positional or "").split())
-    known, unknown = parser.parse_known_args(_without_commas(options, argv))
-    if "--" in unknown:  # what follows is no option, whatever it looks like
-        unknown = unknown[: unknown.index("--") + 1]
+            names += _add_argument(group, name, field, name in positional)
+    known, unknown = parser.parse_known_args(argv)
+    elsewhere = {**elsewhere, **dict.fromkeys(positional, "is given without a flag, see --help")}
     # a value after an unknown flag belongs to that flag: it is not a second mistake
     mistakes = [
-        _unknown_argument(options, argument, positional, config_file, elsewhere)
+        _unknown_argument(argument, names, elsewhere)
         for argument, before in zip(unknown, ["", *unknown], strict=False)
         if argument.startswith("--") or not before.startswith("--")
     ]
-    return vars(known), mistakes
-
-
-def _without_commas(options: type[Options], argv: Sequence[str]) -> list[str]:
-    """The arguments, with `--betas 0.9,0.95`, as other programs take it, written as `--betas 0.9
-    0.95`.
-    """
-    several = {
-        f"--{name}": len(get_args(kind))
-        for name, field in options.model_fields.items()
-        if get_origin(kind := _value_type(field)) is tuple and get_args(kind)[-1] is not Ellipsis
-    }
-    words: list[str] = []
-    for word in argv:
-        flag, equals, value = word.partition("=")
-        flag, value = (flag, value) if equals else (words[-1] if words else "", word)
-        values = value.split(",")
-        if len(values) == several.get(flag):
-            words += [flag] * bool(equals) + values
-        else:
-            words.append(word)
-    return words
+    flags = vars(known)
+    for name, value in flags.items():
+        if isinstance(value, list) and name not in positional:  # commas are as good as spaces
+            flags[name] = ",".join(value).split(",")
+    return flags, mistakes
 
 
 def _add_argument(
     group: argparse._ArgumentGroup, name: str, field: FieldInfo, positional: bool
-) -> None:
-    help_text = (field.description or "").replace("%", "%%")
+) -> Sequence[str]:
+    """Add a field's flag; returns the ways to write it."""
     kind = _value_type(field)
+    is_list = get_origin(kind) is tuple
+    given: dict[str, Any] = {"help": (field.description or "").replace("%", "%%")}
     if positional:
-        group.add_argument(name, help=help_text, nargs="*" if get_origin(kind) is tuple else None)
-        return
-    help_text += f" [{show(field.default)}]"
+        return group.add_argument(name, nargs="*" if is_list else None, **given).option_strings
+    given["help"] += f" [{show(field.default)}]"
     if kind is bool:
-        group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=help_text)
-    elif get_origin(kind) is tuple:
-        if get_args(kind)[-1] is Ellipsis:  # any number, separated by commas or spaces
-            group.add_argument(f"--{name}", nargs="+", action=_Listed, metavar="X", help=help_text)
-        else:
-            group.add_argument(f"--{name}", nargs=len(get_args(kind)), metavar="X", help=help_text)
+        given["action"] = argparse.BooleanOptionalAction
+    elif is_list:
+        # of a list without a fixed length, each flag adds values
+        any_number = get_args(kind)[-1] is Ellipsis
+        given |= {"nargs": "+", "metavar": "X", "action": "extend" if any_number else "store"}
+    elif choices := get_args(kind):
+        given["metavar"] = "|".join(choices)
     else:
-        choices = get_args(kind)
-        metavar = "|".join(choices) if choices else {int: "N", float: "X", str: "TEXT"}[kind]
-        group.add_argument(f"--{name}", metavar=metavar, help=help_text)
+        given["metavar"] = {int: "N", float: "X", str: "TEXT"}[kind]
+    return group.add_argument(f"--{name}", **given).option_strings
 
 
-def _unknown_argument(
-    options: type[Options],
-    argument: str,
-    positional: str | None,
-    config_file: bool,
-    elsewhere: Mapping[str, str],
-) -> str:
-    if not argument.startswith("--") or argument == "--":
-        return f"{argument}: not understood; options are written --name VALUE, yes/no options --name or --no-name"
-    name = argument.partition("=")[0]
-    if said := elsewhere.get(name.removeprefix("--").removeprefix("no-")):
-        return f"{name}: {said}"
-    positionals = (positional or "").split()
-    if name.removeprefix("--") in positionals:
-        return f"{name}: is given without a flag, see --help"
-    names = [f"--{name}" for name in options.model_fields if name not in positionals] + [
-        "--config",
-        "--print_config",
-    ] * config_file
-    switches = [
-        f"--no-{name}" for name, field in options.model_fields.items() if _value_type(field) is bool
-    ]
-    return (
-        f"{name}: unknown option{did_you_mean(name, names + switches) or '; --help lists them all'}"
-    )
+def _unknown_argument(argument: str, names: Sequence[str], elsewhere: Mapping[str, str]) -> str:
+    if not argument.startswith("--"):
+        return (
+            f"{argument}: not understood; options are written --name VALUE, "
+            f"yes/no options --name or --no-name"
+        )
+    flag = argument.partition("=")[0]
+    if message := elsewhere.get(flag.removeprefix("--").removeprefix("no-")):
+        return f"{flag}: {message}"
+    return f"{flag}: unknown option{did_you_mean(flag, names) or '; --help lists them all'}"
 
 
-# ---- conversions and messages
+# ---- types and messages
 
 
 def _value_type(field: FieldInfo) -> Any:
-    """The field's type without Optional and without bounds."""
-    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-    kind = kinds[0] if NoneType in get_args(field.annotation) else field.annotation
+    """Return the field's type without Optional and without bounds."""
+    kind = field.annotation
+    if NoneType in get_args(kind):
+        kind = get_args(kind)[0]
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
-def _none_or_same(field: FieldInfo | None, value: Any) -> Any:
-    """None where the field may be unset and the text says so."""
-    optional = field is not None and NoneType in get_args(field.annotation)
-    return (
-        None
-        if optional and isinstance(value, str) and value.lower() in ("", "none", "null", "~")
-        else value
-    )
-
-
-def _is_optional_text(field: FieldInfo | None) -> bool:
-    return (
-        field is not None and NoneType in get_args(field.annotation) and _value_type(field) is str
-    )
-
-
 def show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
+    """Return an option's value as `--help` and messages show it."""
     if isinstance(value, tuple):
         return " ".join(map(str, value))
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return "none" if value is None else str(value)
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, if one is near."""
+    """Return the end of a message about an unknown name: the nearest known one, if one is near."""
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {nearest[0]}?" if nearest else ""
-
-
-# a value as a message shows it: a file's may be large, and with aliases in aliases larger than any
-# memory
-SHOWN = reprlib.Repr()
-SHOWN.maxlevel, SHOWN.maxstring, SHOWN.maxother = 2, 200, 200
 
 
 def _error_lines(
     options: type[Options], error: ValidationError, origin: Mapping[str, str]
 ) -> list[str]:
-    """One line for each problem that pydantic found."""
+    """Return one line for each problem that pydantic found."""
     lines = []
     for problem in error.errors():
-        cause = problem.get("ctx", {}).get("error")
+        context = problem.get("ctx", {})
+        cause = context.get("error")
         if isinstance(cause, ContradictionError):
             lines += [
                 f"{origin[name]}: {text}" if name in origin else text
                 for name, text in cause.problems
             ]
             continue
-        name = str(problem["loc"][0])
-        where = origin.get(name, name)
+        name = str(problem["loc"][0]) if problem["loc"] else "option names"
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown option{did_you_mean(name, list(options.model_fields))}")
-            continue
-        kind = _value_type(options.model_fields[name])
-        if get_origin(kind) is tuple and kind.__args__[-1] is Ellipsis:
-            kind = kind.__args__[0]
-        elif get_origin(kind) is tuple and (
-            len(problem["loc"]) == 1 or problem["type"] in ("missing", "too_long")
-        ):
-            lines.append(
-                f"{where}: takes {len(get_args(kind))} values, not {SHOWN.repr(problem['input'])}"
-            )
-            continue
-        message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]
-        message = re.sub(
-            r"\d{7,}",
-            lambda bound: f"{int(bound[0]):,}" if len(bound[0]) < 16 else f"{float(bound[0]):g}",
-            message,
-        )
-        hint = ""
-        if problem["type"] == "literal_error":
-            hint = did_you_mean(str(problem["input"]), get_args(kind))
-        lines.append(f"{where}: {message}, not {SHOWN.repr(problem['input'])}{hint}")
+            message = f"unknown option{did_you_mean(name, list(options.model_fields))}"
+        else:
+            message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]
+            if problem["type"] == "missing" and len(problem["loc"]) > 1:  # one value of a tuple
+                message = f"takes {len(get_args(_value_type(options.model_fields[name])))} values"
+            message += f", not {reprlib.repr(problem['input'])}"
+            if problem["type"] == "literal_error":
+                allowed = re.findall("'(.*?)'", context["expected"])
+                message += did_you_mean(str(problem["input"]), allowed)
+        lines.append(f"{origin.get(name, name)}: {message}")
     return lines

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from runtime.errors import UserError
+from runtime.launch import Launch
 from runtime.start import resident_memory
-from runtime.world import Launch
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 NOTED_SLOWDOWN = 1.5  # of bf16 against fp32; less may be noise

@@ -1,43 +1,87 @@
-"""Ending a run cleanly on Ctrl-C and other signals, from its first moment on, and with the command
-that started it.
+"""Ctrl-C and other signals: end a command in one line, and a run after its step; end with the
+process that started this one.
 """
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from runtime.interrupt import say_at_once
-from runtime.world import launch
+from runtime.launch import launch
 
-# SIGHUP is what a closed terminal sends; SIGUSR1 or SIGUSR2 what Slurm or Grid Engine can be asked
-# to send before the time is up; SIGXCPU what a limit of CPU time (`ulimit -S -t`) sends, every
-# second. Windows has none of these.
-SIGNALS = [
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-    if hasattr(signal, name)
-]
-SIGXCPU = getattr(signal, "SIGXCPU", None)
+# SIGHUP comes from a closed terminal; SIGUSR1 or SIGUSR2 from Slurm or Grid Engine, on request,
+# before the time is up; SIGXCPU at a limit of CPU time (`ulimit -S -t`), every second.
+SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+COPY = 1.0  # seconds in which torchrun passes on a Ctrl-C that this process has got already
+STUCK = 3.0  # seconds that a process has to answer a second signal
 
-# in the environment: the number of the process that started this one, see end_with
+# In the environment: the number of the process that this one ends with, see end_with.
 ENDS_WITH = "RUN_ENDS_WITH_PROCESS"
 
 
-def end_with(process: int | None = None) -> None:
-    """End this process, without saving, within a second after `process` has ended (default: the one
-    that ENDS_WITH names, if any).
+def say_at_once(line: str) -> None:
+    """Write a line to stderr, also from a signal handler."""
+    with contextlib.suppress(OSError):  # a closed terminal takes no more
+        os.write(2, f"\n{line}\n".encode())
 
-    So what a command started does not outlive it, however the command ended. One of several
-    processes whose torchrun has been killed is asked to stop: they end as at SIGTERM.
+
+# ---- all commands
+
+
+def end_at_ctrl_c() -> None:
+    """Let Ctrl-C end this process with one line and status 130, until `raise_at_ctrl_c`.
+
+    For the import of torch, which takes seconds. Python's own answer is an exception: inside an
+    import it prints a traceback, or gets lost.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_interrupted)
+
+
+def raise_at_ctrl_c() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, after `end_at_ctrl_c`."""
+    if signal.getsignal(signal.SIGINT) is _end_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_interrupted(*_: object) -> None:
+    if launch().local_rank == 0:
+        say_at_once("error: interrupted")
+    os._exit(130)
+
+
+@contextlib.contextmanager
+def killed_by_ctrl_c() -> Iterator[None]:
+    """Let the system end this process at Ctrl-C, while Python is in a call that answers none."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def end_with(process: int | None = None) -> None:
+    """End this process within a second after `process` has ended, however that ended.
+
+    Default: the process that ENDS_WITH names, if any. A rank whose torchrun has been killed gets
+    SIGTERM, and so saves.
     """
     number = process or int(os.environ.get(ENDS_WITH, "0"))
-    under_torchrun = launch().call is not None and launch().world_size > 1
-    if not number and not under_torchrun:
+    started, parent = launch(), os.getppid()
+    if not number and (started.call is None or started.world_size == 1):
         return
-    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent and (not number or _is_alive(number)):
@@ -49,126 +93,107 @@ def end_with(process: int | None = None) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def end_unfinished(summary: Mapping[str, Any], stop: "StopRequest | None") -> None:
-    """End with status 1 after a run that was interrupted by a signal to other machines alone: this
-    machine's torchrun, if it may start its processes again (--max_restarts), then goes on with
-    those that are left or come. Raises SystemExit.
-    """
-    if summary.get("interrupted") and stop and stop.received is None and launch().agents > 1:
-        raise SystemExit(1)
-
-
 def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
-        pass
     return True
+
+
+# ---- training
 
 
 class Stopped(SystemExit):
     """Ends a run that was asked to stop before its first step, with status 0."""
 
 
-Phase = Literal["imports", "set-up", "steps"]
-
-
 class StopRequest:
-    """A user's wish to end the run, by Ctrl-C or one of the other SIGNALS (of these, nohup keeps
-    SIGHUP ignored).
+    """Note the signals that ask a run to stop, while entered.
 
-    While entered, the first such signal sets `received`, and the run ends after its step. A second
-    one acts as it would outside, except SIGXCPU, which comes again by itself. In its first two
-    phases a run has nothing to save: alone, it ends at once; one of several processes waits for
-    `end_early`.
+    Before the first step nothing can be lost: a process alone ends at once, and one of several
+    ranks in `end_early`, together with the others. From `begin_steps` on, the run ends after its
+    step; a second signal acts as it would outside, except SIGXCPU, which comes again by itself.
+    nohup keeps SIGHUP ignored.
     """
 
-    came = False  # whether any such signal has come to this process
+    def __init__(self) -> None:
+        self.received: float | None = None  # time.monotonic() of the first signal
+        self._has_begun = False  # the first step
+        self._handlers: dict[signal.Signals, Any] = {}  # those from before
+        self._pipe: int | None = None  # Python writes the numbers of signals there
 
-    def __init__(self, phase: Phase = "steps") -> None:
-        self.received: float | None = None  # when it came, on the clock time.monotonic
-        self.phase = phase
-        self._before: dict[Any, Any] = {}  # the handlers that were there
-        self._pipe: int | None = None  # Python writes there which signals come, see _end_if_stuck
-        self._answered = threading.Event()  # there is nothing left to end
-
-    def hear(self, phase: Phase) -> "StopRequest":
-        """Answer the signals from here on, as in this phase. During imports the process ends, as
-        nothing could handle an exception.
-        """
-        self.phase = phase
-        if self._pipe is None and os.name != "nt":
-            reading, self._pipe = os.pipe()
-            os.set_blocking(self._pipe, False)
-            signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
-            self._answered.clear()
-            threading.Thread(target=self._end_if_stuck, args=(reading,), daemon=True).start()
+    def __enter__(self) -> "StopRequest":
+        if self._pipe is not None:  # entered already
+            return self
+        reading, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+        threading.Thread(target=self._end_if_stuck, args=(reading,), daemon=True).start()
         for number in SIGNALS:
-            before = signal.getsignal(number)
-            under_nohup = number == getattr(signal, "SIGHUP", None) and before is signal.SIG_IGN
-            if number not in self._before and not under_nohup:
-                self._before[number] = before or signal.SIG_DFL
+            handler = signal.getsignal(number)
+            if number != signal.SIGHUP or handler is not signal.SIG_IGN:
+                self._handlers[number] = handler
                 signal.signal(number, self._on_signal)
         return self
 
-    def __enter__(self) -> "StopRequest":
-        return self.hear(self.phase)
-
     def __exit__(self, *_: object) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
-        self._answered.set()
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
             os.close(self._pipe)
             self._pipe = None
 
-    def _end_if_stuck(self, reading: int) -> None:
-        """End the process if it does not answer a second signal within three seconds: while PyTorch
-        waits for another process, or the system for a disk, Python answers none.
-        """
-        first: float | None = None
-        while came := os.read(reading, 1):
-            now = time.monotonic()
-            if first is None and came[0] in SIGNALS:
-                first = now
-            elif (
-                first is not None and now - first > 1 and came[0] in SIGNALS and came[0] != SIGXCPU
-            ):
-                if not self._answered.wait(3):
-                    say_at_once(
-                        "error: stopped at once, while waiting for another process, a device or "
-                        "a disk"
-                    )
-                    os._exit(128 + came[0])
-                break
-        os.close(reading)
+    def begin_steps(self) -> None:
+        """Stop after the current step from now on."""
+        self._has_begun = True
 
-    def end_early(self, asked: float) -> None:
-        """End the run before its first step, if one of its processes was `asked` to. Raises
-        Stopped.
-        """
+    def end_early(self, asked: bool) -> None:
+        """End the run before its first step if any rank was asked to stop. Raises Stopped."""
         if asked:
             if launch().rank == 0:
                 say_at_once(
                     "stopped before its first step: nothing is lost, the same command starts again"
                 )
-            if self.phase == "imports":
-                os._exit(0)
             raise Stopped(0)
 
-    def _on_signal(self, number: int, _: Any) -> None:
-        StopRequest.came = True
+    def _on_signal(self, number: int, _: object) -> None:
         if self.received is None:
             self.received = time.monotonic()
-            if self.phase != "steps":
+            if not self._has_begun:
                 self.end_early(launch().world_size == 1)
             elif launch().rank == 0:
                 say_at_once("stopping after this step; once more to stop at once")
-        elif (
-            number != SIGXCPU and time.monotonic() - self.received > 1
-        ):  # sooner, it is torchrun passing the same Ctrl-C on
+        elif number != signal.SIGXCPU and time.monotonic() - self.received > COPY:
             self.__exit__()
             signal.raise_signal(number)
+
+    def _end_if_stuck(self, pipe: int) -> None:
+        """End the process if a second signal gets no answer.
+
+        Python answers none while PyTorch waits for another rank, or the system for a disk.
+        """
+        first = None
+        while number := os.read(pipe, 1):
+            now = time.monotonic()
+            if number[0] not in SIGNALS:
+                continue
+            first = first or now
+            if now - first > COPY and number[0] != signal.SIGXCPU:
+                time.sleep(STUCK)
+                if self._handlers:  # not left yet
+                    say_at_once("error: stopped while waiting for another rank, a device or a disk")
+                    os._exit(128 + number[0])
+                break
+        os.close(pipe)
+
+
+def end_unfinished(summary: Mapping[str, Any], stop: StopRequest) -> None:
+    """End with status 1 after a run that only other machines were told to stop. Raises SystemExit.
+
+    So this machine's torchrun, given --max_restarts, starts its ranks again, with the machines
+    that are left or come.
+    """
+    if summary.get("interrupted") and stop.received is None and launch().agents > 1:
+        raise SystemExit(1)

@@ -8,13 +8,13 @@ import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from runtime.cli import Options, parse_command_line
-from runtime.interrupt import end_at_ctrl_c
-from runtime.world import launch, threads_are_chosen
+from runtime.launch import launch, threads_are_chosen
+from runtime.signals import end_at_ctrl_c
 
 O = TypeVar("O", bound=Options)
 
@@ -25,6 +25,7 @@ SMALL_CACHES = "glibc.malloc.tcache_count"
 
 def start(
     options: type[O],
+    argv: Sequence[str] | None = None,
     *,
     description: str | None,
     positional: str | None = None,
@@ -33,11 +34,13 @@ def start(
 ) -> O:
     """Read the command line and set the process up; returns the options.
 
-    --help, --print_config and mistakes end the process. `positional`: the field that is given
-    without a flag. `elsewhere`: what to say of names that are no options here.
+    --help, --print_config and mistakes end the process. `argv`: None is sys.argv. `positional`:
+    the field that is given without a flag. `elsewhere`: what to say of names that are no options
+    here.
     """
     values = parse_command_line(
         options,
+        argv,
         description=description or "",
         positional=positional,
         config_file=config_file,

@@ -1,247 +1,112 @@
-"""The processes of a run: one, or those that torchrun started.
-
-This is the only reader of torchrun's environment. Importing it does not import torch: a mistake in
-the options is told at once.
-"""
+"""The ranks of a run: one process, or those that torchrun started."""
 
 import contextlib
 import datetime
-import functools
-import json
+import itertools
 import os
 import socket
 import sys
-import threading
-import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.errors import TrainingError, UserError, kind_of_failure
+from runtime.launch import Launch, contradiction, launch
+from runtime.report import code_version
+from runtime.signals import killed_by_ctrl_c
 
 T = TypeVar("T")
-TOLD_WHEN_WAITING = (
-    10.0  # seconds after which a process that still waits to meet the others says so, and for whom
-)
-GRACE = 10.0  # seconds by which the others give up later than rank 0, which says why
-PAUSE = 0.1  # seconds between two looks at who has come
-A_TRY = 10.0  # seconds that a try to reach the meeting place may take
-OWN_PORT = "give each run its own --master_port, or its own --rdzv_endpoint and --rdzv_id"
-TOLD = "told"  # in the store: how many processes were about to tell why the run ends
-_store: Any = None  # what the processes of the run share from their meeting on; None alone
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What torchrun told this process through its environment; the defaults are those of a process
-    started without it.
-    """
-
-    rank: int = 0
-    local_rank: int = 0  # among the processes of this machine
-    world_size: int = 1
-    local_world_size: int = 1  # processes of this machine
-    agents: int = 1  # machines: each has a torchrun
-    call: str | None = (
-        None  # tells one call of torchrun from another, and stays through its restarts
-    )
-
-
-def launch() -> Launch:
-    """How this process was started."""
-
-    def number(name: str, default: int) -> int:
-        text = os.environ.get(name, "")
-        return int(text) if text.isdecimal() else default
-
-    run_id, world_size = os.environ.get("TORCHELASTIC_RUN_ID"), max(1, number("WORLD_SIZE", 1))
-    several = world_size > 1  # else a rank is left over from another call
-    agents = number("GROUP_WORLD_SIZE", 1)
-    here = number("LOCAL_WORLD_SIZE", world_size // max(1, agents)) if several else 1
-    return Launch(
-        rank=number("RANK", 0) * several,
-        local_rank=number("LOCAL_RANK", 0) * several,
-        world_size=world_size,
-        local_world_size=max(1, here),
-        agents=agents,
-        call=_call(run_id, os.getppid()) if run_id else None,
-    )
-
-
-@functools.cache
-def _call(run_id: str, agent: int) -> str:
-    """The torchrun with this process number, in words that tell it from all others: containers have
-    the same numbers, and names of machines, again and again, but not at the same moment after the
-    machine's start.
-    """
-    try:
-        begun = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):  # only Linux tells
-        begun = "?"
-    return f"{run_id} {socket.gethostname()} {agent} {begun}"
-
-
-def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would tell a process of a run on this machine alone, whose store is at this
-    port.
-    """
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def threads_are_chosen() -> bool:
-    """Whether the user has set how many threads a process has, by OMP_NUM_THREADS.
-
-    torchrun sets it to 1 where it is not set, which looks the same. But on Linux the environment
-    that torchrun was started with can be read, and has none then; elsewhere that 1 counts as the
-    user's.
-    """
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads != "1" or launch().call is None:
-        return threads is not None
-    try:
-        torchruns = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except OSError:
-        return True
-    return any(variable.startswith(b"OMP_NUM_THREADS=") for variable in torchruns.split(b"\0"))
-
-
-def _check_launch() -> None:
-    """Raises UserError for an environment that no torchrun makes, as where parts of another call
-    are left in it.
-    """
-
-    def fault() -> str | None:
-        size, rank, port = (
-            os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")
-        )
-        if not size.isdecimal() or size == "0":
-            return f"WORLD_SIZE is {size!r}, no number of processes" if size else None
-        if int(size) == 1:
-            return None
-        if missing := [
-            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)
-        ]:
-            return f"WORLD_SIZE is {size}, but {' and '.join(missing)} not set"
-        if not rank.isdecimal() or int(rank) >= int(size):
-            return f"RANK is {rank!r}, no number below the WORLD_SIZE of {size}"
-        return (
-            None
-            if port.isdecimal() and 0 < int(port) < 2**16
-            else f"MASTER_PORT is {port!r}, no port number"
-        )
-
-    if said := fault():
-        from runtime.errors import UserError
-
-        raise UserError(
-            f"the environment's {said}; start several processes with torchrun, or one after: "
-            f"unset WORLD_SIZE"
-        )
+SAY_AFTER = 10.0  # seconds after which a rank that waits for others to join says so, and for whom
+GRACE = 10.0  # seconds by which the others wait longer than rank 0, which knows who is missing
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's device and its place among the processes of the run."""
+    """This process's device and its place among the ranks of the run."""
 
-    device: "torch.device"
+    device: torch.device
     rank: int = 0
     world_size: int = 1
-    calls: tuple[str, ...] = ()  # of torchrun, one on each machine
-    notes: tuple[str, ...] = ()  # what the user should know of processes that are not alike
+    calls: tuple[str, ...] = ()  # the torchruns that started the ranks, one on each machine
+    notes: tuple[str, ...] = ()  # for the user: what the ranks should have alike and do not
 
     @property
     def distributed(self) -> bool:
-        """Whether there are other processes."""
+        """True if there are other ranks."""
         return self.world_size > 1
 
-    def gather(self, own: T) -> list[T]:
-        """What every process gives, by rank. Every process has to call this."""
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank, in the order of ranks. All ranks have to call this."""
         if not self.distributed:
-            return [own]
-        import torch.distributed as dist
-
-        everyones: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyones, own)
-        return everyones
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every process. Every process has to call this."""
+        """Return rank 0's value. All ranks have to call this."""
         if not self.distributed:
             return value
-        import torch.distributed as dist
-
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def on_rank0(self, function: Callable[[], T]) -> T:
-        """Call a function on rank 0 alone: every process gets its result, or raises what it raised.
+        """Call `function` on rank 0 alone; all ranks return its result or raise its error.
 
-        Every process has to call this.
+        All ranks have to call this.
         """
-        outcome: tuple[Any, Exception | None] = (None, None)
+        result: Any = None
+        error: Exception | None = None
         if self.rank == 0:
             try:
-                outcome = function(), None
-            except Exception as error:  # raised below, on every process
-                outcome = None, error
-        result, raised = self.broadcast(outcome)
-        if raised is not None:
-            raised.of_all = True  # type: ignore[attr-defined]  # see UserError
-            raise raised
+                result = function()
+            except Exception as raised:
+                error = raised
+        result, error = self.broadcast((result, error))
+        if error is not None:
+            raise error
         return result
 
     def raise_on_all(self, function: Callable[[], T]) -> T:
-        """Call a function on every process. If it raises UserError or OSError on some, all raise
-        what the first of them did, and rank 0 tells whose it is.
+        """Call `function` on all ranks; if it raises UserError or OSError on any, all raise it.
 
-        Every process has to call this, and the function must not wait for the others.
+        It is the first rank's error, as a UserError with that rank. All ranks have to call this,
+        and the function must not wait for the others.
         """
-        from runtime.errors import UserError
-
-        result, fault = None, None
+        result: Any = None
+        error: UserError | None = None
         try:
             result = function()
-        except (UserError, OSError) as error:
-            fault = error
-        for rank, raised in enumerate(self.gather(fault)):
-            if raised is not None:
-                raised.found_by, raised.of_all = rank, True  # type: ignore[union-attr]  # see UserError
-                raise raised
-        return result  # type: ignore[return-value]  # it has not failed
+        except UserError as raised:
+            error = raised
+            error.rank = self.rank
+        except OSError as raised:
+            text = f"{raised.filename}: {raised.strerror}" if raised.filename else str(raised)
+            error = TrainingError(text, rank=self.rank)
+        for raised_there in self.gather(error):
+            if raised_there is not None:
+                raise raised_there
+        return result
 
     def sum(self, number: float) -> float:
-        """The sum of every process's number."""
+        """Return the sum of a number over all ranks. All ranks have to call this."""
         if not self.distributed:
             return number
-        import torch
-        import torch.distributed as dist
-
         total = torch.tensor(number, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.item()
 
     def any(self, flag: bool) -> bool:
-        """True if the flag is set on any rank. All ranks have to call this."""
+        """Return True if the flag is set on any rank. All ranks have to call this."""
         return self.sum(flag) > 0
 
-    def all_reduce_metrics(self, loss: "Tensor", norm: "Tensor") -> tuple[float, float]:
-        """Return the means over all ranks of loss and norm, in one transfer and one read."""
-        import torch
-        import torch.distributed as dist
-
+    def all_reduce_metrics(self, loss: Tensor, norm: Tensor) -> tuple[float, float]:
+        """Return the means of loss and norm over all ranks, by one all-reduce and one read."""
         metrics = torch.stack((loss.float(), norm.float()))
         if self.distributed:
             dist.all_reduce(metrics)  # a sum: gloo has no average
@@ -252,311 +117,159 @@ class World:
 
 @contextlib.contextmanager
 def joined_world(
-    device: "torch.device", timeout: float, alike: dict[str, Any] | None = None
+    device: torch.device, timeout: float, alike: Mapping[str, Any] | None = None
 ) -> Iterator[World]:
-    """The other processes, if torchrun started any, joined while entered; each gives up on another
-    after `timeout` seconds.
+    """Join the other ranks, if torchrun started any, and leave them at the end.
 
-    `alike`: options, as JSON has them, that all processes need to have alike. Raises UserError for
-    an environment that contradicts itself and for processes that are not alike, TrainingError if
-    the processes do not meet: rank 0 does, the others end.
+    A rank gives another one up after `timeout` seconds. `alike`: options that have to be the same
+    on all ranks. Raises UserError on all ranks if they are not alike, or for an environment that
+    contradicts itself; TrainingError if the ranks cannot meet.
     """
-    _check_launch()
+    if problem := contradiction():
+        raise UserError(problem)
     started = launch()
-    if started.world_size > 1:
-        world = _meet(device, started, timeout, alike or {})
-    else:
-        world = World(device, calls=(started.call,) if started.call else ())
-    failed = True
+    if started.world_size == 1:
+        yield World(device, calls=(started.call,) if started.call else ())
+        return
+    with killed_by_ctrl_c():
+        _join(device, started, timeout)
     try:
-        yield world
-        failed = False
+        yield _compare(device, started, alike or {})
     except SystemExit:
-        failed = False
+        dist.destroy_process_group()
         raise
-    finally:
-        if has_joined() and not failed:  # else end_process leaves them
-            sys.modules["torch.distributed"].destroy_process_group()
+    # After an error the ranks are not in step any more: `reported` ends this process at once.
+    dist.destroy_process_group()
 
 
-def _meet(device: "torch.device", started: Launch, timeout: float, alike: dict[str, Any]) -> World:
-    import torch
-    import torch.distributed as dist
-
-    on_gpu, patience = device.type == "cuda", datetime.timedelta(seconds=timeout)
+def _join(device: torch.device, started: Launch, timeout: float) -> None:
+    """Meet all ranks at a store, and join them in PyTorch's process group."""
+    on_gpu, limit = device.type == "cuda", datetime.timedelta(seconds=timeout)
     if on_gpu:
         torch.cuda.set_device(device)
-    meeting = _Meeting(started, timeout)
     try:
-        store = dist.PrefixStore("train", meeting.reach())
-        verdict = meeting.agree(store, _own(device, started, alike))
+        store = dist.TCPStore(
+            started.host,
+            started.port,
+            is_master=started.hosts_store,
+            timeout=limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        # torchrun may keep its store, and so what an earlier attempt has left there
+        own = dist.PrefixStore(f"train {started.attempt}", store)
+        _meet(own, started, timeout)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=_share(store, verdict["name"]),
+            store=own,
             rank=started.rank,
             world_size=started.world_size,
-            timeout=patience,
+            timeout=limit,
             device_id=device if on_gpu else None,
         )
     except (RuntimeError, ValueError) as error:  # of many classes
-        from runtime.errors import TrainingError, kind_of_failure
-
-        raise TrainingError(meeting.failed(kind_of_failure(error)[1])) from None
-    finally:
-        meeting.waiting.cancel()
-    return World(
-        device, started.rank, started.world_size, tuple(verdict["calls"]), tuple(verdict["notes"])
-    )
+        raise _cannot_meet(started, kind_of_failure(error)[1]) from None
 
 
-def _own(device: "torch.device", started: Launch, alike: dict[str, Any]) -> dict[str, Any]:
-    """What a process tells of itself when it comes to the meeting."""
-    import torch
-
-    from runtime.report import code_version
-
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {
-        "process": uuid.uuid4().hex,
-        "host": socket.gethostname(),
-        "call": started.call,
-        "need": alike
-        | {
-            "WORLD_SIZE": started.world_size,
-            "PyTorch": str(torch.__version__),
-            "kind of device": device.type,
-        },
-        "should have": {"code": code_version(), "GPU": gpu},
-    }
-
-
-class _Meeting:
-    """The processes of a run come to a place, a store, and go on together once all are there and
-    rank 0 finds them alike.
-
-    torchrun may keep one store through its restarts, of which each machine counts only its own. So
-    each attempt gets a name, from its rank 0: processes that come read it, take part under it, and
-    go on only by a verdict that counts them in; what an earlier attempt has left in the store
-    counts none of them. In the store: `meeting`, the name of the latest attempt; and below that
-    name `<rank>`, what a process tells of itself, `again`, what another process of the same rank
-    does, `verdict`, and `read`, how many have read it.
-    """
-
-    def __init__(self, started: Launch, timeout: float):
-        self.rank, self.size, self.timeout = started.rank, started.world_size, timeout
-        self.those = f"the {started.world_size} processes of this run"
-        self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.place = "{}:{}".format(*self.address)
-        # for whom this process says that it waits. Rank 0 speaks; where it is not there, the first
-        # process of each machine does
-        self.awaited = (
-            describe_ranks(range(1, self.size))
-            if self.rank == 0
-            else None
-            if started.local_rank
-            else "rank 0"
+def _meet(store: dist.Store, started: Launch, timeout: float) -> None:
+    """Wait until all ranks have come to the store: rank 0 for all, the others for its word."""
+    if store.add(f"rank {started.rank}", 1) > 1:
+        raise UserError(
+            f"rank {started.rank} has come to {_place(started)} twice: two runs on one port (give "
+            f"each run its own --master_port, or its own --rdzv_endpoint and --rdzv_id), two "
+            f"machines with one --node_rank, or ranks that torchrun has started again with its "
+            f"old store (export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines)"
         )
-        self.alone, self.begun = True, time.monotonic()
-        self.waiting = threading.Timer(TOLD_WHEN_WAITING * (1.2 if self.rank else 1), self._tell)
-        self.waiting.daemon = True
-        self.waiting.start()
+    # Rank 0 names all that are missing, another rank only rank 0, which ends all if it gives up.
+    is_first = started.rank == 0
+    others = range(1, started.world_size) if is_first else [0]
+    keys = [f"rank {rank}" for rank in others] if is_first else ["all have come"]
+    limit = timeout if is_first else timeout + GRACE
 
-    def reach(self) -> Any:
-        """The store at the meeting place, once somebody listens there. Raises TrainingError, at
-        once if torchrun has ended there, and SystemExit if this process is asked to stop: PyTorch's
-        own tries answer no signal.
-        """
-        import torch.distributed as dist
+    def missing() -> str:
+        return describe_ranks([rank for rank in others if not store.check([f"rank {rank}"])])
 
-        from runtime.errors import TrainingError
-
-        # torchrun's agent on the first machine keeps a store, since before it started a process; by
-        # hand, rank 0 does
-        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        keeps_it = self.rank == 0 and not of_torchrun
-        while not keeps_it and (fault := _fault_of(self.address)):
-            if of_torchrun and isinstance(fault, ConnectionRefusedError):
-                raise TrainingError(self.failed("torchrun has ended there"))
-            if self._is_late():
-                raise TrainingError(
-                    self.failed(f"{fault.strerror or fault}, for {self.timeout:g} s")
-                )
-        return dist.TCPStore(
-            *self.address,
-            is_master=keeps_it,
-            timeout=datetime.timedelta(seconds=self.timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
-            use_libuv=sys.platform != "win32",
-        )
-
-    def agree(self, store: Any, own: dict[str, Any]) -> dict[str, Any]:
-        """Meet the others; returns rank 0's verdict: the `name` of this attempt, the `calls` of
-        torchrun, `notes` for the user.
-
-        Raises UserError on rank 0 if the processes are not alike, TrainingError if they do not
-        come; SystemExit on the others.
-        """
-        return self._lead(store, own) if self.rank == 0 else self._follow(store, own)
-
-    def failed(self, why: str) -> str:
-        """What to say if the processes do not meet."""
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        return (
-            f"{self.those} could not meet at {self.place} ({why}): all of them have to be "
-            f"running and to reach that place, "
-            f"whose port no other program or run may have"
-            + (f", by the network interface {interface} (GLOO_SOCKET_IFNAME)" if interface else "")
-        )
-
-    def _lead(self, store: Any, own: dict[str, Any]) -> dict[str, Any]:
-        from runtime.errors import TrainingError, UserError
-
-        name, come = own["process"], {0: own}
-        notes: list[str] = []
-        error: UserError | None = None
-        here = _share(store, name)
-        store.set("meeting", name)
-        while error is None and len(come) < self.size:
-            missing = [rank for rank in range(self.size) if rank not in come]
-            self.awaited, self.alone = describe_ranks(missing), len(come) == 1
-            come |= {
-                rank: json.loads(here.get(str(rank))) for rank in missing if here.check([str(rank)])
-            }
-            if here.check(["again"]):
-                come[-1] = again = json.loads(here.get("again"))  # no rank, but counted in
-                first = come.get(again["rank"], again)
-                error = UserError(
-                    f"rank {again['rank']} has come to {self.place} twice, from {first['host']} "
-                    f"and {again['host']}: "
-                    f"two runs on one port ({OWN_PORT}), or two machines with one --node_rank"
-                )
-            elif store.get("meeting").decode() != name:
-                error = UserError(
-                    f"another rank 0 has come to {self.place}: two runs on one port; {OWN_PORT}"
-                )
-            elif len(come) < self.size and self._is_late():
-                error = TrainingError(
-                    self.failed(f"{self.awaited} did not come within {self.timeout:g} s")
-                )
-        self.awaited, self.alone = "an answer from the others", False
-        if error is None:
-            faults, notes = _differences([come[rank] for rank in range(self.size)])
-            error = UserError("\n".join(faults)) if faults else None
-        verdict = {
-            "name": name,
-            "counts": [each["process"] for each in come.values()],
-            "notes": notes,
-            "calls": sorted({each["call"] for each in come.values()} - {None}),
-            "status": error.status if error else 0,
-        }
-        here.set("verdict", json.dumps(verdict))
-        if error is not None:
-            until = time.monotonic() + 5
-            while (
-                here.add("read", 0) < len(come) - 1 and time.monotonic() < until
-            ):  # the store may go with this process
-                time.sleep(PAUSE)
-            raise error
-        return verdict
-
-    def _follow(self, store: Any, own: dict[str, Any]) -> dict[str, Any]:
-        from runtime.errors import TrainingError
-
-        here, name, rank_0, is_open = store, None, self.awaited, False
-        while not self._is_late(GRACE):
-            if store.check(["meeting"]) and (latest := store.get("meeting").decode()) != name:
-                here, name, is_open, self.awaited = _share(store, latest), latest, True, None
-                is_first = here.add(f"{self.rank} came", 1) == 1
-                here.set(
-                    str(self.rank) if is_first else "again", json.dumps(own | {"rank": self.rank})
-                )
-            if is_open and here.check(["verdict"]):
-                verdict = json.loads(here.get("verdict"))
-                if own["process"] in verdict["counts"]:
-                    here.add("read", 1)
-                    if verdict["status"]:  # rank 0 says why
-                        raise SystemExit(verdict["status"])
-                    return verdict
-                is_open, self.awaited = (
-                    False,
-                    rank_0,
-                )  # an earlier attempt's meeting, or another run has this port
-        raise TrainingError(self.failed(f"rank 0 did not come within {self.timeout:g} s"))
-
-    def _is_late(self, grace: float = 0) -> bool:
-        """Pause, and tell whether it is time to give up. Ends the process if it has been asked to
-        stop: nobody has begun.
-        """
-        from runtime.signals import StopRequest
-
-        if StopRequest.came:
-            StopRequest("set-up").end_early(True)
-        time.sleep(PAUSE)
-        return time.monotonic() - self.begun > self.timeout + grace
-
-    def _tell(self) -> None:
-        if self.awaited:
-            alone = (
-                "; started alone by mistake? then end it by Ctrl-C, and: unset WORLD_SIZE"
-                if self.alone
-                else ""
-            )
+    try:
+        store.wait(keys, datetime.timedelta(seconds=min(SAY_AFTER, limit)))
+    except dist.DistStoreError:
+        if (absent := missing()) and started.local_rank == 0:
             print(
-                f"rank {self.rank} waits at {self.place} for {self.awaited} of {self.those}, for "
-                f"up to {self.timeout:g} s "
-                f"(--timeout{alone})",
+                f"rank {started.rank} waits at {_place(started)} for {absent} of "
+                f"{started.world_size} for up to {timeout:g} s (--timeout); if this process was "
+                f"started alone by mistake: unset WORLD_SIZE",
                 file=sys.stderr,
                 flush=True,
             )
+        try:
+            store.wait(keys, datetime.timedelta(seconds=max(limit - SAY_AFTER, 0.1)))
+        except dist.DistStoreError:
+            absent = missing() or "a rank"
+            raise _cannot_meet(started, f"{absent} did not come within {timeout:g} s") from None
+    if is_first:
+        store.set("all have come", "")
 
 
-def _fault_of(address: tuple[str, int]) -> OSError | None:
-    """Why no program can be reached at an address, if none can."""
-    try:
-        socket.create_connection(address, timeout=A_TRY).close()
-    except OSError as error:
-        return error
-    return None
+def _place(started: Launch) -> str:
+    return f"{started.host}:{started.port}"
 
 
-def _share(store: Any, name: str) -> Any:
-    """The part of the store that is the attempt's; is_first_to_tell asks there from now on."""
-    global _store
-    import torch.distributed as dist
+def _cannot_meet(started: Launch, problem: str) -> TrainingError:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    return TrainingError(
+        f"the {started.world_size} ranks of this run cannot meet at {_place(started)}: {problem}. "
+        f"All of them have to run and to reach that address, whose port no other program may have"
+        + (f", by the network interface {interface} (GLOO_SOCKET_IFNAME)" if interface else "")
+    )
 
-    _store = dist.PrefixStore(name, store)
-    return _store
+
+def _compare(device: torch.device, started: Launch, alike: Mapping[str, Any]) -> World:
+    """Gather what the ranks have to have alike. Raises UserError on all ranks if they do not."""
+    world = World(device, started.rank, started.world_size)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    needed = {
+        "WORLD_SIZE": started.world_size,
+        "PyTorch": str(torch.__version__),
+        "kind of device": device.type,
+    }
+    own: dict[str, Any] = {
+        "need": {**alike, **needed},
+        "should have": {"code": code_version(), "GPU": gpu},
+        "host": socket.gethostname(),
+        "call": started.call,
+    }
+    everyones = world.gather(own)
+    if problems := _differences(everyones, "need"):
+        raise UserError("\n".join(problems))
+    calls = {theirs["call"] for theirs in everyones} - {None}
+    notes = tuple(_differences(everyones, "should have"))
+    return World(device, started.rank, started.world_size, tuple(sorted(calls)), notes)
 
 
-def _differences(everyones: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """What the processes of a run, by rank, need to have alike and do not, and what they should
-    have alike and do not; in lines.
-    """
-    lines: dict[str, list[str]] = {"need": [], "should have": []}
-    hosts = [theirs["host"] for theirs in everyones]
-    for kind, found in lines.items():
-        for name in dict.fromkeys(name for theirs in everyones for name in theirs[kind]):
-            values: dict[str, list[int]] = {}
-            for rank, theirs in enumerate(everyones):
-                values.setdefault(str(theirs[kind].get(name, "not known")), []).append(rank)
-            if len(values) > 1:
-                (mine, _), *others = values.items()
-                elsewhere = " and ".join(
-                    f"{value} on {describe_ranks(ranks, hosts)}" for value, ranks in others
-                )
-                found.append(
-                    f"{name}: all ranks {kind} the same, but it is {mine} on rank 0 and {elsewhere}"
-                )
-    return lines["need"], lines["should have"]
+def _differences(everyones: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
+    """Return a line for each item of this kind that the ranks do not have alike."""
+    lines, hosts = [], [theirs["host"] for theirs in everyones]
+    for name in dict.fromkeys(itertools.chain(*(theirs[kind] for theirs in everyones))):
+        ranks_with: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyones):
+            ranks_with.setdefault(str(theirs[kind].get(name, "unknown")), []).append(rank)
+        (first, _), *others = ranks_with.items()
+        if others:
+            elsewhere = " and ".join(
+                f"{value} on {describe_ranks(ranks, hosts)}" for value, ranks in others
+            )
+            lines.append(
+                f"{name}: all ranks {kind} the same, but it is {first} on rank 0 and {elsewhere}"
+            )
+    return lines
 
 
 def describe_ranks(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
-    """Ranks in few words, such as `rank 1` or `ranks 1, 3 and 8-15`; and their machine, if it is
-    one and not that of rank 0.
+    """Name ranks briefly, such as `rank 1` or `ranks 1, 3 and 8-15`; "" for none.
 
-    `hosts`: the machine of every rank.
+    `hosts`: the host of every rank; it is named if it is one for all, and not rank 0's.
     """
+    if not ranks:
+        return ""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:
@@ -564,40 +277,7 @@ def describe_ranks(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
         else:
             spans.append([rank, rank])
     *most, last = [str(first) if first == end else f"{first}-{end}" for first, end in spans]
-    words = f"rank{'s' if most or '-' in last else ''} " + (
-        f"{', '.join(most)} and {last}" if most else last
-    )
+    listed = f"{', '.join(most)} and {last}" if most else last
+    name = f"ranks {listed}" if len(ranks) > 1 else f"rank {listed}"
     theirs = {hosts[rank] for rank in ranks} if hosts else set()
-    return words + (f" ({theirs.pop()})" if len(theirs) == 1 and theirs != {hosts[0]} else "")
-
-
-def has_joined() -> bool:
-    """Whether this process has met others, and not left them yet."""
-    distributed = sys.modules.get("torch.distributed")
-    return bool(distributed and distributed.is_available() and distributed.is_initialized())
-
-
-def is_first_to_tell() -> bool:
-    """Whether no other process of the run has told yet why it ends, as far as can be known; those
-    that ask later find that this one has.
-    """
-    try:
-        if _store is not None:
-            _store.set_timeout(datetime.timedelta(seconds=5))
-        return _store is None or _store.add(TOLD, 1) == 1
-    except RuntimeError:  # whoever kept the store is gone
-        return True
-
-
-def end_process(status: int) -> NoReturn:
-    """End this process with a status; at once, if it has joined others and something went wrong.
-
-    PyTorch's threads may then still wait for another process. Python, as it ends, waits for these
-    threads while it holds the lock that they need: the process would never end, nor would torchrun.
-    """
-    if has_joined():
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody may read it
-                stream.flush()
-        os._exit(status)
-    raise SystemExit(status)
+    return f"{name} ({theirs.pop()})" if len(theirs) == 1 and hosts[0] not in theirs else name

@@ -25,12 +25,11 @@ import torch
 
 import measure.summary
 import runtime.device
-import runtime.world
+from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from model import GPT, GPTConfig
 from runtime.world import World
-from weights import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -108,12 +107,6 @@ def the_matmul_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.summary, "matmul_tflops", _matmul_tflops)
 
 
-@pytest.fixture(autouse=True)
-def no_test_is_of_the_run_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its errors would be taken for those of a process whose run has told already why it ends."""
-    monkeypatch.setattr(runtime.world, "_store", None)
-
-
 @functools.cache
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
     return MATMUL_TFLOPS(device, dtype)
@@ -186,6 +179,20 @@ def tiny_run(place: Path, **options) -> Config:
         "init": "gpt2",
     }
     return load_config(**(TINY | values | options))
+
+
+@pytest.fixture
+def go(tiny_config: Callable[..., Config]) -> Callable[..., dict[str, Any]]:
+    """Train a config, or a tiny one with some options; returns the summary."""
+    from train import train
+
+    return lambda config=None, **options: train(config or tiny_config(**options), ALONE)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """Return the folder of a tiny run that is given no name."""
+    return tmp_path / "logs/train"
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> Callable[[], None]:
@@ -285,6 +292,7 @@ def fork_server() -> Any:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))  # where it finds the last two
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as runtime/start.py does
         multiprocessing.forkserver._forkserver.ensure_running()
     return context
 

@@ -1,4 +1,4 @@
-"""What the processes of tests/test_fsdp.py do: actions, one after the other in one process group."""
+"""What the ranks of tests/test_fsdp.py do: actions, one after the other in one process group."""
 
 import contextlib
 import hashlib
@@ -6,31 +6,31 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import checkpoint.shards
 import measure.summary
-import runtime.shards
 import sample
-from checkpoint import find_checkpoint, optimizer_tensors
+from checkpoint.resume import find_checkpoint
+from checkpoint.shards import is_sharded, own_part
 from config import Config, load_config
 from data.tokenizer import END_OF_TEXT
 from model import Block, Transformer
 from runtime.errors import reported
-from runtime.shards import is_sharded, own_part
 from runtime.world import World, joined_world
-from train import build, train
+from train import setup, train
 
 
 def acts() -> None:
     """Do the actions on the command line; rank 0 writes down what they return."""
     measure.summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the runs
     with (
-        reported("here", advice={"other process": "another process died"}),
+        reported("here", advice={"lost rank": "another process died"}),
         joined_world(torch.device("cpu"), 600) as world,
     ):
         results = [
@@ -51,12 +51,9 @@ def restored(config: Config, world: World) -> tuple[str, float]:
     """
     resumed, config, _ = find_checkpoint(config, world)
     assert resumed
-    config, state, _, _ = build(config, world, lambda text: None, resumed.folder)
-    resumed.restore(state, config, resumed.saved.corpus, world)
+    state = setup(config, world, resumed).state
     digest = hashlib.sha256()
-    for name, tensor in sorted(
-        (state.model.state_dict() | optimizer_tensors(state.model, state.optimizers)).items()
-    ):
+    for name, tensor in sorted((state.model.state_dict() | state.optimizer_tensors()).items()):
         whole = tensor.full_tensor() if is_sharded(tensor) else tensor
         digest.update(name.encode() + whole.numpy().tobytes())
     own = sum(own_part(p).numel() for p in state.model.parameters())
@@ -84,12 +81,9 @@ def sums(config: Config, world: World) -> int:
 def summed() -> Iterator[list[torch.dtype]]:
     """The dtypes of the gradients that FSDP sums meanwhile, one for each time."""
     dtypes = []
-    name = next(
-        name
-        for name in ("reduce_scatter_single", "reduce_scatter_tensor")
-        if hasattr(torch.distributed, name)
-    )
-    real = getattr(torch.distributed, name)  # it has the first name since PyTorch 2.13
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")  # the first since PyTorch 2.13
+    name = next(name for name in names if hasattr(torch.distributed, name))
+    real = getattr(torch.distributed, name)
 
     def reduce_scatter(*args: Any, **kwargs: Any) -> Any:
         dtypes.append((args[0] if args else kwargs["output"]).dtype)
@@ -139,36 +133,41 @@ def graphs(config: Config, world: World) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def not_saved(config: Config, world: World) -> str:
-    """What a run says whose last save fails on rank 1, as for a full disk."""
-    real = runtime.shards.sha256
+@contextlib.contextmanager
+def at_last_save(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` on rank 1 as step 4's checkpoint is being written."""
+    real = checkpoint.shards.sha256
 
-    def full(path):
-        if world.rank and path.parent.parent.name.startswith("step_000004."):
-            raise OSError(28, "No space left on device")
+    def sha256(path: Path) -> str:
+        if torch.distributed.get_rank() and path.parent.parent.name.startswith("step_000004."):
+            act()
         return real(path)
 
-    runtime.shards.sha256 = full
+    checkpoint.shards.sha256 = sha256
     try:
-        train(config, world)
+        yield
+    finally:
+        checkpoint.shards.sha256 = real
+
+
+def not_saved(config: Config, world: World) -> str:
+    """What a run says whose last save fails on rank 1, as for a full disk."""
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    try:
+        with at_last_save(full):
+            train(config, world)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        runtime.shards.sha256 = real
     return ""
 
 
 def killed(config: Config, world: World) -> None:
     """A run whose last save kills rank 1."""
-    real = runtime.shards.sha256
-
-    def kill(path):
-        if world.rank and path.parent.parent.name.startswith("step_000004."):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(path)
-
-    runtime.shards.sha256 = kill
-    train(config, world)
+    with at_last_save(lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        train(config, world)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,13 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from checkpoint.files import MODEL, OPTIMIZER, STATE, read_json
+from checkpoint.shards import read_part
 from config import Config, load_config
 from data.token_file import write_corpus
 from runtime.cli import Options, Positive, ZeroIsOff, parse_command_line
 from runtime.runlog import all_checkpoints
-from tests.conftest import children, flags, kill_all, start
-from weights import MODEL, OPTIMIZER, STATE, read_json, read_part
+from tests.conftest import TINY, children, flags, kill_all, start
 
 STEPS_PER_KILL = 12
 # share of several ranks' lives that are counted from their start: most of these end while the ranks
@@ -75,15 +76,11 @@ class Run:
     def __init__(self, config: Config, options: SoakOptions):
         self.path, self.several = Path(config.log_dir) / str(config.run_name), options.ranks > 1
         self.n_ranks = options.ranks if self.several else 0  # that torchrun starts
-        torchrun = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={options.ranks}",
-            f"--max_restarts={options.kills}",
-            str(ROOT / "train.py"),
-        ]
-        self.command = [*(torchrun if self.several else ["train.py"]), *flags(config)]
+        torchrun = (
+            f"-m torch.distributed.run --standalone --nproc_per_node={options.ranks} "
+            f"--max_restarts={options.kills} {ROOT}/train.py"
+        )
+        self.command = [*(torchrun.split() if self.several else ["train.py"]), *flags(config)]
         self.process: Any = None  # torchrun's, or the only one
         # of this life: the numbers of torchrun's ranks; the checkpoints, and those half written or
         # deleted, that it has found
@@ -194,13 +191,8 @@ def main(options: SoakOptions) -> int:
         options.ranks > 1,
     )
     write_corpus(place / "data" / "tiny", [[(i * i + i // 7) % 100 for i in range(20_000)]])
-    values: dict[str, Any] = {
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 32,
-        "block_size": 32,
+    values: dict[str, Any] = TINY | {
         "seq_len": 32,
-        "vocab_size": 128,
         "dropout": 0.1,
         "dataset": "tiny",
         "data_dir": f"{place}/data",
@@ -239,21 +231,12 @@ def main(options: SoakOptions) -> int:
             in_a_write += run.kill(ranks, process, moments)
             kills[what] += 1
         differ += run.end() != straight.end()
-    counted = (
-        f"{options.kills} kills",
-        f"{lives} processes",
-        f"{in_a_write} of them while a checkpoint was being written",
-    )
-    if several:
-        counted = (
-            f"{options.kills} kills ({', '.join(f'{kills[what]} of {what}' for what in KINDS)})",
-            f"{lives} starts of {options.ranks} ranks",
-            f"{counted[2]} and {early} before the start's first step was saved",
-        )
+    of_kinds = ", ".join(f"{n} of {what}" for what, n in kills.items())
     print(
-        f"{counted[0]} of {counted[1]} in {rounds} run(s) of {values['max_steps']} steps, "
-        f"{counted[2]}; {differ} run(s) ended "
-        f"with other weights, optimizer state, losses or evaluations"
+        f"{options.kills} kills ({of_kinds}) in {lives} lives of {rounds} run(s) of "
+        f"{values['max_steps']} steps: {in_a_write} of them while a checkpoint was being written, "
+        f"{early} before its first step was saved; {differ} run(s) ended with other weights, "
+        f"optimizer state, losses or evaluations"
     )
     if differ:
         print(f"the runs are in {place}")

@@ -4,7 +4,7 @@ with each kind of mistake.
 
 import csv
 import json
-import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from config import Config
-from runtime.cli import parse_command_line
+from checkpoint.weights import load_model
 from tests.conftest import (
     ROOT,
     TINY,
@@ -26,26 +25,11 @@ from tests.conftest import (
     run_from_nothing,
     wait_for,
 )
-from weights import load_model
 
-SMALL = [
-    "--n_layer",
-    "1",
-    "--n_head",
-    "2",
-    "--n_embd",
-    "16",
-    "--block_size",
-    "32",
-    "--seq_len",
-    "32",
-    "--batch_size",
-    "2",
-    "--max_steps",
-    "3",
-    "--device",
-    "cpu",
-]
+SMALL = shlex.split(
+    "--n_layer 1 --n_head 2 --n_embd 16 --block_size 32 --seq_len 32 --batch_size 2 --max_steps 3 "
+    "--device cpu"
+)
 
 
 def torchrun(*options, cwd):
@@ -64,28 +48,13 @@ def losses(folder, column="loss"):
 
 
 def test_a_newcomers_path_from_an_empty_folder_to_a_sample(tmp_path):
-    precision = [f"--no-{name}" for name in fast_precision()]
-    trained = run_from_nothing(
-        "train.py",
-        "--config",
-        "quickstart.yaml",
-        *SMALL,
-        "--eval_every",
-        "3",
-        "--eval_tokens",
-        "640",
-        "--sample_every",
-        "3",
-        "--sample_tokens",
-        "4",
-        "--log_every",
-        "1",
-        "--warmup_steps",
-        "1",
-        *precision,
-        cwd=tmp_path,
-        OMP_NUM_THREADS="1",
+    more = (
+        "--eval_every 3 --eval_tokens 640 --sample_every 3 --sample_tokens 4 --log_every 1 "
+        "--warmup_steps 1"
     )
+    precision = [f"--no-{name}" for name in fast_precision()]
+    command = ["train.py", "--config", "quickstart.yaml", *SMALL, *more.split(), *precision]
+    trained = run_from_nothing(*command, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert trained.returncode == 0, trained.stderr
     for text in (
         "preparing data/pydocs",
@@ -97,36 +66,18 @@ def test_a_newcomers_path_from_an_empty_folder_to_a_sample(tmp_path):
     ):
         assert text in trained.stdout, trained.stdout
     assert (tmp_path / "data/pydocs/pydocs_train_000000.bin").is_file()
-    command = [
-        "sample.py",
-        "quickstart",
-        "--prompt",
-        "Python is",
-        "--max_new_tokens",
-        "8",
-        "--seed",
-        "1",
-    ]
+    sample = ["sample.py", "quickstart", "--prompt", "Python is", "--max_new_tokens", "8", "--seed"]
     sampled = [
-        run_from_nothing(*command, cwd=tmp_path),
-        run(*command, cwd=tmp_path),
-        run(*command[:-1], "2", cwd=tmp_path),
+        run_from_nothing(*sample, "1", cwd=tmp_path),
+        run(*sample, "1", cwd=tmp_path),
+        run(*sample, "2", cwd=tmp_path),
     ]
     assert [s.returncode for s in sampled] == [0, 0, 0]
     assert sampled[0].stdout.startswith("Python is")
     assert sampled[0].stdout == sampled[1].stdout != sampled[2].stdout
-    by_folder = run(
-        "sample.py",
-        "logs/quickstart",
-        "--max_new_tokens",
-        "4",
-        "--temperature",
-        "0",
-        "--top_k",
-        "none",
-        cwd=tmp_path,
-    )
-    assert by_folder.returncode == 0, by_folder.stderr
+    by_folder = "sample.py logs/quickstart --max_new_tokens 4 --temperature 0 --top_k none"
+    done = run(*by_folder.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_runs_config_yaml_repeats_the_run(tiny_config, tmp_path):
@@ -137,7 +88,7 @@ def test_a_runs_config_yaml_repeats_the_run(tiny_config, tmp_path):
     assert losses(tmp_path / "logs/train.1") == losses(tmp_path / "logs/train")
 
 
-def test_two_processes_train_as_one_does(tiny_config, tmp_path):
+def test_two_ranks_train_as_one_does(tiny_config, tmp_path):
     """Gradients, losses and norms of 2 gloo ranks with accumulation equal one process with the
     whole batch.
     """
@@ -148,52 +99,41 @@ def test_two_processes_train_as_one_does(tiny_config, tmp_path):
         "shuffle": True,
         "grad_clip": 0.5,
     }
-    one, two = (
-        tiny_config(run_name="one", batch_size=8, **shared),
-        tiny_config(run_name="two", batch_size=2, **shared),
-    )
+    one = tiny_config(run_name="one", batch_size=8, **shared)
+    two = tiny_config(run_name="two", batch_size=2, **shared)
     alone = run("train.py", *flags(one), cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     both = torchrun(*flags(two), cwd=tmp_path)
     assert both.returncode == 0, both.stderr
     assert both.stdout.count("step 1/6 | loss") == 1, "every rank prints"
-    assert "2 processes x 2 micro-steps" in both.stdout
+    assert "2 ranks x 2 micro-steps" in both.stdout
+    folders = [tmp_path / "logs" / config.run_name for config in (one, two)]
     for column in ("loss", "norm", "lr"):
-        assert losses(tmp_path / "logs/two", column) == pytest.approx(
-            losses(tmp_path / "logs/one", column), rel=1e-4
-        )
-    assert json.loads((tmp_path / "logs/two/summary.json").read_text())[
-        "val_loss"
-    ] == pytest.approx(
-        json.loads((tmp_path / "logs/one/summary.json").read_text())["val_loss"], rel=1e-5
-    )
+        ours, theirs = (losses(folder, column) for folder in folders)
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    val_losses = [json.loads((f / "summary.json").read_text())["val_loss"] for f in folders]
+    assert val_losses[0] == pytest.approx(val_losses[1], rel=1e-5)
     weights = [load_model(config.run_name, config.log_dir).parameters() for config in (one, two)]
     for a, b in zip(*weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_ctrl_c_ends_the_run_cleanly_with_what_was_logged(tiny_config, tmp_path):
-    log = tmp_path / "logs/train/log.csv"
-    command = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        *flags(tiny_config(max_steps=10**6)),
-    ]  # nothing forked: Python's own start
-    with ended(
-        [
-            subprocess.Popen(
-                command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-        ]
-    ) as (process,):
+    folder = tmp_path / "logs/train"
+    command = [sys.executable, ROOT / "train.py", *flags(tiny_config(max_steps=10**6))]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # nothing forked: Python's own start
+    process = subprocess.Popen(command, cwd=tmp_path, text=True, **pipes)
+    with ended([process]):
+        log = folder / "log.csv"
         wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, process)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     assert "Traceback" not in err
     assert "interrupted: " in out
-    assert json.loads((tmp_path / "logs/train/summary.json").read_text())["interrupted"] is True
-    assert len(losses(tmp_path / "logs/train")) >= 3
+    assert json.loads((folder / "summary.json").read_text())["interrupted"] is True
+    assert len(losses(folder)) >= 3
 
 
 # ---- mistakes: one clear line, nothing lost
@@ -212,9 +152,8 @@ def failure(*command, cwd, status=2, **env):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
 def test_cuda_where_there_is_none(tmp_path):
-    assert "--device cuda: not available to this PyTorch" in failure(
-        "train.py", *SMALL, "--device", "cuda", cwd=tmp_path
-    )
+    line = failure("train.py", *SMALL, "--device", "cuda", cwd=tmp_path)
+    assert "--device cuda: not available to this PyTorch" in line
 
 
 def test_a_corpus_that_is_not_there_names_the_nearest_and_what_to_run(tmp_path):
@@ -224,14 +163,8 @@ def test_a_corpus_that_is_not_there_names_the_nearest_and_what_to_run(tmp_path):
 
 
 def test_no_corpus_and_no_network_says_how_to_get_it(tmp_path):
-    line = failure(
-        "train.py",
-        *SMALL,
-        "--dataset",
-        "shakespeare",
-        cwd=tmp_path,
-        https_proxy="http://127.0.0.1:9",
-    )
+    command = ["train.py", *SMALL, "--dataset", "shakespeare"]
+    line = failure(*command, cwd=tmp_path, https_proxy="http://127.0.0.1:9")
     assert "could not be downloaded" in line
     assert "python data/shakespeare.py --source FILE" in line
 
@@ -256,77 +189,52 @@ def test_bad_token_files(damage, message, tiny_config, tmp_path):
     assert message in failure("train.py", *given, cwd=tmp_path)
 
 
-def test_a_corpus_smaller_than_one_batch_says_how_much_is_needed(tiny_config, tmp_path):
-    line = failure("train.py", *flags(tiny_config(batch_size=200)), cwd=tmp_path)
-    assert (
-        "4,000 tokens make 124 sequences of 32, but one step takes 200, at least 6,401 tokens"
-        in line
-    )
-
-
-def test_no_compiler_for_compile(tiny_config, tmp_path):
-    line = failure(
-        "train.py",
-        *flags(tiny_config(compile=True)),
-        cwd=tmp_path,
-        PATH=str(tmp_path),
-        CXX="no-such-compiler",
-    )
-    assert "no C++ compiler found" in line
-
-
-def test_a_compilers_cache_with_white_space_in_its_name_is_told_before_it_fails(
-    tiny_config, tmp_path
+@pytest.mark.parametrize(
+    ("options", "env", "status", "message"),
+    [
+        (
+            {"batch_size": 200},
+            {},
+            2,
+            "4,000 tokens make 124 sequences of 32, but one step takes 200, at least 6,401 tokens",
+        ),
+        (
+            {"compile": True},
+            {"PATH": "/nowhere", "CXX": "no-such-compiler"},
+            2,
+            "no C++ compiler found",
+        ),
+        (
+            {"compile": True},
+            {"TORCHINDUCTOR_CACHE_DIR": "/tmp/white space"},
+            2,
+            "--compile: '/tmp/white space': PyTorch cannot compile in a folder with white space",
+        ),
+        (
+            {"n_layer": 1, "n_head": 1, "n_embd": 10**11},  # 40 TB of embedding
+            {},
+            1,
+            "out of memory at batch_size 4, seq_len 32. These lower it: a smaller --batch_size",
+        ),
+    ],
+    ids=["small corpus", "no compiler", "white space", "memory"],
+)
+def test_a_run_that_cannot_start_here_says_why(
+    options, env, status, message, tiny_config, tmp_path
 ):
-    cache = str(tmp_path / "white space")
-    line = failure(
-        "train.py", *flags(tiny_config(compile=True)), cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=cache
-    )
-    assert (
-        f"--compile: {cache!r}: PyTorch cannot compile in a folder with white space in its name"
-        in line
-    )
+    command = ["train.py", *flags(tiny_config(**options))]
+    assert message in failure(*command, cwd=tmp_path, status=status, **env)
 
 
 def test_a_compilers_cache_that_cannot_be_made_names_what_to_set(tiny_config, tmp_path):
     (tmp_path / "file").write_text("")
     cache = f"{tmp_path}/file/x"
-    done = run_from_nothing(
-        "train.py", *flags(tiny_config()), cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=cache
-    )
+    command = ["train.py", *flags(tiny_config())]
+    done = run_from_nothing(*command, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=cache)
     assert done.returncode == 2
-    assert done.stderr == (
-        f"error: {cache}: PyTorch cannot make this folder, its compiler's cache: Not a "
-        f"directory; set "
-        f"TORCHINDUCTOR_CACHE_DIR to a folder that can be written\n"
-    )
+    assert done.stderr.startswith(f"error: {cache}: PyTorch")
+    assert "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written" in done.stderr
     assert not (tmp_path / "logs").exists()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="deletes no folder in use")
-def test_a_working_directory_that_is_gone_is_told_before_pytorch_fails_in_it(
-    tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(SystemExit) as stopped:
-        parse_command_line(Config, [])
-    assert stopped.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "error: the working directory has been deleted; cd to one that is there\n"
-    )
-
-
-def test_out_of_memory_says_which_options_lower_it(tiny_config, tmp_path):
-    # 40 TB of embedding
-    line = failure(
-        "train.py", *flags(tiny_config(n_layer=1, n_head=1, n_embd=10**11)), cwd=tmp_path, status=1
-    )
-    assert (
-        "out of memory at batch_size 4, seq_len 32. These lower it: a smaller --batch_size" in line
-    )
 
 
 def test_a_diverging_run_exits_with_1_and_keeps_its_log(tiny_config, tmp_path):
@@ -368,16 +276,3 @@ def test_sampling_from_a_model_of_another_vocabulary_is_refused(tiny_config, tmp
     done = run("sample.py", "train", cwd=tmp_path)
     assert done.returncode == 2
     assert f"a vocabulary of {TINY['vocab_size']} is not that of GPT-2's tokenizer" in done.stderr
-
-
-@pytest.mark.parametrize("script", ["sample.py", "bench.py", "evaluate.py", "export.py"])
-def test_ctrl_c_is_heard_from_the_first_import_on(script, tmp_path):
-    (tmp_path / "pydantic.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    done = subprocess.run(
-        [sys.executable, ROOT / script, "x"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        text=True,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert (done.returncode, done.stderr) == (130, "\nerror: interrupted\n")

@@ -18,7 +18,7 @@ import torch
 import data.pydocs
 import data.token_file
 import dataloader
-from checkpoint import CheckpointError
+from checkpoint.files import CheckpointError
 from config import load_config
 from data import text
 from data.prepare import prepare_if_missing

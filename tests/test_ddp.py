@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from checkpoint.weights import load_model
 from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
 from tests.test_train import column
 from train import no_sync, setup, train
-from weights import load_model
 
 SHUFFLED, CLIPPED = {"shuffle": True}, {"grad_clip": 0.5}
 

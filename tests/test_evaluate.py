@@ -4,6 +4,7 @@ evaluate.py as a command.
 
 import importlib.util
 import itertools
+import dataclasses
 import json
 import math
 import random
@@ -17,6 +18,7 @@ from transformers import GPT2Tokenizer
 
 import data.hellaswag
 import evaluate
+from checkpoint.weights import load_weights, read_weights
 from config import load_config
 from data.hellaswag import Item, clean, download, read_items
 from data.tokenizer import END_OF_TEXT, get_encoding
@@ -38,7 +40,6 @@ from runtime.errors import TrainingError, UserError
 from tests.conftest import ALONE, flags, run, run_ranks, tokens_in, transformers_pair
 from tests.test_train import rows
 from train import train
-from weights import load_weights, read_weights
 
 WORDS = "the a man dog roof water is sits throws shows how to rope slowly then 3.5 naïve 日本語 😀 Ça don't [title] [step] (x) , ."
 CONTEXT = 64  # of the models here
@@ -284,8 +285,8 @@ def test_each_metric_divides_by_its_own_length_and_no_text_at_all_is_never_taken
 
 def test_rows_of_a_padded_vocabulary_take_no_part(pair, file):
     ours, _, folder = pair
-    options, weights = read_weights(folder)
-    padded = GPT(GPTConfig(**options | {"vocab_size": 50304}))
+    config, weights = read_weights(folder)
+    padded = GPT(dataclasses.replace(config, vocab_size=50304))
     load_weights(padded, weights, "padded")
     with torch.no_grad():
         padded.lm_head.weight[50257:] = 100

@@ -10,7 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint import load_optimizers, read_state, resumed_config
+from checkpoint.files import CheckpointError
+from checkpoint.resume import load_optimizers, resumed_config
+from checkpoint.state import put_random_state, read_state
+from checkpoint.weights import build_model, load_model, read_weights
 from config import Config, load_config
 from data.token_file import HEADER_BYTES, TokenFileError, count_tokens, write_token_file
 from dataloader import open_corpus
@@ -18,31 +21,17 @@ from model import GPT, GPTConfig
 from optimizer import make_optimizers
 from runtime.cli import ConfigError
 from runtime.errors import UserError
-from tests.conftest import ALONE, CPU, TINY, reseal, tokens_in
+from tests.conftest import ALONE, CPU, TINY, reseal, tiny_run, tokens_in, write_tiny_corpus
 from train import train
-from weights import CheckpointError, build_model, load_model, read_weights
 
 settings.register_profile(
-    "fuzz",
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-    ],
+    "fuzz", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("fuzz")  # derandomized: the same inputs on every machine
 # what a disk, a bad copy or a hand does to a file: (kind, where as a share of the file, bytes)
-mutations = st.lists(
-    st.tuples(
-        st.sampled_from(["flip", "cut", "insert", "replace", "zero"]),
-        st.floats(0, 1),
-        st.binary(min_size=1, max_size=16),
-    ),
-    min_size=1,
-    max_size=4,
-)
+kinds = st.sampled_from(["flip", "cut", "insert", "replace", "zero"])
+changes = st.tuples(kinds, st.floats(0, 1), st.binary(min_size=1, max_size=16))
+mutations = st.lists(changes, min_size=1, max_size=4)
 
 
 def mutate(content: bytes, changes) -> bytes:
@@ -55,10 +44,8 @@ def mutate(content: bytes, changes) -> bytes:
             del data[at:]
         elif kind == "insert":
             data[at:at] = new
-        elif kind == "replace":
-            data[at : at + len(new)] = new
         else:
-            data[at : at + len(new)] = bytes(len(new))
+            data[at : at + len(new)] = new if kind == "replace" else bytes(len(new))
     return bytes(data)
 
 
@@ -79,25 +66,14 @@ def read_tokens(path: Path) -> None:
         assert "\n" not in str(error)
 
 
-@settings(max_examples=1000)
-@given(
-    content=st.one_of(
-        st.binary(max_size=1200),
-        st.builds(
-            lambda header, body: (
-                np.array(header, dtype="<i4").tobytes().ljust(HEADER_BYTES, b"\0") + body
-            ),
-            st.lists(
-                st.one_of(
-                    st.sampled_from([20240520, 1, 0, -1, 5, 2**31 - 1]),
-                    st.integers(-(2**31), 2**31 - 1),
-                ),
-                max_size=4,
-            ),
-            st.binary(max_size=40),
-        ),
-    )
+words = st.sampled_from([20240520, 1, 0, -1, 5, 2**31 - 1]) | st.integers(-(2**31), 2**31 - 1)
+headers = st.lists(words, max_size=4).map(
+    lambda header: np.array(header, dtype="<i4").tobytes().ljust(HEADER_BYTES, b"\0")
 )
+
+
+@settings(max_examples=1000)
+@given(content=st.binary(max_size=1200) | st.tuples(headers, st.binary(max_size=40)).map(b"".join))
 def test_any_bytes_as_a_token_file(content, tmp_path):
     path = tmp_path / "tokens.bin"
     path.write_bytes(content)
@@ -127,8 +103,9 @@ def read_config(path: Path) -> None:
     else:
         assert isinstance(config, Config)
         config.notes()
-        path.with_name("again.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        assert load_config(str(path.with_name("again.yaml"))).to_yaml() == config.to_yaml()
+        again = path.with_name("again.yaml")
+        again.write_text(config.to_yaml(), encoding="utf-8")
+        assert load_config(str(again)).to_yaml() == config.to_yaml()
 
 
 VALID = """# a comment
@@ -142,13 +119,11 @@ total_batch_tokens: none
 """
 
 
+texts = st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace"))
+
+
 @settings(max_examples=500)
-@given(
-    content=st.one_of(
-        st.binary(max_size=200),
-        st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace")),
-    )
-)
+@given(content=st.binary(max_size=200) | texts)
 def test_any_bytes_as_a_config(content, tmp_path):
     (tmp_path / "fuzz.yaml").write_bytes(content)
     read_config(tmp_path / "fuzz.yaml")
@@ -162,13 +137,13 @@ def test_a_mutated_config(changes, tmp_path):
 
 
 yaml_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
     ),
     max_leaves=6,
 )
-names = st.one_of(st.sampled_from([*Config.model_fields, "base"]), st.text(max_size=8))
+names = st.sampled_from([*Config.model_fields, "base"]) | st.text(max_size=8)
 
 
 @settings(max_examples=500)
@@ -180,26 +155,25 @@ def test_any_values_in_a_config(values, tmp_path):
 
 # ---- checkpoints
 
-SMALL = TINY | {"n_layer": 1, "seq_len": 32, "batch_size": 2}
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The only checkpoint of a tiny run."""
     place = tmp_path_factory.mktemp("fuzz")
-    write_folder = place / "data/tiny"
-    write_folder.mkdir(parents=True)
-    write_token_file(write_folder / "tiny_train_000000.bin", [[i % 100 for i in range(2000)]])
-    config = load_config(
-        **SMALL,
-        max_steps=1,
-        dataset="tiny",
-        data_dir=str(place / "data"),
-        log_dir=str(place / "logs"),
-        device="cpu",
-    )
-    train(config, ALONE)
+    write_tiny_corpus(place)
+    train(tiny_run(place, n_layer=1, batch_size=2, max_steps=1), ALONE)
     return place / "logs/train/checkpoints/step_000001"
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """Copies it; returns the copy."""
+
+    def copy():
+        folder = tmp_path / "checkpoints" / "step_000001"
+        return Path(shutil.copytree(saved, folder, dirs_exist_ok=True))
+
+    return copy
 
 
 def read_checkpoint(folder: Path) -> None:
@@ -215,7 +189,7 @@ def read_checkpoint(folder: Path) -> None:
             with contextlib.suppress(
                 ValueError, KeyError, IndexError, TypeError, OverflowError, RuntimeError
             ):
-                process_state.put(CPU)
+                put_random_state(process_state, CPU)
     except (CheckpointError, UserError) as error:
         assert "Traceback" not in str(error)
         assert str(error).strip()
@@ -228,9 +202,8 @@ FILES = ["model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA25
 
 @settings(max_examples=200)
 @given(name=st.sampled_from(FILES), changes=mutations, sealed=st.booleans())
-def test_a_mutated_checkpoint(name, changes, sealed, saved, tmp_path):
-    folder = tmp_path / "checkpoints" / "step_000001"
-    shutil.copytree(saved, folder, dirs_exist_ok=True)
+def test_a_mutated_checkpoint(name, changes, sealed, copied):
+    folder = copied()
     before = (folder / name).read_bytes()
     (folder / name).write_bytes(mutate(before, changes))
     if sealed and name != "SHA256SUMS":  # as if it had been written so
@@ -243,16 +216,15 @@ def test_a_mutated_checkpoint(name, changes, sealed, saved, tmp_path):
 
 @settings(max_examples=300)
 @given(name=st.sampled_from(FILES[:3]), content=st.binary(max_size=300))
-def test_any_bytes_in_a_checkpoint(name, content, saved, tmp_path):
-    folder = tmp_path / "checkpoints" / "step_000001"
-    shutil.copytree(saved, folder, dirs_exist_ok=True)
+def test_any_bytes_in_a_checkpoint(name, content, copied):
+    folder = copied()
     (folder / name).write_bytes(content)
     reseal(folder)
 
     def resume():
         read_state(folder)
         read_weights(folder)
-        config = load_config(**SMALL)
+        config = load_config(**TINY | {"n_layer": 1, "seq_len": 32})
         model = GPT(GPTConfig.of(config))
         load_optimizers(folder, model, make_optimizers(model, config)[0])
 
@@ -262,26 +234,17 @@ def test_any_bytes_in_a_checkpoint(name, content, saved, tmp_path):
 
 @settings(max_examples=250)
 @given(where=st.lists(st.integers(0, 30), min_size=1, max_size=5), value=yaml_values)
-def test_any_values_in_a_checkpoints_state(where, value, saved, tmp_path):
-    folder = tmp_path / "checkpoints" / "step_000001"
-    shutil.copytree(saved, folder, dirs_exist_ok=True)
+def test_any_values_in_a_checkpoints_state(where, value, copied):
+    folder = copied()
     state = json.loads((folder / "checkpoint.json").read_text())
-    target = state
-    for depth, i in enumerate(where):  # wander down and plant the value
-        keys = (
-            list(target)
-            if isinstance(target, dict)
-            else list(range(len(target)))
-            if isinstance(target, list)
-            else []
-        )
-        if not keys:
+    target, parent, key = state, {}, None
+    for i in where:  # wander down and plant the value
+        if not (isinstance(target, dict | list) and target):
             break
-        key = keys[i % len(keys)]
-        if depth == len(where) - 1 or not isinstance(target[key], dict | list):
-            target[key] = value
-            break
-        target = target[key]
+        keys = list(target) if isinstance(target, dict) else range(len(target))
+        parent, key = target, keys[i % len(keys)]
+        target = parent[key]
+    parent[key] = value
     (folder / "checkpoint.json").write_text(json.dumps(state))
     reseal(folder)
     read_checkpoint(folder)

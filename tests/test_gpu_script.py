@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh, rehearsed on the CPU with a tiny model: every part does its work and leaves
+"""measure/gpu.sh, rehearsed on the CPU with a tiny model: every part does its work and leaves
 its results.
 """
 
@@ -25,7 +25,8 @@ HAND_OVER = """
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     server.connect(sys.argv[1])
-    socket.send_fds(server, [json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+    request = json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)])
+    socket.send_fds(server, [request.encode()], [0, 1, 2])
     sys.exit(int(server.recv(10)))
 """
 
@@ -67,7 +68,7 @@ def python(tmp_path):
 
 def gpu_script(*arguments, python=sys.executable):
     return subprocess.run(
-        ["bash", str(ROOT / "benchmarks/gpu.sh"), *arguments],
+        ["bash", str(ROOT / "measure/gpu.sh"), *arguments],
         text=True,
         capture_output=True,
         timeout=280,

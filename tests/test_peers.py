@@ -1,4 +1,4 @@
-"""Comparing with peers: what is a peer, equal first losses, and a whole comparison of tiny models."""
+"""Peers: what is one, equal first losses, and a whole comparison of tiny models."""
 
 import json
 import sys
@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks import in_turn
-from benchmarks.in_turn import Side
-from benchmarks.peer_side import build_peer
-from benchmarks.peers import (
+from measure import interleaved
+from measure.interleaved import Side
+from measure.peer_side import build_peer
+from measure.peers import (
     WITH_SETTINGS,
     Comparison,
     PeersOptions,
@@ -19,14 +19,14 @@ from benchmarks.peers import (
     our_config,
     plan,
 )
+from runtime.cli import parse, parse_command_line
 from runtime.errors import UserError
-from tests.conftest import run
 
 # a small file in nanoGPT's manner
 PEER = """
 from dataclasses import dataclass
 import torch
-import torch.nn as nn
+from torch import nn
 from torch.nn import functional as F
 
 @dataclass
@@ -43,16 +43,20 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.heads = c.n_head
-        self.c_attn, self.c_proj = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias), nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+        self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
+        self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
 
     def forward(self, x):
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=2))
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        qkv = self.c_attn(x).chunk(3, dim=2)
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in qkv)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.c_fc, self.c_proj = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias), nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
+        self.c_fc = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
+        self.c_proj = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x)))
@@ -60,23 +64,27 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(c.n_embd), Attention(c), nn.LayerNorm(c.n_embd), MLP(c)
+        self.ln_1, self.attn = nn.LayerNorm(c.n_embd), Attention(c)
+        self.ln_2, self.mlp = nn.LayerNorm(c.n_embd), MLP(c)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 class GPT(nn.Module):
-    def __init__(self, config):
+    def __init__(self, c):
         super().__init__()
         self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(config.vocab_size, config.n_embd), "wpe": nn.Embedding(config.block_size, config.n_embd),
-            "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]), "ln_f": nn.LayerNorm(config.n_embd)})
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            "wte": nn.Embedding(c.vocab_size, c.n_embd),
+            "wpe": nn.Embedding(c.block_size, c.n_embd),
+            "h": nn.ModuleList([Block(c) for _ in range(c.n_layer)]),
+            "ln_f": nn.LayerNorm(c.n_embd)})
+        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
 
     def forward(self, idx, targets=None):
-        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1), device=idx.device))
+        positions = torch.arange(idx.size(1), device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)
         for block in self.transformer.h:
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))
@@ -150,21 +158,14 @@ def test_this_projects_own_model_is_a_peer_too(options, tmp_path):
     [
         ([("is_causal=True", "is_causal=False")], "so it computes something else"),
         ([("x = x + self.attn", "x = self.attn")], "so it computes something else"),
-        ([("class GPT(", "class Gpt(")], "has no GPT;"),
-        (
-            [("class GPTConfig", "class Config"), ("class GPT(", "class Gpt(")],
-            "has no GPT and no GPTConfig",
-        ),
-        ([("n_embd: int = 768", "width: int = 768")], "its GPTConfig has no n_embd"),
-        (
-            [("    block_size: int", "    experts: int\n    block_size: int")],
-            "its GPTConfig asks for experts",
-        ),
+        ([("class GPT(", "class Gpt(")], "has no attribute 'GPT'"),
+        ([("n_embd: int = 768", "width: int = 768")], "unexpected keyword argument 'n_embd'"),
+        ([("    block_size: int", "    experts: int\n    block_size: int")], "argument: 'experts'"),
         (
             [('"ln_f"', '"norm"'), ("transformer.ln_f", "transformer.norm")],
-            "has no transformer.ln_f.bias (and 3 more)",
+            "transformer.ln_f.weight, transformer.norm.bias",
         ),
-        ([("4 * c.n_embd", "3 * c.n_embd")], "has transformer.h."),
+        ([("4 * c.n_embd", "3 * c.n_embd")], "size mismatch for transformer.h."),
         ([("self.lm_head.weight = self.transformer.wte.weight", "pass")], "are two matrices"),
         ([("return logits, F", "return {}, logits, F")], "must return the loss"),
         (
@@ -186,40 +187,26 @@ def test_a_file_that_is_no_peer_is_one_error_line(replaced, said, options, peer,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--peer", "nowhere.py"], "--peer nowhere.py: no such file"),
         (["--peer", "a/model.py", "b/../a/model.py"], "a/model.py is named twice"),
         (["--config", "baseline.yaml"], "tie_weights False, which the peers have not"),
-        (["--rounds", "3"], "greater than or equal to 6"),
-        (["--no-flash"], "unknown option"),
     ],
 )
-def test_what_cannot_be_compared_is_told_before_anything_starts(arguments, said, corpus, tmp_path):
-    ran = run(
-        "-m",
-        "benchmarks.peers",
-        "--dataset",
-        "tiny",
-        "--data_dir",
-        corpus,
-        "--log_dir",
-        tmp_path / "logs",
-        "--n_layer",
-        "1",
-        "--n_head",
-        "2",
-        "--n_embd",
-        "16",
-        "--seq_len",
-        "16",
-        *arguments,
-        cwd=tmp_path.parent,
-    )
-    assert ran.returncode == 2, ran.stderr
-    assert said in ran.stderr
-    assert "Traceback" not in ran.stderr
+def test_what_cannot_be_compared_is_told_before_anything_starts(arguments, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        main(parse(PeersOptions, [*arguments, f"--log_dir={tmp_path}/logs"]))
     assert not (tmp_path / "logs").exists()
+
+
+def test_the_command_line_has_the_training_options_and_their_bounds(capsys):
+    with pytest.raises(SystemExit):
+        parse_command_line(PeersOptions, ["--batch_size", "0", "--no-flash", "--rounds", "3"])
+    said = capsys.readouterr().err
+    assert "--batch_size: input should be greater than or equal to 1" in said
+    assert "--rounds: input should be greater than or equal to 6" in said
+    assert "--no-flash: unknown option" in said
 
 
 def test_rounding_explains_more_in_bf16_and_padding_only_a_higher_loss(options):
@@ -234,24 +221,26 @@ def test_rounding_explains_more_in_bf16_and_padding_only_a_higher_loss(options):
 def answering(name, loss=10.0, seconds=0.5):
     """A side that answers at once."""
     code = (
-        "import json\nfor steps in map(int, open(0)):\n"
-        f" print(json.dumps({{'seconds': [{seconds}] * steps, 'tokens': 7 * steps, 'asleep': True, 'loss': {loss},"
-        " 'peak_memory_mb': 100}), flush=True)"
+        "import json\n"
+        f"answer = {{'asleep': True, 'loss': {loss}, 'peak_memory_mb': 100}}\n"
+        "for steps in map(int, open(0)):\n"
+        f"    figures = {{'seconds': [{seconds}] * steps, 'tokens': 7 * steps}}\n"
+        "    print(json.dumps(answer | figures), flush=True)"
     )
     return lambda: Side(name, [sys.executable, "-c", code])
 
 
 def test_a_side_whose_first_loss_differs_is_left_out_and_the_others_are_not(options, tmp_path):
     found = Comparison(options.model_copy(update={"rounds": 6}), our_config(options), tmp_path)
+    ours, plain, with_settings, baseline = found.entries
     names = [entry.name for entry in found.entries]
     assert names == ["speedup10", "transformers", f"transformers{WITH_SETTINGS}", "baseline"]
-    for entry, loss, seconds in zip(
-        found.entries, (10.0, 10.2, 10.0, 10.0), (0.5, 0.5, 1.0, 2.0), strict=True
-    ):
-        entry.command = answering(entry.name, loss, seconds)
+    ours.command = answering(ours.name)
+    plain.command = answering(plain.name, loss=10.2)
+    with_settings.command = answering(with_settings.name, seconds=1.0)
+    baseline.command = answering(baseline.name, seconds=2.0)
     for _ in found.measure():
         pass
-    ours, plain, with_settings, baseline = found.entries
     assert found.failed == [plain.error]
     assert plain.error.startswith("transformers: its first loss is 10.2")
     assert plain.ours_over is None
@@ -274,74 +263,39 @@ def test_a_peer_with_our_settings_differs_from_the_plain_one_in_these_alone(
 
 def test_starts_are_timed_with_an_empty_and_then_with_the_filled_compile_cache(options, tmp_path):
     found = Comparison(options, our_config(options), tmp_path)
-    folder = found.side(found.ours).environment["TORCHINDUCTOR_CACHE_DIR"]
-    folders = {found.side(entry).environment["TORCHINDUCTOR_CACHE_DIR"] for entry in found.entries}
-    assert len(folders) == len(found.entries)
-    assert not any(
-        " " in folder for folder in folders
-    )  # torch.compile cannot call g++ with such paths
-    leave = (
-        "import json, os, pathlib\nfolder = "
-        "pathlib.Path(os.environ['TORCHINDUCTOR_CACHE_DIR'])\nseen = folder.exists()\n"
-        "folder.mkdir(parents=True, exist_ok=True)\nfor _ in open(0):\n"
-        " print(json.dumps({'seconds': [1], 'tokens': 1, 'asleep': True, 'loss': 10 + seen / "
-        "1000}), flush=True)"
+    folders = [found.side(entry).environment["TORCHINDUCTOR_CACHE_DIR"] for entry in found.entries]
+    assert len(set(folders)) == len(found.entries)
+    assert not any(" " in folder for folder in folders)  # torch.compile cannot call g++ with such
+    code = (
+        "import json, os, pathlib\n"
+        "folder = pathlib.Path(os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+        "loss = 10.001 if folder.exists() else 10\n"
+        "folder.mkdir(parents=True, exist_ok=True)\n"
+        "answer = {'seconds': [1], 'tokens': 1, 'asleep': True, 'loss': loss}\n"
+        "for _ in open(0): print(json.dumps(answer), flush=True)"
     )
-    sides = []
-    found.ours.command = lambda: (
-        sides.append(Side("ours", [sys.executable, "-c", leave])) or sides[-1]
-    )
+    sides = [Side("ours", [sys.executable, "-c", code]) for _ in range(2)]
+    left = list(sides)
+    found.ours.command = lambda: left.pop(0)
     found.start(found.ours)
-    assert [side.turns[0]["loss"] for side in sides] == [10, 10.001]
-    assert folder.startswith(str(tmp_path))
+    assert [side.answers[0]["loss"] for side in sides] == [10, 10.001]
 
 
-def test_tiny_models_are_compared_whole(peer, corpus, tmp_path, monkeypatch, forked):
-    monkeypatch.setattr(in_turn, "TURN_SECONDS", 0.01)
+def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked):
+    monkeypatch.setattr(interleaved, "TURN_SECONDS", 0.01)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    sizes = [
-        word
-        for name, value in SIZES.items()
-        if not isinstance(value, bool)
-        for word in (f"--{name}", str(value))
-    ]
-    main(
-        [
-            "--peer",
-            peer(),
-            "--dataset",
-            "tiny",
-            "--data_dir",
-            str(corpus),
-            "--log_dir",
-            str(tmp_path / "logs"),
-            "--no-starts",
-            "--no-baseline",
-            "--no-settings",
-            "--no-compile",
-            "--no-bf16",
-            "--rounds",
-            "6",
-            "--width",
-            "1",
-            *sizes,
-        ]
-    )
+    less = {"starts": False, "baseline": False, "settings": False, "rounds": 6, "width": 1.0}
+    more = {"peer": (peer(),), "log_dir": str(tmp_path / "logs")}
+    main(options.model_copy(update=less | more))
     folder = tmp_path / "logs" / "peers"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "peers.png",
-        "report.md",
-        "results.json",
-    ]
-    report = (folder / "report.md").read_text()
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["peers.png", "report.md", "results.json"]
     name = f"{tmp_path.name}/model.py"
     for side in ("speedup10", "transformers", name):
-        assert f"| {side} |" in report
+        assert f"| {side} |" in (folder / "report.md").read_text()
     groups = json.loads((folder / "results.json").read_text())["in_turn"]
-    assert [[side["side"] for side in group] for group in groups] == [
-        ["speedup10", "transformers"],
-        ["speedup10", name],
-    ]
+    sides = [[side["side"] for side in group] for group in groups]
+    assert sides == [["speedup10", "transformers"], ["speedup10", name]]
     for group in groups:
         assert {len(side["tokens_per_sec"]) for side in group} == {6}
         ours, theirs = (side["turns"][0]["loss"] for side in group)

@@ -1,6 +1,4 @@
-"""What goes wrong among the processes of one run: one of them says so, the others end, and nobody
-waits for ever.
-"""
+"""What goes wrong among the ranks of one run: one says so, all end, and nobody waits for ever."""
 
 import signal
 import socket
@@ -11,9 +9,12 @@ import time
 import pytest
 
 import runtime.world
+from config import Config
+from runtime import errors
+from runtime.cli import parse_command_line
 from runtime.errors import TrainingError, UserError
-from runtime.signals import Stopped, StopRequest
-from runtime.world import Launch, World, joined_world, launch
+from runtime.launch import Launch, launch
+from runtime.world import World, joined_world
 from tests.conftest import CPU, ROOT, ended, flags, run_ranks, start_ranks, wait_for
 from tests.test_resume import log, needs_proc
 
@@ -26,14 +27,9 @@ WHOLE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def nobody_asked_to_stop(monkeypatch):
-    monkeypatch.setattr(StopRequest, "came", False)  # an earlier test of this process may have
-
-
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets what torchrun would set, with changes."""
+    """Set what torchrun would set, with changes."""
 
     def put(**changes):
         for name, value in (WHOLE | changes).items():
@@ -42,45 +38,36 @@ def environment(monkeypatch):
     return put
 
 
-@pytest.fixture
-def free_port():
-    """A port at which nobody listens."""
-    with socket.socket() as any_free:
-        any_free.bind(("localhost", 0))
-        return any_free.getsockname()[1]
+def cannot_join(error, match, timeout=1):
+    with pytest.raises(error, match=match), joined_world(CPU, timeout):
+        raise AssertionError("joined")
 
 
 # ---- the environment, and meeting
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', no number of processes"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', no number"),
-        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2', no number"),
-        ({"RANK": ""}, "WORLD_SIZE is 2, but RANK not set"),
-        (
-            {"MASTER_ADDR": "", "MASTER_PORT": ""},
-            "WORLD_SIZE is 2, but MASTER_ADDR and MASTER_PORT not set",
-        ),
-        ({"RANK": "one"}, "RANK is 'one', no number below the WORLD_SIZE of 2"),
-        ({"RANK": "2"}, "RANK is '2', no number below"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT is '0', no port"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', no port"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', no port"),
+        {"WORLD_SIZE": "two"},
+        {"WORLD_SIZE": "0"},
+        {"WORLD_SIZE": "-2"},
+        {"RANK": ""},
+        {"MASTER_ADDR": "", "MASTER_PORT": ""},
+        {"RANK": "one"},
+        {"RANK": "2"},
+        {"MASTER_PORT": "0"},
+        {"MASTER_PORT": "99999"},
+        {"MASTER_PORT": "http"},
     ],
 )
-def test_an_environment_that_no_torchrun_makes_is_told_at_once(changes, message, environment):
+def test_an_environment_that_contradicts_itself_is_an_error_at_once(changes, environment):
     environment(**changes)
-    with (
-        pytest.raises(
-            UserError,
-            match=rf"{message}.*; start several processes with torchrun, or one after: unset WORLD_SIZE",
-        ),
-        joined_world(CPU, 1),
-    ):
-        raise AssertionError("joined")
+    found = ", ".join(f"{name}='{value}'" for name, value in changes.items())
+    cannot_join(
+        UserError,
+        f"contradicts itself: .*{found}.*; start several ranks with torchrun, or one after: unset ",
+    )
 
 
 @pytest.mark.parametrize("size", ["", "1"])
@@ -99,67 +86,51 @@ def test_a_port_that_another_program_has_is_one_error_that_names_it(environment)
         taken.listen()
         port = taken.getsockname()[1]
         environment(MASTER_PORT=str(port))
-        with (
-            pytest.raises(
-                TrainingError,
-                match=rf"the 2 processes of this run could not meet at localhost:{port} \(.*port no",
-            ),
-            joined_world(CPU, 1),
-        ):
-            raise AssertionError("joined")
+        cannot_join(TrainingError, rf"2 ranks of this run cannot meet at localhost:{port}: .*port")
 
 
-def test_a_process_whose_others_do_not_come_says_what_it_waits_for(
-    environment, free_port, monkeypatch, capsys
-):
-    monkeypatch.setattr(runtime.world, "TOLD_WHEN_WAITING", 0.1)
-    environment(MASTER_PORT=str(free_port))
-    with (
-        pytest.raises(
-            TrainingError,
-            match=rf"could not meet at localhost:{free_port} \(rank 1 did not come within 1 s\)",
-        ),
-        joined_world(CPU, 1),
-    ):
-        raise AssertionError("joined")
-    assert capsys.readouterr().err == (
-        f"rank 0 waits at localhost:{free_port} for rank 1 of the 2 processes of this run, for "
-        f"up to 1 s (--timeout; started alone "
-        f"by mistake? then end it by Ctrl-C, and: unset WORLD_SIZE)\n"
-    )
-
-
-def test_a_process_whose_torchrun_has_been_killed_does_not_wait_for_it(environment, free_port):
-    environment(MASTER_PORT=str(free_port), TORCHELASTIC_USE_AGENT_STORE="True")
-    with (
-        pytest.raises(
-            TrainingError,
-            match=rf"could not meet at localhost:{free_port} \(torchrun has ended there\)",
-        ),
-        joined_world(CPU, 10),
-    ):
-        raise AssertionError("joined")
-
-
-def test_a_process_that_cannot_reach_rank_0_says_why_and_hears_signals_meanwhile(
-    environment, free_port, monkeypatch, capfd
-):
-    environment(RANK="1", MASTER_PORT=str(free_port))
-    with (
-        pytest.raises(
-            TrainingError,
-            match=rf"could not meet at localhost:{free_port} \(Connection refused, for 1 s\)",
-        ),
-        joined_world(CPU, 1),
-    ):
-        raise AssertionError("joined")
-    monkeypatch.setattr(StopRequest, "came", True)
-    with pytest.raises(Stopped), joined_world(CPU, 20):
-        raise AssertionError("joined")
-    assert capfd.readouterr().err == ""  # no stack of PyTorch's
+@pytest.mark.parametrize(
+    ("rank", "problem"), [("0", "rank 1 did not come within 1 s"), ("1", "")], ids=["0", "1"]
+)
+def test_a_rank_whose_others_do_not_come_gives_up(rank, problem, environment, monkeypatch, capfd):
+    monkeypatch.setattr(runtime.world, "SAY_AFTER", 0.1)
+    with socket.socket() as any_free:
+        any_free.bind(("localhost", 0))
+        port = any_free.getsockname()[1]
+    environment(RANK=rank, MASTER_PORT=str(port))
+    cannot_join(TrainingError, f"cannot meet at localhost:{port}: .*{problem}")
+    printed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("rank")]
+    assert printed == (rank == "0") * [
+        f"rank 0 waits at localhost:{port} for rank 1 of 2 for up to 1 s (--timeout); if this "
+        f"process was started alone by mistake: unset WORLD_SIZE"
+    ]
 
 
 # ---- one of them fails
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_before_the_ranks_have_joined_the_first_of_each_machine_speaks_for_all_that_are_ended(
+    local_rank, is_ended, environment, monkeypatch, capsys
+):
+    environment(RANK=local_rank, LOCAL_RANK=local_rank)
+    monkeypatch.setattr(errors, "_is_ended_by_torchrun", lambda: is_ended)
+    with pytest.raises(SystemExit, match="2"):
+        parse_command_line(Config, ["--n_layer", "0"])
+    printed = capsys.readouterr().err
+    if local_rank == "1" and is_ended:
+        assert printed == ""
+    else:
+        assert printed.startswith(f"error: {'rank 1: ' * int(local_rank)}--n_layer: ")
+
+
+def test_a_mistake_in_the_options_is_one_line_on_several_ranks_and_nobody_waits(tmp_path):
+    with ended(start_ranks(2, "train.py", "--n_layer", "0", cwd=tmp_path)) as (first, second):
+        assert first.communicate()[1].count("error: --n_layer: ") == 1
+        second.send_signal(signal.SIGTERM)  # as torchrun does
+        assert second.communicate()[1] == ""
+        assert (first.returncode, second.returncode in (2, -signal.SIGTERM)) == (2, True)
 
 
 FAILS = """if True:
@@ -167,32 +138,41 @@ FAILS = """if True:
     from runtime.errors import UserError, reported
     from runtime.world import joined_world
 
-    with reported("here", advice={{"other process": "another process died"}}), joined_world(torch.device("cpu"), 60) as world:
-        if world.rank in {ranks}:
-            raise {error}
-        world.sum(1.0)
+    with reported("here", advice={{"lost rank": "another rank has died"}}):
+        with joined_world(torch.device("cpu"), 60) as world:
+            if world.rank in {ranks}:
+                raise {error}
+            world.sum(1.0)
 """
 
 
 @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}])
 @pytest.mark.parametrize(
-    "error", ["UserError('wrong here')", "RuntimeError('anything')", "KeyboardInterrupt"]
+    ("error", "line"),
+    [
+        ("UserError('wrong here')", "error: {}wrong here"),
+        ("OSError(5, 'bad disk', 'mine')", "error: {}mine: bad disk"),
+        ("KeyboardInterrupt", "error: {}interrupted"),
+        ("RuntimeError('anything')", "RuntimeError: anything"),
+    ],
 )
-def test_of_several_processes_one_tells_why_the_run_ends(error, ranks, tmp_path):
+def test_of_several_ranks_one_says_why_the_run_ends(error, line, ranks, tmp_path):
     done = run_ranks(2, "-c", FAILS.format(ranks=ranks, error=error), cwd=tmp_path)
     assert all(each.returncode for each in done)
-    (told,) = (each.stderr for each in done if each.stderr)
-    last = told.splitlines()[-1]
-    who = "" if 0 in ranks else "rank 1: "
-    assert (
-        last
-        == {
-            "U": f"error: {who}wrong here",
-            "R": "RuntimeError: anything",
-            "K": f"error: {who}interrupted",
-        }[error[0]]
-    )
-    assert error[0] == "R" or told == f"{last}\n"
+    (printed,) = (each.stderr for each in done if each.stderr)
+    last = line.format("" if 0 in ranks else "rank 1: ")
+    assert printed.splitlines()[-1] == last
+    assert "Traceback" in printed or printed == f"{last}\n"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_loses_another_one_says_so_in_a_line(victim, tmp_path):
+    killed = "SystemExit(os.kill(os.getpid(), 9))"
+    code = FAILS.replace("import torch", "import os, torch").format(ranks={victim}, error=killed)
+    done = run_ranks(2, "-c", code, cwd=tmp_path)
+    prefix = "" if victim else "rank 1: "
+    assert done[1 - victim].stderr == f"error: {prefix}another rank has died\n"
+    assert [each.returncode for each in done] == ([-9, 1] if victim == 0 else [1, -9])
 
 
 TOGETHER = """if True:
@@ -209,14 +189,14 @@ TOGETHER = """if True:
 """
 
 
-def test_what_one_process_cannot_read_rank_0_tells_with_its_rank(tmp_path):
+def test_what_one_rank_cannot_read_rank_0_says_with_that_ranks_number(tmp_path):
     first, second = run_ranks(2, "-c", TOGETHER, cwd=tmp_path)
     assert (first.stderr, second.stderr) == ("error: rank 1: data/mine: Input/output error\n", "")
     assert (first.returncode, second.returncode) == (1, 1)
 
 
 @needs_proc
-def test_a_second_ctrl_c_ends_a_process_that_waits_for_another_one(tiny_config, tmp_path):
+def test_a_second_ctrl_c_ends_a_rank_that_waits_for_another_one(tiny_config, tmp_path):
     options = flags(tiny_config(max_steps=100_000))
     with ended(start_ranks(2, "train.py", *options, cwd=tmp_path)) as (waiting, stopped):
         wait_for(lambda: (tmp_path / "logs/train/log.csv").exists() and log(tiny_config()), waiting)
@@ -225,7 +205,7 @@ def test_a_second_ctrl_c_ends_a_process_that_waits_for_another_one(tiny_config, 
             waiting.send_signal(signal.SIGINT)
             time.sleep(1.3)  # sooner, it would be torchrun passing the same one on
         assert waiting.communicate(timeout=60)[1].splitlines()[-1] == (
-            "error: stopped at once, while waiting for another process, a device or a disk"
+            "error: stopped while waiting for another rank, a device or a disk"
         )
     assert waiting.returncode == 130
 
@@ -235,6 +215,7 @@ ASKED = """if True:
     from pathlib import Path
     from runtime.signals import StopRequest, end_with
     with StopRequest() as stop:
+        stop.begin_steps()
         end_with()
         Path("ready").touch()
         while stop.received is None:
@@ -244,19 +225,16 @@ ASKED = """if True:
 
 
 @needs_proc
-def test_processes_whose_torchrun_was_killed_are_asked_to_stop(tmp_path):
-    def wait_for_file(name):
-        deadline = time.monotonic() + 60
-        while not (tmp_path / name).exists():
-            assert time.monotonic() < deadline, name
-            time.sleep(0.05)
-
+def test_ranks_whose_torchrun_was_killed_are_asked_to_stop(tmp_path):
     killed = subprocess.Popen(
         ["bash", "-c", '"$0" -c "$1" & wait', sys.executable, ASKED],
         cwd=tmp_path,
         env={**WHOLE, "TORCHELASTIC_RUN_ID": "any", "PYTHONPATH": str(ROOT)},
     )
-    wait_for_file("ready")
+    wait_for(lambda: (tmp_path / "ready").exists(), killed)
     killed.kill()
     killed.wait()
-    wait_for_file("asked")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "asked").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

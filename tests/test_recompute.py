@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch._functorch import config as functorch_config
 
+from checkpoint.weights import load_model
 from runtime.device import recompute_cheap_operations
 from tests.conftest import ALONE, COMPILED
 from tests.test_resume import folder_of, log
 from train import train
-from weights import load_model
 
 BANS = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
 ALL = {

@@ -19,6 +19,7 @@ from transformers.generation import (
 )
 
 import sample
+from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT, get_encoding
 from model import GPT
 from runtime.cli import ConfigError, parse
@@ -34,7 +35,6 @@ from sample import (
     seeded,
 )
 from tests.conftest import ROOT, run, start, wait_for
-from weights import load_model
 
 PROMPTS = [
     [5, 6, 7],

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-import runtime.parallel
 import runtime.start
 from runtime.start import cores, memory_left, set_up_process, share_cores
 from tests.conftest import ROOT, TORCHRUN

@@ -4,12 +4,10 @@ happens.
 
 import csv
 import io
-import json
 import math
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -18,19 +16,7 @@ import torch
 import runtime.track as track
 from runtime.errors import UserError
 from runtime.signals import Stopped, StopRequest
-from runtime.track import TO_INSTALL, wandb_records
-from tests.conftest import (
-    ALONE,
-    ROOT,
-    at_step,
-    ended,
-    flags,
-    run,
-    run_from_nothing,
-    run_ranks,
-    start,
-    wait_for,
-)
+from tests.conftest import ALONE, ROOT, at_step, ended, flags, run, run_ranks, start, wait_for
 from train import train
 
 EVERYTHING = {
@@ -74,28 +60,28 @@ def logged(config):
     return curves
 
 
-def without_extras(curves):
-    return {
-        name: curve
-        for name, curve in curves.items()
-        if name not in ("train/utilization", "train/memory_mb")
-    }
-
-
 def same(curves, config):
-    """Whether a tracker's curves are the log's: the same steps and values, as far as 32 bits and
-    the log's rounding go.
+    """Check that a tracker's curves are the log's: the same steps and values, as far as 32 bits
+    and the log's rounding go.
     """
     ours = logged(config)
-    assert without_extras(curves).keys() == ours.keys()
+    assert curves.keys() - {"train/utilization", "train/memory_mb"} == ours.keys()
     for name, curve in ours.items():
         rounded = {"train/dt_ms": 0.0006, "train/tokens_per_sec": 0.06}.get(name, 0)
         assert curves[name] == pytest.approx(curve, rel=1e-6, abs=rounded), name
 
 
-def no_step_twice(steps):
-    assert len(steps) == len(set(steps)), steps
-    return steps
+def has_live_figures(curves):
+    steps = curves["train/loss"].keys()
+    assert curves["train/memory_mb"].keys() == curves["train/utilization"].keys() == steps
+    assert all(0 < share <= 1 for share in curves["train/utilization"].values())
+
+
+def stop_at(monkeypatch, step):
+    """SIGTERM in the middle of a step; returns what disarms it."""
+    return at_step(
+        monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == step else None
+    )
 
 
 # ---- TensorBoard
@@ -109,21 +95,18 @@ def tensorboard():
     from tensorboard.util.tensor_util import make_ndarray
 
     def read(config):
-        events = EventAccumulator(
-            str(folder_of(config)), tensor_size_guidance=dict.fromkeys(("scalars", "text"), 0)
-        )
+        all_of_them = dict.fromkeys(("scalars", "text"), 0)
+        events = EventAccumulator(str(folder_of(config)), tensor_size_guidance=all_of_them)
         events.Reload()
         curves, texts = {}, {}
         for name in events.Tags()["tensors"]:
-            points = events.Tensors(name)
-            no_step_twice([point.step for point in points])
             is_text = events.SummaryMetadata(name).plugin_data.plugin_name == "text"
-            for point in points:
+            values = (texts if is_text else curves).setdefault(name, {})
+            for point in events.Tensors(name):
                 value = make_ndarray(point.tensor_proto).item()
-                (texts if is_text else curves).setdefault(name, {})[point.step] = (
-                    value.decode() if is_text else value
-                )
-        return curves, texts
+                assert point.step not in values, "a step twice"
+                values[point.step] = value.decode() if is_text else value
+        return curves, {name.removesuffix("/text_summary"): text for name, text in texts.items()}
 
     return read
 
@@ -135,20 +118,14 @@ def test_tensorboard_has_every_figure_of_the_logs_and_samples_and_options(
     train(config, ALONE)
     curves, texts = tensorboard(config)
     same(curves, config)
-    assert (
-        curves["train/memory_mb"].keys()
-        == curves["train/utilization"].keys()
-        == curves["train/loss"].keys()
-    )
-    assert all(0 < share <= 1 for share in curves["train/utilization"].values())
+    has_live_figures(curves)
     printed = capsys.readouterr().out
     assert f"tensorboard --logdir {config.log_dir}" in printed
     assert texts["sample"].keys() == {4, 8, 9}
     for step, text in texts["sample"].items():
         assert text.startswith("    The")
-        assert f"sample after step {step}: {text[4:]}" in "".join(
-            f"    {line}\n" for line in printed.splitlines()
-        )
+        indented = "".join(f"    {line}\n" for line in printed.splitlines())
+        assert f"sample after step {step}: {text[4:]}" in indented
     assert "    max_steps: 9\n" in texts["config"][0]
 
 
@@ -164,13 +141,11 @@ def test_a_followed_run_has_the_losses_of_any_other(tiny_config):
 
 
 @pytest.mark.parametrize(("at", "log_every"), [(4, 1), (3, 4), (6, 4)])
-def test_a_stopped_and_resumed_run_goes_on_with_its_curves(
+def test_a_stopped_and_resumed_run_continues_its_curves(
     at, log_every, tiny_config, tensorboard, monkeypatch
 ):
+    disarm = stop_at(monkeypatch, at)
     options = EVERYTHING | {"tensorboard": True, "log_every": log_every}
-    disarm = at_step(
-        monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == at else None
-    )
     assert train(tiny_config(**options), ALONE)["interrupted"]
     disarm()
     train(resumed(tiny_config), ALONE)
@@ -179,20 +154,20 @@ def test_a_stopped_and_resumed_run_goes_on_with_its_curves(
     assert texts["sample"].keys() == {4, 8, 9}
 
 
-def test_a_finished_run_that_is_taken_further_goes_on_with_its_curves(tiny_config, tensorboard):
-    config = tiny_config(**EVERYTHING, tensorboard=True)
+@pytest.mark.parametrize(
+    "calls",
+    [[(9, True), (11, True)], [(9, False), (11, True)], [(4, True), (8, False), (10, True)]],
+    ids=["taken further", "followed only later", "not followed for a while"],
+)
+def test_a_run_of_several_calls_has_its_whole_curves(calls, tiny_config, tensorboard):
+    (steps, followed), *rest = calls
+    config = tiny_config(**EVERYTHING | {"max_steps": steps}, tensorboard=followed)
     train(config, ALONE)
-    train(resumed(tiny_config, max_steps=11), ALONE)
+    for steps, followed in rest:
+        train(resumed(tiny_config, max_steps=steps, tensorboard=followed), ALONE)
     curves, _ = tensorboard(config)
     same(curves, config)
-    assert max(curves["train/loss"]) == 11
-
-
-def test_a_run_that_is_followed_only_later_has_its_whole_curves(tiny_config, tensorboard):
-    config = tiny_config(**EVERYTHING)
-    train(config, ALONE)
-    train(resumed(tiny_config, max_steps=11, tensorboard=True), ALONE)
-    same(tensorboard(config)[0], config)
+    assert max(curves["train/loss"]) == steps
 
 
 def test_figures_and_samples_of_steps_that_are_taken_again_are_there_once(tiny_config, tensorboard):
@@ -207,58 +182,37 @@ def test_figures_and_samples_of_steps_that_are_taken_again_are_there_once(tiny_c
     assert texts["sample"].keys() == {4, 8, 10}
 
 
-def killed_and_resumed(config, place):
-    """Kill the run twice in the middle of its work, with steps after its newest checkpoint, and let
-    it go on to its end.
-    """
-
-    def rows():
-        log = folder_of(config) / "log.csv"
-        return len(log.read_text().splitlines()) if log.exists() else 0
-
-    for enough in (13, 27):  # between two checkpoints
-        with ended([start("train.py", *flags(config), "--resume", "auto", cwd=place)]) as (
-            process,
-        ):
-            wait_for(lambda enough=enough: rows() > enough, process)
-    with ended([start("train.py", *flags(config), "--resume", "auto", cwd=place)]) as (process,):
-        output, errors = process.communicate()
-        assert process.returncode == 0, output + errors
-    return output
-
-
 def test_after_kills_tensorboard_has_each_step_once_with_the_logs_values(
     tiny_config, tensorboard, tmp_path
 ):
-    config = tiny_config(**LONGER, tensorboard=True)
-    output = killed_and_resumed(config, tmp_path)
-    assert "going on from" in output
+    config = tiny_config(
+        val_fraction=0.1, eval_every=3, checkpoint_every=5, max_steps=40, tensorboard=True
+    )
+    log = folder_of(config) / "log.csv"
+    for rows in (13, 27, None):  # killed between two checkpoints, twice
+        command = ["train.py", *flags(config), "--resume", "auto"]
+        with ended([start(*command, cwd=tmp_path)]) as (process,):
+            if rows:
+                wait_for(
+                    lambda rows=rows: log.exists() and log.read_text().count("\n") > rows, process
+                )
+            else:
+                _, errors = process.communicate()
+                assert process.returncode == 0, errors
     assert len(list(folder_of(config).glob("events.*"))) == 3
-    same(tensorboard(config)[0], config)
-
-
-def test_event_files_are_read_in_the_order_they_were_written_in_whatever_the_clock_says(
-    tiny_config, tensorboard, monkeypatch
-):
-    config = tiny_config(**EVERYTHING, tensorboard=True)
-    train(config, ALONE)
-    monkeypatch.setattr(
-        track.time, "time", lambda: 1000.0
-    )  # on another machine, whose clock is wrong
-    train(resumed(tiny_config, max_steps=11), ALONE)
     same(tensorboard(config)[0], config)
 
 
 def test_a_run_moved_aside_keeps_its_events(tiny_config, tensorboard):
     for seed in (1, 2):
         train(tiny_config(tensorboard=True, seed=seed), ALONE)
-    for name in ("train", "train.1"):
-        same_config = tiny_config(run_name=name)
-        same(tensorboard(same_config)[0], same_config)
-    assert logged(tiny_config(run_name="train")) != logged(tiny_config(run_name="train.1"))
+    configs = [tiny_config(run_name=name) for name in ("train", "train.1")]
+    for config in configs:
+        same(tensorboard(config)[0], config)
+    assert logged(configs[0]) != logged(configs[1])
 
 
-def test_of_several_processes_one_tells_the_tracker(tiny_config, tensorboard, tmp_path):
+def test_of_several_ranks_one_hands_on_the_figures(tiny_config, tensorboard, tmp_path):
     config = tiny_config(tensorboard=True, batch_size=2, eval_every=2, val_fraction=0.1)
     for done in run_ranks(2, "train.py", *flags(config), cwd=tmp_path):
         assert done.returncode == 0, done.stderr
@@ -271,47 +225,38 @@ def test_of_several_processes_one_tells_the_tracker(tiny_config, tensorboard, tm
 
 @pytest.fixture
 def wandb(monkeypatch, tmp_path):
-    """Reads what W&B has of a run that it keeps offline, as `wandb sync` would send it: curves,
-    texts and options.
+    """A real W&B without an account; returns what runs hand it: curves, texts, id and options of
+    each call.
     """
-    pytest.importorskip("wandb")
+    package = pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    (tmp_path / "home").mkdir()
-    for name, value in (
-        ("HOME", tmp_path / "home"),
-        ("NETRC", tmp_path / "home/netrc"),
-        ("WANDB_ERROR_REPORTING", "false"),
-    ):
-        monkeypatch.setenv(name, str(value))
+    for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    package.teardown()  # an earlier test's settings
+    curves, texts, calls = {}, {}, []
+    real_init, real_log = package.init, package.Run.log
 
-    def read(config):
-        from wandb.proto.wandb_internal_pb2 import Record
+    def init(**options):
+        run = real_init(**options)
+        calls.append((run.id, options["config"]))
+        return run
 
-        curves, texts, options = {}, {}, {}
-        for part in sorted(
-            folder_of(config).glob("wandb/offline-run-*"), key=lambda path: path.stat().st_ctime_ns
-        ):
-            assert {file.stem for file in part.glob("*.wandb")} == {
-                f"run-{(folder_of(config) / '.wandb_id').read_text()}"
-            }
-            for data in wandb_records(next(part.glob("*.wandb")).read_bytes()):
-                record = Record.FromString(data)
-                step = record.history.step.num
-                for item in record.history.item:
-                    name = item.key or "/".join(item.nested_key)
-                    if name == "sample/path":
-                        no_step_twice([*texts, step])
-                        texts[step] = (part / "files" / json.loads(item.value_json)).read_text()
-                    elif name.startswith(("train/", "eval/")):
-                        assert step not in curves.setdefault(name, {}), (name, step)
-                        curves[name][step] = float(json.loads(item.value_json))
-                options |= {
-                    item.key: json.loads(item.value_json) for item in record.run.config.update
-                }
-        return curves, texts, options
+    def log(run, figures, step):
+        for name, value in figures.items():
+            values = curves if isinstance(value, float) else texts
+            assert step not in values.setdefault(name, {}), "a step twice"
+            values[name][step] = value if isinstance(value, float) else value.html
+        real_log(run, figures, step=step)
 
-    return read
+    monkeypatch.setattr(package, "init", init)
+    monkeypatch.setattr(package.Run, "log", log)
+    return curves, texts, calls
+
+
+def offline_runs(config):
+    return list(folder_of(config).glob("wandb/offline-run-*"))
 
 
 def test_without_an_account_wandb_keeps_the_run_offline_with_all_that_the_logs_have(
@@ -319,16 +264,13 @@ def test_without_an_account_wandb_keeps_the_run_offline_with_all_that_the_logs_h
 ):
     config = tiny_config(**EVERYTHING, wandb=True)
     train(config, ALONE)
-    curves, texts, options = wandb(config)
+    curves, texts, [(_, options)] = wandb
     same(curves, config)
-    assert (
-        curves["train/memory_mb"].keys()
-        == curves["train/utilization"].keys()
-        == curves["train/loss"].keys()
-    )
-    assert texts.keys() == {4, 8, 9}
-    assert all(">The" in text for text in texts.values())
+    has_live_figures(curves)
+    assert texts["sample"].keys() == {4, 8, 9}
+    assert all(">The" in text for text in texts["sample"].values())
     assert options["max_steps"] == 9
+    assert len(offline_runs(config)) == 1
     printed, errors = capfd.readouterr()
     (note,) = [line for line in printed.splitlines() if line.startswith("note: wandb")]
     assert note.startswith(
@@ -339,23 +281,15 @@ def test_without_an_account_wandb_keeps_the_run_offline_with_all_that_the_logs_h
     assert errors == ""
 
 
-def test_after_kills_wandb_has_each_step_once_with_the_logs_values(tiny_config, wandb, tmp_path):
-    config = tiny_config(**LONGER, wandb=True)
-    killed_and_resumed(config, tmp_path)
-    assert len(list(folder_of(config).glob("wandb/offline-run-*"))) == 3
-    same(wandb(config)[0], config)
-
-
-def test_a_run_stopped_in_the_middle_goes_on_in_the_same_run_of_wandb(
-    tiny_config, wandb, monkeypatch
-):
-    disarm = at_step(
-        monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == 6 else None
-    )
+def test_a_run_stopped_in_the_middle_resumes_the_same_run_of_wandb(tiny_config, wandb, monkeypatch):
+    disarm = stop_at(monkeypatch, 6)
     train(tiny_config(**EVERYTHING, wandb=True), ALONE)
     disarm()
     train(resumed(tiny_config), ALONE)
-    same(wandb(tiny_config())[0], tiny_config())
+    curves, _, calls = wandb
+    same(curves, tiny_config())
+    assert len({id for id, _ in calls}) == 1
+    assert len(offline_runs(tiny_config())) == 2
 
 
 def test_wandb_that_cannot_be_reached_keeps_the_run_offline(
@@ -363,66 +297,38 @@ def test_wandb_that_cannot_be_reached_keeps_the_run_offline(
 ):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setitem(track.PATIENCE, "open", 9.0)
+    monkeypatch.setattr(track, "INIT_TIMEOUT", 3)
     config = tiny_config(wandb=True)
     train(config, ALONE)
-    assert (
-        "note: wandb keeps this run offline as W&B cannot be reached (" in capsys.readouterr().out
-    )
-    same(wandb(config)[0], config)
+    printed = capsys.readouterr().out
+    assert "note: wandb keeps this run offline as W&B cannot be reached (" in printed
+    same(wandb[0], config)
+    assert len(offline_runs(config)) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_a_run_goes_on_without_wandbs_process(number, tiny_config, wandb, monkeypatch, capsys):
-    import wandb as package
+KILLS_WANDB = """if True:
+    import os, signal, sys, train
+    from pathlib import Path
+    from config import load_config
 
-    def strike(call, _):
-        if call == 3:
-            pids.append(package.sdk.wandb_setup.singleton()._connection._proc._process.pid)
-            os.kill(pids[0], number)
-            time.sleep(0.2)
+    def clip_gradients(*args, real=train.clip_gradients):
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            if "wandb" in Path(f"/proc/{child}/comm").read_text():
+                os.kill(int(child), signal.SIGKILL)
+        return real(*args)
 
-    pids = []
-    at_step(monkeypatch, strike)
-    for name in track.PATIENCE:
-        monkeypatch.setitem(track.PATIENCE, name, 5.0)
-    begun = time.monotonic()
-    summary = train(tiny_config(max_steps=8, wandb=True), ALONE)
-    assert (summary["steps"], summary["interrupted"]) == (8, False)
-    assert time.monotonic() - begun < 30
-    assert (
-        len(
-            [
-                line
-                for line in capsys.readouterr().out.splitlines()
-                if "wandb failed and is left out from here on" in line
-            ]
-        )
-        == 1
-    )
-    with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)  # nothing is left that Python would wait for
+    train.clip_gradients = clip_gradients
+    train.main(load_config(sys.argv[1]))
+"""
 
 
-def test_a_command_ends_after_wandbs_process_was_frozen(tiny_config, wandb, tmp_path):
-    code = (
-        "import os, signal, sys, train, runtime.track as track, wandb; from config import "
-        "load_config\n"
-        "track.PATIENCE.update(log=3.0, close=3.0); real = track.WandB.close\n"
-        "def close(tracker, failed):\n"
-        "    os.kill(wandb.sdk.wandb_setup.singleton()._connection._proc._process.pid, "
-        "signal.SIGSTOP); real(tracker, failed)\n"
-        "track.WandB.close = close; train.main(load_config(sys.argv[1]))"
-    )
-    config = tiny_config(wandb=True)
+def test_a_run_ends_well_without_wandbs_process(tiny_config, wandb, tmp_path):
+    config = tiny_config(wandb=True, run_name="bereft")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    done = run_from_nothing("-c", code, tmp_path / "config.yaml", cwd=ROOT, timeout=60)
+    done = run("-c", KILLS_WANDB, tmp_path / "config.yaml", cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert (
-        "note: wandb failed and is left out from here on, the run goes on (TimeoutError: no "
-        "answer within 3 s" in done.stdout
-    )
-    assert done.stderr == ""
+    assert done.stdout.count("wandb failed and is left out from here on") == 1
+    assert len(logged(config)["train/loss"]) == 6
 
 
 # ---- either
@@ -438,7 +344,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_done(
     ) as caught:
         train(tiny_config(**{name: True}), ALONE)
     assert caught.value.status == 2
-    assert TO_INSTALL in str(caught.value)
+    assert track.TO_INSTALL in str(caught.value)
     assert not Path(tiny_config().log_dir).exists()
 
 
@@ -463,47 +369,31 @@ def test_a_run_that_nobody_follows_imports_no_tracker(tiny_config, tmp_path):
 def test_a_tracker_that_fails_is_one_note_and_the_run_goes_on(
     tiny_config, tensorboard, monkeypatch, capsys
 ):
-    real = track.TensorBoard._write
+    real = track.TensorBoard.log
 
-    def full(tracker, **event):
-        if event.get("step") == 3:
+    def full(tracker, step, figures):
+        if step == 3:
             raise OSError(28, "No space left on device")
-        real(tracker, **event)
+        real(tracker, step, figures)
 
-    monkeypatch.setattr(track.TensorBoard, "_write", full)
     config = tiny_config(tensorboard=True)
-    assert train(config, ALONE)["steps"] == 6
+    with monkeypatch.context() as patched:
+        patched.setattr(track.TensorBoard, "log", full)
+        assert train(config, ALONE)["steps"] == 6
     assert len(logged(config)["train/loss"]) == 6
     printed = capsys.readouterr().out
-    assert (
-        printed.count(
-            "note: tensorboard failed and is left out from here on, the run goes on (OSError: "
-            "[Errno 28] No"
-        )
-        == 1
-    )
+    note = "note: tensorboard failed and is left out from here on, the run goes on (OSError: [Errno"
+    assert printed.count(note) == 1
     assert printed in (folder_of(config) / "console.log").read_text()
     # once there is room again, a resumed run is followed again
-    monkeypatch.setattr(track.TensorBoard, "_write", real)
     train(tiny_config(resume="auto", max_steps=8), ALONE)
     same(tensorboard(config)[0], config)
 
 
-def test_steps_that_a_call_did_not_follow_are_handed_on_later(tiny_config, tensorboard):
-    train(tiny_config(tensorboard=True, max_steps=4), ALONE)
-    train(resumed(tiny_config, max_steps=8, tensorboard=False), ALONE)
-    train(resumed(tiny_config, max_steps=10, tensorboard=True), ALONE)
-    same(tensorboard(tiny_config())[0], tiny_config())
-
-
 def test_a_run_that_fails_closes_its_tracker_as_failed(tiny_config, monkeypatch):
     pytest.importorskip("tensorboard")
-    closed, real = [], track.TensorBoard.close
-    monkeypatch.setattr(
-        track.TensorBoard,
-        "close",
-        lambda tracker, failed: (closed.append(failed), real(tracker, failed)),
-    )
+    closed = []
+    monkeypatch.setattr(track.TensorBoard, "close", lambda _, failed: closed.append(failed))
     train(tiny_config(tensorboard=True), ALONE)
     at_step(monkeypatch, lambda call, _: torch.tensor(math.nan) if call == 3 else None)
     with pytest.raises(Exception, match="the loss is"):
@@ -513,16 +403,8 @@ def test_a_run_that_fails_closes_its_tracker_as_failed(tiny_config, monkeypatch)
 
 def test_a_run_stopped_before_its_first_step_leaves_nothing_of_its_tracker(tiny_config):
     pytest.importorskip("tensorboard")
-    stop = StopRequest("set-up")
+    stop = StopRequest()
     stop.received = signal.SIGTERM
     with pytest.raises(Stopped):
         train(tiny_config(tensorboard=True), ALONE, stop=stop)
     assert not folder_of(tiny_config()).exists()
-
-
-def test_what_takes_too_long_is_a_timeout_and_errors_pass_through():
-    with pytest.raises(TimeoutError, match=r"no answer within 0.01 s"):
-        track.within(0.01, lambda: time.sleep(1))
-    with pytest.raises(ZeroDivisionError):
-        track.within(1, lambda: 1 / 0)
-    assert track.within(1, lambda: 3) == 3

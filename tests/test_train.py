@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import checkpoint
+import checkpoint.save
 import inference.evaluation as evaluation_module
 import runtime.device
 import train as train_module
+from checkpoint.files import CheckpointError
+from checkpoint.weights import build_model, load_model
 from config import Config, Rung, load_config
 from data.token_file import TokenFileError, write_corpus
 from dataloader import open_corpus
@@ -43,7 +45,6 @@ from runtime.runlog import RunFolder
 from runtime.world import World
 from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, flags, run_ranks
 from train import train
-from weights import CheckpointError, build_model, load_model
 
 
 def run(config, **options):
@@ -743,7 +744,8 @@ def test_a_rate_is_shown_in_gflops_where_teraflops_would_show_nothing():
 ON_FIRST = """if True:
     import pathlib, sys, torch
     from data.token_file import TokenFileError
-    from runtime.world import joined_world, launch
+    from runtime.launch import launch
+    from runtime.world import joined_world
 
     def fail(error):
         raise error
@@ -960,7 +962,7 @@ def test_two_runs_of_one_name_at_once_do_not_touch_each_other(tiny_config):
     config = tiny_config(run_name="busy")
     folder = Path(config.log_dir) / "busy"
     other = RunFolder(folder)
-    other.begin()
+    other.create()
     with pytest.raises(
         UserError,
         match=r"busy: another process is writing this run; wait for it or choose another --run_name",

@@ -1,6 +1,4 @@
-"""What the processes of a run cost each other: the share of a step in which one only waits for
-others, and their link's speed.
-"""
+"""What the ranks of a run cost each other: the time spent waiting in a step, and their link."""
 
 import statistics
 import time
@@ -10,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from runtime.device import synchronize
 from runtime.world import World
@@ -19,41 +17,19 @@ STEP = "a step of the run"
 Interval = tuple[float, float]  # when something began and ended
 
 
-class StepProfile:
-    """PyTorch's profiler around some steps: of each, the share spent waiting for others, and the
-    time of the update.
-    """
-
-    def __init__(self, device: torch.device):
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        self.profiler, self.step = profile(activities=activities), record_function(STEP)
-        self.profiler.__enter__()
-
-    def begin_step(self) -> None:
-        """A step begins; the device has done all work given to it."""
-        self.step = record_function(STEP)
-        self.step.__enter__()
-
-    def end_step(self) -> None:
-        """It has ended; the device has done all work given to it."""
-        self.step.__exit__(None, None, None)
-
-    def figures(self) -> dict[str, list[float]]:
-        """End, and return for each step the seconds it took here, those of transfers, of waiting
-        for others, and of the update.
-        """
-        self.profiler.__exit__(None, None, None)
-        return figures_of(self.profiler.events())
+def profiler(device: torch.device) -> profile:
+    """Return PyTorch's profiler for steps on a device, each in `record_function(STEP)`."""
+    return profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    )
 
 
 def figures_of(events: Iterable[Any]) -> dict[str, list[float]]:
-    """What the profiler's events say of each step, in seconds: `step`, `transfer`, `waiting` and
-    `update`.
+    """Return the seconds of each `step` in a profile, and those of its `waiting` and `update`.
 
-    A process waits while a transfer is under way and it computes nothing: on a GPU, while no kernel
-    runs but NCCL's; on a CPU, while PyTorch runs no operation. So a transfer does not count as far
-    as it goes on beside the backward pass. The time of slower processes does, since a transfer
-    lasts until all have come.
+    A rank waits while a transfer is under way and it computes nothing: on a GPU, while no kernel
+    runs but NCCL's; on a CPU, while PyTorch runs no operation. So a transfer beside the backward
+    pass does not count. The time of slower ranks does, as a transfer lasts until all have come.
     """
     events = list(events)
     on_gpu = any(event.device_type == DeviceType.CUDA for event in events)
@@ -76,25 +52,21 @@ def figures_of(events: Iterable[Any]) -> dict[str, list[float]]:
             computing.append(interval)
     return {
         "step": [end - start for start, end in steps],
-        "transfer": [length(clipped(transfers, step)) for step in steps],
         "waiting": [length(without(clipped(transfers, step), computing)) for step in steps],
         "update": [length(clipped(updates, step)) for step in steps],
     }
 
 
 def is_transfer(event: Any) -> bool:
-    """Whether an event is one of NCCL's kernels, or the whole of a transfer by gloo."""
-    return event.name.startswith("gloo:") or (
-        event.name.startswith("nccl") and not event.is_user_annotation
-    )
+    """True for one of NCCL's kernels, and for the whole of a transfer by gloo."""
+    is_kernel = event.name.startswith("nccl") and not event.is_user_annotation
+    return is_kernel or event.name.startswith("gloo:")
 
 
 def is_computation(event: Any) -> bool:
-    """Whether an event is a kernel or an operation itself, and not one that consists of others or
-    hands a transfer over.
+    """True for a kernel or an operation itself; not for what consists of others or communicates.
 
-    What torch.compile made consists of kernels of which the profiler sees only some on a CPU, so it
-    counts as a whole.
+    A graph of torch.compile counts as a whole: on a CPU the profiler sees only some of its kernels.
     """
     if event.is_user_annotation or event.is_async or "c10d" in event.name:
         return False
@@ -102,7 +74,7 @@ def is_computation(event: Any) -> bool:
 
 
 def clipped(intervals: Iterable[Interval], to: Interval) -> list[Interval]:
-    """The parts of intervals that lie inside of one, each moment once, in order."""
+    """Return the parts of intervals inside of `to`, each moment once, in order."""
     parts: list[Interval] = []
     for start, end in sorted(intervals):
         start, end = max(start, to[0], parts[-1][1] if parts else to[0]), min(end, to[1])
@@ -112,7 +84,7 @@ def clipped(intervals: Iterable[Interval], to: Interval) -> list[Interval]:
 
 
 def without(intervals: Sequence[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """What is left of separate intervals where none of the others lies."""
+    """Return what is left of separate intervals outside of all the others."""
     left: list[Interval] = []
     others = sorted(others)
     for start, end in intervals:
@@ -124,23 +96,16 @@ def without(intervals: Sequence[Interval], others: Iterable[Interval]) -> list[I
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The sum of the lengths of intervals."""
+    """Return the sum of the lengths of intervals."""
     return sum(end - start for start, end in intervals)
 
 
-def bus_factor(ranks: int) -> float:
-    """How often a ring all-reduce sends each byte over each process's link (NCCL tests,
-    PERFORMANCE.md).
-    """
-    return 2 * (ranks - 1) / ranks
-
-
 def link_speed(world: World, message: int, seconds: float = 1.0) -> float:
-    """GB/s that a process's link carries in an all-reduce of `message` bytes: what NCCL's tests
-    call the bus bandwidth.
+    """Measure the GB/s that a rank's link carries in an all-reduce of `message` bytes.
 
-    Every process has to call this. The median of the transfers that fit into about `seconds`, at
-    least five.
+    It is what NCCL's tests call the bus bandwidth: a ring all-reduce over N ranks sends each byte
+    2 (N - 1) / N times over each link (NCCL tests, PERFORMANCE.md). The median of the transfers
+    that fit into about `seconds`, at least five. All ranks have to call this.
     """
     numbers = torch.zeros(max(1, message // 4), device=world.device)
 
@@ -153,10 +118,5 @@ def link_speed(world: World, message: int, seconds: float = 1.0) -> float:
 
     transfer()  # the first one connects
     count = world.broadcast(int(min(1000, max(5, seconds / transfer()))))
-    return (
-        bus_factor(world.world_size)
-        * 4
-        * numbers.numel()
-        / statistics.median(transfer() for _ in range(count))
-        / 1e9
-    )
+    sent = 2 * (world.world_size - 1) / world.world_size * 4 * numbers.numel()  # bytes
+    return sent / statistics.median(transfer() for _ in range(count)) / 1e9

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Everything that this project measures on a GPU, in nine minutes at most.
 #
-#     benchmarks/gpu.sh OUT                  all parts: OUT/results.tgz unpacks to logs/results/<gpu>/
-#     benchmarks/gpu.sh OUT peers memory     some of them, with more time for each: tests gpu_ms peers memory profile speedup
-#     LIMIT=3600 benchmarks/gpu.sh OUT       in an hour at most
-#     TINY=1 benchmarks/gpu.sh OUT           a rehearsal on the CPU with a tiny model
+#     measure/gpu.sh OUT                  all parts: OUT/results.tgz unpacks to logs/results/<gpu>/
+#     measure/gpu.sh OUT peers memory     some of them, with more time for each: tests gpu_ms peers memory profile speedup
+#     LIMIT=3600 measure/gpu.sh OUT       in an hour at most
+#     TINY=1 measure/gpu.sh OUT           a rehearsal on the CPU with a tiny model
 #
 # Needs Python 3.11 or newer with PyTorch 2.11 or newer, and no network: packages that are missing are installed from a folder wheels/
 # here, if there is one, and corpora are used where they are (data/shakespeare; python data/shakespeare.py --source FILE). Each part has
@@ -68,7 +68,7 @@ part() {
     echo "$name: ended with status $status after $((SECONDS - start)) s of at most $seconds"
 }
 
-# ladder NAME SECONDS STAGE...: the losses first, then the stages in turn as far as the time goes; and a report of what is finished
+# ladder NAME SECONDS STAGE...: the losses first, then the interleaved rounds as far as the time goes; and a report of what is finished
 ladder() {
     local name=$1 seconds=$2
     shift 2
@@ -84,14 +84,14 @@ run_profile() { part profile "$1" "$python" bench.py --log_dir "$logs" "${profil
 run_peers() {
     local batch_size more=("${peers[@]}")
     for batch_size in "${batches[@]}"; do
-        part peers $(($1 / ${#batches[@]})) "$python" -m benchmarks.peers --config "$config" --batch_size "$batch_size" \
+        part peers $(($1 / ${#batches[@]})) "$python" -m measure.peers --config "$config" --batch_size "$batch_size" \
             --log_dir "$logs/b$batch_size" --no-starts --no-settings "${rounds[@]}" "${more[@]}"
         more=("${peers[@]}" --no-baseline)  # one is enough: with all its scores in fp32 a large batch has no room
     done
 }
 
 run_memory() {  # three passes first: the second records the CUDA graphs
-    part memory $(($1 / 2)) "$python" -m benchmarks.in_turn "$config" "$config --recompute_cheap" --output "$logs/recompute_cheap.json" \
+    part memory $(($1 / 2)) "$python" -m measure.interleaved "$config" "$config --recompute_cheap" --output "$logs/recompute_cheap.json" \
         "${rounds[@]}" -- --compile_mode default
     part memory $(($1 / 2)) "$python" bench.py --config "$config" --computation training_step --warmup_steps 3 --steps 5 --loss_chunks 8 \
         --scan "batch_size=$(IFS=, && echo "${batches[*]}")" --log_dir "$logs"

@@ -1,3 +1,0 @@
-"""Measurements of the model and its parts, for bench.py, and of the loader, of checkpoints and
-against transformers.
-"""

@@ -1,0 +1,140 @@
+"""Hugging Face's form of GPT-2: OpenAI's own weights, and what transformers writes and reads."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from checkpoint.files import MODEL, CheckpointError, read_json, read_tensors, write_tensors
+from model import GPTConfig
+from runtime.errors import in_a_line
+from runtime.files import write_whole
+
+HUGGING_FACE = {
+    name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+}
+# transformers keeps these matrices as (in, out), nn.Linear as (out, in)
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+# transformers' names of activations: ours
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+# transformers' names of options: ours
+OPTIONS = {
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+    "n_positions": "block_size",
+    "tie_word_embeddings": "tie_weights",
+    "resid_pdrop": "dropout",
+}
+# Options that our model does not have, each with the only value that it could have.
+REQUIRED = {
+    "model_type": "gpt2",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+}
+
+
+def download(name: str) -> Path:
+    """Return the folder of OpenAI's weights, gpt2 .. gpt2-xl, which are downloaded once.
+
+    Raises CheckpointError.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+
+        files = ["config.json", MODEL]
+        return Path(snapshot_download(HUGGING_FACE[name], allow_patterns=files))
+    except Exception as error:  # of its own, or of its HTTP library
+        raise CheckpointError(
+            f"{name} could not be downloaded from Hugging Face ({in_a_line(error)}); give the "
+            f"folder of a copy instead"
+        ) from None
+
+
+def read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the model's options (fields of GPTConfig) and weights that transformers has written.
+
+    Raises CheckpointError, also for a model that ours cannot be.
+    """
+    theirs = read_json(folder / "config.json")
+    activation = str(theirs.get("activation_function", "gelu_new"))
+    wrong = [name for name, value in REQUIRED.items() if theirs.get(name, value) != value]
+    if activation not in ACTIVATIONS:
+        wrong.append("activation_function")
+    if wrong:
+        values = ", ".join(f"{name} {theirs[name]!r}" for name in wrong)
+        raise CheckpointError(f"{folder}: not a GPT-2 that this project can load: {values}")
+    # What the file leaves out is as in GPT-2 (124M). So it is with our options but for two.
+    given = {ours: theirs[name] for name, ours in OPTIONS.items() if name in theirs}
+    options = {"tie_weights": True, "dropout": 0.1, "activation": ACTIVATIONS[activation]} | given
+    options["vocab_size"] = theirs.get("vocab_size", 50257)
+    weights = with_our_names(read_tensors(folder / MODEL))
+    for name, tensor in weights.items():
+        if name.endswith(CONV1D) and tensor.dim() == 2:
+            weights[name] = tensor.t().contiguous()
+    return options, weights
+
+
+def with_our_names(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Drop the causal masks of older files, and name weights as in GPT-2.
+
+    torch.compile puts `_orig_mod.` before the names, DDP `module.`; some files lack `transformer.`.
+    """
+    ours = {}
+    for name, tensor in theirs.items():
+        name = re.sub(r"^((_orig_mod|module)\.)+", "", name)
+        if not name.startswith(("transformer.", "lm_head.")):
+            name = f"transformer.{name}"
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):
+            ours[name] = tensor
+    return ours
+
+
+def write_hugging_face(folder: Path, config: GPTConfig, weights: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors as transformers writes its GPT2LMHeadModel.
+
+    Padding rows are left out, a tied head is stored once. `weights`: a model's state_dict().
+    Raises CheckpointError for a model that GPT-2 in transformers cannot be, OSError if the folder
+    cannot be written.
+    """
+    needed = {"norm": "layernorm", "bias": True}
+    ours = {name: getattr(config, name) for name in needed}
+    if wrong := [f"{name} {ours[name]}" for name in needed if ours[name] != needed[name]]:
+        raise CheckpointError(
+            f"the model has {', '.join(wrong)}; GPT-2 in transformers has LayerNorm and biases, "
+            f"and cannot be it"
+        )
+    end_of_text = 50256 if config.n_vocab == 50257 else None  # another vocabulary may have none
+    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+    options = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "dtype": "float32",
+        "activation_function": activation,
+        "n_inner": None,
+        "n_ctx": config.block_size,
+        "vocab_size": config.n_vocab,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "scale_attn_weights": True,
+        "use_cache": True,
+    }
+    options |= {theirs: getattr(config, name) for theirs, name in OPTIONS.items()}
+    write_whole(folder / "config.json", json.dumps(options, indent=2) + "\n")
+    plain = {}
+    for name, tensor in weights.items():
+        if name in ("transformer.wte.weight", "lm_head.weight"):
+            tensor = tensor[: config.n_vocab]
+        elif name.endswith(CONV1D):
+            tensor = tensor.t()
+        if name != "lm_head.weight" or not config.tie_weights:
+            plain[name] = tensor
+    write_tensors(folder / MODEL, plain)

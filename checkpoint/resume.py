@@ -1,0 +1,314 @@
+"""Find the checkpoint to resume from, merge its options with the given ones, restore its state."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint.files import OPTIMIZER, CheckpointError
+from checkpoint.shards import is_sharded, read_part
+from checkpoint.state import SavedState, State, put_random_state, read_state
+from checkpoint.weights import check_given, find_folder, run_and_checkpoint
+from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
+from model import GPT
+from runtime.cli import ConfigError, load
+from runtime.errors import UserError
+from runtime.runlog import RunFolder, all_checkpoints, step_of
+from runtime.world import World, describe_ranks
+
+
+@dataclass
+class Resumed:
+    """Hold a whole checkpoint to resume from."""
+
+    folder: Path
+    saved: SavedState
+
+    def is_finished(self, run: RunFolder, config: Config, world: World) -> bool:
+        """True, with a message, if the run has ended with this step."""
+        is_over = self.saved.step >= config.max_steps and world.broadcast(run.is_finished())
+        if is_over:
+            run.message(
+                f"nothing to do: {self.folder} is step {self.saved.step} of {config.max_steps}; "
+                f"raise max_steps to resume"
+            )
+        return is_over
+
+    def restore(self, state: State, config: Config, world: World) -> None:
+        """Restore optimizers, loss scaler, counts and random states; the model has its weights.
+
+        Raises CheckpointError for what does not fit.
+        """
+        saved = self.saved
+        if state.corpus != saved.corpus:
+            raise CheckpointError(
+                f"{self.folder} was trained on another corpus than "
+                f"{config.data_dir}/{config.dataset}: its fingerprint is {saved.corpus[:12]}, this "
+                f"one's {state.corpus[:12]}; restore it, or begin a new run"
+            )
+        load_optimizers(self.folder, state.model, state.optimizers)
+        try:
+            if saved.scaler and state.scaler.is_enabled():
+                state.scaler.load_state_dict(saved.scaler)
+            if world.rank < len(saved.random):  # a rank that is new keeps its seed
+                put_random_state(saved.random[world.rank], world.device)
+        except Exception as error:  # of another version of PyTorch, NumPy or Python
+            raise CheckpointError(
+                f"{self.folder}: its scaler or random states do not fit: {error}"
+            ) from None
+        state.step, state.skipped_steps = saved.step, saved.skipped_steps
+        state.best_val_loss, state.checkpoint = saved.best_val_loss, self.folder
+
+
+def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Restore the optimizers' state. Raises CheckpointError if it does not fit."""
+    parameters = dict(model.named_parameters())
+    sharded = {name: p for name, p in parameters.items() if is_sharded(p)}
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in read_part(folder, OPTIMIZER, sharded).items():
+        name, _, kind = key.partition("/")
+        states.setdefault(name, {})[kind] = tensor.clone()  # the file may be mapped
+    if not states:  # every step so far was left out
+        return
+    shapes = {name: {torch.Size(), p.shape} for name, p in parameters.items()}
+    if shapes != {name: {t.shape for t in state.values()} for name, state in states.items()}:
+        raise CheckpointError(f"{folder}: the optimizer's state does not fit the model's weights")
+    names = {p: name for name, p in parameters.items()}
+    for optimizer in optimizers:
+        own = [names[p] for group in optimizer.param_groups for p in group["params"]]
+        state = {index: states[name] for index, name in enumerate(own)}
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
+
+# ---- finding the checkpoint
+
+
+def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Config, list[str]]:
+    """Find the checkpoint that `resume` means; returns it, the run's config, and notes.
+
+    It is None if the run begins at its first step. All ranks have to call this, and get what rank 0
+    finds. Ranks that torchrun has started again, after some died or a machine came or went, resume
+    the run without being told to. Raises UserError or CheckpointError if `resume` names a
+    checkpoint that is absent, damaged, not the newest or not seen by all ranks; ConfigError for
+    options that contradict it or, in a new run, each other.
+    """
+    resumed, found = world.on_rank0(lambda: _find_checkpoint(config, world.calls))
+    _check_same_folder(config, resumed, world)
+    notes = [*world.notes, *found]
+    if resumed:
+        given = config.model_fields_set
+        config, changes = resumed_config(config, resumed.folder, resumed.saved, world.world_size)
+        notes += changes
+        here = Config.model_fields["data_dir"].default
+        if "data_dir" not in given and world.on_rank0(lambda: _has_moved(config, here)):
+            notes.append(
+                f"the corpus is no longer in {config.data_dir}: it is read from "
+                f"{here}/{config.dataset}"
+            )
+            config = config.model_copy(update={"data_dir": here})
+    elif config.resume is not None:
+        # Only now are the options known to be those of a new run, and judged as such.
+        values = config.model_dump(include=config.model_fields_set)
+        config = load(Config, values | {"resume": None})
+    if config.fsdp and not world.distributed:
+        config = config.model_copy(update={"fsdp": False})
+        notes.append("fsdp has no effect: there is one rank")
+    return resumed, config, notes
+
+
+def _find_checkpoint(config: Config, calls: Sequence[str]) -> tuple[Resumed | None, list[str]]:
+    run, resume, folder = _run_folder(config), config.resume, None
+    is_named = resume not in (None, "auto")
+    if is_named:
+        path = find_folder(str(resume), config.log_dir)
+        if path is None:
+            raise UserError(
+                f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
+                f"or one of its checkpoints/step_*, or begin a new run with --init_from"
+            )
+        run, folder = run_and_checkpoint(path)
+    was_restarted = _was_restarted(run, calls)
+    if resume is None and not was_restarted:
+        return None, []
+    if folder and not was_restarted:
+        saved = read_state(folder)
+        if later := [other for other in all_checkpoints(run) if step_of(other) > saved.step]:
+            raise UserError(
+                f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
+                f"steps would be taken again; move them away first, or begin a new run with "
+                f"--init_from {shlex.quote(str(resume))}"
+            )
+        return Resumed(folder, saved), []
+    newest, skipped = newest_whole_checkpoint(run)
+    if newest is None and is_named:
+        problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
+        raise CheckpointError("\n".join([problem, *skipped]))
+    return newest and Resumed(*newest), skipped
+
+
+def _run_folder(config: Config) -> Path:
+    return Path(config.log_dir) / str(config.run_name)
+
+
+def _was_restarted(run: Path, calls: Sequence[str]) -> bool:
+    """True if one of these calls of torchrun has begun or resumed the run before."""
+    return not RunFolder(run).torchrun_calls().isdisjoint(calls)
+
+
+def newest_whole_checkpoint(run: Path) -> tuple[tuple[Path, SavedState] | None, list[str]]:
+    """Return the run's latest whole checkpoint with its state, and a line for each damaged one."""
+    skipped: list[str] = []
+    folders = [*all_checkpoints(run, "best"), *all_checkpoints(run)]
+    for folder in sorted(folders, key=step_of, reverse=True):
+        try:
+            return (folder, read_state(folder)), skipped
+        except CheckpointError as error:
+            skipped.append(f"skipping a checkpoint: {error}")
+    return None, skipped
+
+
+def _has_moved(config: Config, here: str) -> bool:
+    """True if the corpus is gone from data_dir, but `here`, as after the project was moved.
+
+    `Resumed.restore` compares the tokens.
+    """
+    there, name = Path(config.data_dir), config.dataset
+    is_there, is_here = (any(Path(place, name).glob("*.bin")) for place in (there, here))
+    return not is_there and (is_here or not there.is_dir())
+
+
+def _check_same_folder(config: Config, resumed: Resumed | None, world: World) -> None:
+    """Raise CheckpointError on all ranks unless all of them see a checkpoint where rank 0 does."""
+    run = _run_folder(config)
+    folder = resumed.folder if resumed else run / "checkpoints"
+    resumes = resumed or config.resume or _was_restarted(run, world.calls)
+    if others := _others(bool(resumes) and folder.is_dir(), world):
+        raise CheckpointError(
+            f"{folder} is there for rank 0 but not for {others}, or the other way round: a run on "
+            f"several machines resumes where all see its folder; put --log_dir on a file system "
+            f"that they share, at the same path, or copy it to each"
+        )
+
+
+def check_same_tokens(folder: str, corpus: str, world: World) -> None:
+    """Raise UserError on all ranks unless all find the same corpus in their `folder`.
+
+    `corpus`: the training tokens' fingerprint.
+    """
+    if others := _others(corpus, world):
+        raise UserError(
+            f"{folder}: {others} did not find the same tokens there as rank 0; copy one corpus to "
+            f"all machines"
+        )
+
+
+def _others(value: object, world: World) -> str:
+    """Return which ranks have another value than rank 0, in words; "" if none."""
+    values = world.gather(value)
+    ranks = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
+    return describe_ranks(ranks) if ranks else ""
+
+
+# ---- the options of a resumed run
+
+
+def resumed_config(
+    config: Config, folder: Path, saved: SavedState, world_size: int
+) -> tuple[Config, list[str]]:
+    """Return the checkpoint's options with the given ones over them, and a note on changes.
+
+    A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set where it
+    would differ. Raises ConfigError for options that contradict the checkpoint.
+    """
+    names = Config.model_fields.keys() - {*Config.names_marked(THIS_CALL)}
+    theirs = {name: value for name, value in saved.config.items() if name in names}
+    given = config.model_dump(mode="json", include=config.model_fields_set)
+    tokens = saved.tokens_per_step
+    fixed = (*Config.names_marked(ARCHITECTURE), *Config.names_marked(FIXED))
+    values = {name: theirs[name] for name in fixed if name in theirs}
+    if given.get("total_batch_tokens"):
+        values["total_batch_tokens"] = tokens
+    check_given(given, values, str(folder))
+    run = folder.parent.parent
+    values = theirs | given | {"init_from": theirs.get("init_from", "scratch"), "resume": None}
+    values |= {"log_dir": str(run.parent), "run_name": run.name, "total_batch_tokens": None}
+    try:
+        resumed = load(Config, values)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: the given options do not fit its own: {error}") from None
+    _check_micro_step(resumed, folder, tokens, world_size)
+    if theirs.get("total_batch_tokens") or resumed.tokens_per_step(world_size) != tokens:
+        resumed = resumed.model_copy(update={"total_batch_tokens": tokens})
+    may_differ = [name for mark in (INITIAL, PATH) for name in Config.names_marked(mark)]
+    changed = [
+        f"{name} {theirs[name]} -> {new}"
+        for name, new in resumed.model_dump(mode="json").items()
+        if name in theirs and name not in may_differ and theirs[name] != new
+    ]
+    return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
+
+
+def _check_micro_step(config: Config, folder: Path, tokens: int, world_size: int) -> None:
+    """Raise ConfigError unless a step's tokens are a multiple of what the ranks take at once."""
+    batch_size, seq_len = config.batch_size, config.seq_len
+    if tokens % (batch_size * seq_len * world_size) == 0:
+        return
+    sequences, rest = divmod(tokens // seq_len, world_size)
+    advice = f"a batch_size that works is {math.gcd(batch_size, sequences)}"
+    if rest:
+        advice = "no batch_size works; start another number of ranks"
+    raise ConfigError(
+        f"batch_size {batch_size} on {world_size} ranks takes {batch_size * seq_len * world_size} "
+        f"tokens at once, and a step of {folder} takes {tokens}, no multiple of it; {advice}"
+    )
+
+
+# ---- the run's folder
+
+
+def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: World) -> list[str]:
+    """Create the run's folder, or take it up after the checkpoint's step; returns notes.
+
+    All ranks have to call this. Raises UserError if another run is writing to the folder, and with
+    fsdp if not every rank sees it. A new run that cannot be written leaves everything as it was.
+    """
+
+    def on_rank0() -> list[str]:
+        notes = _take_up(run, config, resumed) if resumed else _begin(run, config)
+        run.write_calls(world.calls)
+        return notes
+
+    notes = world.on_rank0(on_rank0)
+    if others := _others((run.path / "config.yaml").exists(), world):
+        problem = (
+            f"{run.path} is not there for {others}; put --log_dir on a file system that all "
+            f"machines share"
+        )
+        if config.fsdp and config.keep_last:
+            world.on_rank0(run.abandon)
+            raise UserError(f"{problem}, as every rank saves its shards, or set --keep_last 0")
+        notes.append(f"{problem}, else the run cannot resume after a fault")
+    return notes
+
+
+def _take_up(run: RunFolder, config: Config, resumed: Resumed) -> list[str]:
+    saved = resumed.saved
+    is_over = saved.step >= config.max_steps
+    # A run that is over keeps its last row, whatever log_every says, and its checkpoints.
+    log_every, keep_last = (1, 0) if is_over else (config.log_every, config.keep_last)
+    run.resume(saved.step, log_every, resumed.folder, keep_last, saved.not_logged)
+    run.write_config(config.to_yaml())
+    return [f"resumes from {resumed.folder}, after step {saved.step}"]
+
+
+def _begin(run: RunFolder, config: Config) -> list[str]:
+    aside = run.create()
+    if aside and Path(config.init_from).is_relative_to(run.path):  # it has been moved as well
+        init_from = aside / Path(config.init_from).relative_to(run.path)
+        config = config.model_copy(update={"init_from": str(init_from)})
+    run.write_config(config.to_yaml())
+    return [f"the earlier {run.path} is now {aside}"] if aside else []

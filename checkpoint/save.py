@@ -1,0 +1,238 @@
+"""Save checkpoints: when a run asks for it, the best one, and the last whole step after a fault."""
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import shutil
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from checkpoint.files import MODEL, OPTIMIZER, SHARDS, STATE, SUMS, CheckpointError, write_tensors
+from checkpoint.shards import own_part, write_shards
+from checkpoint.state import SavedState, State, take_random_state
+from config import PATH, Config
+from runtime.errors import TrainingError, UserError
+from runtime.files import delete, flush_to_disk, sha256, whole_folder
+from runtime.runlog import RunFolder, all_checkpoints, not_kept, step_of
+from runtime.world import World
+
+
+class NotSavedError(CheckpointError):
+    """Report a checkpoint that cannot be written, and why."""
+
+    status = 1  # the disk is at fault, not the command
+
+
+def save(run: RunFolder, state: State, config: Config, world: World) -> Path | None:
+    """Save the run's state, unless a checkpoint has this step already; returns its folder.
+
+    All ranks have to call this. Returns None before the first step, and with `keep_last` 0. Raises
+    TrainingError for weights that are not finite, NotSavedError if the disk takes no checkpoint.
+    """
+    if not state.step or not config.keep_last:
+        return None
+    if state.is_saved:
+        return state.checkpoint
+    # The extremes: isfinite of all weights would take as much memory as the largest matrix.
+    parts = [part for weight in state.model.parameters() if len(part := own_part(weight))]
+    if world.any(not all(torch.stack(part.aminmax()).isfinite().all() for part in parts)):
+        raise TrainingError(
+            f"step {state.step}: the weights are no longer finite and are not saved; "
+            f"{hint(run.path, config.lr)}"
+        )
+    tokens_per_step = config.tokens_per_step(world.world_size)
+    options = config.model_dump(mode="json")
+    for name in Config.names_marked(PATH):
+        options[name] = options[name] and str(Path(options[name]).resolve())
+    saved = SavedState(
+        step=state.step,
+        tokens=state.step * tokens_per_step,
+        tokens_per_step=tokens_per_step,
+        best_val_loss=state.best_val_loss,
+        skipped_steps=state.skipped_steps,
+        corpus=state.corpus,
+        scaler=state.scaler.state_dict(),
+        random=world.gather(take_random_state(world.device)),
+        not_logged=run.not_logged,
+        config=options,
+    )
+    state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
+    run.message(f"saved {state.checkpoint}")
+    return state.checkpoint
+
+
+def save_checkpoint(
+    run: Path, state: State, saved: SavedState, keep_last: int, world: World
+) -> Path:
+    """Write the checkpoint `step_<step>` of the run's folder; returns its folder.
+
+    All ranks have to call this; with FSDP each writes its shards. Of the run's checkpoints the
+    `keep_last` newest are kept. Raises NotSavedError, and those that are kept are then as before.
+    """
+    folder, whole = run / "checkpoints" / f"step_{saved.step:06d}", state.checkpoint
+
+    def make_room() -> None:  # first, as the disk may be full of what goes
+        with contextlib.suppress(OSError):  # there may be room all the same
+            delete(not_kept(run, keep_last - 1, before=saved.step, whole=whole) if whole else [])
+            flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
+
+    def finish() -> None:
+        _write_state(unfinished, saved, sums)
+        stack.close()
+        delete(not_kept(run, keep_last, before=saved.step + 1, whole=folder))
+
+    try:
+        world.on_rank0(make_room)
+        with contextlib.ExitStack() as stack:  # entered on rank 0
+            new = whole_folder(folder, replace=True)
+            unfinished = world.on_rank0(lambda: stack.enter_context(new))
+            sharded = saved.config["fsdp"]
+            sums = _write_tensors(unfinished, state, world, sharded=sharded)
+            world.on_rank0(finish)
+    except OSError as error:
+        raise NotSavedError(f"{folder}: cannot be written: {error}") from None
+    return folder
+
+
+def _write_state(folder: Path, saved: SavedState, sums: dict[str, str]) -> None:
+    """Write checkpoint.json and SHA256SUMS. `sums`: checksums of the tensors' files, by name."""
+    text = json.dumps(saved.model_dump()) + "\n"
+    (folder / STATE).write_text(text, encoding="ascii")
+    sums = sums | {STATE: sha256(folder / STATE)}
+    lines = (f"{digest}  {file}\n" for file, digest in sums.items())
+    (folder / SUMS).write_text("".join(lines))
+    for name in (STATE, SUMS):
+        flush_to_disk(folder / name)
+
+
+def _write_tensors(folder: Path, state: State, world: World, *, sharded: bool) -> dict[str, str]:
+    """Write the tensors, with FSDP each rank its shards; returns the files' checksums by name.
+
+    All ranks have to call this. Raises OSError on all of them.
+    """
+    # First of all: after an evaluation this makes FSDP shard again what it has gathered.
+    weights = state.model.state_dict()
+    if state.model.config.tie_weights:
+        del weights["lm_head.weight"]
+    parts, sums = {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}, dict[str, str]()
+    for part, place in SHARDS.items():
+        if sharded and parts[part]:  # else no optimizer has taken a step yet
+            shards = write_shards(folder / place, parts.pop(part), world)
+            sums |= {f"{place}/{name}": digest for name, digest in shards.items()}
+
+    def write_whole() -> dict[str, str]:
+        with ThreadPoolExecutor() as pool:  # one is copied while the other is hashed and flushed
+            digests = pool.map(lambda part: write_tensors(folder / part, parts[part]), parts)
+            return dict(zip(parts, digests, strict=True))
+
+    return sums | world.on_rank0(write_whole)
+
+
+def save_if_best(
+    val_loss: float, run: RunFolder, state: State, config: Config, world: World
+) -> None:
+    """Keep a checkpoint of this step as `best_<step>`, if no validation loss was lower.
+
+    All ranks have to call this. `keep_last` does not delete it. Raises NotSavedError.
+    """
+    best = math.inf if state.best_val_loss is None else state.best_val_loss
+    if state.step and val_loss < best:
+        folder = save(run, state, config, world)
+        state.best_val_loss = val_loss
+        if folder:
+            world.on_rank0(lambda: _keep_best(run.path, folder))
+
+
+def _keep_best(run: Path, folder: Path) -> None:
+    best = folder.with_name(f"best_{step_of(folder):06d}")
+    try:
+        with whole_folder(best, replace=True) as unfinished:
+            shutil.copytree(folder, unfinished, copy_function=_link_or_copy, dirs_exist_ok=True)
+        delete(path for path in all_checkpoints(run, "best") if path != best)
+    except OSError as error:
+        raise NotSavedError(f"{best}: cannot be written: {error}") from None
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+        flush_to_disk(Path(target))
+
+
+# ---- faults
+
+
+def hint(run: Path, lr: float) -> str:
+    """Return what to do when training has failed at the learning rate `lr`."""
+    advice = f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
+    if not all_checkpoints(run):
+        return advice
+    command = f"--resume {shlex.quote(str(run))} --lr {lr / 2:g}"
+    return f"{advice}; {command} resumes from its last checkpoint"
+
+
+def check_finite(
+    loss: float, norm: float, lr: float, run: RunFolder, state: State, config: Config
+) -> bool:
+    """Return whether the step changed the weights.
+
+    It did not where loss or norm is not finite. Raises TrainingError after more such steps than
+    `skip_nonfinite`. An overflow in fp16 is none: the scaler halves its scale and goes on.
+    """
+    overflow = config.fp16 and math.isfinite(loss) and state.scaler.get_scale() >= 0.5
+    if math.isfinite(loss + norm) or overflow:
+        return True
+    problem = (
+        f"step {state.step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"
+    )
+    if state.skipped_steps == config.skip_nonfinite:
+        instead = ", or bf16 instead of fp16" if config.fp16 else ""
+        raise TrainingError(f"{problem}; {hint(run.path, config.lr)}{instead}")
+    state.skipped_steps += 1
+    run.message(f"{problem}: left out, {state.skipped_steps} of {config.skip_nonfinite}")
+    return False
+
+
+@contextlib.contextmanager
+def emergency_save(run: RunFolder, state: State, config: Config, world: World) -> Iterator[None]:
+    """Save the last whole step if anything fails in the block, and raise the error all the same.
+
+    It may be a corpus that goes bad, a log that cannot be written, or memory. A note on the error
+    tells how to resume. The step is not saved if its update has begun, after a save that failed,
+    or in one of several ranks, as the others may be gone: then the last checkpoint counts.
+    """
+    hooks = [o.register_step_pre_hook(state.begin_update) for o in state.optimizers]
+    try:
+        yield
+    except TrainingError:  # the state is spoiled, and the message says what to do
+        raise
+    except Exception as error:
+        can_save = not (isinstance(error, CheckpointError) or state.is_updating)
+        if can_save and not state.is_saved and not world.distributed:
+            try:
+                # The traceback holds the step's activations, and memory may be what lacks.
+                traceback.clear_frames(error.__traceback__)
+                state.undo_step(world.device)
+                save(run, state, config, world)
+            except Exception as another:
+                if not state.is_saved:
+                    error.add_note(
+                        f"the state after step {state.step} could not be saved: {another}"
+                    )
+        if state.before_step:  # else nothing has begun that could be resumed
+            if state.checkpoint:
+                error.add_note(run.how_to_resume())
+            if isinstance(error, UserError):
+                error.status = 1  # the run has failed: its options were right
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,143 @@
+"""All of a run that changes from step to step: in memory, and as a checkpoint's JSON has it."""
+
+import base64
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor
+
+from checkpoint.files import PARTS, STATE, CheckpointError, read_json, verify
+from model import GPT
+from runtime.errors import in_a_line
+from runtime.runlog import LogRow, step_of
+
+
+@dataclass
+class State:
+    """Hold all that changes from step to step but the random states, which belong to the process.
+
+    Between `begin_step` and `finish_step` it is that of the step before until an optimizer begins
+    its update, and then neither that one nor the next.
+    """
+
+    model: GPT  # without torch.compile and DDP; sharded, with FSDP
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler  # of the loss; does nothing without fp16
+    memory_before: float = 0.0  # MiB that the process used before all this was built
+    corpus: str = ""  # fingerprint of the training tokens
+    step: int = 0  # steps taken
+    skipped_steps: int = 0  # of these, left out because loss or norm was not finite
+    best_val_loss: float | None = None
+    checkpoint: Path | None = None  # the newest one that is known to be whole
+    is_updating: bool = False  # a step's update has begun and is not complete
+    # when the latest step began: steps taken, PyTorch's random states of the CPU and of the GPU
+    before_step: tuple[int, Tensor, Tensor | None] | None = None
+
+    @property
+    def is_saved(self) -> bool:
+        """True if there is a checkpoint of the current step."""
+        return self.checkpoint is not None and step_of(self.checkpoint) == self.step
+
+    def begin_step(self, device: torch.device) -> int:
+        """Remember PyTorch's random states, which the step changes; returns the step's number."""
+        gpu = _generator(device)
+        self.before_step = self.step, torch.get_rng_state(), gpu and gpu.get_rng_state()
+        return self.step + 1
+
+    def begin_update(self, *_: object) -> None:
+        """Note that weights change from here on. A hook of the optimizers, which pass arguments."""
+        self.is_updating = True
+
+    def finish_step(self, step: int) -> None:
+        """Count a step whose update is complete."""
+        self.step, self.is_updating = step, False
+
+    def undo_step(self, device: torch.device) -> None:
+        """Take back what a step has changed that failed before its update."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if self.before_step and self.before_step[0] == self.step:
+            torch.set_rng_state(self.before_step[1])
+            if gpu := _generator(device):
+                gpu.set_rng_state(self.before_step[2])
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizers' state as named tensors, `<parameter>/<name of the state>`."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return {
+            f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
+            for optimizer in self.optimizers
+            for parameter, values in optimizer.state.items()
+            for key, value in values.items()
+        }
+
+
+def _generator(device: torch.device) -> Any:
+    """Return the module with the device's random state; None on a CPU."""
+    return {"cuda": torch.cuda, "mps": torch.mps}.get(device.type)
+
+
+def take_random_state(device: torch.device) -> dict[str, Any]:
+    """Return the random states of this process as JSON has them; PyTorch's are bytes in base64."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    gpu = _generator(device)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), *rest),
+        "torch_cpu": _encode(torch.get_rng_state()),
+        "device": device.type,
+        "torch_device": gpu and _encode(gpu.get_rng_state()),
+    }
+
+
+def put_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Make this the random state of this process. Raises any Exception for what is none."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_decode(state["torch_cpu"]))
+    gpu = _generator(device)
+    if gpu and state["device"] == device.type:  # else it was saved on another kind of device
+        gpu.set_rng_state(_decode(state["torch_device"]))
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+class SavedState(BaseModel):
+    """checkpoint.json: a run's state but for the tensors, and what a resume has to agree with."""
+
+    step: int = Field(ge=0)
+    tokens: int  # trained on so far
+    tokens_per_step: int = Field(ge=1)
+    best_val_loss: float | None
+    skipped_steps: int
+    corpus: str  # the training tokens' fingerprint
+    config: dict[str, Any]
+    scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16
+    random: list[dict[str, Any]]  # of each rank
+    not_logged: LogRow | None = None  # the row of a step that log.csv did not take
+
+
+def read_state(folder: Path, parts: Collection[str] = PARTS) -> SavedState:
+    """Read checkpoint.json, once the checksums of the checkpoint's `parts` are verified.
+
+    Raises CheckpointError.
+    """
+    verify(folder, parts)
+    try:
+        return SavedState(**read_json(folder / STATE))
+    except ValidationError as error:
+        raise CheckpointError(f"{folder / STATE}: damaged: {in_a_line(error)}") from None

@@ -1,0 +1,273 @@
+"""Estimate what a run takes before it starts: `python train.py --config gpt2_124m --estimate`.
+
+Memory is counted, not guessed: PyTorch's MemTracker follows every tensor of two training steps of
+train.py, on fake tensors, which have shapes but no numbers. Nothing is allocated.
+"""
+
+import bisect
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkpoint.weights import build_model
+from config import Config
+from data.prepare import is_there
+from dataloader import open_corpus
+from kernels.loss import summed_loss
+from model import GPT
+from runtime.device import check_precision, device_name, matmul_dtype, matmul_tflops
+from runtime.errors import UserError
+from runtime.report import flops_rate
+from runtime.start import memory_left
+from runtime.world import World
+from train import setup, train_step
+
+MB = 2**20
+MFUS = (0.3, 0.4, 0.5)  # that training reaches
+# A process on a CPU takes ALLOCATOR times its tensors, as the C library keeps gaps between buffers,
+# and CODE that is loaded after the model is built. Fitted to measured runs, which are in
+# logs/results/epyc-avx512bf16-2cores/estimate.txt: off by 15% at most.
+ALLOCATOR, CODE = 1.5, 100 * MB
+WORKSPACE = 32 * MB  # cuBLAS's on a GPU; 8 MB before Hopper
+# Activations of a compiled run over those of an uncompiled one: what is fused is never stored. A
+# crude factor: measured runs had 0.26 (bf16) to 0.65 (fp32), which puts the peak off by a third.
+COMPILED = 0.4
+
+
+def estimate(config: Config, world: World) -> None:
+    """Print the run's tokens, compute, hours on this device, epochs, disk and memory.
+
+    Measures the device for some seconds, and writes no run. All ranks may call this; rank 0
+    prints. Raises UserError for what this device cannot do, a bad corpus, and weights of
+    `init_from` that cannot be had.
+    """
+    if world.rank:
+        return
+    if config.init_from != "scratch":  # the architecture is that of the weights
+        config = build_model(config)[0].model_copy(update={"init_from": "scratch"})
+    model, moments = trace(config, world)
+    dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+    ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
+    tokens = config.max_steps * per_step
+    flops = tokens * model.flops_per_token(config.seq_len)
+    notes = [*check_precision(world.device, tf32=config.tf32, bf16=config.bf16), *config.notes()]
+    rate = matmul_tflops(world.device, dtype, seconds=3.0)
+    print(
+        f"{config.run_name}: {model.num_parameters():,} parameters, on {ranks} x "
+        f"{device_name(world.device)}"
+    )
+    print(f"tokens:  {tokens:,} in {config.max_steps:,} steps of {per_step:,}")
+    print(describe_corpus(config, tokens, model.config.n_vocab))
+    print(
+        f"compute: {flops:.3g} FLOPs, forward and backward; a large matmul reaches "
+        f"{flops_rate(rate)} here, in {str(dtype).removeprefix('torch.')}"
+    )
+    for mfu in MFUS:
+        seconds = flops / (rate * 1e12 * ranks * mfu)
+        print(
+            f"at {mfu:.0%} MFU: {hours(seconds)}, "
+            f"{seconds / config.max_steps:,.3f} s a step, {tokens / seconds:,.0f} tokens/s"
+        )
+    print(describe_disk(config, moments["kept"].parameters + moments["kept"].optimizer))
+    moments = {name: at.of_run(config, ranks, model) for name, at in moments.items()}
+    lines, peak = describe_memory(config, world, moments)
+    print("\n".join([*lines, *(f"note: {note}" for note in notes)]))
+    print(f"estimated peak: {peak / MB:.0f} MB")
+
+
+def hours(seconds: float) -> str:
+    """Return a time in hours; more than two days in days too."""
+    number = seconds / 3600
+    text = f"{number:,.3g} hours" if number < 999.5 else f"{number:,.0f} hours"
+    return text + (f" ({number / 24:,.0f} days)" if number > 48 else "")
+
+
+def describe_corpus(config: Config, tokens: int, n_vocab: int) -> str:
+    """Return a line on the run's epochs. Raises TokenFileError for a bad corpus."""
+    folder = Path(config.data_dir) / config.dataset
+    if not is_there(folder):
+        return f"corpus:  {folder} is not there yet"
+    split, val = open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
+    epochs = f"{tokens / split.tokens:,.2f} epochs of the {split.tokens:,} tokens of {folder}"
+    more = f", which has {val.tokens:,} more for validation" if val.tokens else ""
+    return f"corpus:  {epochs}{more}"
+
+
+def describe_disk(config: Config, size: float) -> str:
+    """Return a line on what checkpoints of so many bytes take, and what is free there."""
+    if not config.keep_last:
+        return "disk:    no checkpoint is saved, as keep_last is 0"
+    saved, best = 1, bool(config.eval_every)
+    if config.checkpoint_every:
+        saved = math.ceil(config.max_steps / config.checkpoint_every)
+    if best:  # each that is the best so far is saved too
+        saved += config.max_steps // config.eval_every
+    kept = min(max(config.keep_last, 2), saved)  # the last one goes once the next is complete
+    place = Path(config.log_dir).absolute()
+    free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+    return (
+        f"disk:    {size / 1e9:,.3g} GB a checkpoint, at most {size * (kept + best) / 1e9:,.3g} GB "
+        f"for {kept} at a time{' and the best one' if best else ''}; {free / 1e9:,.3g} GB are free "
+        f"in {config.log_dir}"
+    )
+
+
+# ---- memory
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes of a rank's tensors at one moment of a training step."""
+
+    parameters: float  # and the model's buffers
+    gradients: float
+    optimizer: float
+    activations: float  # and temporary tensors: what grows with the batch
+    gathered: float = 0.0  # by FSDP
+
+    def total(self, batches: float = 1.0) -> float:
+        """Return the sum, with so many times the batch."""
+        fixed = self.parameters + self.gradients + self.optimizer + self.gathered
+        return fixed + batches * self.activations
+
+    def of_run(self, config: Config, ranks: int, model: GPT) -> "Moment":
+        """Return the moment in a compiled run, and on one of several ranks.
+
+        DDP keeps all gradients in its buckets. With FSDP a rank has 1/N of parameters, gradients
+        and optimizer state; whole are two blocks, the one that computes and the next, and what
+        is in no block, with its gradients.
+        """
+        activations = self.activations * (COMPILED if config.compile else 1)
+        gradients, gathered, shards, whole = self.gradients, 0.0, 1, 4.0 * model.num_parameters()
+        if config.fsdp and ranks > 1:
+            blocks = 4.0 * sum(p.numel() for p in model.transformer.h.parameters())
+            gathered, shards = 2 * (blocks / config.n_layer + whole - blocks), ranks
+        elif ranks > 1:
+            gradients = whole
+        parameters, gradients, optimizer = (
+            part / shards for part in (self.parameters, gradients, self.optimizer)
+        )
+        return Moment(parameters, gradients, optimizer, activations, gathered)
+
+
+def describe_memory(
+    config: Config, world: World, moments: dict[str, Moment]
+) -> tuple[list[str], float]:
+    """Return lines on what each rank's memory goes to and the largest batch_size, and its peak in
+    bytes, which summary.json calls memory_growth_mb.
+    """
+    device, ranks, kept = world.device, world.world_size, moments["kept"]
+    worst = max(moments, key=lambda name: moments[name].total())
+    tensors = moments[worst].total()
+    peak = process_bytes(tensors, device)
+    each = f"of each of {ranks} ranks" if ranks > 1 else "of the process"
+    beside = "the workspace of matmuls"
+    if device.type == "cpu":
+        beside = "loaded code, and gaps between buffers, which the allocator keeps"
+    lines = [
+        f"memory:  {each}: {kept.parameters / MB:,.0f} MB parameters, "
+        f"{moments['clipping'].gradients / MB:,.0f} MB gradients, {kept.optimizer / MB:,.0f} MB "
+        f"optimizer state, {kept.activations / MB:,.0f} MB activations kept for the backward pass",
+        f"         {tensors / MB:,.0f} MB of tensors at the worst moment, in the {worst}",
+        f"         {(peak - tensors) / MB:,.0f} MB beside them: {beside}",
+    ]
+    if config.compile:
+        lines.append(
+            f"         compiled: activations are counted as {COMPILED} of an uncompiled run's, so "
+            f"the peak may be off by a third"
+        )
+    left = memory_left() / ranks
+    if device.type == "cuda":
+        left = torch.cuda.mem_get_info(device)[0]
+    if math.isfinite(left):
+        size = largest_batch(config, world, moments, left)
+        fits = f"the largest batch_size that fits is {size:,}" if size else "no batch_size fits"
+        lines.append(f"batch:   {fits}, in the {left / MB:,.0f} MB that are left for a rank")
+    return lines, peak
+
+
+def process_bytes(tensors: float, device: torch.device) -> float:
+    """Return the bytes that a process grows by which has so many bytes of tensors."""
+    return ALLOCATOR * tensors + CODE if device.type == "cpu" else tensors + WORKSPACE
+
+
+def largest_batch(config: Config, world: World, moments: dict[str, Moment], left: float) -> int:
+    """Return the largest batch_size whose peak is at most `left` bytes; 0 if there is none.
+
+    With total_batch_tokens, of those that divide it.
+    """
+    sizes: Sequence[int] = range(1, 10**9)
+    if config.total_batch_tokens:
+        most = config.total_batch_tokens // (config.seq_len * world.world_size)
+        sizes = [size for size in range(1, most + 1) if most % size == 0]
+
+    def is_too_large(size: int) -> bool:
+        tensors = max(at.total(size / config.batch_size) for at in moments.values())
+        return process_bytes(tensors, world.device) > left
+
+    fitting = bisect.bisect_left(sizes, True, key=is_too_large)
+    return sizes[fitting - 1] if fitting else 0
+
+
+def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
+    """Take two steps on fake tensors, as in an uncompiled run on one rank.
+
+    Returns the model, and the worst moment of each part of a step; "kept" is the end of the
+    forward pass. Raises UserError where PyTorch has no MemTracker.
+    """
+    try:
+        from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _ModState
+    except ImportError as error:
+        raise UserError(f"--estimate: PyTorch {torch.__version__} is too old: {error}") from None
+    tracker, shape = MemTracker(), (config.batch_size, config.seq_len)
+    micro_steps = min(2, config.accumulation_steps(world.world_size))  # more are like the second
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        # With one token, the worst moment of the first step is in the update.
+        for size in [(1, 1)] * micro_steps + [shape] * micro_steps:
+            tracker.reset_mod_stats()  # it follows one forward pass at a time
+            yield torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
+
+    def moment(snapshots: dict[torch.device, dict[Any, int]]) -> Moment:
+        of = next(snapshot for at, snapshot in snapshots.items() if at.type == world.device.type)
+        kind = _MemRefType
+        parameters, activations = of[kind.PARAM] + of[kind.BUFFER], of[kind.ACT] + of[kind.TEMP]
+        return Moment(parameters, of[kind.GRAD], of[kind.OPT], activations)
+
+    changed = {
+        "compile": False,
+        "total_batch_tokens": micro_steps * config.batch_size * config.seq_len,
+        "fused_adamw": config.fused_adamw or config.fp16,  # others read whether to skip the step
+    }
+    with FakeTensorMode(), world.device, tracker, Numberless():
+        run = setup(config.model_copy(update=changed), World(world.device), batches=batches())
+        train_step(run, 1)
+        update = tracker.get_tracker_snapshot("peak")
+        train_step(run, 2)
+    parts = tracker.memory_tracking[run.state.model].snapshots
+    return run.state.model, {
+        "forward pass": moment(parts[_ModState.PEAK_FW][-1]),
+        "backward pass": moment(parts[_ModState.PEAK_BW][-1]),
+        "clipping": moment(parts[_ModState.POST_BW][-1]),  # all gradients are there
+        "update": moment(update),
+        "kept": moment(parts[_ModState.POST_FW][-1]),
+    }
+
+
+class Numberless(TorchDispatchMode):
+    """Replace what fake tensors cannot do: be read as a number, and enter an operator of ours."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        if func is torch.ops.gpt2.summed_loss.default:
+            return summed_loss._init_fn(*args)  # its own code, whose buffers count too
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,386 @@
+"""Compare the training speed of configs: a few steps of each, interleaved round after round.
+
+python -m measure.interleaved speedup9.yaml speedup10.yaml
+python -m measure.interleaved speedup10.yaml "speedup10.yaml --no-flash"
+python -m measure.interleaved quickstart.yaml "OMP_NUM_THREADS=1 quickstart.yaml"  other environment
+python -m measure.interleaved speedup10.yaml --code ../other   here and in another copy of this code
+python -m measure.interleaved a.yaml b.yaml -- --batch_size 2  options after -- go to all of them
+
+Each side is a process of its own, which sleeps while another one trains. A machine that becomes
+slower slows all sides of a round. Every other round runs backwards, so the last side is no worse
+off than the first. The result is the ratio within a round: its median, with a confidence interval.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+import select
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from config import Config
+from runtime.cli import Options, parse
+from runtime.errors import TrainingError, UserError, reported, why_it_failed
+from runtime.files import write_whole
+from runtime.launch import environment_of
+from runtime.ratio import FEWEST, Ratio, median_ratio
+from runtime.report import git_commit, items, machine, print_table
+from runtime.signals import ENDS_WITH
+from runtime.start import start
+
+ROOT = Path(__file__).resolve().parent.parent
+# The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.
+LEFT_OUT = 3
+FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
+OTHERS_END = 15.0  # seconds within which the other ranks of a run end after one has failed
+# Train at least this long at a time: less is lost in the machine's noise. Rehearsals set less.
+TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
+
+Rates = Mapping[str, Sequence[float]]  # tokens/s of each side in each round
+Say = Callable[[str], None]
+
+
+# ---- the engine
+
+
+def interleave(
+    sides: Mapping[str, Callable[[], float]],
+    rounds: int,
+    enough: Callable[[Rates], bool] = lambda _: False,
+    left_out: int = LEFT_OUT,
+) -> dict[str, list[float]]:
+    """Call every side once a round, in reverse order every other round; returns what they returned.
+
+    The first `left_out` rounds do not count. Ends after `rounds` more, or once they are `enough`.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(left_out + rounds):
+        for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
+            rate = sides[name]()
+            if i >= left_out:
+                rates[name].append(rate)
+        if i >= left_out and enough(rates):
+            break
+    return rates
+
+
+def ratio_of(rates: Rates, side: str, base: str) -> Ratio:
+    """Return how many times as fast as `base` a side is, from the ratio within each round."""
+    pairs = zip(rates[side], rates[base], strict=True)
+    return median_ratio([ours / theirs for ours, theirs in pairs])
+
+
+def is_narrow(rates: Rates, width: float) -> bool:
+    """True if the interval of every side over every other one is narrower than `width`.
+
+    Only the width ends the rounds, not the ratio: stopping at a pleasant one would make it false.
+    """
+    return len(next(iter(rates.values()))) >= FEWEST_FOR_AN_EARLY_END and all(
+        ratio_of(rates, side, base).width <= width
+        for base, side in itertools.combinations(rates, 2)
+    )
+
+
+class SideError(TrainingError):
+    """A side has failed."""
+
+    def __init__(self, name: str, reason: str):
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+
+
+class Side:
+    """A process, or the ranks of one run, that trains some steps on request and sleeps otherwise.
+
+    A context manager, which starts and ends the processes. They speak as measure/side.py does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        ranks: int = 1,
+    ):
+        self.name, self.command, self.ranks = name, command, ranks
+        self.environment = dict(environment or {})
+        self.answers: list[dict[str, Any]] = []  # of rank 0; with several ranks, those of all in it
+        self.steps = 1  # to take at a time
+
+    def __enter__(self) -> "Side":
+        of_ranks: list[dict[str, str]] = [{}]
+        if self.ranks > 1:
+            from torch.distributed import TCPStore
+
+            # as torchrun's agent has one; it lives as long as this object
+            self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            of_ranks = [environment_of(i, self.ranks, self.store.port) for i in range(self.ranks)]
+        self.processes: list[subprocess.Popen[str]] = []
+        self.errors: list[Any] = []  # files with their stderr
+        for of_rank in of_ranks:
+            self.errors.append(tempfile.TemporaryFile("w+", errors="replace"))
+            self.processes.append(
+                subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self.errors[-1],
+                    text=True,
+                    env=os.environ | {ENDS_WITH: str(os.getpid())} | self.environment | of_rank,
+                )
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()  # it has nothing to save
+            process.communicate()
+        for file in self.errors:
+            file.close()
+
+    def train(self, message: int | None = None) -> float:
+        """Take the steps; returns tokens/s. Raises SideError if a rank fails.
+
+        `message`: profile the steps, and time the ranks' link with messages of so many bytes.
+        """
+        request = f"{self.steps}" if message is None else f"{self.steps} {message}"
+        for process in self.processes:
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its stderr says why
+                print(request, file=process.stdin, flush=True)
+        answers = self._receive()
+        if not all(answer["asleep"] for answer in answers):
+            policy = self.environment.get("OMP_WAIT_POLICY") or os.environ.get("OMP_WAIT_POLICY")
+            raise SideError(
+                self.name,
+                "its threads keep computing while another side trains; unset OMP_WAIT_POLICY "
+                f"(now {policy or 'not set'})",
+            )
+        answer = answers[0] | ({"ranks": answers} if self.ranks > 1 else {})
+        self.answers.append(answer)
+        seconds = sum(answer["seconds"])
+        if len(self.answers) == LEFT_OUT:
+            self.steps = max(1, math.ceil(TURN_SECONDS * self.steps / seconds))
+        return answer["tokens"] / seconds
+
+    def _receive(self) -> list[dict[str, Any]]:
+        """Read the answers as they come: one rank may fail while the others wait for it."""
+        answers: dict[int, dict[str, Any]] = {}
+        pipes: dict[Any, int] = {p.stdout: rank for rank, p in enumerate(self.processes)}
+        while pipes:
+            for pipe in select.select(list(pipes), [], [])[0]:
+                line = pipe.readline()
+                if not line:
+                    raise SideError(self.name, self._why_it_ended())
+                answers[pipes.pop(pipe)] = json.loads(line)
+        return [answers[rank] for rank in range(self.ranks)]
+
+    def _why_it_ended(self) -> str:
+        """Return the reason of the rank that failed by itself; others have only lost that one."""
+        deadline, reasons = time.monotonic() + OTHERS_END, []
+        for process, errors in zip(self.processes, self.errors, strict=True):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(max(0, deadline - time.monotonic()))
+                reasons.append(why_it_failed(status, errors))
+        return min(reasons, key=lambda why: (bool(OTHER_FAILED.search(why)), "exit status" in why))
+
+
+OTHER_FAILED = re.compile("another (process|rank)")
+
+
+def module_in(code: Path, module: str) -> tuple[list[str], dict[str, str]]:
+    """Return command and environment that run a module of a copy of this code from any folder."""
+    path = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
+    # PYTHONSAFEPATH: without it, a copy in the working directory would come first
+    return [sys.executable, "-m", module], {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def training_side(
+    name: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    ranks: int = 1,
+    code: Path = ROOT,
+) -> Side:
+    """Make a side that trains with these arguments of train.py, in this copy of the code or `code`.
+
+    Copies older than measure/ have benchmarks/side.py.
+    """
+    command, paths = module_in(code, "measure.side")
+    if not (code / "measure" / "side.py").is_file():
+        command = [sys.executable, str(code / "benchmarks" / "side.py")]
+    return Side(name, [*command, *arguments], {**paths, **(environment or {})}, ranks)
+
+
+@contextlib.contextmanager
+def started(sides: Sequence[Side]) -> Iterator[None]:
+    """Start the sides, and end them at exit."""
+    with contextlib.ExitStack() as stack:
+        for side in sides:
+            stack.enter_context(side)
+        yield
+
+
+def run_rounds(
+    sides: Sequence[Side],
+    rounds: int,
+    width: float,
+    *,
+    results: Path | None = None,
+    check: Callable[[Side], None] = lambda _: None,
+    say: Say = lambda _: None,
+) -> dict[str, list[float]]:
+    """Interleave sides that have been started; returns tokens/s of each in each round.
+
+    `results`: a JSON file to write. `check`: called with every side after its first steps. Raises
+    SideError.
+    """
+
+    def enough(rates: Rates) -> bool:
+        base, *others = rates
+        if results:
+            write_results(results, rates, sides)
+        line = f"round {len(rates[base])} of at most {rounds}: "
+        line += ", ".join(f"{rate[-1]:,.0f}" for rate in rates.values()) + " tokens/s"
+        if len(rates[base]) >= FEWEST:
+            line += "; x first " + ", ".join(str(ratio_of(rates, other, base)) for other in others)
+        say(line)
+        return is_narrow(rates, width)
+
+    for side in sides:  # the first steps alone, as the compiler times the kernels it chooses from
+        side.train()
+        check(side)
+    return interleave({side.name: side.train for side in sides}, rounds, enough, LEFT_OUT - 1)
+
+
+def write_results(path: Path, rates: Rates, sides: Sequence[Side]) -> None:
+    """Write the answers of every side to a JSON file, with the machine and the code."""
+    found = [
+        {
+            "name": side.name,
+            "command": shlex.join(["python", *side.command[1:]]),
+            "tokens_per_sec": rates[side.name],
+            "turns": side.answers,
+        }
+        for side in sides
+    ]
+    about = {"machine": machine(), "git": git_commit(), "left_out": LEFT_OUT, "sides": found}
+    write_whole(path, json.dumps(about, indent=1) + "\n")
+
+
+# ---- the command
+
+
+class InterleavedOptions(Options):
+    """options"""
+
+    sides: tuple[str, ...] = ()
+    """configs; quote one together with options after it, and environment variables before it"""
+    rounds: int = Field(20, ge=FEWEST)
+    """rounds at most"""
+    width: float = Field(0.02, ge=0, le=1)
+    """stop once every interval is narrower than this share of its median"""
+    code: str | None = None
+    """folder of another copy of this code, in which the one config is trained as the second side"""
+    output: str | None = None
+    """JSON file for the steps of every side, written after each round"""
+
+
+def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split arguments at `--`: our own options, and those of every training run."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
+
+
+def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Parse `[NAME=VALUE ...] CONFIG [options]` into arguments of train.py and an environment.
+
+    Raises UserError for a mistake in it, before anything starts.
+    """
+    try:
+        words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise UserError(
+            f"{text}: {str(error).lower()}; a side is quoted as a whole: "
+            '"speedup10.yaml --no-flash"'
+        ) from None
+    environment = {}
+    while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
+        name, _, environment[name] = words.pop(0).partition("=")
+    arguments = [f"--config={words[0]}", *of_all, *words[1:]]
+    parse(Config, arguments, config_file=True)
+    return arguments, environment
+
+
+def plan(options: InterleavedOptions, of_all: Sequence[str], scratch: str) -> list[Side]:
+    """Return the sides of the command line. Raises UserError for what is no comparison.
+
+    `scratch`: a folder for what copies of before measure/ write.
+    """
+    texts = options.sides
+    if options.code and len(texts) != 1:
+        raise UserError(f"--code compares one config here and there, not {len(texts)}")
+    if not options.code and len(texts) < 2:
+        raise UserError(
+            f"at least two sides are needed, not {len(texts)}: python -m measure.interleaved "
+            "speedup9.yaml speedup10.yaml; or one and --code FOLDER"
+        )
+    if len(set(texts)) < len(texts):
+        raise UserError('two sides are the same; give one an option: "speedup10.yaml --no-flash"')
+    if options.output and not Path(options.output).absolute().parent.is_dir():
+        raise UserError(f"--output {options.output}: no such folder")
+    parsed = [(text, *parse_side(text, of_all)) for text in texts]
+    sides = [training_side(*side) for side in parsed]
+    if options.code:
+        code = Path(options.code).resolve()
+        if not any((code / room / "side.py").is_file() for room in ("measure", "benchmarks")):
+            raise UserError(f"--code {options.code}: is no copy of this code: no measure/side.py")
+        ((text, arguments, environment),) = parsed
+        arguments = [*arguments, f"--log_dir={scratch}"]
+        name = f"{text} in {options.code}"
+        sides.append(training_side(name, arguments, environment, code=code))
+    return sides
+
+
+def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
+    """Compare the sides of the command line. Raises UserError."""
+    results = Path(options.output) if options.output else None
+    with tempfile.TemporaryDirectory() as scratch:
+        sides = plan(options, of_all, scratch)
+        with started(sides):
+            rates = run_rounds(sides, options.rounds, options.width, results=results, say=say)
+    base = sides[0].name
+    rows = [
+        (
+            side.name,
+            f"{statistics.median(rates[side.name]):,.0f}",
+            "" if side.name == base else str(ratio_of(rates, side.name, base)),
+            f"{side.answers[-1]['peak_memory_mb']:,.0f}",
+        )
+        for side in sides
+    ]
+    columns = items("side", "tokens/s", "x first", "MB")
+    print_table(f"{len(rates[base])} interleaved rounds", columns, rows)
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    OWN, OF_ALL = split_command_line(sys.argv[1:])
+    OPTIONS = start(InterleavedOptions, OWN, description=__doc__, positional="sides")
+    with reported("the comparison"):
+        main(OPTIONS, OF_ALL)

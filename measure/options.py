@@ -1,0 +1,52 @@
+"""Options that override those of a training config, and configs for measuring."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, create_model
+
+from config import Config
+from runtime.cli import Options
+
+C = TypeVar("C", bound=Config)
+
+
+def optional_fields(
+    source: type[Options], *names: str, title: str, none: str = "as the config says"
+) -> Any:
+    """Make a section of options from fields of `source`: same type, bounds and help, default None.
+
+    `none` says what None means. The result is typed Any, as mypy knows no computed base classes.
+    """
+    fields: dict[str, Any] = {}
+    for name in names:
+        field = source.model_fields[name]
+        kind: Any = field.annotation
+        if field.metadata:
+            kind = Annotated[(kind, *field.metadata)]
+        help_text = (field.description or "").partition(" (none:")[0]
+        fields[name] = (kind | None, Field(None, description=f"{help_text} (none: {none})"))
+    return create_model("Overrides", __base__=Options, __doc__=title, **fields)
+
+
+def given(options: Options, section: type[Options]) -> dict[str, Any]:
+    """Return the options of a section that are not None."""
+    values = {name: getattr(options, name) for name in section.model_fields}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def without_end(config: C) -> C:
+    """Return the config for as many steps as one likes: at this rate the weights hardly move."""
+    rates = {"lr": 1e-6, "min_lr": None, "muon_lr": 1e-6}
+    return config.model_copy(update={"max_steps": 10**9, **rates})
+
+
+def to_flags(values: Mapping[str, Any]) -> list[str]:
+    """Return options as flags of train.py; None is left out."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            flags += [f"--{name}", str(value)]
+    return flags

@@ -1,0 +1,242 @@
+"""Run a peer's side of a comparison: a GPT-2 of others, in the loop one would write around it.
+
+echo 3 | python -m measure.peer_side --peer transformers --init_from FOLDER --config speedup10.yaml
+
+It is asked and answers as measure/side.py; measure/peers.py starts it. A peer is `transformers`, or
+a nanoGPT-like file: one with a `GPT` and a `GPTConfig` that have nanoGPT's fields, parameter names
+and forward(idx, targets). Tokens, initial weights, precision and the optimizer are the config's.
+"""
+
+from config import Config
+from runtime.cli import Options, parse_command_line
+from runtime.start import set_up_process
+
+
+class WhichPeer(Options):
+    """peer"""
+
+    peer: str = "transformers"
+    """transformers, or a nanoGPT-like Python file"""
+    process_settings: bool = False
+    """set the process up as train.py does for itself"""
+
+
+class PeerConfig(WhichPeer, Config):
+    """All options of a peer's side."""
+
+
+if __name__ == "__main__":
+    OPTIONS = parse_command_line(PeerConfig, description=__doc__, config_file=True)
+    if OPTIONS.process_settings:
+        set_up_process()
+
+import contextlib
+import importlib.util
+import inspect
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkpoint.weights import read_weights
+from dataloader import DataLoader, prefetch
+from measure.options import without_end
+from measure.side import Requests
+from runtime.device import choose_device, matmul_dtype, peak_memory_mb, synchronize
+from runtime.errors import UserError, reported
+from runtime.world import World
+from train import check_device, open_data
+
+TRANSFORMERS = "transformers"
+LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # of the model, compiled or not, and a batch
+
+
+def build_peer(peer: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
+    """Build the peer's model with the weights of the folder `init_from`; returns it and its loss.
+
+    Raises UserError.
+    """
+    folder = Path(config.init_from)
+    return transformers_model(folder) if peer == TRANSFORMERS else nanogpt_like(peer, config)
+
+
+def open_loader(config: Config) -> DataLoader:
+    """Open the batches that train.py would take. Raises UserError."""
+    return open_data(config, World(torch.device("cpu")), config.n_vocab)[0]
+
+
+# ---- transformers
+
+
+def transformers_model(folder: Path) -> tuple[torch.nn.Module, LossOf]:
+    """Build GPT2LMHeadModel from a folder that its `from_pretrained` reads."""
+    try:
+        from transformers import GPT2LMHeadModel
+    except ImportError:
+        raise UserError(
+            "transformers is not installed: pip install -r requirements-dev.txt"
+        ) from None
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        # targets that are one token further on already; from labels alone it would shift them
+        return model(input_ids=x, labels=y, shift_labels=y).loss
+
+    # use_cache: keys and values are for generating
+    return GPT2LMHeadModel.from_pretrained(folder, use_cache=False).train(), loss_of
+
+
+# ---- nanoGPT-like files
+
+
+def nanogpt_like(path: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
+    """Build the `GPT` of a file.
+
+    Raises UserError where the file, its options or its parameters are not like nanoGPT's.
+    """
+    shape, weights = read_weights(Path(config.init_from))
+    module = load_file(path)
+    # what GPT-2 is, under nanoGPT's names; the vocabulary is padded as the config says
+    needed = {name: getattr(shape, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
+    if_known = {"dropout": 0.0, "bias": True, "flash": True, "tie_weights": True}
+    with in_a_line(path, "its GPT and GPTConfig cannot be used"):
+        known = inspect.signature(module.GPTConfig).parameters
+        if_known = {name: value for name, value in if_known.items() if name in known}
+        gpt_config = module.GPTConfig(**needed, vocab_size=config.vocab_size, **if_known)
+        model = module.GPT(gpt_config).train()
+    copy_weights(model, weights, path)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        result = model(x, y)
+        return result[1] if isinstance(result, tuple) else result
+
+    with in_a_line(path, "its forward(idx, targets) fails"), torch.no_grad():
+        token = torch.zeros(1, 1, dtype=torch.long)
+        loss = loss_of(model, token, token)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise UserError(
+            f"{path}: its forward(idx, targets) must return the loss, or logits and the loss"
+        )
+    return model, loss_of
+
+
+def load_file(path: str) -> Any:
+    """Import a Python file as a module. Raises UserError if it cannot be imported."""
+    with in_a_line(path, "cannot be imported"):
+        spec = importlib.util.spec_from_file_location("peer_file", path)
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        sys.modules["peer_file"] = module  # where its dataclasses look for it
+        sys.path.append(str(Path(path).resolve().parent))  # for files beside it
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+@contextlib.contextmanager
+def in_a_line(path: str, what: str) -> Iterator[None]:
+    """Turn whatever the peer's own code raises into one line, and keep its prints off stdout."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except Exception as error:
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        raise UserError(f"{path}: {what}: {reason}") from None
+
+
+def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) -> None:
+    """Copy the weights into the parameters of their names; padding rows of the vocabulary are 0.
+
+    Raises UserError for other names, other shapes, and an output head of its own.
+    """
+    embedding, head = "transformer.wte.weight", "lm_head.weight"
+    theirs = dict(model.named_parameters())  # a tied matrix comes once, under one of its names
+    if embedding in theirs and head in theirs:
+        raise UserError(f"{path}: its {head} and {embedding} are two matrices; GPT-2 has one")
+    with in_a_line(path, "its parameters are not GPT-2's under nanoGPT's names"):
+        padding = model.get_parameter(embedding).size(0) - len(weights[embedding])
+        padded = F.pad(weights[embedding], (0, 0, 0, padding))
+        weights = {**weights, embedding: padded, head: padded}
+        missing, unexpected = model.load_state_dict(weights, strict=False)  # but for buffers
+        if wrong := [*unexpected, *(theirs.keys() & set(missing))]:
+            raise KeyError(", ".join(sorted(wrong)))
+
+
+# ---- the loop
+
+
+def adamw(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Make AdamW with the config's settings and decay groups."""
+    vectors = [p for p in model.parameters() if p.dim() < 2 and config.decay_matrices_only]
+    others = [p for p in model.parameters() if p.dim() >= 2 or not config.decay_matrices_only]
+    groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=config.fused_adamw or None,
+    )
+
+
+def train_peer(options: PeerConfig, requests: Requests) -> None:
+    """Train the peer for as many steps as are asked for. Raises UserError."""
+    device, options = choose_device(options.device), without_end(options)
+    dtype = matmul_dtype(bf16=options.bf16)
+    check_device(options, device, dtype, options.accumulation_steps(1))
+    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
+    torch.manual_seed(options.seed)
+    model, loss_of = build_peer(options.peer, options)
+    model.to(device)
+    trained = torch.compile(model, mode=options.compile_mode) if options.compile else model
+    optimizer = adamw(model, options)
+    loader = open_loader(options)
+    batches = prefetch(loader, device, range(1, options.max_steps))
+
+    def training_step() -> float:
+        loss = torch.zeros((), device=device)
+        for _ in range(loader.accumulation):
+            x, y = next(batches)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.bf16):
+                micro_loss = loss_of(trained, x, y) / loader.accumulation
+            micro_loss.backward()
+            loss += micro_loss.detach()
+        if options.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    for steps, _ in requests:
+        seconds = []
+        for _ in range(steps):
+            synchronize(device)
+            start = time.perf_counter()
+            loss = training_step()
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        requests.answer(
+            seconds=seconds,
+            tokens=steps * options.tokens_per_step(1),
+            loss=loss,
+            peak_memory_mb=peak_memory_mb(device),
+        )
+
+
+@torch.no_grad()
+def loss_in_fp32(model: torch.nn.Module, loss_of: LossOf, loader: DataLoader) -> float:
+    """Return the loss of the first 64 tokens of the first batch, in fp32 on the CPU, uncompiled.
+
+    This is what tells models apart best.
+    """
+    x, y = (tokens[:1, :64].contiguous() for tokens in loader.batch(1))
+    return float(loss_of(model, x, y))
+
+
+if __name__ == "__main__":
+    with reported(OPTIONS.peer, advice=OPTIONS.advice()):
+        train_peer(OPTIONS, Requests())

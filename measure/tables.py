@@ -1,0 +1,298 @@
+"""The rows of a benchmark, the files they are kept in, tables and pictures. Does not import torch.
+
+A row is a flat dict, as the files have it: size, computation, warmup_steps, mixed_precision, the
+FIGURES (None where the pass failed), error, times_s, and the settings of `timing.settings`.
+"""
+
+import csv
+import datetime
+import io
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import UserError
+from runtime.files import write_whole
+from runtime.report import (
+    BLUE,
+    COLOURS,
+    MARKERS,
+    ORANGE,
+    Column,
+    draw_bars,
+    flops_rate,
+    git_commit,
+    items,
+    machine,
+    markdown_table,
+    plain,
+    print_table,
+    pyplot,
+    save_picture,
+)
+
+Row = dict[str, Any]
+Key = tuple[str, str, int, bool]  # size, computation, warm-up passes, mixed precision
+Means = dict[Key, float]  # seconds
+FIGURES = (
+    "mean_s",
+    "median_s",
+    "std_s",  # the population's, as in the published profile
+    "min_s",
+    "max_s",
+    "total_s",
+    "steps",
+    "tokens_per_sec",
+    "tflops",
+    "matmul_tflops",  # of a large matmul in the same precision on this device
+    "utilization",  # MFU: tflops over matmul_tflops, at most 1
+    "peak_memory_mb",
+)
+
+
+def key_of(row: Row) -> Key:
+    """Return what makes two rows of two files the same measurement."""
+    return row["size"], row["computation"], row["warmup_steps"], row["mixed_precision"]
+
+
+def precision(mixed: bool) -> str:
+    """Return `mixed` or `full`."""
+    return "mixed" if mixed else "full"
+
+
+def describe_row(row: Row) -> str:
+    """Describe what is timed in a row."""
+    return f"{row['size']} {row['computation']}, {precision(row['mixed_precision'])} precision"
+
+
+def about_machine(about: Mapping[str, Any]) -> str:
+    """Say where and when a row, or something with its settings, was measured."""
+    return (
+        f"{machine()}; device {about.get('device', 'not reached')}, {about['threads']} threads, "
+        f"torch {about['torch']}, commit {git_commit()}, {datetime.date.today()}."
+    )
+
+
+# ---- columns
+
+
+def figure(heading: str, name: str, style: str = "") -> Column:
+    """Make a column of a row's value; empty where it has none."""
+    return Column(heading, lambda row: "" if row[name] is None else format(row[name], style))
+
+
+MIXED = Column("mixed", lambda row: "yes" if row["mixed_precision"] else "no")
+KEY = [
+    figure("size", "size"),
+    figure("computation", "computation"),
+    figure("warm", "warmup_steps"),
+    MIXED,
+]
+MEAN = Column("mean, s", lambda row: row["error"] or f"{row['mean_s']:.4g}")
+TOKENS_PER_SEC = figure("tokens/s", "tokens_per_sec", ",.0f")
+RATES = [
+    Column("FLOP rate", lambda row: "" if row["error"] else flops_rate(row["tflops"])),
+    figure("MFU", "utilization", ".0%"),
+]
+PEAK_MEMORY = figure("MB", "peak_memory_mb", ",.0f")
+REPORTED = [
+    *KEY,
+    MEAN,
+    *(figure(name, f"{name}_s", ".4g") for name in ("median", "std", "min", "max", "total")),
+    TOKENS_PER_SEC,
+    *RATES,
+    PEAK_MEMORY,
+]
+SHOWN = [*KEY, MEAN, *RATES]  # what 80 characters of a terminal hold
+
+
+def scan_columns(name: str) -> list[Column]:
+    """Return the columns of a scan over the option `name`."""
+    return [Column("", describe_row), figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
+
+
+# ---- files
+
+
+def write_results(rows: Sequence[Row], folder: Path) -> None:
+    """Write results.json and results.csv; pandas reads both."""
+    write_whole(folder / "results.json", json.dumps(rows, indent=1) + "\n")
+    lines = io.StringIO()
+    names = dict.fromkeys(name for row in rows for name in row if name != "times_s")
+    writer = csv.DictWriter(lines, list(names), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        values = row.items()
+        writer.writerow({k: str(v).lower() if isinstance(v, bool) else v for k, v in values})
+    write_whole(folder / "results.csv", lines.getvalue())
+
+
+def read_results(path: Path) -> tuple[Means, Row]:
+    """Read the mean of each row of a results file, and its first row. Raises UserError."""
+    means: Means = {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        rows = json.loads(text) if path.suffix == ".json" else [*csv.DictReader(io.StringIO(text))]
+        for row in rows:
+            mixed = str(row["mixed_precision"]).lower() == "true"
+            if mean := float(row["mean_s"] or 0):  # else it could not be measured
+                means[row["size"], row["computation"], int(row["warmup_steps"]), mixed] = mean
+        return means, dict(rows[0])
+    except (OSError, LookupError, TypeError, ValueError, csv.Error) as error:
+        raise UserError(f"{path}: no results.json or results.csv of bench.py: {error!r}") from None
+
+
+# ---- beside earlier results
+
+
+def ratios(means: Means) -> dict[str, float]:
+    """Return quotients of rows that carry over to other machines.
+
+    No warm-up over the most, and of rows with that: mixed over full, backward over forward.
+    """
+    most = max((key[2] for key in means), default=0)
+    pairs: list[tuple[str, float, Key]] = []  # name, mean, and what it is over
+    for (size, computation, warmup, mixed), mean in means.items():
+        what, bits = f"{size} {computation}", precision(mixed)
+        if warmup == 0 < most:
+            name = f"warm-up 0 over {most}: {what}, {bits}"
+            pairs.append((name, mean, (size, computation, most, mixed)))
+        if warmup == most and mixed:
+            pairs.append((f"mixed over full: {what}", mean, (size, computation, most, False)))
+        if warmup == most and computation == "backward":
+            name = f"backward over forward: {size}, {bits}"
+            pairs.append((name, mean, (size, "forward", most, mixed)))
+    return {name: mean / means[base] for name, mean, base in sorted(pairs) if base in means}
+
+
+def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> list[str]:
+    """Print measured rows beside those of the file `place`, and the ratios within each.
+
+    `about_them` is what is known of how theirs were measured. Returns the report's section.
+    """
+    shared = [row for row in rows if key_of(row) in theirs]
+    columns = [
+        *KEY,
+        figure("mean here, s", "mean_s", ".4g"),
+        Column("there, s", lambda row: f"{theirs[key_of(row)]:.4g}"),
+        Column("here / there", lambda row: f"{row['mean_s'] / theirs[key_of(row)]:.3f}"),
+    ]
+    print_table(f"beside {place}", columns, shared)
+    lines = [f"## Beside {place}", "", *markdown_table(columns, shared), ""]
+    for name in ("batch_size", "seq_len", "vocab_size", "compile", "flash", "fp16", "device"):
+        here, there = str(rows[0][name]), str(about_them.get(name, rows[0][name]))
+        if here.lower() != there.lower():
+            lines += [f"{name} differs: {here} here, {there} there.", ""]
+            print(f"note: {lines[-2]}")
+    ours, their = ratios({key_of(row): row["mean_s"] for row in rows}), ratios(theirs)
+    both = [(name, f"{ours[name]:.3f}", f"{their[name]:.3f}") for name in ours if name in their]
+    if both:
+        print_table("ratios within each", items("ratio", "here", "there"), both)
+        lines += [*markdown_table(items("ratio", "here", "there"), both), ""]
+    return lines
+
+
+# ---- warm-up, and the published profile
+
+PUBLISHED_SPREAD = (
+    "The published notes time forward and backward of the small model without warm-up at a mean of "
+    "0.260 s and a std of 0.077 s (the first pass took 0.414 s), and after one step of warm-up at "
+    "0.221 s and 0.0003 s: the reason to warm up. "
+)
+PUBLISHED_CODE = [
+    "## What is not like the published code",
+    "",
+    "- Device: a GPU there that its notes do not name. Seconds do not carry over, ratios may.",
+    "- Tokens: random in both, but from another generator.",
+    "- Mixed precision: float16 autocast there; here as fp16 and bf16 in results.json say.",
+    "- Warm-up: rows that differ in it are of the same passes here, not there.",
+]
+
+
+def spread_section(rows: Sequence[Row], published: str) -> list[str]:
+    """Return the report's section on what the most warm-up does to the std of a measurement.
+
+    Empty if nothing was measured with and without. `published`: what others have found.
+    """
+    by_warmup = sorted(rows, key=lambda row: row["warmup_steps"])
+    least = {describe_row(row): row for row in reversed(by_warmup)}
+    most = {describe_row(row): row for row in by_warmup}
+    pairs = [(least[name]["std_s"], row["std_s"]) for name, row in most.items()]
+    if least == most:
+        return []
+    lowered = sum(warm < cold for cold, warm in pairs)
+    quotient = statistics.median([cold / max(warm, 1e-12) for cold, warm in pairs])
+    return [
+        "## What warm-up does to the spread",
+        "",
+        f"{published}Here warm-up lowers the std in {lowered} of {len(pairs)} measurements; the "
+        f"median quotient, least over most warm-up, is {quotient:.3g}.",
+        "",
+    ]
+
+
+def published_section(row: Row, profile: Mapping[str, Any]) -> list[str]:
+    """Return the report's section on what is not like the published code, with other options."""
+    return [
+        *PUBLISHED_CODE,
+        *(
+            f"- {name}: {row[name]} here, {value} there."
+            for name, value in profile.items()
+            if row[name] != value
+        ),
+        "",
+    ]
+
+
+# ---- pictures
+
+
+def draw_times(rows: Sequence[Row], path: Path) -> None:
+    """Draw bars of the mean seconds: blue in full precision, orange in mixed."""
+    means = [row["mean_s"] for row in rows]
+    draw_bars(
+        path,
+        [f"{describe_row(row)}, warm-up {row['warmup_steps']}" for row in rows],
+        means,
+        [f"{mean:.3g}" for mean in means],
+        "seconds per pass: mean, and one standard deviation",
+        whiskers=[(row["mean_s"] - row["std_s"], row["mean_s"] + row["std_s"]) for row in rows],
+        colours=[ORANGE if row["mixed_precision"] else BLUE for row in rows],
+        meanings={BLUE: "full precision", ORANGE: "mixed precision"},
+    )
+
+
+def draw_panels(
+    path: Path, xlabel: str, panels: Mapping[str, Mapping[str, tuple[list[int], list[float]]]]
+) -> None:
+    """Draw panels side by side, by the label of their y axis: x and y of labelled lines."""
+    picture, both = pyplot().subplots(1, len(panels), figsize=(9, 3.6), layout="constrained")
+    for axes, (ylabel, lines) in zip(both, panels.items(), strict=True):
+        axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
+        for label, (x, y) in lines.items():
+            axes.plot(x, y, label=plain(label))
+        ticks = sorted({value for x, _ in lines.values() for value in x})
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, map(str, ticks))
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    save_picture(picture, path)
+
+
+def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
+    """Draw tokens/s and peak memory over the option `name`, a line for each model."""
+
+    def lines(quantity: str) -> dict[str, tuple[list[int], list[float]]]:
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for row in rows:
+            x, y = found.setdefault(describe_row(row), ([], []))
+            x.append(row[name])
+            y.append(row[quantity])
+        return found
+
+    both = {"tokens/s": "tokens_per_sec", "peak memory, MB": "peak_memory_mb"}
+    draw_panels(path, name, {label: lines(quantity) for label, quantity in both.items()})
