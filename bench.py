@@ -27,7 +27,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from config import Config, Count, ZeroIsOff, load_config
 from runtime.cli import ContradictionError, Name, Options, Positive, parse_command_line
 from runtime.errors import TrainingError, UserError, reported
-from runtime.ratio import FEWEST
+from measure.ratio import FEWEST
 from runtime.start import set_up_process
 
 # layers, heads and width

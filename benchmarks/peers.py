@@ -46,7 +46,7 @@ from config import Config, load_config
 from runtime.cli import Options, Positive, parse_command_line
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import aside, write_whole
-from runtime.ratio import Ratio
+from measure.ratio import Ratio
 from runtime.report import (
     BLUE,
     COLOURS,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from config import Config, load_config
 from runtime.cli import Options, parse_command_line
 from runtime.errors import reported
-from runtime.report import COLOURS, MARKERS, Column, field, markdown_table, pyplot, save_picture
+from runtime.report import COLOURS, MARKERS, Column, field, markdown_table, new_figure, save_picture
 
 BACKWARD = 2 / 3  # of the computation: two matrix products for each of the forward pass
 GRADIENT = 4  # bytes: gradients are exchanged in fp32
@@ -305,9 +305,7 @@ def draw(found: Sequence[Case], path: Path) -> None:
     """Efficiency over the number of GPUs: a picture for each model, a line for each link, dashed
     under FSDP.
     """
-    figure, both = pyplot().subplots(
-        1, len(MODELS), figsize=(10, 4.6), layout="constrained", sharey=True
-    )
+    figure, both = new_figure(1, len(MODELS), figsize=(10, 4.6), sharey=True)
     for axes, model in zip(both, MODELS, strict=True):
         for link, colour, marker in zip(LINKS, COLOURS, MARKERS, strict=False):
             for fsdp in (False, True):

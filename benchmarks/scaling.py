@@ -21,7 +21,7 @@ from config import Config
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
-from runtime.ratio import Ratio, median_ratio
+from measure.ratio import Ratio, median_ratio
 from runtime.report import (
     BLUE,
     ORANGE,
@@ -31,7 +31,7 @@ from runtime.report import (
     machine,
     markdown_table,
     print_table,
-    pyplot,
+    new_figure,
     save_picture,
 )
 from runtime.start import cores
@@ -320,7 +320,7 @@ def write_report(
 
 def draw(found: Sequence[Count], predicted: Sequence[Predicted], path: Path) -> None:
     """How many times as fast as the first, and the share of waiting, measured and predicted."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, (left, right) = new_figure(1, 2, figsize=(9, 3.6))
     numbers, factors = [count.processes for count in found], [count.over_first for count in found]
     middle = [factor.median for factor in factors]
     arms = [

@@ -30,7 +30,7 @@ from runtime.report import (
     markdown_table,
     plain,
     print_table,
-    pyplot,
+    new_figure,
     save_picture,
 )
 
@@ -403,7 +403,7 @@ def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
     """Tokens/s and peak memory over the values of the option `name`, a line for each model and
     precision.
     """
-    figure, both = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, both = new_figure(1, 2, figsize=(9, 3.6))
     lines: dict[str, list[Row]] = {}
     for row in rows:
         lines.setdefault(describe(row.size, row.computation, row.mixed_precision), []).append(row)

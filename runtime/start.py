@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ SMALL_CACHES = "glibc.malloc.tcache_count"
 
 def start(
     options: type[O],
+    argv: Sequence[str] | None = None,
     *,
     description: str | None,
     positional: str | None = None,
@@ -33,11 +34,13 @@ def start(
 ) -> O:
     """Read the command line and set the process up; returns the options.
 
-    --help, --print_config and mistakes end the process. `positional`: the field that is given
-    without a flag. `elsewhere`: what to say of names that are no options here.
+    --help, --print_config and mistakes end the process. `argv`: None is sys.argv. `positional`:
+    the field that is given without a flag. `elsewhere`: what to say of names that are no options
+    here.
     """
     values = parse_command_line(
         options,
+        argv,
         description=description or "",
         positional=positional,
         config_file=config_file,

@@ -19,7 +19,7 @@ from benchmarks.in_turn import (
     training_side,
 )
 from runtime.errors import TrainingError
-from runtime.ratio import Ratio, median_ratio, product
+from measure.ratio import Ratio, median_ratio, product
 from tests.conftest import ROOT
 
 
