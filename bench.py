@@ -25,9 +25,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from config import Config, Count, ZeroIsOff, load_config
+from measure.ratio import FEWEST
 from runtime.cli import ContradictionError, Name, Options, Positive, parse_command_line
 from runtime.errors import TrainingError, UserError, reported
-from measure.ratio import FEWEST
 from runtime.start import set_up_process
 
 # layers, heads and width
@@ -231,7 +231,7 @@ from benchmarks.tables import (
 from benchmarks.workload import Job, is_mixed, time_job
 from runtime.device import choose_device
 from runtime.files import write_whole
-from runtime.report import console, markdown_table, print_table
+from runtime.report import markdown_table, print_table
 
 # ---- what is timed
 
@@ -294,7 +294,7 @@ def time_all(jobs: Sequence[Job]) -> Iterator[list[Row]]:
         TimeRemainingColumn(),
     )
     # drawn more often, the progress would disturb what is timed
-    with Progress(*columns, refresh_per_second=1, console=console()) as progress:
+    with Progress(*columns, refresh_per_second=1) as progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             label = describe(job.size, job.computation, is_mixed(job.config))

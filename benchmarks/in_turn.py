@@ -40,10 +40,10 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from config import Config
+from measure.ratio import FEWEST, Ratio, median_ratio
 from runtime.cli import Options, parse, parse_command_line
 from runtime.errors import TrainingError, UserError, reported, why_it_failed
 from runtime.files import write_whole
-from measure.ratio import FEWEST, Ratio, median_ratio
 from runtime.report import git_commit, items, machine, print_table
 from runtime.signals import ENDS_WITH
 from runtime.world import environment_of

@@ -43,10 +43,10 @@ from benchmarks.in_turn import (
     training_side,
 )
 from config import Config, load_config
+from measure.ratio import Ratio
 from runtime.cli import Options, Positive, parse_command_line
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import aside, write_whole
-from measure.ratio import Ratio
 from runtime.report import (
     BLUE,
     COLOURS,

@@ -18,10 +18,10 @@ from benchmarks.in_turn import LEFT_OUT, Side, all_sides, do_rounds, ratios, tra
 from benchmarks.peers import flags
 from benchmarks.predict import Predicted, Speed, Work, predict
 from config import Config
+from measure.ratio import Ratio, median_ratio
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
-from measure.ratio import Ratio, median_ratio
 from runtime.report import (
     BLUE,
     ORANGE,
@@ -30,8 +30,8 @@ from runtime.report import (
     git_commit,
     machine,
     markdown_table,
-    print_table,
     new_figure,
+    print_table,
     save_picture,
 )
 from runtime.start import cores

@@ -28,9 +28,9 @@ from runtime.report import (
     items,
     machine,
     markdown_table,
+    new_figure,
     plain,
     print_table,
-    new_figure,
     save_picture,
 )
 

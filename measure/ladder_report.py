@@ -143,8 +143,8 @@ def report(ladder: str, stages: Sequence[Stage], folder: Path, pairs: Sequence[P
         kind = TrainingError if failures else UserError
         raise kind("\n".join([f"{folder}: no finished stage to report", *failures]))
     runs = [
-        f"- `{run.name}`: {s.steps} steps of {run.config.batch_size} x {run.config.seq_len} tokens; "
-        f"{s.machine}, device {s.device}, torch {s.torch}, commit {s.git}, {s.started[:10]}"
+        f"- `{run.name}`: {s.steps} steps of {run.config.batch_size} x {run.config.seq_len} "
+        f"tokens; {s.machine}, device {s.device}, torch {s.torch}, commit {s.git}, {s.started[:10]}"
         for run in runs_of(stages)
         if (s := run.summary())
     ]

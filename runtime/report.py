@@ -94,27 +94,27 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
-    """Print a table with figures on the right. Lines break only between words."""
+    """Print a table with figures on the right, as many columns as the terminal has room for.
+
+    Only texts longer than 24 characters are broken into lines: rich would break figures too.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.measure import Measurement
     from rich.table import Table
 
+    console = Console(markup=False)  # a name may hold brackets
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     cells = [[column.cell(row) for row in rows] for column in columns]
+    space = console.width
     for column, texts in zip(columns, cells, strict=True):
-        table.add_column(
-            column.heading,
-            justify="right" if _are_figures(texts) else "left",
-            no_wrap=not any(" " in text for text in (column.heading, *texts)),
-            overflow="fold",
-        )
+        longest = max(map(len, [column.heading, *texts]))
+        space -= min(longest, 24) + 2
+        if space < 0 and table.columns:
+            break
+        justify: Any = "right" if _are_figures(texts) else "left"
+        table.add_column(column.heading, justify=justify, no_wrap=longest <= 24, overflow="fold")
     for line in zip(*cells, strict=True):
-        table.add_row(*line)
-    console = Console(markup=False)  # a name may hold brackets
-    # rich would cut figures off to fit a narrow terminal, and another figure would be read
-    narrowest = Measurement.get(console, console.options, table).minimum
-    console.width = max(console.width, narrowest)
+        table.add_row(*line[: len(table.columns)])
     console.print(table)
 
 
