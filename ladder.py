@@ -8,19 +8,26 @@ python ladder.py --across logs/results/*/speedup      ladders of several machine
 python ladder.py --plot logs/a logs/b                 loss curves of any runs in one picture
 """
 
-import contextlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from config import Config
 from measure.comparison import Pair, ablation, compare_pairs, pairs_of
 from measure.ladder_report import across, failures_of, plot_runs, report, report_ablation
 from measure.ratio import FEWEST
-from measure.stages import SERIES, bf16_note, make_stage, plan, probe, run_stages, runs_of
+from measure.stages import (
+    SERIES,
+    bf16_note,
+    make_stage,
+    plan,
+    probe,
+    run_stages,
+    runs_of,
+    training_config,
+)
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
-from runtime.files import aside, sole_writer
+from runtime.files import sole_writer
 from runtime.start import start
 
 
@@ -52,24 +59,12 @@ class LadderOptions(Options):
     """compare the loss curves of the given runs in one picture"""
 
 
-# the options that go with each of these, beside `stages`
-MODES = {
-    "ablate": {"log_dir", "rounds", "rerun", "report_only"},
-    "across": {"log_dir"},
-    "plot": set[str](),
-}
-
-
-def check(options: LadderOptions, of_runs: Sequence[str]) -> None:
+def check(options: LadderOptions) -> None:
     """Raise UserError for options that contradict each other."""
     if not options.stages:
         raise UserError(f"name a series ({', '.join(SERIES)}) or config files; see --help")
-    for mode, others in MODES.items():
-        excluded = options.model_fields_set - others - {"stages", mode}
-        if getattr(options, mode) and excluded:
-            raise UserError(f"--{mode} and --{min(excluded)} exclude each other; choose one")
-    if (options.plot or options.across) and of_runs:
-        raise UserError(f"{' '.join(of_runs)}: nothing is run; leave out what follows --")
+    if options.ablate + options.across + options.plot > 1:
+        raise UserError("--ablate, --across and --plot exclude each other; choose one")
     if 0 < options.rounds < FEWEST or (options.ablate and not options.rounds):
         raise UserError(f"--rounds {options.rounds}: at least {FEWEST} make an interval")
     if options.ablate and (len(options.stages) > 1 or options.stages[0] in SERIES):
@@ -81,58 +76,49 @@ def climb(options: LadderOptions, of_runs: list[str]) -> bool:
     ladder, stages = plan(options.stages, options.log_dir, of_runs)
     folder = Path(options.log_dir) / ladder
     device = {} if options.report_only else probe(stages[0].config.device)
+    ranks = options.nproc_per_node
     if ladder == "ladder":
         for stage in stages:
-            stage.ranks = options.nproc_per_node or 1
-    elif ladder == "speedup" and (ranks := options.nproc_per_node or device.get("gpus", 1)) > 1:
+            stage.ranks = ranks or 1
+    elif ladder == "speedup" and (ranks or device.get("gpus", 1)) > 1:
         ddp = make_stage("ddp", "ddp", str(folder), of_runs)
-        ddp.ranks = ranks
-        corpus = Path(ddp.config.data_dir) / ddp.config.dataset
-        if options.nproc_per_node or any(corpus.glob("*.bin")):
+        ddp.ranks = ranks or device["gpus"]
+        if ranks or ddp.has_corpus():
             stages.append(ddp)
         else:
-            print(f"note: no stage ddp without {corpus}: python data/fineweb.py writes it")
-    if note := bf16_note(stages, device.get("bf16_slowdown")):
-        print(note, flush=True)
+            print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
     pairs: list[Pair] = []
-    with contextlib.nullcontext() if options.report_only else sole_writer(folder):
-        if not options.report_only:
-            if ladder == "ladder":
-                move_aside(folder, {stage.name for stage in stages})
+    if not options.report_only:
+        if note := bf16_note(stages, device.get("bf16_slowdown")):
+            print(note, flush=True)
+        with sole_writer(folder):
             run_stages(runs_of(stages), options.rerun)
             pairs = list(pairs_of(stages).values())
             if options.rounds:
                 compare_pairs(pairs, options.rounds, options.rerun, device)
-        report(ladder, stages, folder, pairs)
+    report(ladder, stages, folder, pairs)
     return not failures_of([*runs_of(stages), *pairs])
-
-
-def move_aside(folder: Path, names: set[str]) -> None:
-    """Move the ladder in a folder aside if it has none of these stages, so it keeps its report."""
-    there = {log.parent.name for log in folder.glob("*/log.csv")}
-    if there and not there & names:
-        moved = folder.rename(aside(folder))
-        print(f"note: the ladder of other configs that was {folder} is now {moved}", flush=True)
 
 
 def ablate(options: LadderOptions, of_runs: list[str]) -> bool:
     """Compare and report the optimizations of a config; returns True if none failed."""
     (config,) = options.stages
     folder = Path(options.log_dir) / f"ablate_{Path(config).stem}"
+    device = training_config([config, *of_runs]).device
     pairs = ablation(config, of_runs, folder)
     if not pairs:
         raise UserError(f"{config}: has no optimization on, so there is nothing to switch off")
     folder.mkdir(parents=True, exist_ok=True)
     both = [pair for two in pairs.values() for pair in two]
     if not options.report_only:
-        compare_pairs(both, options.rounds, options.rerun, probe("auto"))
+        compare_pairs(both, options.rounds, options.rerun, probe(device))
     report_ablation(Path(config).stem, pairs, folder)
     return not failures_of(both)
 
 
 def main(options: LadderOptions, of_runs: list[str]) -> None:
     """Do what the command line asks for. Raises UserError."""
-    check(options, of_runs)
+    check(options)
     if options.across:
         across(options.stages, Path(options.log_dir) / "across")
     elif options.plot:

@@ -67,11 +67,6 @@ class Comparison(BaseModel, allow_inf_nan=False):
         base, other = (side.tokens_per_sec for side in self.sides)
         return [ours / theirs for theirs, ours in zip(base, other, strict=True)]
 
-    @property
-    def ratio(self) -> Ratio:
-        """The speed of the other over the base."""
-        return median_ratio(self.factors)
-
 
 @dataclass
 class Pair:
@@ -95,6 +90,12 @@ class Pair:
         except (OSError, ValidationError):
             return None
         return result if result.settings == self.settings() and not self.error else None
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """The speed of the other over the base; None if it is not known."""
+        result = self.result()
+        return median_ratio(result.factors) if result else None
 
 
 def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
@@ -207,7 +208,7 @@ def compare(stages: Sequence[Stage]) -> list[StageRow]:
         over_base = Ratio(rate / before.tokens_per_sec) if before else None
         over_first = Ratio(rate / first.tokens_per_sec) if first else Ratio(1.0)
         if result:
-            over_base = result.ratio
+            over_base = median_ratio(result.factors)
             # a product, where interleaved factors lead all the way from the first stage
             if before and (before is first or before.over_first.low):
                 over_first = product([before.over_first, over_base])

@@ -171,20 +171,16 @@ def plot_losses(stages: Sequence[Stage], path: Path) -> None:
     """Draw a small picture for each stage with a published log, measured over published."""
     height = -(-len(stages) // 4)
     figure, grid = new_figure(height, 4, figsize=(12, 3 * height), squeeze=False, sharey=True)
-    for axes in grid.flat[len(stages) :]:
-        axes.axis("off")
     for axes, stage in zip(grid.flat, stages, strict=False):
         run = stage.repeats or stage
-        ours = read_rows(run.folder / "log.csv")
         theirs = published_rows(str(stage.published.log))
         axes.plot(*curve(theirs), color=ORANGE, linewidth=2.4, label="published")
-        axes.plot(*curve(ours), color=BLUE, linewidth=1.2, label="measured")
-        as_logged = "" if run is stage else ", as logged"
-        axes.set_title(plain(stage.name + as_logged), fontsize=9)
+        axes.plot(*curve(read_rows(run.folder / "log.csv")), color=BLUE, label="measured")
+        axes.set_title(stage.name)
         axes.grid(alpha=0.3)
+    grid[0, 0].legend()
     figure.supxlabel("step")
     figure.supylabel("loss, nats per token")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     save_picture(figure, path)
 
 
@@ -210,8 +206,8 @@ class Worth:
     optimization: str
     first: Ratio | None
     last: Ratio | None
-    memory_mb_without: float | None  # with all others on
-    memory_mb_with: float | None
+    memory_mb_without: float | None = None  # with all others on
+    memory_mb_with: float | None = None
 
 
 WORTH = [
@@ -230,23 +226,16 @@ WORTH_EXPLAINED = (
 
 def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path) -> None:
     """Report two pairs for each optimization: on first, and on last. Raises UserError."""
-    results = {optimization: [p.result() for p in both] for optimization, both in pairs.items()}
-    rows = [
-        Worth(
-            optimization,
-            first.ratio if first else None,
-            last.ratio if last else None,
-            *((side.peak_memory_mb for side in last.sides) if last else (None, None)),
-        )
-        for optimization, (first, last) in results.items()
-        if first or last
-    ]
+    rows = []
+    where: list[str] = []
+    for optimization, (first, last) in pairs.items():
+        alone, top = first.result(), last.result()
+        where += [f"{r.machine}; device {r.device}, commit {r.git}" for r in (alone, top) if r]
+        memory = [side.peak_memory_mb for side in top.sides] if top else []
+        rows.append(Worth(optimization, first.ratio, last.ratio, *memory))
     failures = failures_of(chain(*pairs.values()))
-    if not rows:
+    if not where:
         raise UserError("\n".join([f"{folder}: nothing to report", *failures]))
-    where = [
-        f"{r.machine}; device {r.device}, commit {r.git}" for r in chain(*results.values()) if r
-    ]
     write_csv(folder / "results.csv", rows)
     write_report(
         folder,
@@ -281,7 +270,8 @@ def across(folders: Sequence[str], out: Path) -> None:
     if not stages:
         raise UserError(f"{', '.join(folders)}: no stage there has a base to be compared with")
     for i, name in enumerate(("A100, published", "one GPU, published"), start=1):
-        found[name] = {s: counterpart(both[i]) for s, both in COUNTERPARTS.items() if s in stages}
+        theirs = {stage: both[i] for stage, both in COUNTERPARTS.items() if stage in stages}
+        found[name] = {stage: counterpart(name) for stage, name in theirs.items() if name}
     series = {name: [factors.get(s) for s in stages] for name, factors in found.items()}
     names = [f"{s}: {COUNTERPARTS[s][0]}" if s in COUNTERPARTS else s for s in stages]
     rows = [[str(cell or "") for cell in row] for row in zip(names, *series.values(), strict=True)]
@@ -299,10 +289,8 @@ def across(folders: Sequence[str], out: Path) -> None:
     draw_factors(out / "across.png", names, series)
 
 
-def counterpart(config: str | None) -> Ratio | None:
+def counterpart(config: str) -> Ratio | None:
     """Return the published speed of a config in configs/ over that of its base."""
-    if config is None:
-        return None
     base = read_yaml_mapping(CONFIG_DIR / f"{config}.yaml")["base"]
     theirs = published((Path(config).parent / Path(base).stem).as_posix())
     factor = published_factor(published(config), theirs)
@@ -328,7 +316,7 @@ def draw_factors(
     path: Path, names: Sequence[str], series: Mapping[str, Sequence[Ratio | None]]
 ) -> None:
     """Draw the factors of speed that each series has for each name, with their intervals."""
-    figure, axes = new_figure(figsize=(8, 1.5 + (0.16 + 0.08 * len(series)) * len(names)))
+    figure, axes = new_figure(figsize=(8, 1.5 + 0.3 * len(names)))
     axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
     for i, (label, factors) in enumerate(series.items()):
         shift = 0.8 * ((i + 0.5) / len(series) - 0.5)  # so that points do not cover each other
@@ -337,10 +325,10 @@ def draw_factors(
         (points,) = axes.plot(medians, list(known), linestyle="", label=plain(label))
         for y, factor in known.items():
             axes.hlines(y, *factor.ends, color=points.get_color())
-    axes.axvline(1, color="0.4", linewidth=0.8)
+    axes.axvline(1, color="0.4")
     axes.set_yticks(range(len(names)), [plain(name) for name in names])
     axes.invert_yaxis()
     axes.set_xlabel("factor of speed")
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=3)
+    figure.legend(loc="outside upper center", ncols=2)
     save_picture(figure, path)

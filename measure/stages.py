@@ -108,6 +108,10 @@ class Stage:
             f"--run_name={self.name}",
         ]
 
+    def has_corpus(self) -> bool:
+        """True if the token files of its dataset are there."""
+        return any((Path(self.config.data_dir) / self.config.dataset).glob("*.bin"))
+
     def summary(self) -> Summary | None:
         """Read the summary of the finished run with these very settings; None if there is none."""
         try:
