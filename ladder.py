@@ -15,16 +15,7 @@ from config import Config
 from measure.comparison import Pair, ablation, compare_pairs, pairs_of
 from measure.ladder_report import across, failures_of, plot_runs, report, report_ablation
 from measure.ratio import FEWEST
-from measure.stages import (
-    SERIES,
-    bf16_note,
-    make_stage,
-    plan,
-    probe,
-    run_stages,
-    runs_of,
-    training_config,
-)
+from measure.stages import SERIES, bf16_note, make_stage, plan, probe, run_stages, runs_of
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import sole_writer
@@ -104,7 +95,7 @@ def ablate(options: LadderOptions, of_runs: list[str]) -> bool:
     """Compare and report the optimizations of a config; returns True if none failed."""
     (config,) = options.stages
     folder = Path(options.log_dir) / f"ablate_{Path(config).stem}"
-    device = training_config([config, *of_runs]).device
+    device = make_stage("ablate", config, options.log_dir, of_runs).config.device
     pairs = ablation(config, of_runs, folder)
     if not pairs:
         raise UserError(f"{config}: has no optimization on, so there is nothing to switch off")

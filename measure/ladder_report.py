@@ -73,8 +73,8 @@ COLUMNS_EXPLAINED = (
     "published run did not do what its note says, of a run that does as logged "
     "(`configs/as_logged/`). MFU: the model's FLOPs per second as a share of what a large matmul "
     "reaches on this device.\n\npublished: the same factor over the base in the published times, "
-    "on the GPU of whoever published them. Those of speedup1 and later are not compared: they were "
-    "read without waiting for the GPU. ddp was published of two RTX 4090."
+    "on the GPU of whoever published them. Those of the speedup ladder from speedup1 on are not "
+    "compared: they were read without waiting for the GPU. ddp was published of two RTX 4090."
 )
 # What stages of the speedup ladder add, and the stages that add it in the published series whose
 # times count
@@ -100,7 +100,7 @@ def write_report(
 ) -> None:
     """Print a table and the failures, and write them to report.md with paragraphs about them."""
     table = "\n".join(markdown_table(columns, rows))
-    text = "\n\n".join([f"# {title}", table, *failures, *about])
+    text = "\n\n".join([f"# {title}", table, *failures, *filter(None, about)])
     write_whole(folder / "report.md", text + "\n")
     print_table(title, columns[:IN_TERMINAL], rows)
     print("\n".join([*failures, f"{folder}/ has report.md, results and pictures"]))
@@ -171,6 +171,8 @@ def plot_losses(stages: Sequence[Stage], path: Path) -> None:
     """Draw a small picture for each stage with a published log, measured over published."""
     height = -(-len(stages) // 4)
     figure, grid = new_figure(height, 4, figsize=(12, 3 * height), squeeze=False, sharey=True)
+    for axes in grid.flat[len(stages) :]:
+        axes.axis("off")
     for axes, stage in zip(grid.flat, stages, strict=False):
         run = stage.repeats or stage
         theirs = published_rows(str(stage.published.log))

@@ -187,18 +187,21 @@ def draw_bars(
 
     `meanings`: the legend's text for each colour. `whiskers`: an interval for each bar.
     """
+    from matplotlib.patches import Patch
+
     figure, axes = new_figure(figsize=(8, 1.2 + 0.32 * len(names)))
-    places = range(len(names))
-    bars = axes.barh(places, lengths, color=colours, tick_label=[plain(name) for name in names])
-    if whiskers:
-        axes.hlines(places, *zip(*whiskers, strict=True), color="black")
+    arms = [
+        [abs(end - length) for length, end in zip(lengths, ends, strict=True)]
+        for ends in zip(*whiskers or (), strict=True)
+    ]
+    ticks = [plain(name) for name in names]
+    bars = axes.barh(range(len(names)), lengths, color=colours, xerr=arms or None, tick_label=ticks)
     axes.bar_label(bars, labels, padding=5)
     axes.margins(x=0.25)  # room for the labels
     axes.invert_yaxis()
     axes.set_xlabel(plain(xlabel))
     axes.spines[["top", "right"]].set_visible(False)
     if meanings:
-        for colour, meaning in meanings.items():
-            axes.bar(0, 0, color=colour, label=meaning)
-        figure.legend(loc="outside upper right", ncols=len(meanings))
+        patches = [Patch(color=colour, label=text) for colour, text in meanings.items()]
+        figure.legend(handles=patches, loc="outside upper right", ncols=len(patches))
     save_picture(figure, path)
