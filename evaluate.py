@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from runtime.cli import ConfigError, Name, Options, Positive, reconfigure_output
+from runtime.cli import ConfigError, Name, Options, Positive
 from runtime.errors import TrainingError, UserError, reported
-from runtime.start import start
+from runtime.start import reconfigure_output, start
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # json is also the name of a method that pydantic has given up

@@ -2,13 +2,9 @@
 my-gpt2`.
 """
 
-from runtime.signals import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()  # first of all: imports take a moment
-
-from runtime.cli import Name, Options, parse_command_line, reconfigure_output
+from runtime.cli import Name, Options
 from runtime.errors import TrainingError, UserError, reported
+from runtime.start import reconfigure_output, start
 
 
 class ExportOptions(Options):
@@ -25,9 +21,8 @@ class ExportOptions(Options):
 
 
 if __name__ == "__main__":
-    # before torch is imported, which takes seconds: --help, mistakes and Ctrl-C answer at once
-    OPTIONS = parse_command_line(ExportOptions, description=__doc__, positional="run folder")
-    end_at_ctrl_c()  # again: reading the options ended it
+    # Before torch is imported, which takes seconds: --help and mistakes answer at once.
+    OPTIONS = start(ExportOptions, description=__doc__, positional="run folder")
 
 import contextlib
 import json

@@ -16,9 +16,10 @@ from measure import breakdown, tables, timing
 from measure.breakdown import break_down, part_flops
 from measure.timing import Job, measure, passes, set_up
 from model import GPT, GPTConfig
-from runtime.cli import parse, parse_command_line
+from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
 from runtime.report import markdown_table, print_table
+from runtime.start import parse_command_line
 from tests.conftest import CPU, ROOT, TINY, run
 
 BATCH = {"seq_len": 32, "batch_size": 2, "device": "cpu"}

@@ -22,8 +22,8 @@ from measure.interleaved import (
     training_side,
 )
 from measure.options import without_end
+from measure.ratio import Ratio, median_ratio, product
 from runtime.errors import TrainingError, UserError
-from runtime.ratio import Ratio, median_ratio, product
 from tests.conftest import ALONE, ROOT
 from train import setup, train
 

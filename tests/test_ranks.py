@@ -11,9 +11,9 @@ import pytest
 import runtime.world
 from config import Config
 from runtime import errors
-from runtime.cli import parse_command_line
 from runtime.errors import TrainingError, UserError
 from runtime.launch import Launch, launch
+from runtime.start import parse_command_line
 from runtime.world import World, joined_world
 from tests.conftest import CPU, ROOT, ended, flags, run_ranks, start_ranks, wait_for
 from tests.test_resume import log, needs_proc
