@@ -40,19 +40,19 @@ ON_ANOTHER_GPU = "cuda_bf16"  # the log of a stage whose base ran on an Apple GP
 
 
 class Side(BaseModel):
-    """One side of a comparison."""
+    """Hold the figures of one side of a comparison."""
 
     tokens_per_sec: list[float] = Field(min_length=FEWEST)  # in each round
     turns: list[dict[str, Any]]
 
     @property
     def peak_memory_mb(self) -> float:
-        """The most memory that it took, in MiB."""
+        """Return the most memory that it took, in MiB."""
         return max(float(turn["peak_memory_mb"]) for turn in self.turns)
 
 
 class Comparison(BaseModel, allow_inf_nan=False):
-    """What a file keeps of two configs whose runs were interleaved."""
+    """Hold the result of interleaving the runs of two configs, as its file does."""
 
     machine: str
     device: str
@@ -63,14 +63,14 @@ class Comparison(BaseModel, allow_inf_nan=False):
 
     @property
     def factors(self) -> list[float]:
-        """The speed of the other over the base in each round."""
+        """Return the speed of the other over the base in each round."""
         base, other = (side.tokens_per_sec for side in self.sides)
         return [ours / theirs for theirs, ours in zip(base, other, strict=True)]
 
 
 @dataclass
 class Pair:
-    """Two configs, each with options, whose speeds are compared; and the file for the result."""
+    """Name two configs, each with options, to be compared, and the file for the result."""
 
     name: str
     base: list[str]
@@ -80,7 +80,7 @@ class Pair:
     error: str | None = None
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return what makes this comparison another one: the options of both."""
+        """Return the options of both, which the file has to agree with."""
         return [settings(training_config(side)) for side in (self.base, self.other)]
 
     def result(self) -> Comparison | None:
@@ -93,7 +93,7 @@ class Pair:
 
     @property
     def ratio(self) -> Ratio | None:
-        """The speed of the other over the base; None if it is not known."""
+        """Return the speed of the other over the base; None if it is not known."""
         result = self.result()
         return median_ratio(result.factors) if result else None
 
@@ -175,7 +175,7 @@ def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tup
 
 @dataclass
 class StageRow:
-    """A finished stage in figures. Losses in nats per token, memory in MiB."""
+    """Hold the figures of a finished stage. Losses in nats per token, memory in MiB."""
 
     stage: str
     ms_per_step: float
@@ -244,7 +244,7 @@ def published_factor(ours: Published, theirs: Published) -> float | None:
 
 
 def published_difference(stage: Stage) -> float | None:
-    """Return the difference from the published loss curve of the run that repeats it."""
+    """Return the difference from the published loss curve; None if it is not known."""
     run, log = stage.repeats, stage.published.log
     if not (run and log and run.summary()):
         return None

@@ -107,7 +107,7 @@ def write_report(
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    """Write the attributes of rows; a Ratio `x` takes the columns x, x_low and x_high."""
+    """Write the attributes of rows to a CSV file; a Ratio `x` takes x, x_low and x_high."""
     lines = []
     for row in rows:
         line: dict[str, Any] = {}
@@ -203,7 +203,7 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
 
 @dataclass
 class Worth:
-    """An optimization's factor of speed: switched on first, and switched on last. Memory in MiB."""
+    """Hold an optimization's factor of speed, switched on first and last. Memory in MiB."""
 
     optimization: str
     first: Ratio | None
@@ -262,7 +262,7 @@ Factors = dict[str, Ratio | None]  # of each stage over the one that it changes
 def across(folders: Sequence[str], out: Path) -> None:
     """Report ladders of several machines, and what was published, beside each other.
 
-    A machine is called like the folder that its ladder's folder is in. Raises UserError.
+    A machine is named after the parent of its ladder's folder. Raises UserError.
     """
     found: dict[str, Factors] = {}
     for folder in folders:

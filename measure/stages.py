@@ -1,4 +1,4 @@
-"""The stages of a ladder: which there are, what was published of each, and how they are run."""
+"""Plan and run the stages of a ladder, and look up what was published of each."""
 
 import csv
 import json
@@ -49,7 +49,7 @@ IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
 
 @dataclass(frozen=True)
 class Published:
-    """What was published of a stage."""
+    """Hold what was published of a stage."""
 
     log: str | None = None  # name of its log in logs/reference/
     ms_per_step: float | None = None  # None where the clock was not read properly
@@ -57,7 +57,7 @@ class Published:
 
 
 class Summary(BaseModel, allow_inf_nan=False):
-    """What a report needs of a run's summary.json."""
+    """Hold what a report needs of a run's summary.json."""
 
     steps: int
     median_dt_ms: float = Field(gt=0)
@@ -76,7 +76,7 @@ class Summary(BaseModel, allow_inf_nan=False):
 
 @dataclass(eq=False)
 class Stage:
-    """One run of a ladder, and the files that it leaves."""
+    """Describe one run of a ladder, and find the files that it leaves."""
 
     name: str
     side: list[str]  # its config, and options that change it
@@ -90,12 +90,12 @@ class Stage:
 
     @property
     def folder(self) -> Path:
-        """The folder of its run."""
+        """Return the folder of its run."""
         return Path(self.config.log_dir) / self.name
 
     @property
     def command(self) -> list[str]:
-        """What starts its run."""
+        """Return the command that starts its run."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
         config, *options = self.side
         return [
@@ -125,8 +125,8 @@ class Stage:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return, as in JSON, the options that make a run another run: not its name, say."""
-    # a run's config.yaml has the learning rate that the schedule ends with, though not set
+    """Return the options, as in JSON, that two runs must share to count as the same run."""
+    # a run's config.yaml contains the learning rate at the end of its schedule, set or not
     resolved = {"min_lr": config.final_lr()}
     return config.model_dump(mode="json", exclude=IRRELEVANT) | resolved
 
@@ -135,7 +135,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def plan(names: Sequence[str], log_dir: str, of_runs: list[str]) -> tuple[str, list[Stage]]:
-    """Return name and stages of the ladder of these names: a series, or configs.
+    """Return the name and the stages of a ladder, given a series or configs.
 
     Raises UserError for an unknown config or wrong options.
     """

@@ -1,4 +1,4 @@
-"""Tables, pictures and a description of this machine. Imports neither torch nor matplotlib."""
+"""Print tables, draw pictures, describe this machine. Imports neither torch nor matplotlib."""
 
 import hashlib
 import itertools
@@ -68,7 +68,7 @@ def flops_rate(tflops: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its heading, and a function from a row to the text of its cell."""
+    """Define a column of a table: its heading, and a function from a row to its cell's text."""
 
     heading: str
     cell: Callable[[Any], str]
