@@ -163,7 +163,7 @@ def main(options: LearningOptions, of_all: Sequence[str]) -> None:
 
     from runtime.device import choose_device
     from runtime.launch import launch
-from runtime.world import joined_world
+    from runtime.world import joined_world
     from train import train
 
     a_config = next(iter(sides.values()))[0]
