@@ -196,7 +196,13 @@ def test_ranks_that_fail_give_the_reason_of_the_one_that_has_one(happens, reason
 
 # ---- real processes
 
-SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 128, "block_size": 16}
+SIZES: dict[str, object] = {
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "vocab_size": 128,
+    "block_size": 16,
+}
 SIZES |= {"seq_len": 16, "batch_size": 2, "device": "cpu"}
 TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 
