@@ -813,7 +813,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_with_a_message(how, tiny_conf
         workers[1].send_signal(signal.SIGKILL if how == "dies" else signal.SIGSTOP)
         errors = workers[0].communicate(timeout=60)[1]
         assert workers[0].returncode == 1
-        assert "error: another process died or did not answer within 5 s" in errors
+        assert "another rank has died, or did not answer within --timeout 5 s" in errors
         assert "Traceback" not in errors
 
 

@@ -769,7 +769,6 @@ def test_a_rate_is_shown_in_gflops_where_teraflops_would_show_nothing():
 ON_FIRST = """if True:
     import pathlib, sys, torch
     from data.token_file import TokenFileError
-    from runtime.launch import launch
     from runtime.world import joined_world
 
     def fail(error):
@@ -790,8 +789,9 @@ ON_FIRST = """if True:
                 assert (str(raised), raised.args) == (str(error), error.args)
             else:
                 raise AssertionError("nothing was raised")
-        loss, norm, stop = world.all_reduce_metrics(torch.tensor(1.0 + world.rank), torch.tensor(3.0), stop=world.rank == 1)
-        assert (loss, norm, stop) == (1.5, 3.0, True)
+        metrics = world.all_reduce_metrics(torch.tensor(1.0 + world.rank), torch.tensor(3.0))
+        assert metrics == (1.5, 3.0)
+        assert (world.any(world.rank == 1), world.any(False)) == (True, False)
         world.on_rank0(lambda: fail(TokenFileError("the last")))
 """
 
@@ -848,11 +848,8 @@ def test_one_process_alone_needs_no_others():
     assert ALONE.broadcast(3) == ALONE.on_rank0(lambda: 3) == 3
     assert ALONE.gather(3) == [3]
     assert ALONE.sum(3.0) == 3.0
-    assert ALONE.all_reduce_metrics(torch.tensor(1.0), torch.tensor(2.0), stop=True) == (
-        1.0,
-        2.0,
-        True,
-    )
+    assert ALONE.all_reduce_metrics(torch.tensor(1.0), torch.tensor(2.0)) == (1.0, 2.0)
+    assert (ALONE.any(True), ALONE.any(False)) == (True, False)
     with pytest.raises(TokenFileError, match="a bad file"):
         ALONE.on_rank0(lambda: (_ for _ in ()).throw(TokenFileError("a bad file")))
 
