@@ -61,7 +61,7 @@ WITHOUT_TORCH = (
     "runtime.report",
     "runtime.runlog",
     "runtime.signals",
-    "runtime.world",
+    "runtime.launch",
 )
 
 
@@ -136,7 +136,7 @@ def test_a_command_imports_no_command_but_training_its_sampler_and_evaluation(na
     )
 
 
-def test_only_the_world_reads_torchruns_environment():
+def test_one_module_alone_reads_torchruns_environment():
     def reads(name):
         texts = [
             node.value
@@ -157,7 +157,7 @@ def test_only_the_world_reads_torchruns_environment():
             for text in texts
         )
 
-    assert [name for name in FILES if room(name) != "tests" and reads(name)] == ["runtime/world.py"]
+    assert [name for name in FILES if room(name) != "tests" and reads(name)] == ["runtime/launch.py"]
 
 
 def test_options_errors_reports_and_the_ladder_do_without_torch():
