@@ -51,12 +51,10 @@ def cannot_join(error, match, timeout=1):
     [
         {"WORLD_SIZE": "two"},
         {"WORLD_SIZE": "0"},
-        {"WORLD_SIZE": "-2"},
         {"RANK": ""},
         {"MASTER_ADDR": "", "MASTER_PORT": ""},
         {"RANK": "one"},
         {"RANK": "2"},
-        {"MASTER_PORT": "0"},
         {"MASTER_PORT": "99999"},
         {"MASTER_PORT": "http"},
     ],

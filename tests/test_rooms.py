@@ -34,7 +34,7 @@ COMMANDS = ("train.py", "ladder.py", "bench.py", "sample.py", "evaluate.py", "ex
 PACKAGES = ("checkpoint", "data", "inference", "kernels", "measure", "runtime", "tests")
 WITHOUT_TORCH = (
     *("config", "ladder", "runtime.cli", "runtime.errors", "runtime.files", "runtime.report"),
-    *("runtime.runlog", "runtime.signals", "runtime.start", "runtime.world"),
+    *("runtime.runlog", "runtime.signals", "runtime.start", "runtime.launch"),
 )
 
 
