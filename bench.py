@@ -22,8 +22,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from config import Config, Count, ZeroIsOff, load_config
 from measure.options import given, optional_fields
+from measure.ratio import FEWEST
 from runtime.cli import ContradictionError, Name, Options, Positive
-from runtime.ratio import FEWEST
 from runtime.start import start
 
 # layers, heads and width

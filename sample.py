@@ -4,9 +4,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from runtime.cli import ContradictionError, Name, Options, Positive, reconfigure_output
+from runtime.cli import ContradictionError, Name, Options, Positive
 from runtime.errors import UserError, reported
-from runtime.start import start
+from runtime.start import reconfigure_output, start
 
 
 class SampleOptions(Options):

@@ -31,11 +31,11 @@ from typing import Any
 from pydantic import Field
 
 from config import Config
+from measure.ratio import FEWEST, Ratio, median_ratio
 from runtime.cli import Options, parse
 from runtime.errors import TrainingError, UserError, reported, why_it_failed
 from runtime.files import write_whole
 from runtime.launch import environment_of
-from runtime.ratio import FEWEST, Ratio, median_ratio
 from runtime.report import git_commit, items, machine, print_table
 from runtime.signals import ENDS_WITH
 from runtime.start import start

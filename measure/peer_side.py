@@ -8,8 +8,8 @@ and forward(idx, targets). Tokens, initial weights, precision and the optimizer 
 """
 
 from config import Config
-from runtime.cli import Options, parse_command_line
-from runtime.start import set_up_process
+from runtime.cli import Options
+from runtime.start import parse_command_line, set_up_process
 
 
 class WhichPeer(Options):

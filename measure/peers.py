@@ -42,10 +42,10 @@ from measure.interleaved import (
     training_side,
 )
 from measure.options import given, optional_fields, to_flags
+from measure.ratio import FEWEST, Ratio
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import aside, write_whole
-from runtime.ratio import FEWEST, Ratio
 from runtime.report import (
     Column,
     draw_bars,

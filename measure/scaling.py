@@ -21,13 +21,13 @@ from measure.interleaved import (
     training_side,
 )
 from measure.options import to_flags
+from measure.ratio import Ratio
 from measure.tables import Row, about_machine, draw_panels, figure
 from model import GPT, GPTConfig
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.launch import launch
-from runtime.ratio import Ratio
 from runtime.report import (
     Column,
     git_commit,

@@ -27,9 +27,9 @@ from runtime.report import (
     items,
     machine,
     markdown_table,
+    new_figure,
     plain,
     print_table,
-    pyplot,
     save_picture,
 )
 
@@ -268,7 +268,7 @@ def draw_panels(
     path: Path, xlabel: str, panels: Mapping[str, Mapping[str, tuple[list[int], list[float]]]]
 ) -> None:
     """Draw panels side by side, by the label of their y axis: x and y of labelled lines."""
-    picture, both = pyplot().subplots(1, len(panels), figsize=(9, 3.6), layout="constrained")
+    picture, both = new_figure(1, len(panels), figsize=(9, 3.6))
     for axes, (ylabel, lines) in zip(both, panels.items(), strict=True):
         axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
         for label, (x, y) in lines.items():

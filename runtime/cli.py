@@ -8,7 +8,6 @@ validates the result once. Nothing here imports torch, so `--help` and mistakes 
 import argparse
 import contextlib
 import difflib
-import io
 import os
 import re
 import reprlib
@@ -22,9 +21,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from runtime.errors import UserError, reported
+from runtime.errors import UserError
 from runtime.launch import launch
-from runtime.signals import end_with
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"  # where `--config NAME` looks
 
@@ -86,24 +84,6 @@ O = TypeVar("O", bound=Options)
 def sections(options: type[Options]) -> list[type[Options]]:
     """Return the classes that declare fields of `options`, in the order of `--help`."""
     return [c for c in reversed(options.__mro__) if Options in c.__bases__]
-
-
-def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
-    """Read options with `parse`, by default from sys.argv.
-
-    Mistakes are printed, one line each, and end the process with status 2.
-    """
-    reconfigure_output()
-    with reported("stdout"):
-        values = parse(options, sys.argv[1:] if argv is None else argv, **how)
-    end_with()  # a ladder that started this run
-    return values
-
-
-def reconfigure_output() -> None:
-    """Let stdout replace characters that its encoding lacks: a model writes any character."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def parse(

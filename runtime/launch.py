@@ -3,6 +3,7 @@
 This imports nothing of the project, and not torch: reading the options needs it.
 """
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
@@ -60,14 +61,13 @@ def _number(name: str, default: int) -> int:
 def contradiction() -> str | None:
     """Say what is wrong with an environment that no torchrun makes; None if it is right."""
     names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
-    size, rank, host, port = (os.environ.get(name, "") for name in names)
+    size, rank, host, port = values = [os.environ.get(name, "") for name in names]
     if size in ("", "1"):
         return None
-    is_size = size.isdecimal() and int(size) > 0
-    is_rank = is_size and rank.isdecimal() and int(rank) < int(size)
-    if is_rank and host and port.isdecimal() and 0 < int(port) < 2**16:
-        return None
-    found = ", ".join(f"{name}={os.environ.get(name, '')!r}" for name in names)
+    with contextlib.suppress(ValueError):
+        if 0 <= int(rank) < int(size) and host and 0 < int(port) < 2**16:
+            return None
+    found = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
     return (
         f"the environment contradicts itself: {found}; start several ranks with torchrun, or one "
         f"after: unset WORLD_SIZE"

@@ -6,15 +6,18 @@ an allocator that keeps memory, a place for what torch.compile makes.
 
 import contextlib
 import ctypes
+import io
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from runtime.cli import Options, parse_command_line
+from runtime.cli import Options, parse
+from runtime.errors import reported
 from runtime.launch import launch, threads_are_chosen
-from runtime.signals import end_at_ctrl_c
+from runtime.signals import end_at_ctrl_c, end_with
 
 O = TypeVar("O", bound=Options)
 
@@ -44,11 +47,25 @@ def start(
         description=description or "",
         positional=positional,
         config_file=config_file,
-        elsewhere=elsewhere,
+        elsewhere=elsewhere or {},
     )
+    end_with()  # the command that started this one, if there is one
     end_at_ctrl_c()  # torch is imported next: an exception would be lost in there
     set_up_process()
     return values
+
+
+def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
+    """Read options with `parse`; print mistakes, one line each, and end with status 2."""
+    reconfigure_output()
+    with reported("stdout"):
+        return parse(options, sys.argv[1:] if argv is None else argv, **how)
+
+
+def reconfigure_output() -> None:
+    """Let stdout replace characters that its encoding lacks: a model writes any character."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def set_up_process() -> None:

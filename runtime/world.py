@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import itertools
-import os
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -158,7 +157,12 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
         )
         # torchrun may keep its store, and so what an earlier attempt has left there
         own = dist.PrefixStore(f"train {started.attempt}", store)
+        own.set(f"device of {started.rank}", device.type)
         _meet(own, started, timeout)
+        # compared before joining: ranks on a GPU cannot join others on a CPU, but wait in vain
+        devices = [own.get(f"device of {rank}").decode() for rank in range(started.world_size)]
+        if problem := _difference("kind of device", "need", devices):
+            raise UserError(problem)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=own,
@@ -171,7 +175,7 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
         raise _cannot_meet(started, kind_of_failure(error)[1]) from None
 
 
-def _meet(store: dist.Store, started: Launch, timeout: float) -> None:
+def _meet(store: "dist.Store", started: Launch, timeout: float) -> None:
     """Wait until all ranks have come to the store: rank 0 for all, the others for its word."""
     if store.add(f"rank {started.rank}", 1) > 1:
         raise UserError(
@@ -214,11 +218,10 @@ def _place(started: Launch) -> str:
 
 
 def _cannot_meet(started: Launch, problem: str) -> TrainingError:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
     return TrainingError(
         f"the {started.world_size} ranks of this run cannot meet at {_place(started)}: {problem}. "
-        f"All of them have to run and to reach that address, whose port no other program may have"
-        + (f", by the network interface {interface} (GLOO_SOCKET_IFNAME)" if interface else "")
+        f"All of them have to run and to reach that address, whose port no other program may have, "
+        f"by the network interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if set"
     )
 
 
@@ -226,13 +229,8 @@ def _compare(device: torch.device, started: Launch, alike: Mapping[str, Any]) ->
     """Gather what the ranks have to have alike. Raises UserError on all ranks if they do not."""
     world = World(device, started.rank, started.world_size)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    needed = {
-        "WORLD_SIZE": started.world_size,
-        "PyTorch": str(torch.__version__),
-        "kind of device": device.type,
-    }
     own: dict[str, Any] = {
-        "need": {**alike, **needed},
+        "need": {**alike, "PyTorch": str(torch.__version__)},
         "should have": {"code": code_version(), "GPU": gpu},
         "host": socket.gethostname(),
         "call": started.call,
@@ -247,20 +245,30 @@ def _compare(device: torch.device, started: Launch, alike: Mapping[str, Any]) ->
 
 def _differences(everyones: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
     """Return a line for each item of this kind that the ranks do not have alike."""
-    lines, hosts = [], [theirs["host"] for theirs in everyones]
-    for name in dict.fromkeys(itertools.chain(*(theirs[kind] for theirs in everyones))):
-        ranks_with: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(everyones):
-            ranks_with.setdefault(str(theirs[kind].get(name, "unknown")), []).append(rank)
-        (first, _), *others = ranks_with.items()
-        if others:
-            elsewhere = " and ".join(
-                f"{value} on {describe_ranks(ranks, hosts)}" for value, ranks in others
-            )
-            lines.append(
-                f"{name}: all ranks {kind} the same, but it is {first} on rank 0 and {elsewhere}"
-            )
-    return lines
+    hosts = [theirs["host"] for theirs in everyones]
+    names = dict.fromkeys(itertools.chain(*(theirs[kind] for theirs in everyones)))
+    lines = [
+        _difference(name, kind, [theirs[kind].get(name) for theirs in everyones], hosts)
+        for name in names
+    ]
+    return [line for line in lines if line]
+
+
+def _difference(
+    name: str, kind: str, values: Sequence[object], hosts: Sequence[str] = ()
+) -> str | None:
+    """Say which rank has which value, given that of every rank; None if they are the same."""
+    ranks_with: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_with.setdefault(str(value), []).append(rank)
+    (first, _), *others = ranks_with.items()
+    elsewhere = [f"{value} on {describe_ranks(ranks, hosts)}" for value, ranks in others]
+    if not elsewhere:
+        return None
+    return (
+        f"{name}: all ranks {kind} the same, but it is {first} on rank 0 and "
+        f"{' and '.join(elsewhere)}"
+    )
 
 
 def describe_ranks(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data.token_file import write_corpus
-from runtime.cli import Options, Positive, parse_command_line
+from runtime.cli import Options, Positive
+from runtime.start import parse_command_line
 from tests.conftest import children, ended, kill_all, start
 
 # train.py whose steps wait until the file `limit` lets them through, or they are asked to stop

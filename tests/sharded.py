@@ -14,8 +14,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import checkpoint.shards
+import inference.sampling
 import measure.summary
-import sample
 from checkpoint.resume import find_checkpoint
 from checkpoint.shards import is_sharded, own_part
 from config import Config, load_config
@@ -62,12 +62,14 @@ def restored(config: Config, world: World) -> tuple[str, float]:
 
 def sampled(config: Config, world: World) -> None:
     """A run whose rank 1 draws other tokens than rank 0, as it may on another kind of processor."""
-    real = sample.draw
-    sample.draw = lambda scores, generator: END_OF_TEXT if world.rank else real(scores, generator)
+    real = inference.sampling.draw
+    inference.sampling.draw = lambda scores, generator: (
+        END_OF_TEXT if world.rank else real(scores, generator)
+    )
     try:
         train(config, world)
     finally:
-        sample.draw = real
+        inference.sampling.draw = real
 
 
 def sums(config: Config, world: World) -> int:

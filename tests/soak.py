@@ -30,8 +30,9 @@ from checkpoint.files import MODEL, OPTIMIZER, STATE, read_json
 from checkpoint.shards import read_part
 from config import Config, load_config
 from data.token_file import write_corpus
-from runtime.cli import Options, Positive, ZeroIsOff, parse_command_line
+from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.runlog import all_checkpoints
+from runtime.start import parse_command_line
 from tests.conftest import TINY, children, flags, kill_all, start
 
 STEPS_PER_KILL = 12

@@ -34,11 +34,11 @@ from runtime.cli import (
     Positive,
     load,
     parse,
-    parse_command_line,
     sections,
     show,
     to_yaml,
 )
+from runtime.start import parse_command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 YAMLS = sorted(CONFIG_DIR.rglob("*.yaml"))

@@ -2,9 +2,9 @@
 evaluate.py as a command.
 """
 
+import dataclasses
 import importlib.util
 import itertools
-import dataclasses
 import json
 import math
 import random

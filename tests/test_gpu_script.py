@@ -94,7 +94,7 @@ def test_every_part_leaves_its_results_in_one_archive(python, tmp_path):
         r"tests\.txt",
         r"ladder/report\.md",
         r"ladder/results\.csv",
-        r"ladder/untied/in_turn\.json",
+        r"ladder/untied/interleaved\.json",
         r"b2/peers/report\.md",
         r"b2/peers/peers\.png",
         r"bench/[^/]+/report\.md",

@@ -22,8 +22,8 @@ from measure.interleaved import (
     training_side,
 )
 from measure.options import without_end
+from measure.ratio import Ratio, median_ratio, product
 from runtime.errors import TrainingError, UserError
-from runtime.ratio import Ratio, median_ratio, product
 from tests.conftest import ALONE, ROOT
 from train import setup, train
 
@@ -196,7 +196,13 @@ def test_ranks_that_fail_give_the_reason_of_the_one_that_has_one(happens, reason
 
 # ---- real processes
 
-SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 128, "block_size": 16}
+SIZES: dict[str, object] = {
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "vocab_size": 128,
+    "block_size": 16,
+}
 SIZES |= {"seq_len": 16, "batch_size": 2, "device": "cpu"}
 TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 

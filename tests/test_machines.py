@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 import runtime.world
 from checkpoint.resume import check_same_tokens
@@ -125,7 +125,7 @@ def compared(monkeypatch, *differs):
         ]
 
     monkeypatch.setattr(World, "gather", gather)
-    return runtime.world._compare(CPU, Launch(0, 0, 4), {"lr": "0.1"})
+    return runtime.world._compare(CPU, Launch(0, 0, 4), {"lr": "0.1", "seed": "1"})
 
 
 def test_ranks_that_are_alike_know_each_others_torchrun_and_what_should_be_alike(monkeypatch):
@@ -137,13 +137,12 @@ def test_ranks_that_are_alike_know_each_others_torchrun_and_what_should_be_alike
 
 
 def test_what_differs_is_an_error_with_a_line_each_that_names_values_ranks_and_machine(monkeypatch):
-    other = {"lr": "0.2", "kind of device": "cuda"}
+    other = {"lr": "0.2", "seed": "2"}
     with pytest.raises(UserError) as caught:
         compared(monkeypatch, {}, {}, {"need": {"lr": "0.2"}}, {"need": other})
     assert str(caught.value).splitlines() == [
         "lr: all ranks need the same, but it is 0.1 on rank 0 and 0.2 on ranks 2-3 (node-1)",
-        "kind of device: all ranks need the same, but it is cpu on rank 0 and cuda on rank 3 "
-        "(node-1)",
+        "seed: all ranks need the same, but it is 1 on rank 0 and 2 on rank 3 (node-1)",
     ]
 
 
@@ -179,6 +178,19 @@ def test_ranks_with_other_options_or_another_pytorch_do_not_train_together(tiny_
         version,
     )
     assert not Path(tiny_config().log_dir).exists()
+
+
+def test_a_machine_without_a_gpu_does_not_keep_the_others_waiting():
+    """Its NCCL and the others' gloo would never meet."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    there = PrefixStore("train ", store)
+    for key, value in {"rank 0": "1", "device of 0": "cuda", "all have come": ""}.items():
+        there.set(key, value)
+    with pytest.raises(
+        UserError,
+        match="kind of device: all ranks need the same, but it is cuda on rank 0 and cpu on rank 1",
+    ):
+        runtime.world._join(CPU, Launch(1, 0, 2, host="localhost", port=store.port), 60)
 
 
 def test_what_one_rank_cannot_do_all_raise_with_its_number(monkeypatch):

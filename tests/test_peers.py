@@ -19,8 +19,9 @@ from measure.peers import (
     our_config,
     plan,
 )
-from runtime.cli import parse, parse_command_line
+from runtime.cli import parse
 from runtime.errors import UserError
+from runtime.start import parse_command_line
 
 # a small file in nanoGPT's manner
 PEER = """

@@ -11,9 +11,9 @@ import pytest
 import runtime.world
 from config import Config
 from runtime import errors
-from runtime.cli import parse_command_line
 from runtime.errors import TrainingError, UserError
 from runtime.launch import Launch, launch
+from runtime.start import parse_command_line
 from runtime.world import World, joined_world
 from tests.conftest import CPU, ROOT, ended, flags, run_ranks, start_ranks, wait_for
 from tests.test_resume import log, needs_proc
@@ -51,12 +51,10 @@ def cannot_join(error, match, timeout=1):
     [
         {"WORLD_SIZE": "two"},
         {"WORLD_SIZE": "0"},
-        {"WORLD_SIZE": "-2"},
         {"RANK": ""},
         {"MASTER_ADDR": "", "MASTER_PORT": ""},
         {"RANK": "one"},
         {"RANK": "2"},
-        {"MASTER_PORT": "0"},
         {"MASTER_PORT": "99999"},
         {"MASTER_PORT": "http"},
     ],

@@ -24,11 +24,12 @@ from checkpoint.save import NotSavedError
 from checkpoint.state import read_state
 from checkpoint.weights import build_model, load_model
 from config import Config, load_config
-from runtime.cli import ConfigError, parse, parse_command_line
+from runtime.cli import ConfigError, parse
 from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped
+from runtime.start import parse_command_line
 from tests.conftest import ALONE, TINY, flags, fork_server, run
 from tests.test_resume import (
     NO_SPACE,

@@ -744,7 +744,6 @@ def test_a_rate_is_shown_in_gflops_where_teraflops_would_show_nothing():
 ON_FIRST = """if True:
     import pathlib, sys, torch
     from data.token_file import TokenFileError
-    from runtime.launch import launch
     from runtime.world import joined_world
 
     def fail(error):
@@ -765,9 +764,9 @@ ON_FIRST = """if True:
                 assert (str(raised), raised.args) == (str(error), error.args)
             else:
                 raise AssertionError("nothing was raised")
-        assert world.all_reduce_metrics(torch.tensor(1.0 + world.rank), torch.tensor(3.0)) == (1.5, 3.0)
-        assert world.any(world.rank == 1)
-        assert not world.any(False)
+        metrics = world.all_reduce_metrics(torch.tensor(1.0 + world.rank), torch.tensor(3.0))
+        assert metrics == (1.5, 3.0)
+        assert (world.any(world.rank == 1), world.any(False)) == (True, False)
         world.on_rank0(lambda: fail(TokenFileError("the last")))
 """
 
@@ -825,7 +824,7 @@ def test_one_process_alone_needs_no_others():
     assert ALONE.gather(3) == [3]
     assert ALONE.sum(3.0) == 3.0
     assert ALONE.all_reduce_metrics(torch.tensor(1.0), torch.tensor(2.0)) == (1.0, 2.0)
-    assert ALONE.any(True)
+    assert (ALONE.any(True), ALONE.any(False)) == (True, False)
     with pytest.raises(TokenFileError, match="a bad file"):
         ALONE.on_rank0(lambda: (_ for _ in ()).throw(TokenFileError("a bad file")))
 

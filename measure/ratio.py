@@ -1,6 +1,4 @@
-"""How many times as fast: a median with an interval that assumes nothing about how times are
-distributed.
-"""
+"""Compare speeds: a median ratio with an interval that assumes no distribution of times."""
 
 import math
 import statistics
@@ -13,8 +11,9 @@ FEWEST = 6  # pairs: all of fewer lie on one side of the true median more often 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median ratio and the interval that holds the true one with 95% confidence; without an
-    interval, a ratio of two single measurements.
+    """Hold a median ratio and the interval that contains the true one with 95% confidence.
+
+    Without an interval, it is the ratio of two single measurements.
     """
 
     median: float
@@ -36,7 +35,7 @@ class Ratio:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The interval, which is only the ratio itself where it is not known."""
+        """Return the interval, which is the ratio itself where it is not known."""
         return (
             self.median if self.low is None else self.low,
             self.median if self.high is None else self.high,
@@ -44,13 +43,13 @@ class Ratio:
 
     @property
     def width(self) -> float:
-        """The interval's width as a share of the median."""
+        """Return the interval's width as a share of the median."""
         low, high = self.ends
         return (high - low) / self.median
 
 
 def median_ratio(pairs: Sequence[float]) -> Ratio:
-    """The median of the ratios of independent pairs, at least six, with its interval.
+    """Return the median of the ratios of independent pairs, at least six, with its interval.
 
     The interval is that of the sign test: each pair is above or below the true median with even
     odds, so it reaches from the k-th smallest to the k-th largest ratio, with the largest k for
@@ -69,8 +68,9 @@ def median_ratio(pairs: Sequence[float]) -> Ratio:
 
 
 def product(factors: Sequence[Ratio]) -> Ratio:
-    """The product of ratios, with its interval. Ratios that share a side's turns count as
-    independent too.
+    """Return the product of ratios, with its interval.
+
+    Ratios that share the rounds of a side count as independent too.
 
     Below and above the median, the logarithms' distances to the ends add up as independent errors
     do: by the root of the sum of their squares.

@@ -1,0 +1,261 @@
+"""Compare the stages of a ladder: speed from interleaved runs, loss curves with published ones."""
+
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from measure.ratio import FEWEST, Ratio, median_ratio, product
+from measure.stages import (
+    ROOT,
+    Published,
+    Stage,
+    published_rows,
+    run_command,
+    settings,
+    training_config,
+    with_bases,
+)
+from runtime.files import write_whole
+from runtime.report import machine
+from runtime.runlog import read_rows
+
+INTERLEAVED = [sys.executable, "-m", "benchmarks.in_turn"]
+COMPARED = range(11, 51)  # steps over which loss curves are compared
+HEADROOM = 1.25  # of memory, for what a process needs besides its peak
+Curve = Mapping[int, Mapping[str, Any]]  # rows of a log by step
+ON_ANOTHER_GPU = "cuda_bf16"  # the log of a stage whose base ran on an Apple GPU
+
+
+# ---- interleaved runs
+
+
+class Side(BaseModel):
+    """Hold the figures of one side of a comparison."""
+
+    tokens_per_sec: list[float] = Field(min_length=FEWEST)  # in each round
+    turns: list[dict[str, Any]]
+
+    @property
+    def peak_memory_mb(self) -> float:
+        """Return the most memory that it took, in MiB."""
+        return max(float(turn["peak_memory_mb"]) for turn in self.turns)
+
+
+class Comparison(BaseModel, allow_inf_nan=False):
+    """Hold the result of interleaving the runs of two configs, as its file does."""
+
+    machine: str
+    device: str
+    git: str | None
+    settings: list[dict[str, Any]]  # of the base and the other
+    retained_memory: bool  # from step to step: runtime/start.py
+    sides: tuple[Side, Side]
+
+    @property
+    def factors(self) -> list[float]:
+        """Return the speed of the other over the base in each round."""
+        base, other = (side.tokens_per_sec for side in self.sides)
+        return [ours / theirs for theirs, ours in zip(base, other, strict=True)]
+
+
+@dataclass
+class Pair:
+    """Name two configs, each with options, to be compared, and the file for the result."""
+
+    name: str
+    base: list[str]
+    other: list[str]
+    path: Path
+    peak_memory_mb: float = 0.0  # of both together, if known
+    error: str | None = None
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the options of both, which the file has to agree with."""
+        return [settings(training_config(side)) for side in (self.base, self.other)]
+
+    def result(self) -> Comparison | None:
+        """Read the result for these very settings; None if there is none."""
+        try:
+            result = Comparison.model_validate_json(self.path.read_bytes())
+        except (OSError, ValidationError):
+            return None
+        return result if result.settings == self.settings() and not self.error else None
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """Return the speed of the other over the base; None if it is not known."""
+        result = self.result()
+        return median_ratio(result.factors) if result else None
+
+
+def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
+    """Return a pair for each finished stage whose base is finished too, of one rank each."""
+    pairs = {}
+    for stage, base in with_bases(stages):
+        ours, theirs = stage.summary(), base.summary()
+        if ours and theirs and stage.ranks == base.ranks == 1:
+            memory = ours.peak_memory_mb + theirs.peak_memory_mb
+            path = stage.folder / "interleaved.json"
+            pairs[stage.name] = Pair(stage.name, base.side, stage.side, path, memory)
+    return pairs
+
+
+def compare_pairs(
+    pairs: Sequence[Pair], rounds: int, rerun: bool, device: Mapping[str, Any]
+) -> None:
+    """Interleave the runs of each pair that this machine has not compared with the same settings.
+
+    `device`: what `probe` found. One that fails is marked, and the others are compared. Raises
+    KeyboardInterrupt if the user stops.
+    """
+    for i, pair in enumerate(pairs, start=1):
+        known, (base, other) = pair.result(), pair.settings()
+        here = (machine(), device.get("device"))
+        is_known = known and not rerun and (known.machine, known.device) == here
+        if is_known or base == other:  # a mode of torch.compile does nothing where it is off
+            continue
+        print(f"== interleaved {i} of {len(pairs)}: {pair.name}", flush=True)
+        # Where two have no room, both do without retained memory. Otherwise one of them would
+        # retain memory until the other one comes, and be the faster for it.
+        fits = HEADROOM * pair.peak_memory_mb <= device.get("memory_mb", float("inf"))
+        pair.error = compare_pair(pair, rounds, str(here[1]), bool(device.get("gpus")) or fits)
+        if pair.error:
+            print(f"failed: {pair.name}: {pair.error}", flush=True)
+
+
+def compare_pair(pair: Pair, rounds: int, device: str, retain_memory: bool) -> str | None:
+    """Interleave the runs of a pair and write its file; returns the error if a side fails."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
+    if not retain_memory:
+        environment["GLIBC_TUNABLES"] = ""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rounds.json"
+        sides = [shlex.join(side) for side in (pair.base, pair.other)]
+        command = [*INTERLEAVED, *sides, "--rounds", str(rounds), "--output", str(output)]
+        if error := run_command(command, environment):
+            return error
+        result = json.loads(output.read_text())
+    result |= {"device": device, "settings": pair.settings(), "retained_memory": retain_memory}
+    write_whole(pair.path, json.dumps(result, indent=1) + "\n")
+    return None
+
+
+def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tuple[Pair, Pair]]:
+    """Return two pairs for each optimization that a config has on.
+
+    The first is with it alone against with none; the second with all against with all but it.
+    """
+    everything = [config, *of_runs]
+    off = training_config(everything).switched_off()
+    nothing = [*everything, *chain(*off.values())]
+    pairs = {}
+    for name, flags in off.items():
+        others = chain(*(flags for other, flags in off.items() if other != name))
+        first, last = folder / f"{name}_first.json", folder / f"{name}_last.json"
+        pairs[name] = (
+            Pair(f"{name} first", nothing, [*everything, *others], first),
+            Pair(f"{name} last", [*everything, *flags], everything, last),
+        )
+    return pairs
+
+
+# ---- the stages in figures
+
+
+@dataclass
+class StageRow:
+    """Hold the figures of a finished stage. Losses in nats per token, memory in MiB."""
+
+    stage: str
+    ms_per_step: float
+    tokens_per_sec: float
+    base: str
+    over_base: Ratio | None  # interleaved, else of the tokens/s; None if the base has not run
+    rounds: int  # interleaved
+    published_over_base: float | None
+    over_first: Ratio  # a product of interleaved factors, else of the tokens/s
+    first_step_s: float
+    peak_memory_mb: float
+    utilization: float
+    final_loss: float | None  # None where the last step was left out
+    steps: int
+    published_tokens_per_sec: float | None
+    loss_difference: float | None  # from the published curve
+
+
+def compare(stages: Sequence[Stage]) -> list[StageRow]:
+    """Return a row for each finished stage."""
+    rows: dict[str, StageRow] = {}
+    pairs = pairs_of(stages)
+    for stage, base in with_bases(stages):
+        summary = stage.summary()
+        if summary is None:
+            continue
+        rate = summary.median_tokens_per_sec
+        first, before = next(iter(rows.values()), None), rows.get(base.name)
+        result = pairs[stage.name].result() if stage.name in pairs else None
+        over_base = Ratio(rate / before.tokens_per_sec) if before else None
+        over_first = Ratio(rate / first.tokens_per_sec) if first else Ratio(1.0)
+        if result:
+            over_base = median_ratio(result.factors)
+            # a product, where interleaved factors lead all the way from the first stage
+            if before and (before is first or before.over_first.low):
+                over_first = product([before.over_first, over_base])
+        rows[stage.name] = StageRow(
+            stage=stage.name,
+            ms_per_step=summary.median_dt_ms,
+            tokens_per_sec=rate,
+            base=base.name,
+            over_base=Ratio(1.0) if stage is base else over_base,
+            rounds=len(result.factors) if result else 0,
+            published_over_base=published_factor(stage.published, base.published),
+            over_first=over_first,
+            first_step_s=summary.first_step_s,
+            peak_memory_mb=summary.peak_memory_mb,
+            utilization=summary.utilization,
+            final_loss=summary.final_loss,
+            steps=summary.steps,
+            published_tokens_per_sec=stage.published.tokens_per_sec,
+            loss_difference=published_difference(stage),
+        )
+    return list(rows.values())
+
+
+def published_factor(ours: Published, theirs: Published) -> float | None:
+    """Return the ratio of two published speeds; None if it is not known."""
+    if ours == theirs or ours.log == ON_ANOTHER_GPU:
+        return None
+    if ours.tokens_per_sec and theirs.tokens_per_sec:
+        return ours.tokens_per_sec / theirs.tokens_per_sec
+    if ours.ms_per_step and theirs.ms_per_step:  # a list of times that names no batch
+        return theirs.ms_per_step / ours.ms_per_step
+    return None
+
+
+def published_difference(stage: Stage) -> float | None:
+    """Return the difference from the published loss curve; None if it is not known."""
+    run, log = stage.repeats, stage.published.log
+    if not (run and log and run.summary()):
+        return None
+    return loss_difference(read_rows(run.folder / "log.csv"), published_rows(log))
+
+
+def loss_difference(ours: Curve, published: Curve) -> float | None:
+    """Return the mean absolute difference of two loss curves over steps 11 to 50.
+
+    As many of these steps as both have; None if there are none.
+    """
+    steps = [s for s in COMPARED if s in ours and s in published]
+    differences = [abs(ours[s]["loss"] - published[s]["loss"]) for s in steps]
+    return statistics.fmean(differences) if differences else None

@@ -1,0 +1,336 @@
+"""Report a ladder, an ablation, and ladders of several machines: tables and pictures."""
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from measure.comparison import (
+    COMPARED,
+    Pair,
+    compare,
+    published_factor,
+)
+from measure.ratio import Ratio
+from measure.stages import (
+    SERIES,
+    Stage,
+    published,
+    published_rows,
+    runs_of,
+)
+from runtime.cli import CONFIG_DIR, read_yaml_mapping
+from runtime.errors import TrainingError, UserError
+from runtime.files import write_whole
+from runtime.report import (
+    BLUE,
+    COLOURS,
+    MARKERS,
+    ORANGE,
+    Column,
+    draw_losses,
+    field,
+    items,
+    markdown_table,
+    new_figure,
+    plain,
+    print_table,
+    save_picture,
+)
+from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, curve, read_rows
+
+COLUMNS = [
+    field("stage", "stage"),
+    field("tokens/s", "tokens_per_sec", ",.0f"),
+    field("x base", "over_base"),
+    field("x first", "over_first"),
+    field("loss", "final_loss", ".3f"),
+    field("MB", "peak_memory_mb", ",.0f"),
+    field("published", "published_over_base", ".2f"),
+    field("diff.", "loss_difference", ".3f"),
+    field("ms/step", "ms_per_step", ",.0f"),
+    field("base", "base"),
+    field("first step, s", "first_step_s", ".1f"),
+    field("MFU", "utilization", ".0%"),
+    field("published tokens/s", "published_tokens_per_sec", ",.0f"),
+]
+IN_TERMINAL = 9  # of them
+INTERVALS = (
+    "In brackets: the interval that holds the true median with 95% confidence, from interleaved "
+    'runs of both; "about 1" where it holds 1. A factor without brackets is of runs that came one '
+    "after the other: a machine whose speed drifts makes such factors too."
+)
+COLUMNS_EXPLAINED = (
+    "x base: speed over that of its base, the stage that it changes (or the stage before, where "
+    "that is not in this ladder). x first: over that of the first stage, the product of such "
+    f"factors. {INTERVALS}\n\ntokens/s and ms/step: medians without the first steps, which compile "
+    "and warm up. MB: peak memory in MiB, of the GPU's tensors on CUDA, else of the process. loss: "
+    "of the last step, nats per token. diff.: mean absolute difference from the published curve "
+    f"over steps {COMPARED[0]} to {COMPARED[-1]}, or as many of them as ran; where the "
+    "published run did not do what its note says, of a run that does as logged "
+    "(`configs/as_logged/`). MFU: the model's FLOPs per second as a share of what a large matmul "
+    "reaches on this device.\n\npublished: the same factor over the base in the published times, "
+    "on the GPU of whoever published them. Those of the speedup ladder from speedup1 on are not "
+    "compared: they were read without waiting for the GPU. ddp was published of two RTX 4090."
+)
+# What stages of the speedup ladder add, and the stages that add it in the published series whose
+# times count
+COUNTERPARTS = {
+    "speedup2": ("TF32", "a100/opt1", "gpu_ms/tf32"),
+    "speedup3": ("bf16", "a100/opt2", "gpu_ms/bf16"),
+    "speedup5": ("compile", "a100/opt3", "gpu_ms/compile"),
+    "speedup6": ("flash", "a100/opt4", "gpu_ms/flash"),
+    "speedup7": ("padding", "a100/opt5", "gpu_ms/vocab"),
+    "speedup8": ("clipping", "a100/opt6", None),
+    "speedup9": ("schedule", "a100/opt7", None),
+    "speedup10": ("fused AdamW", "a100/opt8", "gpu_ms/fused_adamw"),
+}
+
+
+def write_report(
+    folder: Path,
+    title: str,
+    columns: Sequence[Column],
+    rows: Sequence[Any],
+    *about: str,
+    failures: Sequence[str] = (),
+) -> None:
+    """Print a table and the failures, and write them to report.md with paragraphs about them."""
+    table = "\n".join(markdown_table(columns, rows))
+    text = "\n\n".join([f"# {title}", table, *failures, *filter(None, about)])
+    write_whole(folder / "report.md", text + "\n")
+    print_table(title, columns[:IN_TERMINAL], rows)
+    print("\n".join([*failures, f"{folder}/ has report.md, results and pictures"]))
+
+
+def write_csv(path: Path, rows: Sequence[Any]) -> None:
+    """Write the attributes of rows to a CSV file; a Ratio `x` takes x, x_low and x_high."""
+    lines = []
+    for row in rows:
+        line: dict[str, Any] = {}
+        for name, value in vars(row).items():
+            if isinstance(value, Ratio):
+                line |= {name: value.median, f"{name}_low": value.low, f"{name}_high": value.high}
+            else:
+                line[name] = value
+        lines.append(line)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, dict.fromkeys(chain(*lines)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    write_whole(path, text.getvalue())
+
+
+def failures_of(parts: Iterable[Stage | Pair]) -> list[str]:
+    """Return a line for each stage or pair that failed."""
+    return [f"failed: {part.name}: {part.error}" for part in parts if part.error]
+
+
+# ---- a ladder
+
+
+def report(ladder: str, stages: Sequence[Stage], folder: Path, pairs: Sequence[Pair] = ()) -> None:
+    """Report what is finished, with speed.png and loss.png.
+
+    Raises UserError, or TrainingError after failures, if nothing is finished.
+    """
+    rows = compare(stages)
+    failures = failures_of([*runs_of(stages), *pairs])
+    if not rows:
+        kind = TrainingError if failures else UserError
+        raise kind("\n".join([f"{folder}: no finished stage to report", *failures]))
+    runs = [
+        f"- `{run.name}`: {s.steps} steps of {run.config.batch_size} x {run.config.seq_len} "
+        f"tokens; {s.machine}, device {s.device}, torch {s.torch}, commit {s.git}, {s.started[:10]}"
+        for run in runs_of(stages)
+        if (s := run.summary())
+    ]
+    curves = [s for s in stages if s.published.log and s.repeats and s.repeats.summary()]
+    write_csv(folder / "results.csv", rows)
+    write_report(
+        folder,
+        f"The {ladder} ladder" if ladder in SERIES else "A ladder",
+        [column for column in COLUMNS if any(map(column.cell, rows))],
+        rows,
+        COLUMNS_EXPLAINED,
+        "![speed of each stage over the first](speed.png)",
+        "![loss curves, measured over published](loss.png)" if curves else "",
+        "\n".join(runs),
+        failures=failures,
+    )
+    over_first = {f"speed over {rows[0].stage}": [row.over_first for row in rows]}
+    draw_factors(folder / "speed.png", [row.stage for row in rows], over_first)
+    if curves:
+        plot_losses(curves, folder / "loss.png")
+
+
+def plot_losses(stages: Sequence[Stage], path: Path) -> None:
+    """Draw a small picture for each stage with a published log, measured over published."""
+    height = -(-len(stages) // 4)
+    figure, grid = new_figure(height, 4, figsize=(12, 3 * height), squeeze=False, sharey=True)
+    for axes in grid.flat[len(stages) :]:
+        axes.axis("off")
+    for axes, stage in zip(grid.flat, stages, strict=False):
+        run = stage.repeats or stage
+        theirs = published_rows(str(stage.published.log))
+        axes.plot(*curve(theirs), color=ORANGE, linewidth=2.4, label="published")
+        axes.plot(*curve(read_rows(run.folder / "log.csv")), color=BLUE, label="measured")
+        axes.set_title(stage.name)
+        axes.grid(alpha=0.3)
+    grid[0, 0].legend()
+    figure.supxlabel("step")
+    figure.supylabel("loss, nats per token")
+    save_picture(figure, path)
+
+
+def plot_runs(folders: Sequence[str], path: Path) -> None:
+    """Draw the loss curves of any runs in one picture. Raises UserError for one without a log."""
+    training, validation = {}, {}
+    for folder in map(Path, folders):
+        training[str(folder)] = curve(read_rows(folder / "log.csv", LOG_COLUMNS))
+        if (folder / "eval.csv").exists():
+            rows = read_rows(folder / "eval.csv", EVAL_COLUMNS)
+            validation[str(folder)] = curve(rows, "val_loss")
+    draw_losses(path, training, validation)
+    print(f"wrote {path}")
+
+
+# ---- an ablation
+
+
+@dataclass
+class Worth:
+    """Hold an optimization's factor of speed, switched on first and last. Memory in MiB."""
+
+    optimization: str
+    first: Ratio | None
+    last: Ratio | None
+    memory_mb_without: float | None = None  # with all others on
+    memory_mb_with: float | None = None
+
+
+WORTH = [
+    field("optimization", "optimization"),
+    field("on first", "first"),
+    field("on last", "last"),
+    field("MB without", "memory_mb_without", ",.0f"),
+    field("MB with", "memory_mb_with", ",.0f"),
+]
+WORTH_EXPLAINED = (
+    "on first: the speed with this optimization alone, over that with none. on last: the speed "
+    "with all of them, over that with all but this one. MB: peak memory in MiB with all but this "
+    f"one, and with all. {INTERVALS}"
+)
+
+
+def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path) -> None:
+    """Report two pairs for each optimization: on first, and on last. Raises UserError."""
+    rows = []
+    where: list[str] = []
+    for optimization, (first, last) in pairs.items():
+        alone, top = first.result(), last.result()
+        where += [f"{r.machine}; device {r.device}, commit {r.git}" for r in (alone, top) if r]
+        memory = [side.peak_memory_mb for side in top.sides] if top else []
+        rows.append(Worth(optimization, first.ratio, last.ratio, *memory))
+    failures = failures_of(chain(*pairs.values()))
+    if not where:
+        raise UserError("\n".join([f"{folder}: nothing to report", *failures]))
+    write_csv(folder / "results.csv", rows)
+    write_report(
+        folder,
+        f"What each optimization of {name} is worth",
+        WORTH,
+        rows,
+        WORTH_EXPLAINED,
+        "\n".join(dict.fromkeys(where)),
+        "![factors with their intervals](worth.png)",
+        failures=failures,
+    )
+    series = {"switched on first": [r.first for r in rows], "last": [r.last for r in rows]}
+    draw_factors(folder / "worth.png", [row.optimization for row in rows], series)
+
+
+# ---- several machines
+
+
+Factors = dict[str, Ratio | None]  # of each stage over the one that it changes
+
+
+def across(folders: Sequence[str], out: Path) -> None:
+    """Report ladders of several machines, and what was published, beside each other.
+
+    A machine is named after the parent of its ladder's folder. Raises UserError.
+    """
+    found: dict[str, Factors] = {}
+    for folder in folders:
+        name = Path(folder).resolve().parent.name
+        found[folder if name in found else name] = read_factors(Path(folder) / "results.csv")
+    stages = list(dict.fromkeys(chain(*found.values())))
+    if not stages:
+        raise UserError(f"{', '.join(folders)}: no stage there has a base to be compared with")
+    for i, name in enumerate(("A100, published", "one GPU, published"), start=1):
+        theirs = {stage: both[i] for stage, both in COUNTERPARTS.items() if stage in stages}
+        found[name] = {stage: counterpart(name) for stage, name in theirs.items() if name}
+    series = {name: [factors.get(s) for s in stages] for name, factors in found.items()}
+    names = [f"{s}: {COUNTERPARTS[s][0]}" if s in COUNTERPARTS else s for s in stages]
+    rows = [[str(cell or "") for cell in row] for row in zip(names, *series.values(), strict=True)]
+    out.mkdir(parents=True, exist_ok=True)
+    write_report(
+        out,
+        "What each optimization is worth where",
+        items("stage", *series),
+        rows,
+        f"The speed of each stage over that of the stage that it changes. {INTERVALS} Published: "
+        "the same step in the a100 series and in the list of timings on one GPU "
+        "(`logs/reference/`).",
+        "![factors by stage and machine](across.png)",
+    )
+    draw_factors(out / "across.png", names, series)
+
+
+def counterpart(config: str) -> Ratio | None:
+    """Return the published speed of a config in configs/ over that of its base."""
+    base = read_yaml_mapping(CONFIG_DIR / f"{config}.yaml")["base"]
+    theirs = published((Path(config).parent / Path(base).stem).as_posix())
+    factor = published_factor(published(config), theirs)
+    return Ratio(factor) if factor else None
+
+
+def read_factors(path: Path) -> Factors:
+    """Read the factors over the base from a ladder's results.csv. Raises OSError and UserError."""
+    columns = ("over_base", "over_base_low", "over_base_high")
+    factors: Factors = {}
+    with open(path, newline="", encoding="utf-8") as file:
+        try:
+            for row in csv.DictReader(file):
+                values = [float(row[name]) for name in columns if row[name]]
+                if row["base"] != row["stage"]:
+                    factors[row["stage"]] = Ratio(*values) if values else None
+        except (KeyError, ValueError) as error:
+            raise UserError(f"{path}: is not the table of a ladder: {error}") from None
+    return factors
+
+
+def draw_factors(
+    path: Path, names: Sequence[str], series: Mapping[str, Sequence[Ratio | None]]
+) -> None:
+    """Draw the factors of speed that each series has for each name, with their intervals."""
+    figure, axes = new_figure(figsize=(8, 1.5 + 0.3 * len(names)))
+    axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
+    for i, (label, factors) in enumerate(series.items()):
+        shift = 0.8 * ((i + 0.5) / len(series) - 0.5)  # so that points do not cover each other
+        known = {y + shift: factor for y, factor in enumerate(factors) if factor}
+        medians = [factor.median for factor in known.values()]
+        (points,) = axes.plot(medians, list(known), linestyle="", label=plain(label))
+        for y, factor in known.items():
+            axes.hlines(y, *factor.ends, color=points.get_color())
+    axes.axvline(1, color="0.4")
+    axes.set_yticks(range(len(names)), [plain(name) for name in names])
+    axes.invert_yaxis()
+    axes.set_xlabel("factor of speed")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=2)
+    save_picture(figure, path)

@@ -1,0 +1,302 @@
+"""Plan and run the stages of a ladder, and look up what was published of each."""
+
+import csv
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
+from runtime.cli import CONFIG_DIR, ConfigError, find_config, parse, read_yaml_mapping
+from runtime.errors import UserError, why_it_failed
+from runtime.report import machine
+from runtime.runlog import Row, read_rows
+from runtime.signals import ENDS_WITH
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "logs" / "reference"
+MPS = ("overfit", "dataloader", "weight_sharing", "init", "timing", "tf32", "cuda_bf16")
+GPU_MS = ("fp32", "tf32", "bf16", "compile", "flash", "vocab", "fused_adamw")
+STEPS = [*range(1, 6), "5_max_autotune", *range(6, 17)]
+SERIES = {
+    "speedup": ["baseline", *(f"speedup{step}" for step in STEPS)],
+    "a100": ["a100/baseline", *(f"a100/opt{i}" for i in range(9))],
+    "mps": [f"mps/{name}" for name in MPS],
+    "gpu_ms": [f"gpu_ms/{name}" for name in GPU_MS],
+}
+FIRST_TIMED = 6  # published times: medians from this step on
+# Times in these logs were read without waiting for the GPU: up to 1.9 million tokens/s, more than
+# ten times what an RTX 3080 can compute.
+UNSYNCHRONIZED = "rtx3080_speedup"
+# tokens/s on two RTX 4090, from the notes of the speedup ladder; there is no log of it
+DDP_PUBLISHED = 211_646
+# what the ladder sets for each run
+RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config", "--estimate"}
+# Options that change neither what a run computes nor how fast
+IRRELEVANT = {"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every"}
+IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
+
+
+@dataclass(frozen=True)
+class Published:
+    """Hold what was published of a stage."""
+
+    log: str | None = None  # name of its log in logs/reference/
+    ms_per_step: float | None = None  # None where the clock was not read properly
+    tokens_per_sec: float | None = None  # likewise
+
+
+class Summary(BaseModel, allow_inf_nan=False):
+    """Hold what a report needs of a run's summary.json."""
+
+    steps: int
+    median_dt_ms: float = Field(gt=0)
+    median_tokens_per_sec: float = Field(gt=0)
+    first_step_s: float
+    peak_memory_mb: float
+    utilization: float
+    final_loss: float | None
+    machine: str
+    device: str
+    torch: str
+    git: str | None
+    started: str
+    interrupted: bool = False
+
+
+@dataclass(eq=False)
+class Stage:
+    """Describe one run of a ladder, and find the files that it leaves."""
+
+    name: str
+    side: list[str]  # its config, and options that change it
+    config: Config
+    file: Path  # of its config
+    published: Published = field(default_factory=Published)
+    # the run that repeats the published one: this stage's own, or one that does as the log says
+    repeats: "Stage | None" = None
+    ranks: int = 1
+    error: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of its run."""
+        return Path(self.config.log_dir) / self.name
+
+    @property
+    def command(self) -> list[str]:
+        """Return the command that starts its run."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
+        config, *options = self.side
+        return [
+            sys.executable,
+            *(torchrun if self.ranks > 1 else []),
+            str(ROOT / "train.py"),
+            f"--config={config}",
+            *options,
+            f"--log_dir={self.config.log_dir}",
+            f"--run_name={self.name}",
+        ]
+
+    def has_corpus(self) -> bool:
+        """True if the token files of its dataset are there."""
+        return any((Path(self.config.data_dir) / self.config.dataset).glob("*.bin"))
+
+    def summary(self) -> Summary | None:
+        """Read the summary of the finished run with these very settings; None if there is none."""
+        try:
+            summary = Summary.model_validate_json((self.folder / "summary.json").read_bytes())
+            ran = load_config(str(self.folder / "config.yaml"))
+            read_rows(self.folder / "log.csv")
+        except (OSError, ValidationError, UserError):
+            return None
+        is_same = settings(ran) == settings(self.config)
+        return summary if is_same and not summary.interrupted else None
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Return the options, as in JSON, that two runs must share to count as the same run."""
+    # a run's config.yaml contains the learning rate at the end of its schedule, set or not
+    resolved = {"min_lr": config.final_lr()}
+    return config.model_dump(mode="json", exclude=IRRELEVANT) | resolved
+
+
+# ---- which stages there are
+
+
+def plan(names: Sequence[str], log_dir: str, of_runs: list[str]) -> tuple[str, list[Stage]]:
+    """Return the name and the stages of a ladder, given a series or configs.
+
+    Raises UserError for an unknown config or wrong options.
+    """
+    ladder = names[0] if len(names) == 1 and names[0] in SERIES else "ladder"
+    stages: list[Stage] = []
+    for config in SERIES.get(ladder, names):
+        stem = name = Path(config).stem
+        if name in [stage.name for stage in stages]:
+            name += f"_{len(stages) + 1}"
+        stage = make_stage(name, config, f"{log_dir}/{ladder}", of_runs)
+        as_logged = CONFIG_DIR / "as_logged" / f"{stem}.yaml"
+        if stage.published.log and as_logged.is_file():
+            # its note, whose settings this stage has, is not what really ran
+            stage.repeats = None
+            if ladder == "speedup":
+                twin = make_stage(
+                    f"as_logged_{stem}", str(as_logged), f"{log_dir}/{ladder}", of_runs
+                )
+                # an earlier stage may be the same run
+                same = [s for s in stages if settings(s.config) == settings(twin.config)]
+                stage.repeats = (same or [twin])[0]
+        stages.append(stage)
+    return ladder, stages
+
+
+def with_bases(stages: Sequence[Stage]) -> list[tuple[Stage, Stage]]:
+    """Return each stage with the one that it is compared with, the first with itself.
+
+    That is the stage which its config changes, or the one before it if that is not in the list.
+    """
+    pairs = []
+    for before, stage in pairwise([stages[0], *stages]):
+        name = read_yaml_mapping(stage.file).get("base")
+        file = find_config(name, stage.file.parent).resolve() if name else None
+        base = next((other for other in stages if other.file == file), before)
+        pairs.append((stage, base))
+    return pairs
+
+
+def runs_of(stages: Sequence[Stage]) -> list[Stage]:
+    """Return the runs that a ladder needs: its stages, and those that repeat published ones."""
+    runs = [run for stage in stages for run in (stage, stage.repeats) if run]
+    return list(dict.fromkeys(runs))
+
+
+def training_config(side: Sequence[str], *more: str) -> Config:
+    """Return the config that a side trains with. Raises UserError."""
+    return parse(Config, [f"--config={side[0]}", *side[1:], *more], config_file=True)
+
+
+def make_stage(name: str, config: str, folder: str, of_runs: Sequence[str]) -> Stage:
+    """Make the stage of a config, whose run is `folder`/`name`. Raises UserError."""
+    try:
+        path = find_config(config).resolve()
+    except ConfigError as error:
+        raise UserError(f"{error}; the published series are {', '.join(SERIES)}") from None
+    if taken := RESERVED & {word.partition("=")[0] for word in of_runs}:
+        raise UserError(
+            f"{min(taken)} after --: the ladder sets it for each run; configs and --log_dir are "
+            "given before --"
+        )
+    side = [config, "--keep_last=0", *of_runs]  # a ladder is climbed for its figures: no weights
+    resolved = training_config(side, f"--log_dir={folder}", f"--run_name={name}")
+    stage = Stage(name, side, resolved, path)
+    if path.is_relative_to(CONFIG_DIR) and _same_training(resolved, load_config(config)):
+        stage.published = published(path.relative_to(CONFIG_DIR).with_suffix("").as_posix())
+        stage.repeats = stage
+    return stage
+
+
+def _same_training(a: Config, b: Config) -> bool:
+    """True if two configs compute the same losses, up to where the shorter run ends."""
+    sections = (ModelConfig, DataConfig, OptimizationConfig)
+    names = {"seed", *(name for section in sections for name in section.model_fields)}
+    names -= {"data_dir", "max_steps"} if a.lr_schedule == "constant" else {"data_dir"}
+    return a.model_dump(include=names) == b.model_dump(include=names)
+
+
+# ---- what was published
+
+
+def published(config: str) -> Published:
+    """Return what was published of a config in configs/, such as `speedup2` or `a100/opt3`."""
+    series, _, name = config.rpartition("/")
+    if series == "gpu_ms":
+        with open(REFERENCE / "gpu_ms.csv", newline="") as file:
+            times = {row["stage"]: float(row["dt_ms"]) for row in csv.DictReader(file)}
+        return Published(ms_per_step=times.get(name))
+    if config == "ddp":
+        return Published(tokens_per_sec=DDP_PUBLISHED)
+    log = name if name == "cuda_bf16" else f"{series or 'rtx3080'}_{name}"
+    if not (REFERENCE / f"{log}.csv").is_file():
+        return Published()
+    if log.startswith(UNSYNCHRONIZED):
+        return Published(log)
+    rows = [row for step, row in published_rows(log).items() if step >= FIRST_TIMED]
+    return Published(log, _median(rows, "dt_ms"), _median(rows, "tokens_per_sec"))
+
+
+def published_rows(log: str) -> dict[int, Row]:
+    """Return the rows of a published log by step."""
+    return read_rows(REFERENCE / f"{log}.csv")
+
+
+def _median(rows: Sequence[Row], column: str) -> float | None:
+    values = [value for row in rows if (value := row[column])]
+    return statistics.median(values) if values else None
+
+
+# ---- running
+
+
+def run_stages(stages: Sequence[Stage], rerun: bool) -> None:
+    """Run the stages that this machine has not finished with the same settings.
+
+    One that fails is marked, and the others are run. Raises KeyboardInterrupt if the user stops.
+    """
+    for i, stage in enumerate(stages, start=1):
+        heading = f"== {i} of {len(stages)}: {stage.name}"
+        finished = stage.summary()
+        if finished and not rerun and finished.machine == machine():  # not another's speed
+            print(f"{heading}: finished before", flush=True)
+            continue
+        print(heading, flush=True)
+        stage.error = run_command(stage.command)
+        if stage.error is None and stage.summary() is None:
+            stage.error = "stopped before its last step; the same command runs it again"
+        if stage.error:
+            print(f"failed: {stage.name}: {stage.error}", flush=True)
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str | None:
+    """Run a command, which prints to our stdout; returns its error line if it fails.
+
+    At Ctrl-C it is asked to stop, too, and KeyboardInterrupt is raised once it has.
+    """
+    env = os.environ | {ENDS_WITH: str(os.getpid())} | dict(environment or {})
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(command, stderr=errors, env=env)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+        return why_it_failed(process.returncode, errors) if process.returncode else None
+
+
+def probe(device: str) -> dict[str, Any]:
+    """Ask a fresh process about the device; see measure/probe.py. Empty if that fails."""
+    command = [sys.executable, "-m", "measure.probe", device]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return {} if done.returncode else dict(json.loads(done.stdout))
+
+
+def bf16_note(stages: Sequence[Stage], slowdown: float | None) -> str | None:
+    """Return a note on the stages that emulated bfloat16 makes slow, if there are any."""
+    names = [stage.name for stage in stages if stage.config.bf16]
+    if not slowdown or not names:
+        return None
+    return (
+        f"note: matmuls in bf16 take {slowdown:.1f} times as long as in fp32 on this machine, "
+        f"which makes {', '.join(names)} slow; `-- --no-bf16` goes without"
+    )
