@@ -7,28 +7,21 @@ four endings, one of them right.
 of that form.
 """
 
-import os
 import sys
+from pathlib import Path
 
-sys.path.insert(
-    0, os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-)  # found also when run as a script
+if __name__ == "__main__":  # imports are looked up in the repository, not in data/
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from runtime.interrupt import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()  # first of all: imports take a moment
-
-import argparse
 import hashlib
 import json
 import re
 import shlex
 import urllib.request
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from runtime.cli import Name, Options, parse_command_line
 from runtime.errors import UserError, in_a_line, reported
 from runtime.files import locked, write_whole
 
@@ -36,6 +29,13 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 # as several public projects give it
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 ENDINGS = 4
+
+
+class HellaswagOptions(Options):
+    """options"""
+
+    data_dir: Name = "data"
+    """folder that holds the corpora"""
 
 
 class Item(NamedTuple):
@@ -67,11 +67,8 @@ def download(data_dir: str) -> Path:
 def _download(path: Path) -> None:
     try:
         content = urllib.request.urlopen(URL, timeout=20).read()
-    except (
-        OSError,
-        HTTPException,
-        ValueError,
-    ) as error:  # ValueError: a proxy or redirection that is no address
+    # ValueError: a proxy or redirection that is not an address
+    except (OSError, HTTPException, ValueError) as error:
         raise UserError(
             f"HellaSwag could not be downloaded from {URL} ({in_a_line(error)}); fetch that file "
             f"by other means and "
@@ -89,11 +86,8 @@ def read_items(path: Path) -> list[Item]:
     the line of the first mistake.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise UserError(f"{path}: cannot be read: not a file")
-        lines = path.read_bytes().split(
-            b"\n"
-        )  # splitlines would also cut at U+2028, which may stand in a text
+        # splitlines would also cut at U+2028, which can be in a text
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         data_dir = str(path.parent.parent)
         elsewhere = f" --data_dir {shlex.quote(data_dir)}" * (
@@ -175,16 +169,14 @@ def _shown(value: object) -> str:
     return repr(value)[:60]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
-    args = parser.parse_args()
-    with reported(str(default_path(args.data_dir)), status=1):
-        path = download(args.data_dir)
-        count = len(read_items(path))
+def main(options: HellaswagOptions) -> None:
+    path = download(options.data_dir)
+    count = len(read_items(path))
     with reported("stdout"):
         print(f"{count:,} items in {path}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    OPTIONS = parse_command_line(HellaswagOptions, description=__doc__)
+    with reported(OPTIONS.data_dir, status=1):
+        main(OPTIONS)
