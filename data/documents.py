@@ -133,20 +133,31 @@ def prepare(
             check_column(source, text_column)  # now rather than after hours
         manifest = unfinished(folder)
         if manifest:
-            asked = {
-                "text_column": text_column,
-                "shard_tokens": shard_tokens,
-                "val_shards": val_shards,
-            }
-            _check_resumable(folder, manifest, sources, asked)
+            _check_resumable(
+                folder,
+                manifest,
+                sources,
+                text_column=text_column,
+                shard_tokens=shard_tokens,
+                val_shards=val_shards,
+            )
             for source, known in zip(sources, manifest.sources, strict=True):
                 known.bytes = source.size  # those not read yet may have been corrected
         _delete_strays(folder, manifest)
         if not manifest or manifest.unfinished:
             per_byte = _tokens_per_byte(sources, text_column, skip_bad)
             expected = round(per_byte * sum(source.size for source in sources))
-            manifest = manifest or _begin(
-                folder, sources, expected, text_column, shard_tokens, val_shards
+            small = max(1, min(SHARD_TOKENS, expected // VAL_SHARE // max(1, val_shards)))
+            manifest = manifest or Manifest(
+                corpus=folder.name,
+                sources=[SourceFile(file=str(s.path), bytes=s.size) for s in sources],
+                options=CorpusOptions(
+                    text_column=text_column,
+                    shard_tokens=shard_tokens or SHARD_TOKENS,
+                    val_shards=val_shards,
+                    val_shard_tokens=shard_tokens or small,
+                ),
+                unfinished=Unfinished(command=command),
             )
             _check_space(folder, expected, manifest)
         with _keeping_whole_shards(folder):
@@ -159,29 +170,6 @@ def prepare(
             unfinished_folder(folder).rename(folder)
             flush_to_disk(folder.parent)
     return manifest
-
-
-def _begin(
-    folder: Path,
-    sources: list[Source],
-    expected: int,
-    text_column: str,
-    shard_tokens: int | None,
-    val_shards: int,
-) -> Manifest:
-    """Make the manifest of a corpus of about `expected` tokens, of which none is written yet."""
-    small = max(1, min(SHARD_TOKENS, expected // VAL_SHARE // max(1, val_shards)))
-    return Manifest(
-        corpus=folder.name,
-        sources=[SourceFile(file=str(source.path), bytes=source.size) for source in sources],
-        options=CorpusOptions(
-            text_column=text_column,
-            shard_tokens=shard_tokens or SHARD_TOKENS,
-            val_shards=val_shards,
-            val_shard_tokens=shard_tokens or small,
-        ),
-        unfinished=Unfinished(command=""),
-    )
 
 
 def _write(
@@ -351,10 +339,10 @@ def _check_resumable(
     folder: Path,
     manifest: Manifest,
     sources: list[Source],
-    asked: dict[str, str | int | None],
+    **asked: str | int | None,
 ) -> None:
     """Raises TokenFileError unless an unfinished corpus can be resumed with these sources and
-    options.
+    options, of which None is one that the user has not given.
 
     Sources that no shard has tokens of may have changed; `_skip_taken` checks the one that is read
     next.

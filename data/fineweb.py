@@ -35,7 +35,7 @@ class DownloadOptions(Options):
 
     shards: int | None = Field(None, ge=1, le=99)
     """training shards to download, 1 to 99 (none: 1)"""
-    source: tuple[Name, ...] | None = None
+    source: tuple[Name, ...] = ()
     """parquet files of the original, or folders of them, to tokenize instead; the options for
     writing are about this
     """

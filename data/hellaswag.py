@@ -49,13 +49,13 @@ class Item(NamedTuple):
 
 
 def default_path(data_dir: str) -> Path:
-    """Where the validation split lies in a folder of corpora."""
+    """Name the file of the validation split in a folder of corpora."""
     return Path(data_dir) / "hellaswag" / "hellaswag_val.jsonl"
 
 
 def download(data_dir: str) -> Path:
-    """The validation split, downloaded if it is not there yet. Raises UserError if it cannot be
-    had.
+    """Download the validation split if it is missing; returns its path. Raises UserError if it
+    cannot be had.
     """
     path = default_path(data_dir)
     with locked(path.with_name(f".{path.name}.lock"), patience=-1):
@@ -82,17 +82,16 @@ def _download(path: Path) -> None:
 
 
 def read_items(path: Path) -> list[Item]:
-    """The items of a file in HellaSwag's form: a JSON object on each line. Raises UserError, naming
-    the line of the first mistake.
+    """Read the items of a file in HellaSwag's form: a JSON object on each line. Raises UserError
+    that names the line of the first mistake.
     """
     try:
         # splitlines would also cut at U+2028, which can be in a text
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         data_dir = str(path.parent.parent)
-        elsewhere = f" --data_dir {shlex.quote(data_dir)}" * (
-            path == default_path(data_dir) != default_path("data")
-        )
+        is_elsewhere = path == default_path(data_dir) != default_path("data")
+        elsewhere = f" --data_dir {shlex.quote(data_dir)}" * is_elsewhere
         raise UserError(
             f"{path}: no such file; HellaSwag's validation split is downloaded by: python "
             f"data/hellaswag.py{elsewhere}"
@@ -104,16 +103,12 @@ def read_items(path: Path) -> list[Item]:
         try:
             if line.strip():
                 items.append(_item(json.loads(line)))
-        except (ValueError, RecursionError) as error:
-            said = (
-                "not JSON"
-                if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError)
-                else error
-            )
+        except ValueError as error:
+            reason = error if type(error) is ValueError else "not JSON"
             raise UserError(
-                f"{path}, line {number}: {said}; an item of HellaSwag is one JSON object with "
-                f"activity_label, ctx_a, "
-                f"ctx_b, {ENDINGS} endings and the label of the right one, 0 to {ENDINGS - 1}"
+                f"{path}, line {number}: {reason}; an item of HellaSwag is one JSON object with "
+                f"activity_label, ctx_a, ctx_b, {ENDINGS} endings and the label of the right one, "
+                f"0 to {ENDINGS - 1}"
             ) from None
     if not items:
         raise UserError(f"{path}: has no items")
@@ -121,7 +116,7 @@ def read_items(path: Path) -> list[Item]:
 
 
 def _item(values: Any) -> Item:
-    """Raises ValueError for what is no item."""
+    """Make an item of a line's JSON. Raises ValueError if that is not one."""
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     for name in ("activity_label", "ctx_a", "ctx_b"):
@@ -130,23 +125,13 @@ def _item(values: Any) -> Item:
                 f"{name} is {_shown(values[name])}, no text" if name in values else f"lacks {name}"
             )
     endings, label = values.get("endings"), values.get("label")
-    if (
-        not isinstance(endings, list)
-        or len(endings) != ENDINGS
-        or not all(isinstance(ending, str) for ending in endings)
-    ):
-        raise ValueError(
-            f"endings: {len(endings)} of them, not {ENDINGS}"
-            if isinstance(endings, list) and len(endings) != ENDINGS
-            else f"endings are {_shown(endings)}, not {ENDINGS} texts"
-        )
-    if not isinstance(label, int | str) or str(label) not in map(
-        str, range(ENDINGS)
-    ):  # Hugging Face's copy has labels as text
-        raise ValueError(
-            f"label is {_shown(label)}"
-            + (" (the test split has no labels)" if label in ("", None) else "")
-        )
+    if not isinstance(endings, list) or not all(isinstance(ending, str) for ending in endings):
+        raise ValueError(f"endings are {_shown(endings)}, not {ENDINGS} texts")
+    if len(endings) != ENDINGS:
+        raise ValueError(f"endings: {len(endings)} of them, not {ENDINGS}")
+    if str(label) not in map(str, range(ENDINGS)):  # Hugging Face's copy has labels as text
+        hint = "" if label else " (the test split has no labels)"
+        raise ValueError(f"label is {_shown(label)}{hint}")
     ctx_a, ctx_b = values["ctx_a"], values["ctx_b"]
     plain = values.get("ctx")
     return Item(
@@ -154,14 +139,12 @@ def _item(values: Any) -> Item:
         [clean(ending) for ending in endings],
         plain if isinstance(plain, str) else f"{ctx_a} {ctx_b}" if ctx_b else ctx_a,
         endings,
-        int(label),
+        int(str(label)),
     )
 
 
 def clean(text: str) -> str:
-    """A text without the marks that the how-to articles came with, such as [header], [title] and
-    [step].
-    """
+    """Remove the marks that the how-to articles came with, such as [header], [title] and [step]."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
