@@ -442,7 +442,6 @@ def write(
             f"{manifest.tokens:,} tokens of {manifest.documents:,} documents in {folder}, "
             f"{manifest.val_tokens:,} of them for validation; train on them with --dataset "
             f"{shlex.quote(folder.name)}",
-            flush=True,
         )
 
 

@@ -93,7 +93,7 @@ def main(options: FinewebOptions) -> None:
         raise UserError(f"no effect without --source: {', '.join(useless)}")
     count = prepare(folder, options.shards or 1)
     with reported("stdout"):
-        print(f"{count:,} training tokens in {folder}", flush=True)
+        print(f"{count:,} training tokens in {folder}")
 
 
 if __name__ == "__main__":

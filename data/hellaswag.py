@@ -156,7 +156,7 @@ def main(options: HellaswagOptions) -> None:
     path = download(options.data_dir)
     count = len(read_items(path))
     with reported("stdout"):
-        print(f"{count:,} items in {path}", flush=True)
+        print(f"{count:,} items in {path}")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def main(options: PydocsOptions) -> None:
     folder = Path(options.data_dir) / "pydocs"
     count = prepare(folder)
     with reported("stdout"):
-        print(f"{count:,} tokens in {folder}", flush=True)
+        print(f"{count:,} tokens in {folder}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main(options: ShakespeareOptions) -> None:
     folder = Path(options.data_dir) / "shakespeare"
     count = prepare(folder, Path(options.source) if options.source else None)
     with reported("stdout"):
-        print(f"{count:,} tokens in {folder}", flush=True)
+        print(f"{count:,} tokens in {folder}")
 
 
 if __name__ == "__main__":

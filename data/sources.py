@@ -23,10 +23,7 @@ from data.token_file import TokenFileError
 from data.tokenizer import SEPARATOR, chunks
 from runtime.errors import in_a_line
 
-ENDING = re.compile(
-    r"(?P<parquet>\.parquet)$|(?P<kind>\.jsonl|\.ndjson|\.json|\.txt)(?P<packed>\.gz|\.zst)?$",
-    re.IGNORECASE,
-)
+ENDING = re.compile(r"(\.parquet(?=$)|\.jsonl|\.ndjson|\.json|\.txt)(\.gz|\.zst)?$")
 ENDINGS = (
     ".parquet, .jsonl (.ndjson; .json if the file itself is named) or .txt, "
     "the latter two also with .gz or .zst"
@@ -44,8 +41,8 @@ class Source:
     path: Path
     size: int  # in bytes
     modified: int  # in nanoseconds
-    kind: str = ".txt"  # the ending, without that of the packing
-    packed: str = ""  # .gz, .zst or nothing
+    kind: str  # the name's ending, without .gz and .zst
+    packed: str  # .gz, .zst or nothing
 
 
 class Piece(NamedTuple):
@@ -103,13 +100,13 @@ def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
     for name in named:
         is_folder, before = name.is_dir(), len(sources) + twice
         for path in _files_in(name) if is_folder else [name]:
-            match = ENDING.search(path.name)
+            match = ENDING.search(path.name.lower())
             # in a folder, .json is mostly one object about the data
-            if not match or (is_folder and match["kind"] == ".json"):
+            if not match or (is_folder and match[1] == ".json"):
                 others += 1
                 continue
             twice += (real := os.path.realpath(path)) in sources
-            sources.setdefault(real, _source(path, match))
+            sources.setdefault(real, find_source(path, match[1], match[2] or ""))
         if len(sources) + twice == before:
             what = "no file in it has a name that ends" if is_folder else "its name does not end"
             raise TokenFileError(f"{name}: {what} in {ENDINGS}, which says what a file holds")
@@ -121,8 +118,8 @@ def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
     return list(sources.values()), notes
 
 
-def _source(path: Path, match: re.Match[str]) -> Source:
-    kind, packed = match["parquet"] or match["kind"], match["packed"] or ""
+def find_source(path: Path, kind: str, packed: str = "") -> Source:
+    """Look up a file of a known kind. Raises TokenFileError if it cannot be read."""
     try:
         str(path).encode()  # for the manifest
         status = path.stat()
@@ -130,7 +127,7 @@ def _source(path: Path, match: re.Match[str]) -> Source:
         raise TokenFileError(f"{path}: its name is not UTF-8; rename it") from None
     except OSError as error:
         raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
-    return Source(path, status.st_size, status.st_mtime_ns, kind.lower(), packed.lower())
+    return Source(path, status.st_size, status.st_mtime_ns, kind, packed)
 
 
 def _files_in(folder: Path) -> list[Path]:

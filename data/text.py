@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import Field
 
-from data.sources import BadRecords, Source, read_pieces
+from data.sources import BadRecords, Source, find_source, read_pieces
 from data.token_file import TokenFileError, write_corpus
 from data.tokenizer import END_OF_TEXT, SEPARATOR, encode_text
 from runtime.cli import Name, Options, parse_command_line
@@ -44,16 +44,8 @@ def prepare(folder: Path, files: Sequence[Path]) -> int:
     missing, empty or not UTF-8, and for a folder that cannot be written, TokenizerError without
     GPT-2's vocabulary.
     """
-    sources = []
-    for path in files:
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
-        if not status.st_size or not path.is_file():
-            raise TokenFileError(f"{path}: is empty or not a file; give UTF-8 text files")
-        sources.append(Source(path, status.st_size, status.st_mtime_ns))
     spelled_out: Counter[str] = Counter()
+    sources = [find_source(path, ".txt") for path in files]
     count = write_corpus(folder, _documents(sources, spelled_out))
     if note := spelled_out_note(spelled_out):
         print(note, file=sys.stderr)
@@ -97,16 +89,11 @@ def corpus_folder(data_dir: str, name: str) -> Path:
     cannot have.
     """
     folder = Path(data_dir) / name
-    if folder.parent != Path(data_dir) or name == ".." or folder.suffix == ".tmp":
+    is_plain = folder.parent == Path(data_dir) and name != ".." and name.isprintable()
+    if not is_plain or name.startswith("-") or name.endswith(".tmp"):
         raise TokenFileError(
-            f"--name {name}: must be a plain name, not one that ends in .tmp; "
-            f"use --data_dir for the folder it lies in"
-        )
-    if name.startswith("-") or not name.isprintable():
-        raise TokenFileError(
-            f"--name {name!a}: begins with - or has characters that cannot be printed, so that "
-            f"--dataset "
-            f"could not name it; choose another name"
+            f"--name {name!a}: must be a plain name that --dataset can take, without - at its "
+            "beginning or .tmp at its end; use --data_dir for the folder that it is in"
         )
     if name in OURS:
         raise TokenFileError(
@@ -121,7 +108,7 @@ def main(options: TextOptions) -> None:
     count = prepare(folder, [Path(file) for file in options.files])
     with reported("stdout"):
         dataset = shlex.quote(folder.name)
-        print(f"{count:,} tokens in {folder}; train on them with --dataset {dataset}", flush=True)
+        print(f"{count:,} tokens in {folder}; train on them with --dataset {dataset}")
 
 
 if __name__ == "__main__":
