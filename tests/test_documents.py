@@ -639,7 +639,7 @@ def test_of_two_writers_the_second_is_refused(tmp_path):
 
 def test_ctrl_c_keeps_the_shards_and_says_how_to_resume(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", texts(3000))
-    with writing(tmp_path, "a.jsonl", *SHARD_OPTIONS, at_least=4) as writer:
+    with writing(tmp_path, "a.jsonl", *SHARD_OPTIONS, at_least=5) as writer:
         writer.send_signal(signal.SIGINT)
         _, err = writer.communicate()
         assert writer.returncode == 130
