@@ -5,14 +5,14 @@ The validation loss and its perplexity, always over the same tokens, each exactl
 scores in HellaSwag. The processes that torchrun starts share the work.
 """
 
+import functools
 import json
 import math
-import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -64,22 +64,19 @@ if __name__ == "__main__":
     OPTIONS = start(EvaluateOptions, description=__doc__, positional="run")
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from checkpoint.files import STATE, read_json
+from checkpoint.resume import check_same_tokens
 from checkpoint.weights import find_weights, load_model
 from data.hellaswag import download
 from data.prepare import is_there, prepare_if_missing
 from data.tokenizer import get_encoding
 from dataloader import TokenStream, is_validation, open_corpus
-from inference.hellaswag import METRICS, Question, read_questions, score
-from inference.validation import (
-    Autocast,
-    Progress,
-    count_sequences,
-    ignore_progress,
-    validation_loss,
-)
-from model import GPT
+from inference.hellaswag import METRICS, read_questions, score
+from inference.validation import count_sequences, validation_loss
+from model import GPT, GPTConfig
 from runtime.device import (
     autocast_to,
     choose_device,
@@ -92,31 +89,13 @@ from runtime.files import write_whole
 from runtime.launch import launch
 from runtime.world import World, joined_world
 
-TIMEOUT = 3600.0  # seconds after which a process gives up waiting for another one
-
-
-# ---- the command
-
-
-class Subject(NamedTuple):
-    """A model to evaluate, and how."""
-
-    folder: Path
-    state: dict[
-        str, Any
-    ]  # the run's, as its checkpoint.json has it; empty for weights that are no run's
-    model: GPT
-    batch_size: int
-    autocast: Autocast
-
-    @property
-    def trained(self) -> dict[str, Any]:
-        """The options of the run; empty for weights that are no run's."""
-        return self.state.get("config", {})
+TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
+Say = Callable[[str], None]
 
 
 def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
-    """Print what a model has learned; returns what --json holds. Every process has to call this.
+    """Print what a model has learned; returns what --json holds. All ranks have to call this.
+
     Raises UserError.
     """
 
@@ -125,109 +104,20 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
             if world.rank == 0:
                 print(text, flush=True)
 
-    def progress(what: str) -> Progress:
-        shown = world.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()
-        return (
-            (
-                lambda share: print(
-                    f"\r{what}: {share:.0%}", end="\n" * (share == 1), file=sys.stderr, flush=True
-                )
-            )
-            if shown
-            else ignore_progress
-        )
-
-    subject, results = _load(options, world, say)
-    # all that is read, before anything is computed: mistakes are told at once
-    file, questions = _questions(options, subject, world) if options.hellaswag else (None, [])
-    validation = (
-        _open_validation(options, subject, world, say)
-        if options.dataset or subject.trained
-        else None
-    )
-    for name in ("tokens", "seq_len", "val_fraction") if validation is None else ():
-        if getattr(options, name) is not None:
-            say(f"note: {name} has no effect without a validation loss")
-    if validation:
-        corpus, stream, tokens = validation
-        loss = validation_loss(
-            subject.model,
-            stream,
-            subject.batch_size,
-            tokens,
-            world,
-            subject.autocast,
-            progress("validation loss"),
-        )
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"{subject.folder}: the validation loss is {loss}: its weights are damaged or "
-                f"have diverged"
-            )
-        count, perplexity = (
-            count_sequences(stream, tokens) * stream.seq_len,
-            math.exp(min(loss, 700)),
-        )
-        results["validation"] = {
-            "corpus": str(corpus),
-            "tokens": count,
-            "seq_len": stream.seq_len,
-            "loss": loss,
-            "perplexity": perplexity,
-        }
-        say(
-            f"{corpus}: validation loss {loss:.4f} nats per token, perplexity {perplexity:,.2f}, "
-            f"over {count:,} tokens in "
-            f"sequences of {stream.seq_len}"
-        )
-    if file:
-        at_once = subject.batch_size * subject.model.config.block_size
-        scores = score(
-            subject.model, questions, at_once, world, subject.autocast, progress("HellaSwag")
-        )
-        results["hellaswag"] = {"file": str(file), "items": scores.items} | {
-            metric: {"score": right / scores.items, "interval": scores.interval(metric)}
-            for metric, right in scores.right.items()
-        }
-        say(f"HellaSwag, {scores.items:,} items, each score with its 95% interval:")
-        for metric, words in METRICS.items():
-            low, high = scores.interval(metric)
-            say(
-                f"  {metric:<9}  {scores.right[metric] / scores.items:.4f}  ({low:.4f} to "
-                f"{high:.4f})  {words}"
-            )
-    if options.json and world.rank == 0:
-        write_whole(Path(options.json), json.dumps(results, indent=1, allow_nan=False) + "\n")
-    return results
-
-
-def _load(
-    options: EvaluateOptions, world: World, say: Callable[[str], None]
-) -> tuple[Subject, dict[str, Any]]:
-    """The model, and what the results say of it."""
-    # one answer for all processes: the run may be training, and save meanwhile
+    # one answer for all ranks: the run may be training, and save meanwhile
     folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
     state = read_json(folder / STATE) if (folder / STATE).is_file() else {}
-    if not (state or options.dataset or options.hellaswag):
+    trained = state.get("config", {})  # empty for weights that are no run's
+    if not (trained or options.dataset or options.hellaswag):
         raise ConfigError(
             f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
-            f"--hellaswag FILE or "
-            f"--hellaswag download"
+            f"--hellaswag FILE or --hellaswag download"
         )
-    if options.json:
-        path = Path(options.json)
-        world.on_rank0(lambda: _check_writable(path))
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        raise UserError(f"--json {options.json}: cannot be written: its folder is not there")
     model = load_model(str(folder)).to(world.device)
-    trained = state.get("config", {})
-    tf32, bf16, fp16 = (bool(trained.get(name)) for name in ("tf32", "bf16", "fp16"))
-    if options.bf16 is not None:
-        bf16, fp16 = options.bf16, False
-    dtype, batch_size = (
-        matmul_dtype(bf16=bf16, fp16=fp16),
-        options.batch_size or trained.get("batch_size", 4),
-    )
-    make_repeatable(world.device)
-    notes = set_precision(world.device, tf32=tf32, bf16=bf16)
+    dtype = choose_dtype(options, trained)
+    batch_size = options.batch_size or trained.get("batch_size", 4)
     results = {
         "run": options.run,
         "weights": str(folder),
@@ -241,128 +131,150 @@ def _load(
     }
     say(
         f"{folder}: {results['parameters']:,} parameters, {results['dtype']}, batch_size "
-        f"{batch_size}; device {results['device']}, "
-        f"processes: {world.world_size}"
+        f"{batch_size}; device {results['device']}, processes: {world.world_size}"
     )
-    for note in notes:
+    make_repeatable(world.device)
+    tf32, bf16 = trained.get("tf32", False), dtype == torch.bfloat16
+    for note in set_precision(world.device, tf32=tf32, bf16=bf16):
         say(f"note: {note}")
-    return Subject(folder, state, model, batch_size, autocast_to(dtype, world.device)), results
 
+    # all that is read, before anything is computed: mistakes are told at once
+    file = world.on_rank0(lambda: find_hellaswag(options, model, trained))
+    questions = read_questions(file, model.config.block_size, world) if file else []
+    validation = None
+    if options.dataset or trained:
+        validation = open_validation(options, state, model.config, world, say)
+    for name in ("tokens", "seq_len", "val_fraction") if validation is None else ():
+        if getattr(options, name) is not None:
+            say(f"note: {name} has no effect without a validation loss")
 
-def _check_writable(path: Path) -> None:
-    """Raises UserError for a file that cannot be written."""
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(
-            f"--json {path}: cannot be written: "
-            + (
-                "is a folder"
-                if path.is_dir()
-                else f"{folder} is not there, or nothing may be written to it"
+    is_shown = world.rank == 0 and sys.stderr.isatty()
+    progress = functools.partial(track, console=Console(stderr=True), disable=not is_shown)
+    autocast = autocast_to(dtype, world.device)
+    if validation:
+        corpus, stream, tokens = validation
+        shown = functools.partial(progress, description="validation loss")
+        loss = validation_loss(model, stream, batch_size, tokens, world, autocast, shown)
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"{folder}: the validation loss is {loss}: its weights are damaged or have diverged"
             )
+        results["validation"] = {
+            "corpus": str(corpus),
+            "tokens": count_sequences(stream, tokens) * stream.seq_len,
+            "seq_len": stream.seq_len,
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700)),
+        }
+        say(
+            "{corpus}: validation loss {loss:.4f} nats per token, perplexity {perplexity:,.2f}, "
+            "over {tokens:,} tokens in sequences of {seq_len}".format(**results["validation"])
         )
+    if file:
+        at_once = batch_size * model.config.block_size
+        shown = functools.partial(progress, description="HellaSwag")
+        scores = score(model, questions, at_once, world, autocast, shown)
+        results["hellaswag"] = {"file": str(file), "items": scores.items}
+        say(f"HellaSwag, {scores.items:,} items, each score with its 95% interval:")
+        for metric, meaning in METRICS.items():
+            share, (low, high) = scores.right[metric] / scores.items, scores.interval(metric)
+            results["hellaswag"][metric] = {"score": share, "interval": (low, high)}
+            say(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
+    if options.json and world.rank == 0:
+        write_whole(Path(options.json), json.dumps(results, indent=1, allow_nan=False) + "\n")
+    return results
 
 
-def _questions(
-    options: EvaluateOptions, subject: Subject, world: World
-) -> tuple[Path, list[Question]]:
-    """The file that --hellaswag means, and this process's share of its items."""
-    config, n_vocab = subject.model.config, get_encoding().n_vocab
-    if config.n_vocab != n_vocab:
+def choose_dtype(options: EvaluateOptions, trained: dict[str, Any]) -> torch.dtype:
+    """Return the dtype of matmuls: that of --bf16, else of the run."""
+    if options.bf16 is not None:
+        return matmul_dtype(bf16=options.bf16)
+    return matmul_dtype(bf16=trained.get("bf16", False), fp16=trained.get("fp16", False))
+
+
+def find_hellaswag(options: EvaluateOptions, model: GPT, trained: dict[str, Any]) -> Path | None:
+    """Return the file that --hellaswag means, if any; downloads it if asked to."""
+    if options.hellaswag is None:
+        return None
+    n_vocab = get_encoding().n_vocab
+    if model.config.n_vocab != n_vocab:
         raise UserError(
-            f"--hellaswag: a vocabulary of {config.n_vocab} is not that of GPT-2's tokenizer, "
-            f"{n_vocab}"
+            f"--hellaswag: a vocabulary of {model.config.n_vocab} is not that of GPT-2's "
+            f"tokenizer, {n_vocab}"
         )
-    file = Path(str(options.hellaswag))
     if options.hellaswag == "download":
-        data_dir = options.data_dir or subject.trained.get("data_dir", "data")
-        file = world.on_rank0(lambda: download(data_dir))
-    return file, read_questions(file, config.block_size, world)
+        return download(options.data_dir or trained.get("data_dir", "data"))
+    return Path(options.hellaswag)
 
 
-def _open_validation(
-    options: EvaluateOptions,
-    subject: Subject,
-    world: World,
-    say: Callable[[str], None],
+def open_validation(
+    options: EvaluateOptions, state: dict[str, Any], config: GPTConfig, world: World, say: Say
 ) -> tuple[Path, TokenStream, int | None] | None:
-    """The corpus that the options mean, its validation split, and of how many tokens the loss is
-    the mean (none: all).
+    """Return the corpus that the options mean, its validation split, and the number of tokens that
+    the loss is the mean of (none: all).
 
     None where nobody asked for it and it cannot be had: a run's own corpus, beside --hellaswag.
     """
-    trained, config = subject.trained, subject.model.config
+    trained = state.get("config", {})
     dataset = options.dataset or trained["dataset"]
-    own = dataset == trained.get("dataset")
-    defaults = trained if own else {}
+    own = trained if dataset == trained.get("dataset") else {}
     seq_len = options.seq_len or trained.get("seq_len", config.block_size)
     if seq_len > config.block_size:
         raise ConfigError(
             f"--seq_len {seq_len}: longer than the model's context, {config.block_size}"
         )
-    problem, found = None, ""
-    places = (
-        [options.data_dir]
-        if options.data_dir
-        else [*filter(None, [trained.get("data_dir")]), "data"]
-    )
+    fraction = options.val_fraction
+    if fraction is None:
+        fraction = own.get("val_fraction", 0.0)
+    places = [options.data_dir] if options.data_dir else [trained.get("data_dir", "data"), "data"]
     try:
-        folder = world.on_rank0(
-            lambda: _find_corpus([Path(place) / dataset for place in places], say)
+        folders = [Path(place) / dataset for place in places]
+        folder = world.on_rank0(lambda: find_corpus(folders, say))
+        rest, stream = world.raise_on_all(
+            lambda: open_split(folder, seq_len, config.n_vocab, fraction)
         )
-        fraction = (
-            defaults.get("val_fraction", 0.0)
-            if options.val_fraction is None
-            else options.val_fraction
-        )
-        rest, stream = open_corpus(folder, seq_len, config.n_vocab, fraction)
-        if not stream.tokens:
-            raise UserError(
-                f"{folder}: nothing to validate on: it has no *_val_*.bin file; say which share "
-                f"of its tokens to take, "
-                f"off the tail: --val_fraction 0.1, or 1 for all of them"
-            )
-        if not len(stream):
-            raise UserError(
-                f"{folder}: {stream.tokens:,} tokens for validation make no sequence of "
-                f"{seq_len}; lower --seq_len or "
-                f"raise --val_fraction"
-            )
-        found = rest.fingerprint() + stream.fingerprint()
     except UserError as error:
-        problem = str(error)
-    # what one process cannot read or finds different, another one may have on its own disk: they go
-    # on together or not at all
-    everyones = world.gather((problem, found))
-    if told := next((problem for problem, _ in everyones if problem), None):
         if options.dataset or not options.hellaswag:
-            raise UserError(told)
-        say(f"note: no validation loss: {told}")
+            raise
+        say(f"note: no validation loss: {error}")
         return None
-    if len(set(everyones)) > 1:
-        raise UserError(
-            f"{folder}: the processes do not find the same tokens there; copy one corpus to all "
-            f"machines"
-        )
+    check_same_tokens(str(folder), rest.fingerprint() + stream.fingerprint(), world)
     if options.val_fraction is not None and is_validation(stream.spans[0].path):
         say(f"note: val_fraction has no effect: {folder} has validation files of its own")
-    corpus = subject.state.get("corpus", "")
-    if own and fraction == trained["val_fraction"] and rest.fingerprint() != corpus:
+    if fraction == own.get("val_fraction") and rest.fingerprint() != state["corpus"]:
         say(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
-    return folder, stream, options.tokens or defaults.get("eval_tokens")
+    return folder, stream, options.tokens or own.get("eval_tokens")
 
 
-def _find_corpus(folders: Sequence[Path], say: Callable[[str], None]) -> Path:
-    """The first of the folders that has token files; else the last, if it is that of a small
-    corpus, which is prepared.
+def find_corpus(folders: list[Path], say: Say) -> Path:
+    """Return the first folder that has token files, else the last, if a small corpus can be
+    prepared there. Raises UserError.
     """
-    folder = next((folder for folder in folders if is_there(folder)), folders[-1])
+    folder = next(filter(is_there, folders), folders[-1])
     prepare_if_missing(folder, say)
     return folder
 
 
+def open_split(
+    folder: Path, seq_len: int, n_vocab: int, fraction: float
+) -> tuple[TokenStream, TokenStream]:
+    """Open a corpus and its validation split. Raises UserError if that is less than a sequence."""
+    rest, stream = open_corpus(folder, seq_len, n_vocab, fraction)
+    if not stream.tokens:
+        raise UserError(
+            f"{folder}: nothing to validate on: it has no *_val_*.bin file; say which share of its "
+            f"tokens to take, off the tail: --val_fraction 0.1, or 1 for all of them"
+        )
+    if not len(stream):
+        raise UserError(
+            f"{folder}: {stream.tokens:,} tokens for validation make no sequence of {seq_len}; "
+            f"lower --seq_len or raise --val_fraction"
+        )
+    return rest, stream
+
+
 def main(options: EvaluateOptions) -> None:
-    """Evaluate a model, alone or beside the other processes of torchrun."""
+    """Evaluate a model, alone or with the other ranks of torchrun."""
     reconfigure_output()
     advice = {
         "memory": "out of memory; take a smaller --batch_size, or --bf16",

@@ -56,40 +56,31 @@ class SampleOptions(Options):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         given = self.model_fields_set
-        problems = []
-        if self.prompt_file is not None and "prompt" in given:
-            problems.append(
-                (
-                    "prompt_file",
-                    "prompt_file and prompt exclude each other; put the prompt into the file",
-                )
-            )
+        pairs = [("prompt_file", "prompt")]
         if self.interactive:
-            problems += [
-                (name, f"{name} and interactive exclude each other; leave one out")
-                for name in ("prompt_file", "num_samples")
-                if name in given
-            ]
-        if problems:
+            pairs += [("prompt_file", "interactive"), ("num_samples", "interactive")]
+        if problems := [
+            (name, f"{name} and {other} exclude each other; leave one out")
+            for name, other in pairs
+            if {name, other} <= given
+        ]:
             raise ContradictionError(problems)
         return self
 
     def notes(self) -> list[str]:
-        """A line for each option that has no effect with the others."""
-        names = (
-            [name for name in ("top_k", "top_p", "seed") if name in self.model_fields_set]
-            if self.temperature == 0
-            else []
-        )
-        notes = [f"{name} has no effect: temperature is 0" for name in names]
-        if self.temperature == 0 and self.num_samples > 1:
-            notes.append("temperature is 0: all texts of a prompt are the same")
-        if self.interactive and "batch_size" in self.model_fields_set:
+        """Return a line for each option that has no effect with the others."""
+        notes, given = [], self.model_fields_set
+        if self.temperature == 0:
+            names = [name for name in ("top_k", "top_p", "seed") if name in given]
+            notes = [f"{name} has no effect: temperature is 0" for name in names]
+            if self.num_samples > 1:
+                notes.append("temperature is 0: all texts of a prompt are the same")
+        if self.interactive and "batch_size" in given:
             notes.append("batch_size has no effect: interactive has one text")
         return notes
 
     def advice(self) -> dict[str, str]:
-        """What may help at each kind of failure that runtime/errors.py tells apart."""
+        """Return what may help at each kind of failure that runtime/errors.py tells apart."""
         return {
             "memory": f"out of memory at batch_size {self.batch_size}; take fewer"
             + ", or --bf16" * (not self.bf16),
@@ -129,32 +120,23 @@ class Sampler:
         notes = options.notes() + set_precision(device, bf16=options.bf16)
         notes += check_compiler(device) if options.compile else []
         for note in notes:
-            tell(f"note: {note}")
+            print(f"note: {note}", file=sys.stderr, flush=True)
         self.options, self.tokens, self.seconds = options, 0, 0.0
         self.model = load_model(options.run, options.log_dir).to(
             device, torch.bfloat16 if options.bf16 else torch.float32
         )
         encode(self.model, "")  # fails now rather than at the first prompt
-        self.decode: Decode | None = None
+        self.compiled: dict[int, Decode] = {}  # by the number of texts
 
     def compile(self, batch_size: int) -> None:
-        """Compile decoding for batch_size texts, and say what that is worth."""
-        self.batch_size = batch_size
+        """Compile decoding for so many texts at a time, and say how long that took."""
         decode = torch.compile(next_logits, dynamic=False, fullgraph=True)
-        seconds = []
-        for function in (decode, None):
-            times = [time.perf_counter()]
-            prompts = [[END_OF_TEXT]] * batch_size
-            for _ in stream(self.model, prompts, 8, None, lambda *_: END_OF_TEXT, function):
-                times.append(time.perf_counter())
-            seconds.append([after - before for before, after in itertools.pairwise(times)][1:])
-        compiled, plain = (min(times[1:]) for times in seconds)
-        tell(
-            f"note: compiled in {seconds[0][0]:.0f} s: a token now takes {compiled * 1e3:.1f} "
-            f"ms, {plain * 1e3:.1f} ms without "
-            f"--compile" + ("; it does not pay here" if compiled > 0.95 * plain else "")
-        )
-        self.decode = decode
+        start = time.perf_counter()
+        for _ in stream(self.model, [[END_OF_TEXT]] * batch_size, 2, None, lambda *_: 0, decode):
+            pass  # the second token is the first to be decoded
+        seconds = time.perf_counter() - start
+        print(f"note: compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
+        self.compiled[batch_size] = decode
 
     def draw(
         self, prompts: Sequence[list[int]], generators: Sequence[torch.Generator]
@@ -162,8 +144,7 @@ class Sampler:
         """Yield the tokens that continue the prompts, as `stream` does. Raises UserError."""
         o = self.options
         choose = chooser(generators, o.temperature, o.top_k, o.top_p, o.repetition_penalty)
-        # it was compiled for this many texts
-        decode = self.decode if self.decode and len(prompts) == self.batch_size else None
+        decode = self.compiled.get(len(prompts))
         steps = stream(self.model, prompts, o.max_new_tokens, END_OF_TEXT, choose, decode)
         start = time.perf_counter()
         for tokens in steps:
@@ -176,31 +157,17 @@ class Sampler:
 def read_prompts(path: str) -> list[str]:
     """Return the lines of a file. Raises UserError."""
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"--prompt_file {path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"--prompt_file {path}: line {line} is not UTF-8 text ({error.reason}); convert the "
-            f"file, for example with "
-            f"iconv"
-        ) from None
+        text = Path(path).read_text(encoding="utf-8-sig")  # "\r\n" becomes "\n"
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompt_file {path}: cannot be read: {error}") from None
     if not text:
         raise UserError(f"--prompt_file {path}: is empty; give a prompt on each line")
-    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    return text.removesuffix("\n").split("\n")
 
 
 def show(text: str) -> None:
     """Print a piece of text at once."""
     print(text, end="", flush=True)
-
-
-def tell(line: str) -> None:
-    """Print a line about the texts on stderr, if anybody reads it."""
-    with contextlib.suppress(OSError):
-        if sys.stderr:
-            print(line, file=sys.stderr, flush=True)
 
 
 def in_order(texts: Sequence[str], steps: Iterable[list[str | None]]) -> Iterator[str]:
@@ -229,13 +196,11 @@ def print_texts(sampler: Sampler, prompts: Sequence[str]) -> None:
         sampler.compile(min(o.batch_size, len(texts)))
     try:
         for first in range(0, len(texts), o.batch_size):
-            batch = texts[first : first + o.batch_size]
+            batch, seeds = zip(*texts[first : first + o.batch_size], strict=True)
             show(SEPARATOR if first else "")
-            tokens = sampler.draw(
-                [encode(sampler.model, prompt) for prompt, _ in batch],
-                [seeded(seed) for _, seed in batch],
-            )
-            for piece in in_order([prompt for prompt, _ in batch], decode_stream(tokens)):
+            encoded = [encode(sampler.model, prompt) for prompt in batch]
+            tokens = sampler.draw(encoded, [seeded(seed) for seed in seeds])
+            for piece in in_order(batch, decode_stream(tokens)):
                 show(piece)
     finally:
         show("\n")  # also where Ctrl-C or an error ends this in the middle of a line
@@ -255,10 +220,10 @@ def converse(sampler: Sampler) -> None:
     block_size, generator = sampler.model.config.block_size, seeded(o.seed)
     if o.compile:
         sampler.compile(1)
-    line = o.prompt if "prompt" in o.model_fields_set else None
+    given = [o.prompt] if "prompt" in o.model_fields_set else []
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "") if line is None else line
+            line = given.pop() if given else input("> " if sys.stdin.isatty() else "")
         except (EOFError, KeyboardInterrupt):
             show("\n" if sys.stdin.isatty() else "")
             return
@@ -267,16 +232,14 @@ def converse(sampler: Sampler) -> None:
         elif line:
             context += encode(sampler.model, line if context[-1] == END_OF_TEXT else f"\n{line}")
         context = context[-max(block_size - o.max_new_tokens, block_size // 2, 1) :]
-        try:
-            for pieces in decode_stream(_added_to(context, sampler.draw([context], [generator]))):
-                show(pieces[0] or "")
-        except KeyboardInterrupt:
-            pass  # the answer ends here
+        with contextlib.suppress(KeyboardInterrupt):  # ends the answer
+            for (piece,) in decode_stream(added_to(context, sampler.draw([context], [generator]))):
+                show(piece or "")
         show("\n")
-        line = None
 
 
-def _added_to(context: list[int], steps: Iterable[list[int | None]]) -> Iterator[list[int | None]]:
+def added_to(context: list[int], steps: Iterable[list[int | None]]) -> Iterator[list[int | None]]:
+    """Pass the steps of one text on, and append its tokens to the context."""
     for tokens in steps:
         context += [token for token in tokens if token is not None]
         yield tokens
@@ -286,20 +249,15 @@ def main(options: SampleOptions) -> None:
     """Print the texts. Raises UserError."""
     reconfigure_output()
     prompts = [options.prompt] if options.prompt_file is None else read_prompts(options.prompt_file)
-    if options.interactive and sys.stdin is None:
-        raise UserError(
-            "--interactive: there is no stdin to read prompts from; use --prompt or --prompt_file"
-        )
     sampler = Sampler(options)
     with reported("stdout", advice=options.advice()):
         if options.interactive:
             converse(sampler)
         else:
             print_texts(sampler, prompts)
-    tell(
-        f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: "
-        f"{sampler.tokens / max(sampler.seconds, 1e-9):.1f} tokens/s"
-    )
+    speed = sampler.tokens / max(sampler.seconds, 1e-9)
+    drawn = f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: {speed:.1f} tokens/s"
+    print(drawn, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

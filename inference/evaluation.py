@@ -1,16 +1,16 @@
 """What a run does with its model between two steps: validation loss, HellaSwag, a sample."""
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from pathlib import Path
 
 from checkpoint.save import hint
 from config import Config
+from data.hellaswag import default_path
 from data.tokenizer import get_encoding
 from dataloader import TokenStream, is_validation
-from inference.hellaswag import HellaSwag
+from inference.hellaswag import read_questions, score
 from inference.sampling import sample_text
-from inference.validation import validation_loss
+from inference.validation import Autocast, validation_loss
 from model import GPT
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import RunFolder
@@ -20,7 +20,8 @@ from runtime.world import World
 class Evaluation:
     """Evaluate and sample a run's plain model where it is due; log what comes out.
 
-    All ranks have to call each of its methods.
+    Plain: torch.compile would compile again for each new shape. All ranks have to call each of its
+    methods.
     """
 
     def __init__(
@@ -29,35 +30,37 @@ class Evaluation:
         world: World,
         model: GPT,
         val: TokenStream,
-        autocast: Callable[[], AbstractContextManager],
+        autocast: Autocast,
         folder: RunFolder,
     ):
         """Raise UserError if what will be needed is missing: tokens, HellaSwag, the tokenizer."""
         if config.sample_every:
             get_encoding()
+        corpus = f"{config.data_dir}/{config.dataset}"
         if config.eval_every and not len(val):
             raise UserError(
-                f"{config.data_dir}/{config.dataset}: eval_every {config.eval_every}, but nothing "
-                f"to validate on: {val.tokens:,} tokens make no sequence of {config.seq_len}; "
-                f"raise val_fraction (now {config.val_fraction:g}), such as to 0.1, or add a "
-                f"*_val_*.bin file"
+                f"{corpus}: eval_every {config.eval_every}, but nothing to validate on: "
+                f"{val.tokens:,} tokens make no sequence of {config.seq_len}; raise val_fraction "
+                f"(now {config.val_fraction:g}), such as to 0.1, or add a *_val_*.bin file"
             )
         if config.val_fraction and val.spans and is_validation(val.spans[0].path):
-            place = f"{config.data_dir}/{config.dataset}"
             folder.message(
-                f"note: val_fraction has no effect: {place} has validation files of its own"
+                f"note: val_fraction has no effect: {corpus} has validation files of its own"
             )
         self.config, self.world, self.model, self.val = config, world, model, val
         self.autocast, self.folder = autocast, folder
-        self.hellaswag = HellaSwag(config, world)
+        items = Path(config.hellaswag_file or default_path(config.data_dir))
+        on = config.hellaswag_every > 0
+        self.questions = read_questions(items, config.block_size, world) if on else []
         self.losses: dict[int, float] = {}  # by step
+        self.scores: dict[int, dict[str, float]] = {}  # HellaSwag's, by step
 
     def resume(self) -> None:
         """Take over what the run's folder has of earlier calls: nothing is evaluated twice."""
-        self.losses, self.hellaswag.scores = self.world.broadcast(self.folder.evaluations())
+        self.losses, self.scores = self.world.broadcast(self.folder.evaluations())
 
     def is_due(self, every: int, step: int) -> bool:
-        """True after every so many steps (0: never), and after the last."""
+        """Return True after every so many steps (0: never), and after the last."""
         return every > 0 and (step % every == 0 or step >= self.config.max_steps)
 
     def validate(self, step: int) -> float:
@@ -87,24 +90,35 @@ class Evaluation:
         return self.losses[step]
 
     def score_hellaswag(self, step: int) -> None:
-        """Score the model in HellaSwag if it is due."""
-        self.hellaswag.score_if_due(step, self.model, self.folder, self.autocast)
+        """Score the model in HellaSwag if it is due. Raises TrainingError if it has diverged."""
+        config = self.config
+        if step in self.scores or not self.is_due(config.hellaswag_every, step):
+            return
+        tokens_at_once = config.batch_size * config.seq_len  # takes less memory than a step
+        try:
+            scores = score(self.model, self.questions, tokens_at_once, self.world, self.autocast)
+        except TrainingError as error:
+            raise TrainingError(
+                f"step {step}: {error}; {hint(self.folder.path, config.lr)}"
+            ) from None
+        self.scores[step] = scores.shares()
+        self.folder.log_evaluation(step, config.max_steps, **self.scores[step])
 
     def sample(self, step: int) -> None:
         """Log a text that the model writes, if it is due. Draws from a generator of its own."""
         config = self.config
         if step and self.is_due(config.sample_every, step):
-            texts = sample_text(
+            text = sample_text(
                 self.model,
                 config.sample_prompt,
                 config.sample_tokens,
-                seed=config.seed,
-                agree=self.world.broadcast,
-                autocast=self.autocast,
+                config.seed,
+                self.world.broadcast,
+                self.autocast,
             )
-            self.folder.log_sample(step, texts[0])
+            self.folder.log_sample(step, text)
 
     def latest(self) -> dict[str, float | None]:
         """Return the newest validation loss and HellaSwag scores, as summary.json has them."""
         val_loss = self.losses[max(self.losses)] if self.losses else None
-        return {"val_loss": val_loss, **self.hellaswag.latest()}
+        return {"val_loss": val_loss} | (self.scores[max(self.scores)] if self.scores else {})

@@ -4,6 +4,8 @@ Prefill reads the prompts once and keeps their keys and values; each decode step
 token per text.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,12 +22,10 @@ class KVCache:
 
     def __init__(self, model: GPT, rows: int, size: int):
         """Allocate room for `size` positions of `rows` texts, in the model's dtype."""
-        config, weight = model.config, model.lm_head.weight
-        shape = (rows, config.n_head, size, config.n_embd // config.n_head)  # (B, nh, S, hs)
-        self.layers = [
-            tuple(torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in "kv")
-            for _ in range(config.n_layer)
-        ]
+        c, like = model.config, model.lm_head.weight
+        shape = (rows, c.n_head, size, c.n_embd // c.n_head)  # (B, nh, S, hs)
+        empty = functools.partial(torch.zeros, shape, dtype=like.dtype, device=like.device)
+        self.layers = [(empty(), empty()) for _ in range(c.n_layer)]
         # Positions that are attended to: the fewer, the faster, but each row's last among them.
         self.span = size
 

@@ -55,12 +55,8 @@ def penalize_repetition(logits: Tensor, text: list[int], penalty: float) -> Tens
 def keep_top_k(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
     """Divide logits (V,) by the temperature; -inf for all but the top_k likeliest tokens.
 
-    At temperature 0 only the likeliest stays. Raises ValueError for bad settings.
+    At temperature 0 only the likeliest stays.
     """
-    if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
-        raise ValueError(
-            f"temperature {temperature} must be at least 0 and finite, top_k {top_k} at least 1"
-        )
     if temperature < 1e-6:  # dividing by it could overflow
         return torch.full_like(logits, -math.inf).index_fill(0, logits.argmax(), 0.0)
     scores = logits / temperature
@@ -141,15 +137,11 @@ def stream(
     """
     if not all(prompts):
         raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
-    context, device, was_training = (
-        model.config.block_size,
-        model.lm_head.weight.device,
-        model.training,
-    )
+    context, was_training = model.config.block_size, model.training
     texts, unfinished = [list(prompt) for prompt in prompts], list(range(len(prompts)))
     longest = max(map(len, texts)) + max_new_tokens
-    size = context if decode else min(context, longest)
-    cache = KVCache(model, len(texts), size)
+    cache = KVCache(model, len(texts), context if decode else min(context, longest))
+    size = cache.span
     model.eval()
     try:
         for step in range(max_new_tokens):
@@ -157,17 +149,10 @@ def stream(
             # Prefill reads the windows, decoding the last tokens. Positions are absolute: once a
             # window slides, every key and value changes, and each step is a prefill.
             decoding = step > 0 and max(len(texts[row]) for row in unfinished) <= context
-            unread = [window[-1:] for window in windows] if decoding else windows
-            cache.span = size if decode and decoding else max(map(len, windows))
-            T = max(map(len, unread))
-            padded = [tokens + [0] * (T - len(tokens)) for tokens in unread]
-            starts = [
-                len(window) - len(tokens) for window, tokens in zip(windows, unread, strict=True)
-            ]
-            idx = torch.tensor(padded, device=device)  # (B, T)
-            ends = torch.tensor([len(tokens) - 1 for tokens in unread], device=device)
-            positions = torch.tensor([range(start, start + T) for start in starts], device=device)
             compute = decode if decode and decoding else next_logits
+            cache.span = size if compute is decode else max(map(len, windows))
+            device = model.lm_head.weight.device
+            idx, positions, ends = ragged_batch(windows, decoding, device)
             logits = compute(model, idx, cache, positions, ends).float().cpu()  # (B, V)
             if not logits.isfinite().all():
                 raise UserError(
@@ -184,6 +169,23 @@ def stream(
         model.train(was_training)
 
 
+def ragged_batch(
+    windows: list[list[int]], only_last: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return texts of different lengths, or only their last tokens, for `next_logits`: tokens (B,
+    T), padded at the end, their positions (B, T), and the column of each row's last (B,).
+    """
+    unread = [window[-1:] if only_last else window for window in windows]
+    T = max(map(len, unread))
+    padded = [tokens + [0] * (T - len(tokens)) for tokens in unread]
+    starts = [len(window) - len(tokens) for window, tokens in zip(windows, unread, strict=True)]
+    return (
+        torch.tensor(padded, device=device),
+        torch.tensor([range(start, start + T) for start in starts], device=device),
+        torch.tensor([len(tokens) - 1 for tokens in unread], device=device),
+    )
+
+
 def generate(
     model: GPT,
     idx: Tensor,
@@ -198,14 +200,11 @@ def generate(
     Ends early when every row has drawn stop_token; rows that end first are filled with it. Returns
     (B, T + number of new tokens). The rest as for `stream`.
     """
-    generator = generator or seeded(0)
-
-    def choose(logits: Tensor, row: int, text: list[int]) -> int:
-        return draw(keep_top_k(logits, temperature, top_k), generator)
-
-    steps = list(stream(model, idx.tolist(), max_new_tokens, stop_token, choose))
-    new = [[stop_token if token is None else token for token in step] for step in steps]
-    return torch.cat((idx, idx.new_tensor(new).view(len(steps), len(idx)).T), dim=1)
+    choose = chooser([generator or seeded(0)] * len(idx), temperature, top_k)
+    for step in stream(model, idx.tolist(), max_new_tokens, stop_token, choose):
+        new = [stop_token if token is None else token for token in step]
+        idx = torch.cat((idx, idx.new_tensor(new)[:, None]), dim=1)
+    return idx
 
 
 # ---- text
@@ -250,27 +249,23 @@ def sample_text(
     model: GPT,
     prompt: str,
     max_new_tokens: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    seed: int = 0,
-    num_samples: int = 1,
+    seed: int,
     agree: Callable[[int], int] = int,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
-) -> list[str]:
-    """Return texts that begin with the prompt and end at their <|endoftext|>.
+) -> str:
+    """Return a text that begins with the prompt and ends at its <|endoftext|>, if it gets there.
 
-    The first is drawn with the seed, the next with seed + 1, and so on. `agree` is given each
-    token and returns the one that counts: ranks that share a model by FSDP have to draw the same
-    text, and on different processors rounding may let them draw others. Raises UserError.
+    `agree` is given each token and returns the one that counts: ranks that share a model by FSDP
+    have to draw the same text, and on different processors rounding may let them draw others.
+    Raises UserError.
     """
-    texts, tokens = [prompt] * num_samples, [encode(model, prompt)] * num_samples
-    choose = chooser([seeded(seed + i) for i in range(num_samples)], temperature, top_k)
-
-    def choose_together(logits: Tensor, row: int, text: list[int]) -> int:
-        return agree(choose(logits, row, text))
-
+    choose = chooser([seeded(seed)], temperature=0.8, top_k=50)
     with autocast():
-        steps = stream(model, tokens, max_new_tokens, END_OF_TEXT, choose_together)
-        for pieces in decode_stream(steps):
-            texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
-    return texts
+        steps = stream(
+            model,
+            [encode(model, prompt)],
+            max_new_tokens,
+            END_OF_TEXT,
+            lambda *given: agree(choose(*given)),
+        )
+        return prompt + "".join(piece or "" for (piece,) in decode_stream(steps))

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -10,17 +11,15 @@ from model import GPT
 from runtime.start import trim_memory_if_short
 from runtime.world import World
 
+T = TypeVar("T")
 Autocast = Callable[[], contextlib.AbstractContextManager]
-Progress = Callable[[float], None]  # called with the share that is done
-
-
-def ignore_progress(_: float) -> None:
-    pass
+# Iterates over batches and shows how many are done.
+Progress = Callable[[list[T]], Iterator[T]]
 
 
 @contextlib.contextmanager
 def evaluating(model: GPT) -> Iterator[None]:
-    """The model without dropout and without gradients; afterwards it trains on, if it did."""
+    """Switch dropout and gradients off; afterwards the model trains again, if it did before."""
     was_training = model.training
     model.eval()
     try:
@@ -37,30 +36,30 @@ def validation_loss(
     tokens: int | None,
     world: World,
     autocast: Autocast = contextlib.nullcontext,
-    progress: Progress = ignore_progress,
+    progress: Progress = iter,
 ) -> float:
-    """Mean loss in nats per token over the first `tokens` of the stream (none: all), in whole
-    sequences, at least one.
+    """Return the mean loss in nats per token over the first `tokens` of the stream (none: all), in
+    whole sequences, at least one.
 
     Give the model without torch.compile, which would compile again for the last, smaller batch.
-    Every process has to call this, and every one gets the mean over all.
+    All ranks have to call this; all get the mean over all.
     """
     sequences = count_sequences(stream, tokens)
-    total = 0.0
     own, most = range(world.rank, sequences, world.world_size), -(-sequences // world.world_size)
+    total = 0.0
     with evaluating(model):
-        for first in range(0, most, batch_size):
+        for first in progress([*range(0, most, batch_size)]):
             trim_memory_if_short()
             batch = own[first : first + batch_size]
-            # with FSDP a process that has no more sequences still has to take part: with any, which
-            # does not count
-            x, y = (t.to(world.device) for t in stream.read(batch or range(1)))
+            # With FSDP a rank without sequences has to take part all the same: with one that does
+            # not count.
+            x, y = (t.to(world.device) for t in stream.read(batch or range(1)))  # (B, T) each
             with autocast():
                 loss = model(x, y)
             total += loss.item() * len(batch)
-            progress(min(1.0, (first + batch_size) / most))
     return world.sum(total) / sequences
 
 
 def count_sequences(stream: TokenStream, tokens: int | None) -> int:
+    """Count the sequences that `validation_loss` reads for so many tokens (none: all)."""
     return len(stream) if tokens is None else min(len(stream), max(1, tokens // stream.seq_len))

@@ -1,14 +1,14 @@
-"""Causal attention in blocks of queries, for CPUs that multiply in bfloat16: large matrix products,
-and between them what the compiler fuses.
+"""Blocked causal attention for CPUs with bfloat16 instructions: large matmuls over blocks of
+queries, and between them code that torch.compile fuses.
 
-PyTorch's flash kernel for CPUs multiplies small tiles, at a fifth of the speed that large products
+PyTorch's flash kernel for CPUs multiplies small tiles, at a fifth of the speed that large matmuls
 reach there. Here a block of queries meets all keys up to its end at once. As in flash attention
 (Dao et al. 2022), the scores of all queries never exist at once: the forward pass keeps two numbers
-for each query, and the backward pass computes the scores anew.
+for each query, and the backward pass computes the scores again.
 
-A product is rounded to bfloat16 as it is written: a score of 20 is off by up to 0.06, and its
-weight by 6%. So the product itself subtracts each query's largest score: queries get columns with
-its negative, keys columns of ones. What counts is then near zero, where bfloat16 is fine. In the
+A matmul's result is rounded to bfloat16: a score of 20 is off by up to 0.06, and its weight by 6%.
+So the matmul itself subtracts each query's largest score: queries get columns with its negative,
+keys columns of ones. The scores that count are then near zero, where bfloat16 is fine. In the
 backward pass the gradients of the weights are centred in the same way.
 """
 
@@ -20,37 +20,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK, SEQUENCES = 256, 2  # queries that are computed with at once, of so many sequences
-# whether this CPU has instructions for products in bfloat16
-HAS_BF16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+BLOCK, SEQUENCES = 256, 2  # queries in a block, sequences whose blocks are computed together
 
 
+@torch.compiler.assume_constant_result
 def cpu_has_bf16() -> bool:
-    """True if this CPU has instructions for matmuls in bfloat16."""
-    return HAS_BF16
+    """True if this CPU has instructions for matmuls in bfloat16; without them they are emulated."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def blocked_is_faster(device: torch.device, dtype: torch.dtype, T: int) -> bool:
-    """Whether a compiled model's attention over T tokens is faster in blocks than by PyTorch's
-    kernel.
-    """
-    return cpu_has_bf16() and device.type == "cpu" and dtype == torch.bfloat16 and T > BLOCK
+    """True if a compiled model attends over T tokens faster in blocks than by PyTorch's kernel."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and T > BLOCK and cpu_has_bf16()
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(hs), causal) v, all (B, nh, T, hs)."""
+    """Compute softmax(q k^T / sqrt(hs), causal) v, all (B, nh, T, hs)."""
     y, _, _ = attention_forward(q, k, v, torch.compiler.is_compiling())
     return y
 
 
-# One operator to torch.compile, whose caches on disk know it by its name: give it another when what
-# it computes changes.
+# One operator to torch.compile. Its caches on disk know the operator by its name: rename it when
+# what it computes changes.
 @torch.library.custom_op("gpt2::causal_attention", mutates_args=())
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention, and of each query (B, nh, T, 1) its largest score, not scaled, and the sum that
-    its weights are divided by.
+    """Return y, and for each query (B, nh, T, 1) its largest score, before scaling, and the sum
+    that its weights are divided by.
     """
     _, nh, T, hs = q.shape
     y, largest, sums = _results(q, k, v, compiled)
@@ -58,11 +56,11 @@ def attention_forward(
         keys, space = with_ones(ks), q.new_empty(len(qs) * BLOCK * T)
         for rows in blocks(T):
             seen = slice(rows.stop)
-            scores = product(qs[:, rows], ks[:, seen].mT, space)
-            found = fused(largest_score, compiled)(scores)
-            weights = product(with_minus(qs[:, rows], found), keys[:, seen].mT, space)
+            scores = matmul_into(space, qs[:, rows], ks[:, seen].mT)
+            top = fused(largest_score, compiled)(scores)
+            weights = matmul_into(space, with_minus(qs[:, rows], top), keys[:, seen].mT)
             total = fused(to_weights, compiled)(weights, 1 / math.sqrt(hs))
-            for kept, new in (y, weights @ vs[:, seen] / total), (largest, found), (sums, total):
+            for kept, new in (y, weights @ vs[:, seen] / total), (largest, top), (sums, total):
                 kept[part, :, rows] = new.unflatten(0, (-1, nh))
     return y, largest, sums
 
@@ -78,18 +76,18 @@ def attention_backward(
     sums: Tensor,
     compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     _, nh, T, hs = q.shape
     q_grad, k_grad, v_grad = _gradients(y_grad, q, k, v, y, largest, sums, compiled)
-    for part, (gs, qs, ks, vs, ys, found, totals) in parts(y_grad, q, k, v, y, largest, sums):
-        queries, keys, values = with_minus(qs, found), with_ones(ks), with_ones(vs)
+    for part, (gs, qs, ks, vs, ys, top, totals) in parts(y_grad, q, k, v, y, largest, sums):
+        queries, keys, values = with_minus(qs, top), with_ones(ks), with_ones(vs)
         centred = with_minus(gs, (gs.float() * ys).sum(-1, keepdim=True))
         ks_grad, vs_grad = (torch.zeros_like(x, dtype=torch.float32) for x in (ks, vs))
         spaces = q.new_empty(2, len(qs) * BLOCK * T)
         for rows in blocks(T):
             seen = slice(rows.stop)
-            weights = product(queries[:, rows], keys[:, seen].mT, spaces[0])
-            scores_grad = product(centred[:, rows], values[:, seen].mT, spaces[1])
+            weights = matmul_into(spaces[0], queries[:, rows], keys[:, seen].mT)
+            scores_grad = matmul_into(spaces[1], centred[:, rows], values[:, seen].mT)
             fused(to_weights_and_gradients, compiled)(
                 weights, scores_grad, totals[:, rows], 1 / math.sqrt(hs)
             )
@@ -101,8 +99,8 @@ def attention_backward(
 
 
 def parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """A few sequences after the other: which, and of each tensor (B, nh, T, _) theirs (N, T, _), N
-    for sequences and heads.
+    """Cut tensors (B, nh, T, _) into a few sequences each: yields their slice of B, and each
+    tensor's part (N, T, _), N being sequences times heads.
     """
     for start in range(0, len(tensors[0]), SEQUENCES):
         part = slice(start, start + SEQUENCES)
@@ -110,39 +108,40 @@ def parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
 
 
 def blocks(T: int) -> list[slice]:
-    """The queries of each block."""
+    """Return the slice of queries of each block."""
     return [slice(start, min(start + BLOCK, T)) for start in range(0, T, BLOCK)]
 
 
-def product(a: Tensor, b: Tensor, space: Tensor) -> Tensor:
-    """a b, (N, R, S), in `space`, which is large enough: fresh buffers of each block's size would
-    leave gaps in memory.
+def matmul_into(space: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Compute a b (N, R, S) in the buffer `space`, which is large enough: new buffers of each
+    block's size would fragment the memory.
     """
     N, R, S = len(a), a.size(1), b.size(2)
     return torch.bmm(a, b, out=space[: N * R * S].view(N, R, S))
 
 
 def with_minus(x: Tensor, subtracted: Tensor) -> Tensor:
-    """x and two columns, whose sum is what is to be subtracted."""
+    """Append two columns whose sum is `-subtracted`; one bfloat16 alone would be too coarse."""
     first = -subtracted.to(x.dtype)
     return torch.cat((x, first, -(subtracted + first.float()).to(x.dtype)), dim=-1)
 
 
 def with_ones(x: Tensor) -> Tensor:
+    """Append two columns of ones, which meet those of `with_minus`."""
     return torch.cat((x, x.new_ones(*x.shape[:2], 2)), dim=-1)
 
 
-# ---- what stands between the products; scores (N, R, S) are of the last R of S tokens
+# ---- between the matmuls; scores (N, R, S) are those of the last R of S tokens
 
 
 @functools.cache
 def fused(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """The function, compiled if wanted, for blocks of any length."""
+    """Compile the function, if wanted, for blocks of any length."""
     return torch.compile(function, dynamic=True) if compiled else function
 
 
 def later(scores: Tensor) -> Tensor:
-    """(R, S), True where a key comes after the query."""
+    """Return a mask (R, S), True where a key comes after the query."""
     R, S = scores.shape[1:]
     return (
         torch.arange(S, device=scores.device)
@@ -151,12 +150,12 @@ def later(scores: Tensor) -> Tensor:
 
 
 def largest_score(scores: Tensor) -> Tensor:
-    """Of each query (N, R, 1)."""
+    """Return the largest score of each query (N, R, 1)."""
     return scores.masked_fill(later(scores), -math.inf).amax(-1, keepdim=True)
 
 
 def to_weights(scores: Tensor, scale: float) -> Tensor:
-    """Turn scores into weights, in place; returns the sum of each query's (N, R, 1)."""
+    """Turn scores into weights, in place; returns each query's sum (N, R, 1)."""
     weights = (scores.float() * scale).exp().masked_fill(later(scores), 0.0)
     scores.copy_(weights)
     return weights.sum(-1, keepdim=True)
@@ -171,12 +170,12 @@ def to_weights_and_gradients(
     scores.copy_(weights)
 
 
-# ---- as one operator
+# ---- the operator
 
 
 def _joined(x: Tensor) -> Tensor:
-    """An empty tensor of the shape of x (B, nh, T, hs), with a token's heads side by side, as the
-    layers around have them.
+    """Make an empty tensor of the shape of x (B, nh, T, hs), with a token's heads side by side in
+    memory, as the layers before and after have them.
     """
     B, nh, T, hs = x.shape
     return x.new_empty(B, T, nh, hs).transpose(1, 2)
@@ -184,9 +183,7 @@ def _joined(x: Tensor) -> Tensor:
 
 @attention_forward.register_fake
 def _results(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for what the operator returns: its shapes and strides are also what the compiler is
-    told.
-    """
+    """Make empty results; their shapes and strides are also what the compiler is told."""
     B, nh, T, _ = q.shape
     return _joined(q), q.new_empty(B, nh, T, 1), q.new_empty(B, nh, T, 1, dtype=torch.float32)
 
@@ -207,7 +204,7 @@ def _gradients(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, ctx.compiled = inputs
-    ctx.set_materialize_grads(False)  # of what nothing depends on
+    ctx.set_materialize_grads(False)  # of the results that have none
     ctx.save_for_backward(q, k, v, *output)
 
 

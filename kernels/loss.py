@@ -1,9 +1,9 @@
-"""The loss in parts: the logits of a few tokens at a time, so that those of all tokens, (B, T, V),
-never exist at once.
+"""Chunked cross-entropy: the logits of a few tokens at a time, so that those of all tokens, (B, T,
+V), never exist at once.
 
-The forward pass computes the gradients of each part as soon as it has the part's logits; the
-backward pass only scales them. So nothing is computed twice, which recomputing the logits would do
-with a tenth of a step's arithmetic.
+The forward pass computes the gradients of each chunk as soon as it has the chunk's logits; the
+backward pass only scales them. So nothing is computed twice; recomputing the logits instead would
+cost a tenth of a step's arithmetic.
 """
 
 import functools
@@ -18,12 +18,12 @@ from torch import Tensor
 def chunked_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int
 ) -> Tensor:
-    """The mean loss in nats per token of the last layer's output x (B, T, C), given the head's
-    weight (V, C) and targets (B, T).
+    """Return the mean loss in nats per token of the last layer's output x (B, T, C), given the
+    head's weight (V, C) and targets (B, T).
 
-    The tokens are cut into `chunks` equal parts; where they do not divide, the last one is smaller,
-    and there may be fewer. Rows of the head from n_vocab on are padding. Products run in autocast's
-    dtype.
+    The tokens are cut into `chunks` equal chunks; where they do not divide, the last one is
+    smaller, and there may be fewer. Rows of the head from n_vocab on are padding. Matmuls run in
+    autocast's dtype.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -39,9 +39,9 @@ def chunked_cross_entropy(
     return total / targets.numel()
 
 
-# One operator to torch.compile, which otherwise keeps the logits of all parts for the backward
-# pass. Its caches on disk know the operator by its name: give it another one when what `_backward`
-# computes changes.
+# One operator to torch.compile, which would otherwise keep all chunks' logits for the backward
+# pass. Its caches on disk know the operator by its name: rename it when what `_backward` computes
+# changes.
 @torch.library.custom_op("gpt2::summed_loss", mutates_args=())
 def summed_loss(
     x: Tensor,
@@ -52,63 +52,63 @@ def summed_loss(
     with_gradients: bool,
     compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses of N tokens, and its gradients with respect to x (N, C) and weight (V,
-    C), empty if not wanted.
+    """Return the sum of the losses of N tokens, and its gradients with respect to x (N, C) and
+    weight (V, C), empty if not wanted.
     """
-    return sum_of_parts(
+    return sum_of_chunks(
         x,
         weight,
         targets,
         n_vocab,
         chunks,
         with_gradients,
-        compiled_part() if compiled else loss_of_part,
+        compiled_chunk() if compiled else loss_of_chunk,
     )
 
 
-def sum_of_parts(
+def sum_of_chunks(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
     n_vocab: int,
     chunks: int,
     with_gradients: bool,
-    of_part: Callable[..., tuple[Tensor, Tensor | None]],
+    of_chunk: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `summed_loss` computes, with `of_part` for each part."""
+    """Compute what `summed_loss` returns, with `of_chunk` for each chunk."""
     total = torch.zeros((), device=x.device)
     x_grads, weight_grad = [], torch.zeros_like(weight) if with_gradients else weight.new_empty(0)
     cast_weight = weight.to(x.dtype)
-    for part, part_targets in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
-        loss, gradient = of_part(part, cast_weight, part_targets, n_vocab, with_gradients)
+    for chunk, chunk_targets in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
+        loss, gradient = of_chunk(chunk, cast_weight, chunk_targets, n_vocab, with_gradients)
         total += loss
         if gradient is not None:
             x_grads.append(gradient @ cast_weight)
-            weight_grad += gradient.t() @ part  # adds up in fp32
-        del gradient  # before the next part's
+            weight_grad += gradient.t() @ chunk  # adds up in fp32
+        del gradient  # before the next chunk's exists
     return total, torch.cat(x_grads) if with_gradients else x.new_empty(0), weight_grad
 
 
-def loss_of_part(
+def loss_of_chunk(
     x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of the losses of R tokens, and its gradient with respect to their logits (R, V), in
-    the dtype of x (R, C).
+    """Return the sum of the losses of R tokens, and its gradient with respect to their logits (R,
+    V), in the dtype of x (R, C).
     """
     rows = torch.arange(weight.size(0), device=x.device)  # of the head
     logits = (x @ weight.t()).float().masked_fill(rows >= n_vocab, float("-inf"))
     log_p = F.log_softmax(logits, dim=-1)
     loss = F.nll_loss(log_p, targets, reduction="sum")
+    if not with_gradient:
+        return loss, None
     # not yet divided by the number of tokens: float16 would lose it
-    return loss, (log_p.exp() - (rows == targets[:, None]).float()).to(
-        x.dtype
-    ) if with_gradient else None
+    return loss, (log_p.exp() - (rows == targets[:, None]).float()).to(x.dtype)
 
 
 @functools.cache
-def compiled_part() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """`loss_of_part` with all that comes after the product fused."""
-    return torch.compile(loss_of_part, dynamic=False)
+def compiled_chunk() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Compile `loss_of_chunk`: all that comes after the matmul is fused."""
+    return torch.compile(loss_of_chunk, dynamic=False)
 
 
 @summed_loss.register_fake
