@@ -86,6 +86,7 @@ def setup(
     over the architecture of the weights in `init_from`. Raises UserError for what this device
     cannot do, and for weights and tokens that cannot be had.
     """
+    # The same seed gives the same run: weights, order of the data and dropout come from it.
     device, memory_before = world.device, memory_before_mb(world.device)
     make_repeatable(device)
     torch.manual_seed(config.seed)
@@ -141,6 +142,8 @@ def setup(
     optimizers, groups = make_optimizers(model, config)
     state = State(model, optimizers, scaler, memory_before)
 
+    # Batches: threads read the next ones while the device computes. Which sequences a batch has
+    # is a pure function of the step, so a resumed run only needs to know its step.
     val = TokenStream([], config.seq_len)
     if batches is None:
         loader, val = open_data(config, world, model.config.n_vocab)
