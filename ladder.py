@@ -13,6 +13,7 @@ from pathlib import Path
 
 from config import Config
 from measure.comparison import Pair, ablation, compare_pairs, pairs_of
+from measure.interleaved import split_command_line
 from measure.ladder_report import across, failures_of, plot_runs, report, report_ablation
 from measure.ratio import FEWEST
 from measure.stages import SERIES, bf16_note, make_stage, plan, probe, run_stages, runs_of
@@ -119,11 +120,11 @@ def main(options: LadderOptions, of_runs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    OWN, OF_RUNS = split_command_line(sys.argv[1:])
     after = "is an option of the runs, and goes after --: python ladder.py speedup -- --max_steps 5"
     OPTIONS = start(
         LadderOptions,
-        sys.argv[1:at],
+        OWN,
         description=__doc__,
         positional="stages",
         elsewhere=dict.fromkeys({"config", *Config.model_fields} - {"log_dir"}, after),
@@ -131,4 +132,4 @@ if __name__ == "__main__":
     with reported(
         "the report", interrupted="interrupted; finished stages are kept, the same command resumes"
     ):
-        main(OPTIONS, sys.argv[at + 1 :])
+        main(OPTIONS, OF_RUNS)

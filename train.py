@@ -86,6 +86,7 @@ def setup(
     over the architecture of the weights in `init_from`. Raises UserError for what this device
     cannot do, and for weights and tokens that cannot be had.
     """
+    # The same seed gives the same run: weights, order of the data and dropout come from it.
     device, memory_before = world.device, memory_before_mb(world.device)
     make_repeatable(device)
     torch.manual_seed(config.seed)
@@ -130,7 +131,9 @@ def setup(
         # bucket by bucket, while the backward pass still computes the next ones.
         if world.distributed:
             trained = DistributedDataParallel(trained, **ddp_options(device))
-    # What a compiled backward pass keeps or computes again: see the option's help.
+    # Activation checkpointing of what costs little: a compiled backward pass recomputes norms,
+    # GELU and casts instead of keeping their results. (--recompute, of whole blocks, is in
+    # model.py.)
     recompute_cheap_operations(config.recompute_cheap, device)
 
     # AdamW with its weight-decay groups; with fused_adamw one kernel updates all parameters,
@@ -139,6 +142,8 @@ def setup(
     optimizers, groups = make_optimizers(model, config)
     state = State(model, optimizers, scaler, memory_before)
 
+    # Batches: threads read the next ones while the device computes. Which sequences a batch has
+    # is a pure function of the step, so a resumed run only needs to know its step.
     val = TokenStream([], config.seq_len)
     if batches is None:
         loader, val = open_data(config, world, model.config.n_vocab)
@@ -183,9 +188,11 @@ def shard(model: GPT, config: Config, world: World) -> None:
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     for block in model.transformer.h:
+        # Compiled block by block: FSDP's hooks, which gather and shard, stay between the blocks.
         if config.compile:
             block.compile(mode=config.compile_mode)
         fully_shard(block, mesh=mesh, mp_policy=policy)
+    # The root last: it takes what no block has.
     fully_shard(model, mesh=mesh)
 
 
@@ -228,6 +235,7 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
             state.scaler.scale(loss).backward()
         losses.append(loss.detach())  # stays on the device: reading it would wait for it
 
+    # Only with fp16 the gradients are scaled; they have to be as they are before clipping.
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
     # Clipping: the gradient of a bad batch is scaled down to a norm of grad_clip, so that it
@@ -274,6 +282,7 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stopping:
     """Save, evaluate and sample where it is due: before the first step and after every one."""
     config, state = run.config, run.state
     step, last = state.step, state.step >= config.max_steps
+    # A run that ends always saves, so that no step is lost.
     if step and (last or stopping or is_due(config.checkpoint_every, step)):
         save(folder, state, config, run.world)
     if not stopping:  # else whoever asked for it may not wait
@@ -344,6 +353,7 @@ def take_steps(
         if stopping or state.step >= config.max_steps:
             return seconds, loss
 
+        # The step, with the state of the generators kept for a fault in the middle of it.
         trim_memory_if_short()
         stop.begin_steps()
         step = state.begin_step(world.device)
@@ -351,6 +361,7 @@ def take_steps(
         seconds.append(step_seconds)
         state.finish_step(step)
 
+        # What it computed: finite, or left out; the same decision on all ranks.
         lr = learning_rate(step, config)
         left_out = not check_finite(loss, norm, lr, folder, state, config)
         last = step == config.max_steps

@@ -7,35 +7,36 @@ four endings, one of them right.
 of that form.
 """
 
-import os
 import sys
+from pathlib import Path
 
-sys.path.insert(
-    0, os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-)  # found also when run as a script
+if __name__ == "__main__":  # imports are looked up in the repository, not in data/
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from runtime.signals import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()  # first of all: imports take a moment
-
-import argparse
 import hashlib
 import json
 import re
 import shlex
 import urllib.request
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from runtime.cli import Name, Options
 from runtime.errors import UserError, in_a_line, reported
 from runtime.files import locked, write_whole
+from runtime.start import start
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 # as several public projects give it
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 ENDINGS = 4
+
+
+class HellaswagOptions(Options):
+    """options"""
+
+    data_dir: Name = "data"
+    """folder that holds the corpora"""
 
 
 class Item(NamedTuple):
@@ -49,13 +50,13 @@ class Item(NamedTuple):
 
 
 def default_path(data_dir: str) -> Path:
-    """Where the validation split lies in a folder of corpora."""
+    """Name the file of the validation split in a folder of corpora."""
     return Path(data_dir) / "hellaswag" / "hellaswag_val.jsonl"
 
 
 def download(data_dir: str) -> Path:
-    """The validation split, downloaded if it is not there yet. Raises UserError if it cannot be
-    had.
+    """Download the validation split if it is missing; returns its path. Raises UserError if it
+    cannot be had.
     """
     path = default_path(data_dir)
     with locked(path.with_name(f".{path.name}.lock"), patience=-1):
@@ -67,11 +68,8 @@ def download(data_dir: str) -> Path:
 def _download(path: Path) -> None:
     try:
         content = urllib.request.urlopen(URL, timeout=20).read()
-    except (
-        OSError,
-        HTTPException,
-        ValueError,
-    ) as error:  # ValueError: a proxy or redirection that is no address
+    # ValueError: a proxy or redirection that is not an address
+    except (OSError, HTTPException, ValueError) as error:
         raise UserError(
             f"HellaSwag could not be downloaded from {URL} ({in_a_line(error)}); fetch that file "
             f"by other means and "
@@ -85,20 +83,16 @@ def _download(path: Path) -> None:
 
 
 def read_items(path: Path) -> list[Item]:
-    """The items of a file in HellaSwag's form: a JSON object on each line. Raises UserError, naming
-    the line of the first mistake.
+    """Read the items of a file in HellaSwag's form: a JSON object on each line. Raises UserError
+    that names the line of the first mistake.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise UserError(f"{path}: cannot be read: not a file")
-        lines = path.read_bytes().split(
-            b"\n"
-        )  # splitlines would also cut at U+2028, which may stand in a text
+        # splitlines would also cut at U+2028, which can be in a text
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         data_dir = str(path.parent.parent)
-        elsewhere = f" --data_dir {shlex.quote(data_dir)}" * (
-            path == default_path(data_dir) != default_path("data")
-        )
+        is_elsewhere = path == default_path(data_dir) != default_path("data")
+        elsewhere = f" --data_dir {shlex.quote(data_dir)}" * is_elsewhere
         raise UserError(
             f"{path}: no such file; HellaSwag's validation split is downloaded by: python "
             f"data/hellaswag.py{elsewhere}"
@@ -110,16 +104,12 @@ def read_items(path: Path) -> list[Item]:
         try:
             if line.strip():
                 items.append(_item(json.loads(line)))
-        except (ValueError, RecursionError) as error:
-            said = (
-                "not JSON"
-                if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError)
-                else error
-            )
+        except ValueError as error:
+            reason = error if type(error) is ValueError else "not JSON"
             raise UserError(
-                f"{path}, line {number}: {said}; an item of HellaSwag is one JSON object with "
-                f"activity_label, ctx_a, "
-                f"ctx_b, {ENDINGS} endings and the label of the right one, 0 to {ENDINGS - 1}"
+                f"{path}, line {number}: {reason}; an item of HellaSwag is one JSON object with "
+                f"activity_label, ctx_a, ctx_b, {ENDINGS} endings and the label of the right one, "
+                f"0 to {ENDINGS - 1}"
             ) from None
     if not items:
         raise UserError(f"{path}: has no items")
@@ -127,7 +117,7 @@ def read_items(path: Path) -> list[Item]:
 
 
 def _item(values: Any) -> Item:
-    """Raises ValueError for what is no item."""
+    """Make an item of a line's JSON. Raises ValueError if that is not one."""
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     for name in ("activity_label", "ctx_a", "ctx_b"):
@@ -136,23 +126,13 @@ def _item(values: Any) -> Item:
                 f"{name} is {_shown(values[name])}, no text" if name in values else f"lacks {name}"
             )
     endings, label = values.get("endings"), values.get("label")
-    if (
-        not isinstance(endings, list)
-        or len(endings) != ENDINGS
-        or not all(isinstance(ending, str) for ending in endings)
-    ):
-        raise ValueError(
-            f"endings: {len(endings)} of them, not {ENDINGS}"
-            if isinstance(endings, list) and len(endings) != ENDINGS
-            else f"endings are {_shown(endings)}, not {ENDINGS} texts"
-        )
-    if not isinstance(label, int | str) or str(label) not in map(
-        str, range(ENDINGS)
-    ):  # Hugging Face's copy has labels as text
-        raise ValueError(
-            f"label is {_shown(label)}"
-            + (" (the test split has no labels)" if label in ("", None) else "")
-        )
+    if not isinstance(endings, list) or not all(isinstance(ending, str) for ending in endings):
+        raise ValueError(f"endings are {_shown(endings)}, not {ENDINGS} texts")
+    if len(endings) != ENDINGS:
+        raise ValueError(f"endings: {len(endings)} of them, not {ENDINGS}")
+    if str(label) not in map(str, range(ENDINGS)):  # Hugging Face's copy has labels as text
+        hint = "" if label else " (the test split has no labels)"
+        raise ValueError(f"label is {_shown(label)}{hint}")
     ctx_a, ctx_b = values["ctx_a"], values["ctx_b"]
     plain = values.get("ctx")
     return Item(
@@ -160,14 +140,12 @@ def _item(values: Any) -> Item:
         [clean(ending) for ending in endings],
         plain if isinstance(plain, str) else f"{ctx_a} {ctx_b}" if ctx_b else ctx_a,
         endings,
-        int(label),
+        int(str(label)),
     )
 
 
 def clean(text: str) -> str:
-    """A text without the marks that the how-to articles came with, such as [header], [title] and
-    [step].
-    """
+    """Remove the marks that the how-to articles came with, such as [header], [title] and [step]."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
@@ -175,16 +153,14 @@ def _shown(value: object) -> str:
     return repr(value)[:60]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
-    args = parser.parse_args()
-    with reported(str(default_path(args.data_dir)), status=1):
-        path = download(args.data_dir)
-        count = len(read_items(path))
+def main(options: HellaswagOptions) -> None:
+    path = download(options.data_dir)
+    count = len(read_items(path))
     with reported("stdout"):
-        print(f"{count:,} items in {path}", flush=True)
+        print(f"{count:,} items in {path}")
 
 
 if __name__ == "__main__":
-    main()
+    OPTIONS = start(HellaswagOptions, description=__doc__)
+    with reported(OPTIONS.data_dir, status=1):
+        main(OPTIONS)

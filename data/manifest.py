@@ -1,5 +1,5 @@
-"""manifest.json: what a corpus that data/documents.py writes is made of, and, while it is
-unfinished, how to go on with it.
+"""manifest.json: what a corpus of data/documents.py is made of; while it is unfinished, also how to
+resume.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,10 @@ from data.token_file import TokenFileError
 from runtime.files import write_whole
 
 MANIFEST = "manifest.json"
-SOURCES = (
-    b',"sources":['  # as `Manifest.write` has it; in a string the quotes would have backslashes
-)
 
 
 class Part(pydantic.BaseModel):
-    """A part of a manifest. What it does not know is refused."""
+    """A part of a manifest. Unknown keys are refused."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -31,21 +28,17 @@ class Shard(Part):
 
 
 class SourceFile(Part):
-    """A file that documents are read from. What is not known before it has been read is None until
-    then.
-    """
+    """A file that documents are read from. What is None is not known before the file's end."""
 
     file: str
     bytes: int
     sha256: str | None = None
     documents: int | None = None
     skipped: int | None = None  # lines or rows without a text
-    end_of_text_spelled_out: int | None = (
-        None  # how often the text of documents has the separator of documents
-    )
+    end_of_text_spelled_out: int | None = None  # how often the text contains <|endoftext|>
 
 
-class Options(Part):
+class CorpusOptions(Part):
     """The options that decide the tokens and how they are divided up."""
 
     text_column: str
@@ -55,13 +48,13 @@ class Options(Part):
 
 
 class Unfinished(Part):
-    """How to go on with a corpus after its last whole shard."""
+    """Where the shards that are written end, and the command that resumes."""
 
     command: str
-    place: list[int]  # see data/sources.py
-    into: int  # tokens of the text that begins at `place` that are in the shards already
-    taken: str  # digest of the texts that the shards have from the source at `place`
-    modified: int  # when that source was last modified, in nanoseconds
+    source: int = 0  # index of the source that the last of their tokens are from
+    batches: int = 0  # of this source that they have tokens of (see data/sources.py)
+    into: int = 0  # how many tokens of the last of these batches they have
+    taken: str = ""  # digest of these batches
 
 
 class Manifest(Part):
@@ -69,7 +62,7 @@ class Manifest(Part):
 
     corpus: str
     tokenizer: str = "gpt2"
-    options: Options
+    options: CorpusOptions
     documents: int = 0
     skipped: int = 0
     tokens: int = 0
@@ -84,97 +77,70 @@ class Manifest(Part):
         write_whole(folder / MANIFEST, self.model_dump_json(exclude_none=True) + "\n")
 
 
-def read_manifest(folder: Path, *, with_sources: bool = True) -> Manifest | None:
-    """The manifest of a corpus; None where there is none. Raises TokenFileError if it cannot be
-    understood.
-
-    The sources may be a million: without them, where the corpus is finished, it is read in no time.
+def read_manifest(folder: Path) -> Manifest | None:
+    """Read the manifest of a corpus; None where there is none. Raises TokenFileError if it cannot
+    be read.
     """
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate_json(
-            (b"" if with_sources else _without_sources(path)) or path.read_bytes()
-        )
+        return Manifest.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
     except pydantic.ValidationError:
         raise TokenFileError(
-            f"{path}: damaged, or not written by data/documents.py; restore it, or delete it to "
-            f"take the token "
-            f"files beside it as they are"
+            f"{path}: damaged, or not written by data/documents.py; restore it, or delete it: the "
+            "token files beside it are then taken as they are, an unfinished corpus is begun anew"
         ) from None
 
 
-def _without_sources(path: Path) -> bytes:
-    """A finished corpus's manifest with its sources left out; nothing where it is not as
-    `Manifest.write` writes it.
-    """
-    with open(path, "rb") as file:
-        text, found, _ = file.read(2**24).partition(SOURCES)  # 100,000 shards
-        file.seek(max(0, path.stat().st_size - 3))
-        return text + found + b"]}" if found and file.read() == b"]}\n" else b""
-
-
-def check_shards(folder: Path, there: Mapping[str, int]) -> None:
-    """Raises TokenFileError unless all token files that the manifest names are `there`, with the
-    numbers of tokens that it names.
+def check_shards(folder: Path, tokens: Mapping[str, int]) -> None:
+    """Raises TokenFileError unless the token files that the manifest names are in `tokens`, with
+    the numbers of tokens that it names.
 
     A corpus without a manifest is taken as it is.
     """
-    manifest = read_manifest(folder, with_sources=False)
+    manifest = read_manifest(folder)
     if not manifest:
         return
     if manifest.unfinished:
         raise TokenFileError(f"{folder}: {describe(manifest)}")
-    missing = [shard.file for shard in manifest.shards if shard.file not in there]
-    if missing:
-        others = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
-        raise TokenFileError(
-            f"{folder}: {missing[0]}{others} missing: {MANIFEST} names {len(manifest.shards)} "
-            f"token files; "
-            f"restore what is missing, or delete {MANIFEST} to train on the files that are there"
-        )
+    as_is = f"restore it, or delete {MANIFEST} to train on the files that are there"
     for shard in manifest.shards:
-        if there[shard.file] != shard.tokens:
+        if shard.file not in tokens:
             raise TokenFileError(
-                f"{folder / shard.file}: holds {there[shard.file]:,} tokens, not the "
-                f"{shard.tokens:,} that "
-                f"{MANIFEST} names; restore it, or delete {MANIFEST} to train on the files that "
-                f"are there"
+                f"{folder}: {shard.file} is missing: {MANIFEST} names {len(manifest.shards)} token "
+                f"files; {as_is}"
+            )
+        if tokens[shard.file] != shard.tokens:
+            raise TokenFileError(
+                f"{folder / shard.file}: holds {tokens[shard.file]:,} tokens, not the "
+                f"{shard.tokens:,} that {MANIFEST} names; {as_is}"
             )
 
 
-# ---- a corpus that is not finished
+# ---- an unfinished corpus
 
 
 def unfinished_folder(folder: Path) -> Path:
-    """Where the shards of a corpus lie until it is finished."""
+    """Name the folder that holds the shards of a corpus until it is finished."""
     return folder.with_name(f"{folder.name}.unfinished.tmp")
 
 
 def unfinished(folder: Path) -> Manifest | None:
-    """The manifest of an unfinished corpus that can be gone on with. Raises TokenFileError if it
-    cannot be understood.
+    """Read the manifest of an unfinished corpus that has shards. Raises TokenFileError if it cannot
+    be read.
     """
-    where = unfinished_folder(folder)
-    try:
-        manifest = read_manifest(where)
-    except TokenFileError:
-        raise TokenFileError(
-            f"{where / MANIFEST}: cannot be read, or is damaged; delete {where} to begin "
-            f"{folder} anew"
-        ) from None
+    manifest = read_manifest(unfinished_folder(folder))
     return manifest if manifest and manifest.shards else None
 
 
 def describe(manifest: Manifest) -> str:
-    """How far an unfinished corpus is, and how to go on."""
-    shards = "1 shard is" if len(manifest.shards) == 1 else f"{len(manifest.shards)} shards are"
+    """Say how far an unfinished corpus is, and how to resume."""
+    tokens = sum(shard.tokens for shard in manifest.shards)
     command = manifest.unfinished.command if manifest.unfinished else ""
     return (
-        f"is not finished: {shards} written, {sum(shard.tokens for shard in manifest.shards):,} "
-        f"tokens; go on with: "
+        f"is not finished: {len(manifest.shards)} shards, {tokens:,} tokens; resume with: "
         f"{command or 'the command that wrote them'}"
     )

@@ -14,11 +14,11 @@ SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
 
 
 def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
-    """Write the corpus of `folder` if it is a small one that is not there yet, telling `say`.
+    """Write the corpus of `folder` if it is missing and a small one. `say` is called with messages.
 
-    Where another process is writing the corpus, whichever it is, that is waited for. Raises
-    TokenFileError if it is not there and no small one, or not finished: it names what to run, and
-    the nearest corpus.
+    Waits for another process that is writing the corpus, whichever it is. Raises TokenFileError if
+    it is missing and not a small one, or not finished; the message names what to run, and the
+    corpus with the nearest name.
     """
     if is_there(folder):
         return
@@ -35,27 +35,23 @@ def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
                 return
     if begun := unfinished(folder):
         raise TokenFileError(f"{folder}: {describe(begun)}")
-    there = {
-        path.parent.name for path in folder.parent.glob("*/*.bin") if path.parent.suffix != ".tmp"
-    }
-    script = (
-        "python data/fineweb.py"
-        if folder.name == "fineweb"
-        else f"python data/text.py FILE --name {shlex.quote(folder.name)}"
-    )
+    there = {path.parent.name for path in folder.parent.glob("*/*.bin")}
+    there = {name for name in there if not name.endswith(".tmp")}
+    script = f"python data/text.py FILE --name {shlex.quote(folder.name)}"
+    if folder.name == "fineweb":
+        script = "python data/fineweb.py"
     if folder.parent != Path("data"):
         script += f" --data_dir {shlex.quote(str(folder.parent))}"
     nearest = did_you_mean(folder.name, sorted(there.union(SMALL_CORPORA)))
     raise TokenFileError(
         f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: "
-        f"{script}; "
-        f"or say with --data_dir which folder holds it"
+        f"{script}; or say with --data_dir which folder holds it"
     )
 
 
 def is_there(folder: Path) -> bool:
-    """Whether a corpus has been written to the folder. Raises TokenFileError if that cannot be
-    seen.
+    """Return True if a corpus has been written to the folder. Raises TokenFileError if that cannot
+    be seen.
     """
     try:
         return any(path.suffix == ".bin" for path in folder.iterdir())

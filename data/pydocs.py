@@ -6,33 +6,34 @@ it. No download.
 train.py does this by itself the first time it is asked for `dataset: pydocs`.
 """
 
-import os
 import sys
+from pathlib import Path
 
-sys.path.insert(
-    0, os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-)  # found also when run as a script
+if __name__ == "__main__":  # imports are looked up in the repository, not in data/
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from runtime.signals import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()  # first of all: imports take a moment
-
-import argparse
 import hashlib
 import itertools
-from pathlib import Path
 
 from data.token_file import TokenFileError, write_corpus
 from data.tokenizer import END_OF_TEXT, get_encoding
+from runtime.cli import Name, Options
 from runtime.errors import reported
+from runtime.start import start
+
+
+class PydocsOptions(Options):
+    """options"""
+
+    data_dir: Name = "data"
+    """folder that holds the corpora"""
 
 
 def prepare(folder: Path) -> int:
     """Write the corpus to a new `folder`, each topic after an <|endoftext|>; returns the number of
     tokens.
 
-    A quarter of the text stands in several topics; each paragraph is kept once, so that a
+    A quarter of the text is in several topics; each paragraph is kept once, so that a
     validation split off the tail holds text the model has not seen. For the same reason the topics'
     order is arbitrary, though always the same. Raises TokenFileError or TokenizerError.
     """
@@ -40,7 +41,7 @@ def prepare(folder: Path) -> int:
         from pydoc_data.topics import topics
     except ImportError:
         raise TokenFileError(
-            "this Python was built without pydoc_data, the corpus pydocs; "
+            "this Python lacks pydoc_data, the corpus pydocs; "
             "train on a text of your own: python data/text.py FILE"
         ) from None
     seen: set[str] = set()
@@ -59,15 +60,14 @@ def prepare(folder: Path) -> int:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data_dir", default="data", help="folder that holds the corpora [data]")
-    folder = Path(parser.parse_args().data_dir) / "pydocs"
-    with reported(str(folder), status=1):
-        count = prepare(folder)
+def main(options: PydocsOptions) -> None:
+    folder = Path(options.data_dir) / "pydocs"
+    count = prepare(folder)
     with reported("stdout"):
-        print(f"{count:,} tokens in {folder}", flush=True)
+        print(f"{count:,} tokens in {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    OPTIONS = start(PydocsOptions, description=__doc__)
+    with reported(OPTIONS.data_dir, status=1):
+        main(OPTIONS)

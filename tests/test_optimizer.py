@@ -184,7 +184,7 @@ def test_matrices_of_one_shape_are_made_orthogonal_as_each_alone():
 def test_muon_computes_in_a_precision_that_the_processor_has(tiny_model, monkeypatch):
     dtypes = []
     for has_bf16 in (False, True):
-        monkeypatch.setattr(optimizer, "has_bf16_products", lambda _, has_bf16=has_bf16: has_bf16)
+        monkeypatch.setattr(optimizer, "has_bf16_matmuls", lambda _, has_bf16=has_bf16: has_bf16)
         _, muon = make_optimizers(tiny_model(), load_config(optimizer="muon"))[0]
         muon.orthogonalize = lambda x: dtypes.append(x.dtype) or orthogonalize(x)
         p = muon.param_groups[0]["params"][0]

@@ -7,6 +7,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from checkpoint.weights import load_model
+from inference.sampling import generate
 from runtime.device import recompute_cheap_operations
 from tests.conftest import ALONE, COMPILED
 from tests.test_resume import folder_of, log
@@ -66,7 +67,7 @@ def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice
         return len(passes), sum(kept)
 
     model = tiny_model(n_layer=4, vocab_size=32)
-    names, drawn = list(model.state_dict()), model.generate(x[:, :4], 8, temperature=0)
+    names, drawn = list(model.state_dict()), generate(model, x[:, :4], 8, temperature=0)
     for block in model.transformer.h:
         block.ln_1.register_forward_hook(lambda *_: passes.append(1))
     count, plain = counted(lambda: model(x, x).backward())
@@ -76,7 +77,7 @@ def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice
     count, less = counted(lambda: model(x, x).backward())
     assert (count, less < plain / 2) == (8, True)
     assert (
-        counted(lambda: torch.equal(model.generate(x[:, :4], 8, temperature=0), drawn) or 1 / 0)[0]
+        counted(lambda: torch.equal(generate(model, x[:, :4], 8, temperature=0), drawn) or 1 / 0)[0]
         == 4 * 8
     )  # cached
     with torch.no_grad():

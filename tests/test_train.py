@@ -25,7 +25,8 @@ from checkpoint.weights import build_model, load_model
 from config import Config, Rung, load_config
 from data.token_file import TokenFileError, write_corpus
 from dataloader import open_corpus
-from evaluate import validation_loss
+from inference.sampling import generate
+from inference.validation import validation_loss
 from measure.summary import mfu
 from model import GPT
 from runtime.cli import CONFIG_DIR, ConfigError, parse
@@ -278,7 +279,7 @@ def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(
     def sample(
         model, prompt, tokens, **_
     ):  # as sample_text does, with a vocabulary that shares the other tests' compilation
-        sampled.append(model.generate(torch.tensor([[1] * len(prompt)]), tokens))
+        sampled.append(generate(model, torch.tensor([[1] * len(prompt)]), tokens))
         return ["a text"]
 
     monkeypatch.setattr(evaluation_module, "sample_text", sample)
@@ -663,8 +664,8 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
     for place, name in (
         (evaluation_module, "validation_loss"),
         (evaluation_module, "sample_text"),
-        (checkpoint, "save_checkpoint"),
-        (checkpoint, "keep_best"),
+        (checkpoint.save, "save_checkpoint"),
+        (checkpoint.save, "_keep_best"),
         (RunFolder, "log"),
     ):
         takes(1000.0, place, name)
