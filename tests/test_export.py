@@ -81,9 +81,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 model, info = AutoModelForCausalLM.from_pretrained("my model", output_loading_info=True)
 assert not any(info.values()), info
 with torch.no_grad():
-    torch.testing.assert_close(model(torch.load("idx.pt")).logits, torch.load("ours.pt"), rtol=1e-4, atol=1e-4)
+    logits = model(torch.load("idx.pt")).logits
+torch.testing.assert_close(logits, torch.load("ours.pt"), rtol=1e-4, atol=1e-4)
 generate = pipeline("text-generation", "my model")
-print(generate("The value", max_new_tokens=20, do_sample=False, return_full_text=True)[0]["generated_text"], end="")
+options = {"max_new_tokens": 20, "do_sample": False, "return_full_text": True}
+print(generate("The value", **options)[0]["generated_text"], end="")
 """
     theirs = run_from_nothing(
         "-c", code, cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home")
@@ -239,10 +241,8 @@ def test_a_card_names_openais_weights_as_what_the_run_began_with(
     for source in ("train", "gpt2"):
         text = (exported(config, source, source=source)[0] / "README.md").read_text()
         assert "base_model: openai-community/gpt2\n" in text
-        said = (
-            "trained from openai-community/gpt2" if source == "train" else "are those of `openai-"
-        )
-        assert said in text
+        said = "trained from " if source == "train" else "Its weights are those of `"
+        assert f"{said}openai-community/gpt2" in text
         assert str(tmp_path) not in text
 
 
@@ -561,7 +561,7 @@ def test_a_file_where_a_folder_belongs_says_what_to_give_and_the_other_way_round
     path = save(tmp_path / "ckpt.pt", nanogpt())
     with pytest.raises(
         UserError,
-        match="no such run or checkpoint folder; .* --init_from",
+        match=r"no such run or checkpoint folder; .* --init_from",
     ):
         find_checkpoint(load_config(resume=path), ALONE)
     with pytest.raises(CheckpointError, match="no such run with a checkpoint"):
