@@ -132,7 +132,7 @@ class Sampler:
         """Compile decoding for so many texts at a time, and say how long that took."""
         decode = torch.compile(next_logits, dynamic=False, fullgraph=True)
         start = time.perf_counter()
-        for _ in stream(self.model, [[END_OF_TEXT]] * batch_size, 2, None, lambda *_: 0, decode):
+        for _ in stream(self.model, [[END_OF_TEXT]] * batch_size, 8, None, lambda *_: 0, decode):
             pass  # the second token is the first to be decoded
         seconds = time.perf_counter() - start
         print(f"note: compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
