@@ -100,9 +100,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     """
 
     def say(text: str) -> None:
-        with reported("stdout"):
-            if world.rank == 0:
-                print(text, flush=True)
+        if world.rank == 0:
+            print(text, flush=True)
 
     # one answer for all ranks: the run may be training, and save meanwhile
     folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
@@ -117,8 +116,9 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         raise UserError(f"--json {options.json}: cannot be written: its folder is not there")
     model = load_model(str(folder)).to(world.device)
     dtype = choose_dtype(options, trained)
+    autocast = autocast_to(dtype, world.device)
     batch_size = options.batch_size or trained.get("batch_size", 4)
-    results = {
+    results: dict[str, Any] = {
         "run": options.run,
         "weights": str(folder),
         "step": state.get("step"),
@@ -130,8 +130,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         "torch": torch.__version__,
     }
     say(
-        f"{folder}: {results['parameters']:,} parameters, {results['dtype']}, batch_size "
-        f"{batch_size}; device {results['device']}, processes: {world.world_size}"
+        "{weights}: {parameters:,} parameters, {dtype}, batch_size {batch_size}; device {device}, "
+        "processes: {processes}".format(**results)
     )
     make_repeatable(world.device)
     tf32, bf16 = trained.get("tf32", False), dtype == torch.bfloat16
@@ -141,48 +141,47 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     # all that is read, before anything is computed: mistakes are told at once
     file = world.on_rank0(lambda: find_hellaswag(options, model, trained))
     questions = read_questions(file, model.config.block_size, world) if file else []
-    validation = None
-    if options.dataset or trained:
-        validation = open_validation(options, state, model.config, world, say)
-    for name in ("tokens", "seq_len", "val_fraction") if validation is None else ():
-        if getattr(options, name) is not None:
-            say(f"note: {name} has no effect without a validation loss")
-
+    validation = open_validation(options, state, model.config, world, say)
     is_shown = world.rank == 0 and sys.stderr.isatty()
     progress = functools.partial(track, console=Console(stderr=True), disable=not is_shown)
-    autocast = autocast_to(dtype, world.device)
     if validation:
         corpus, stream, tokens = validation
         shown = functools.partial(progress, description="validation loss")
         loss = validation_loss(model, stream, batch_size, tokens, world, autocast, shown)
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"{folder}: the validation loss is {loss}: its weights are damaged or have diverged"
-            )
-        results["validation"] = {
-            "corpus": str(corpus),
-            "tokens": count_sequences(stream, tokens) * stream.seq_len,
-            "seq_len": stream.seq_len,
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 700)),
-        }
+        results["validation"] = describe_loss(loss, corpus, stream, tokens)
         say(
             "{corpus}: validation loss {loss:.4f} nats per token, perplexity {perplexity:,.2f}, "
             "over {tokens:,} tokens in sequences of {seq_len}".format(**results["validation"])
         )
     if file:
-        at_once = batch_size * model.config.block_size
         shown = functools.partial(progress, description="HellaSwag")
+        at_once = batch_size * model.config.block_size
         scores = score(model, questions, at_once, world, autocast, shown)
-        results["hellaswag"] = {"file": str(file), "items": scores.items}
+        results["hellaswag"] = {"file": str(file), "items": scores.items} | scores.with_intervals()
         say(f"HellaSwag, {scores.items:,} items, each score with its 95% interval:")
         for metric, meaning in METRICS.items():
-            share, (low, high) = scores.right[metric] / scores.items, scores.interval(metric)
-            results["hellaswag"][metric] = {"score": share, "interval": (low, high)}
+            share, (low, high) = results["hellaswag"][metric].values()
             say(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
     if options.json and world.rank == 0:
         write_whole(Path(options.json), json.dumps(results, indent=1, allow_nan=False) + "\n")
     return results
+
+
+def describe_loss(
+    loss: float, corpus: Path, stream: TokenStream, tokens: int | None
+) -> dict[str, Any]:
+    """Return what --json holds of a validation loss. Raises TrainingError if it is not finite."""
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the validation loss is {loss}: the weights are damaged or have diverged"
+        )
+    return {
+        "corpus": str(corpus),
+        "tokens": count_sequences(stream, tokens) * stream.seq_len,
+        "seq_len": stream.seq_len,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700)),
+    }
 
 
 def choose_dtype(options: EvaluateOptions, trained: dict[str, Any]) -> torch.dtype:
@@ -213,10 +212,13 @@ def open_validation(
     """Return the corpus that the options mean, its validation split, and the number of tokens that
     the loss is the mean of (none: all).
 
-    None where nobody asked for it and it cannot be had: a run's own corpus, beside --hellaswag.
+    None without a corpus, or where a run's own cannot be had and nobody asked for it.
     """
     trained = state.get("config", {})
-    dataset = options.dataset or trained["dataset"]
+    if not (dataset := options.dataset or trained.get("dataset")):
+        for name in {"tokens", "seq_len", "val_fraction"} & options.model_fields_set:
+            say(f"note: {name} has no effect without a validation loss")
+        return None
     own = trained if dataset == trained.get("dataset") else {}
     seq_len = options.seq_len or trained.get("seq_len", config.block_size)
     if seq_len > config.block_size:

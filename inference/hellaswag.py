@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,13 @@ class Scores(NamedTuple):
         n, p, z = self.items, self.right[metric] / self.items, 1.959964
         middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
         return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+    def with_intervals(self) -> dict[str, dict[str, Any]]:
+        """Return the share and its interval for each metric, as evaluate.py's --json has them."""
+        return {
+            metric: {"score": right / self.items, "interval": self.interval(metric)}
+            for metric, right in self.right.items()
+        }
 
 
 def read_questions(path: Path, block_size: int, world: World) -> list[Question]:

@@ -1,7 +1,7 @@
 """The validation loss: the mean over the same tokens each time, each exactly once."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from runtime.world import World
 T = TypeVar("T")
 Autocast = Callable[[], contextlib.AbstractContextManager]
 # Iterates over batches and shows how many are done.
-Progress = Callable[[list[T]], Iterator[T]]
+Progress = Callable[[list[T]], Iterable[T]]
 
 
 @contextlib.contextmanager

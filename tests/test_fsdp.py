@@ -15,7 +15,7 @@ from checkpoint.resume import newest_whole_checkpoint
 from checkpoint.weights import load_model
 from config import Config, load_config
 from evaluate import EvaluateOptions, evaluate
-from export import export
+from inference.export_folder import export
 from inference.sampling import sample_text
 from runtime.cli import ConfigError
 from tests.conftest import (
