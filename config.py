@@ -496,7 +496,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return [f"--no-{name}"] if is_switch else [f"--{name}", str(self.off_value(name))]
 
     def notes(self) -> list[str]:
-        """Return a line for each option that has no effect, or a surprising one, with the others."""
+        """Return a line for each option that has no effect with the others, or a surprising one."""
         notes = []
         if self.warmup_steps > self.max_steps:
             reached = self.lr * self.max_steps / self.warmup_steps
@@ -516,11 +516,12 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return {
             "compiler": "--compile failed: {reason}; run without --compile",
             "C++": "--compile failed: {reason}, or run without --compile",
-            "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), weight_decay or betas",
-            "lost rank": f"another rank has died, or did not answer within --timeout {self.timeout} s "
-            f"({{reason}}); its own message, if it left one, says why",
-            "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. These lower it: a smaller "
-            f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, "
+            "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), "
+            f"weight_decay or betas",
+            "lost rank": f"another rank has died, or did not answer within --timeout "
+            f"{self.timeout} s ({{reason}}); its own message, if it left one, says why",
+            "memory": f"out of memory at batch_size {self.batch_size}, seq_len "
+            f"{self.seq_len}. These lower it: a smaller --batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, "
             f"--compile, "
             f"--loss_chunks 8, --recompute_cheap, --recompute, a smaller --seq_len or model",
         }

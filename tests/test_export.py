@@ -81,9 +81,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 model, info = AutoModelForCausalLM.from_pretrained("my model", output_loading_info=True)
 assert not any(info.values()), info
 with torch.no_grad():
-    torch.testing.assert_close(model(torch.load("idx.pt")).logits, torch.load("ours.pt"), rtol=1e-4, atol=1e-4)
+    logits = model(torch.load("idx.pt")).logits
+    torch.testing.assert_close(logits, torch.load("ours.pt"), rtol=1e-4, atol=1e-4)
 generate = pipeline("text-generation", "my model")
-print(generate("The value", max_new_tokens=20, do_sample=False, return_full_text=True)[0]["generated_text"], end="")
+how = {"max_new_tokens": 20, "do_sample": False, "return_full_text": True}
+print(generate("The value", **how)[0]["generated_text"], end="")
 """
     theirs = run_from_nothing(
         "-c", code, cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home")
@@ -561,7 +563,7 @@ def test_a_file_where_a_folder_belongs_says_what_to_give_and_the_other_way_round
     path = save(tmp_path / "ckpt.pt", nanogpt())
     with pytest.raises(
         UserError,
-        match="no such run or checkpoint folder; .* --init_from",
+        match=r"no such run or checkpoint folder; .* --init_from",
     ):
         find_checkpoint(load_config(resume=path), ALONE)
     with pytest.raises(CheckpointError, match="no such run with a checkpoint"):
