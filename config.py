@@ -520,10 +520,10 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             f"weight_decay or betas",
             "lost rank": f"another rank has died, or did not answer within --timeout "
             f"{self.timeout} s ({{reason}}); its own message, if it left one, says why",
-            "memory": f"out of memory at batch_size {self.batch_size}, seq_len "
-            f"{self.seq_len}. These lower it: a smaller --batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, "
-            f"--compile, "
-            f"--loss_chunks 8, --recompute_cheap, --recompute, a smaller --seq_len or model",
+            "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. "
+            f"These lower it: a smaller --batch_size (--total_batch_tokens keeps the step as "
+            f"large), --bf16, --flash, --compile, --loss_chunks 8, --recompute_cheap, "
+            f"--recompute, a smaller --seq_len or model",
         }
 
     def to_yaml(self) -> str:
