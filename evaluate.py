@@ -103,18 +103,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         if world.rank == 0:
             print(text, flush=True)
 
-    # one answer for all ranks: the run may be training, and save meanwhile
-    folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
-    state = read_json(folder / STATE) if (folder / STATE).is_file() else {}
+    folder, state, model = read_model(options, world)
     trained = state.get("config", {})  # empty for weights that are no run's
-    if not (trained or options.dataset or options.hellaswag):
-        raise ConfigError(
-            f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
-            f"--hellaswag FILE or --hellaswag download"
-        )
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        raise UserError(f"--json {options.json}: cannot be written: its folder is not there")
-    model = load_model(str(folder)).to(world.device)
     dtype = choose_dtype(options, trained)
     autocast = autocast_to(dtype, world.device)
     batch_size = options.batch_size or trained.get("batch_size", 4)
@@ -165,6 +155,23 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     if options.json and world.rank == 0:
         write_whole(Path(options.json), json.dumps(results, indent=1, allow_nan=False) + "\n")
     return results
+
+
+def read_model(options: EvaluateOptions, world: World) -> tuple[Path, dict[str, Any], GPT]:
+    """Return the folder of the weights, what its checkpoint.json holds (nothing for weights that
+    are no run's), and the model on its device. Raises UserError.
+    """
+    # one answer for all ranks: the run may be training, and save meanwhile
+    folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
+    state = read_json(folder / STATE) if (folder / STATE).is_file() else {}
+    if not (state or options.dataset or options.hellaswag):
+        raise ConfigError(
+            f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
+            f"--hellaswag FILE or --hellaswag download"
+        )
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        raise UserError(f"--json {options.json}: cannot be written: its folder is not there")
+    return folder, state, load_model(str(folder)).to(world.device)
 
 
 def describe_loss(

@@ -112,9 +112,9 @@ class Evaluation:
                 self.model,
                 config.sample_prompt,
                 config.sample_tokens,
-                config.seed,
-                self.world.broadcast,
-                self.autocast,
+                seed=config.seed,
+                agree=self.world.broadcast,
+                autocast=self.autocast,
             )
             self.folder.log_sample(step, text)
 

@@ -313,20 +313,15 @@ def test_the_interval_is_wilsons(items, right, expected):
     ("line", "said"),
     [
         ('{"activity_label": "x"', "not JSON"),
-        ("[1]", "not a JSON object"),
         (b"\xff\xfe{", "not JSON"),
-        ("nonsense", "not JSON"),
         (json.dumps({"ctx_a": "a"}), "lacks activity_label"),
         (json.dumps(item(ctx_b=None)), "ctx_b is None, no text"),
-        (json.dumps(item(endings=["a", "b", "c"])), "endings: 3 of them, not 4"),
         (json.dumps(item(endings=list("abcde"))), "endings: 5 of them, not 4"),
         (
             json.dumps(item(endings=["a", "b", "c", 4])),
             "endings are ['a', 'b', 'c', 4], not 4 texts",
         ),
-        (json.dumps(item(endings="abcd")), "endings are 'abcd', not 4 texts"),
         (json.dumps(item(label=4)), "label is 4;"),
-        (json.dumps(item(label=-1)), "label is -1;"),
         (json.dumps(item(label=True)), "label is True;"),
         (json.dumps(item(label=[1] * 99)), "label is [1, 1"),
         (json.dumps(item(label="")), "label is '' (the test split has no labels)"),
@@ -700,9 +695,7 @@ def test_a_corpus_that_was_moved_with_the_project_is_found(
             "--json none/out.json: cannot be written",
         ),
         (["HF", "--val_fraction", "2"], "--val_fraction: input should be less than or equal to 1"),
-        (["HF", "--tokens", "0"], "--tokens: input should be greater than or equal to 1"),
         (["--dataset", "tiny"], "the following arguments are required: run"),
-        (["HF", "--hellaswg", "x"], "--hellaswg: unknown option; did you mean --hellaswag?"),
     ],
 )
 def test_mistakes_of_the_command_are_one_line(options, said, pair, corpus, file, tmp_path):

@@ -241,10 +241,8 @@ def test_a_card_names_openais_weights_as_what_the_run_began_with(
     for source in ("train", "gpt2"):
         text = (exported(config, source, source=source)[0] / "README.md").read_text()
         assert "base_model: openai-community/gpt2\n" in text
-        said = (
-            "trained from openai-community/gpt2" if source == "train" else "are those of `openai-"
-        )
-        assert said in text
+        said = "trained from " if source == "train" else "Its weights are those of `"
+        assert f"{said}openai-community/gpt2" in text
         assert str(tmp_path) not in text
 
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.files import CheckpointError
 from checkpoint.weights import load_model, load_weights
-from inference.kv_cache import KVCache
 from inference.sampling import draw, generate, keep_top_k, seeded
 from kernels import attention
 from model import GPT, GPTConfig
@@ -461,16 +460,6 @@ def test_the_kv_cache_changes_nothing_also_past_the_context(tiny_model, flash):
     assert torch.equal(generate(model, tokens(T=5), 40, temperature=0), idx)
 
 
-def test_several_tokens_after_a_cache_do_not_see_later_ones(tiny_model):
-    model = tiny_model().eval()
-    cache, idx, at = KVCache(model, 2, 32), tokens(T=9), torch.arange(9).expand(2, 9)
-    parts = []
-    for a, b in ((0, 4), (4, 8), (8, 9)):
-        cache.begin(at[:, a:b])
-        parts.append(model.transformer(idx[:, a:b], cache.attend, at[:, a:b]))
-    close(torch.cat(parts, dim=1), model.transformer(idx), rtol=1e-4, atol=1e-5)
-
-
 def test_the_same_seed_gives_the_same_tokens_and_the_global_random_state_is_untouched(tiny_model):
     model = tiny_model(dropout=0.5)
     before = torch.get_rng_state()
@@ -481,22 +470,9 @@ def test_the_same_seed_gives_the_same_tokens_and_the_global_random_state_is_unto
     assert model.training  # restored
 
 
-def test_a_prompt_longer_than_the_context_is_kept_and_continued(tiny_model):
-    out = generate(tiny_model(), tokens(T=50), 3, temperature=0)
-    assert out.shape == (2, 53)
-    assert torch.equal(out[:, :50], tokens(T=50))
-
-
 def test_an_empty_prompt_is_an_error(tiny_model):
     with pytest.raises(ValueError, match="the prompt is empty"):
         generate(tiny_model(), tokens(T=0), 5)
-
-
-def test_top_k_above_the_vocabulary_draws_from_all_and_top_k_1_is_greedy(tiny_model):
-    model = tiny_model(init="gpt2")
-    assert generate(model, tokens(), 5, top_k=10**6).shape == (2, 21)
-    greedy = generate(model, tokens(), 20, temperature=0)
-    assert torch.equal(generate(model, tokens(), 20, top_k=1), greedy)
 
 
 def test_draws_follow_temperature_and_top_k():

@@ -67,6 +67,7 @@ def options(*words):
     [
         {},
         {"top_k": 5},
+        {"top_k": 10**6},
         {"top_p": 0.7},
         {"top_p": 1e-9},
         {"repetition_penalty": 1.3},
@@ -114,22 +115,10 @@ def alone(model, prompt, n, temperature=0, top_k=None, seed=0, **settings):
     return [token for (token,) in stream(model, [prompt], n, None, choose)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        *(((1.0, None, top_p), [1]) for top_p in (1e-45, 1e-300, 0.1)),
-        *(((0, 3, top_p), [1]) for top_p in (1e-9, 0.9, 1.0)),
-        ((1.0, None, 1.0), [0, 1, 2, 3]),
-        ((1.0, 10**6, 1 - 1e-9), [0, 1, 2, 3]),
-    ],
-)
-def test_a_tiny_top_p_keeps_the_likeliest_token_top_p_1_all_and_temperature_0_needs_neither(
-    settings, kept
-):
-    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
-    scores = filter_logits(logits, [0], *settings)
-    assert scores.isfinite().nonzero().flatten().tolist() == kept
-    assert len(kept) == 1 or torch.equal(scores, logits)
+@pytest.mark.parametrize("settings", [(1.0, None, 1e-300), (0, 3, 1e-9), (0, 3, 1.0)])
+def test_a_tiny_top_p_and_temperature_0_keep_the_likeliest_token(settings):
+    scores = filter_logits(torch.tensor([0.0, 3.0, 1.0, 2.0]), [0], *settings)
+    assert scores.isfinite().tolist() == [False, True, False, False]
 
 
 # ---- together and alone
@@ -207,15 +196,6 @@ def test_texts_come_in_order_the_first_as_it_grows():
     assert list(in_order(["A", "X", ""], steps)) == expected
     steps = [["a", "x"], ["b", "y"], ["", "\ufffd"]]
     assert "".join(in_order(["A", "X"], steps)) == "Aab\n---\nXxy\ufffd"
-
-
-def test_sampling_never_touches_the_global_random_state_and_depends_on_the_seed(tiny_model):
-    model = tiny_model(vocab_size=50257, init="gpt2")
-    before = torch.get_rng_state()
-    first, again, other = (sample_text(model, "Hello", 6, seed) for seed in (3, 3, 4))
-    assert first == again != other
-    assert first.startswith("Hello")
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_model_of_weights_that_are_no_numbers_is_an_error_of_the_user(tiny_model):

@@ -280,7 +280,7 @@ def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(
         model, prompt, tokens, **_
     ):  # as sample_text does, with a vocabulary that shares the other tests' compilation
         sampled.append(generate(model, torch.tensor([[1] * len(prompt)]), tokens))
-        return ["a text"]
+        return "a text"
 
     monkeypatch.setattr(evaluation_module, "sample_text", sample)
     config = tiny_config(**COMPILED, max_steps=5, eval_every=1, val_fraction=0.05)
