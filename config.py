@@ -262,9 +262,7 @@ class RunConfig(Options):
 
 
 class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig):
-    """All options of a training run. Invalid or contradictory values raise pydantic's
-    ValidationError.
-    """
+    """Hold all options of a training run. Bad values raise pydantic's ValidationError."""
 
     @model_validator(mode="before")
     @classmethod
@@ -321,7 +319,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return self
 
     def _contradictions(self, world_size: int) -> list[tuple[str, str]]:
-        """Options that exclude each other: pairs of (option to blame, message)."""
+        """List options that exclude each other: pairs of (option to blame, message)."""
         problems = []
         if self.n_embd % self.n_head:
             problems.append(
@@ -398,20 +396,18 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     @property
     def n_vocab(self) -> int:
-        """Tokens that exist, as the model counts them (GPTConfig)."""
+        """Number of tokens that exist, as the model counts them (GPTConfig)."""
         return self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)
 
     def alike(self) -> dict[str, Any]:
-        """The options that all processes of a run need to have alike: folders may have other places
-        on another machine.
-        """
+        """Return the options that have to be the same on all ranks; folders may differ."""
         return self.model_dump(mode="json", exclude={"data_dir", "hellaswag_file", "log_dir"})
 
     def accumulation_steps(self, world_size: int) -> int:
-        """Micro-steps per step that make up `total_batch_tokens` over `world_size` processes.
+        """Return the micro-steps per step that make up `total_batch_tokens`.
 
-        Raises ContradictionError, naming the nearest totals that work, if it is not a multiple of a
-        micro-step's tokens.
+        Raises ContradictionError, naming the nearest totals that work, if it is not a multiple of
+        the tokens of one micro-step on `world_size` ranks.
         """
         tokens = self.batch_size * self.seq_len * world_size
         total = self.total_batch_tokens or tokens
@@ -434,17 +430,15 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return steps
 
     def tokens_per_step(self, world_size: int) -> int:
-        """Tokens of a step over `world_size` processes."""
+        """Return the tokens of a step on `world_size` ranks."""
         return self.total_batch_tokens or self.batch_size * self.seq_len * world_size
 
     def trackers(self) -> list[str]:
-        """The packages that follow the run."""
+        """List the packages that follow the run."""
         return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
 
     def final_lr(self) -> float:
-        """Learning rate that a decaying schedule goes down to: `min_lr`, or a tenth of `lr` where
-        that is not set.
-        """
+        """Return the learning rate that a decaying schedule ends at (`min_lr`, or lr / 10)."""
         return self.lr / 10 if self.min_lr is None else self.min_lr
 
     def lacks(self, name: str) -> str | None:
@@ -496,7 +490,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return [f"--no-{name}"] if is_switch else [f"--{name}", str(self.off_value(name))]
 
     def notes(self) -> list[str]:
-        """Return a line for each option that has no effect, or a surprising one, with the others."""
+        """Return a line for each option that has no effect with the others, or a surprising one."""
         notes = []
         if self.warmup_steps > self.max_steps:
             reached = self.lr * self.max_steps / self.warmup_steps
@@ -510,23 +504,22 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return notes
 
     def advice(self) -> dict[str, str]:
-        """What to say, and what may help, at each kind of failure that runtime/errors.py tells
-        apart.
-        """
+        """Return messages for the kinds of failure that runtime/errors.py tells apart."""
         return {
             "compiler": "--compile failed: {reason}; run without --compile",
             "C++": "--compile failed: {reason}, or run without --compile",
-            "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), weight_decay or betas",
-            "lost rank": f"another rank has died, or did not answer within --timeout {self.timeout} s "
-            f"({{reason}}); its own message, if it left one, says why",
-            "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. These lower it: a smaller "
-            f"--batch_size (--total_batch_tokens keeps the step as large), --bf16, --flash, "
-            f"--compile, "
-            f"--loss_chunks 8, --recompute_cheap, --recompute, a smaller --seq_len or model",
+            "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), "
+            f"weight_decay or betas",
+            "lost rank": f"another rank has died, or did not answer within --timeout "
+            f"{self.timeout} s ({{reason}}); its own message, if it left one, says why",
+            "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. "
+            f"These lower it: a smaller --batch_size (--total_batch_tokens keeps the step as "
+            f"large), --bf16, --flash, --compile, --loss_chunks 8, --recompute_cheap, "
+            f"--recompute, a smaller --seq_len or model",
         }
 
     def to_yaml(self) -> str:
-        """All options as a YAML file that `--config` takes and that repeats the run."""
+        """Return all options as a YAML file that `--config` takes and that repeats the run."""
         changed: dict[str, Any] = {"resume": None}  # repeating a run is not going on with it
         if self.lr_schedule != "constant":
             changed["min_lr"] = self.final_lr()
@@ -537,8 +530,9 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
 
 def _names_of_run(resume: str) -> set[str]:
-    """What the run may be called that `resume` means: a run's folder, its checkpoints/ or one of
-    these, or a link to one.
+    """Return the names of the run that `resume` may mean.
+
+    It is the path of a run's folder, its checkpoints/ or one of these, or a link to one.
     """
     path = Path(os.path.abspath(resume.replace("\0", "")))  # no file has a NUL in its name
     paths = [

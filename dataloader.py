@@ -127,7 +127,7 @@ def _cut_tail(spans: list[Span], fraction: float) -> tuple[list[Span], list[Span
 
 
 class DataLoader:
-    """Make the batches of one rank. A step is `accumulation` micro-steps of all `world_size` ranks."""
+    """Make the batches of one rank: a step is `accumulation` micro-steps of `world_size` ranks."""
 
     def __init__(
         self,

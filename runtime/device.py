@@ -148,12 +148,11 @@ def set_precision(device: torch.device, *, tf32: bool = False, bf16: bool = Fals
 
 def check_precision(device: torch.device, *, tf32: bool = False, bf16: bool = False) -> list[str]:
     """Return notes on precisions that do not pay here. Raises UserError for one that is missing."""
-    if bf16 and device.type == "cuda":
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise UserError(
-                f"--bf16: {device_name(device)} has no bfloat16; run without it, or train with "
-                f"--fp16"
-            )
+    on_gpu = device.type == "cuda"
+    if bf16 and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(
+            f"--bf16: {device_name(device)} has no bfloat16; run without it, or train with --fp16"
+        )
     notes = []
     if tf32 and not has_tf32(device):
         notes.append(f"tf32 has no effect on {device_name(device)}: fp32 matmuls stay fp32")

@@ -100,7 +100,8 @@ LOOK = """if True:
 
     def look(module, _, output):
         dropped = output == 0
-        masks.append((hashlib.sha256(dropped.numpy().tobytes()).hexdigest(), dropped.float().mean().item()))
+        digest = hashlib.sha256(dropped.numpy().tobytes()).hexdigest()
+        masks.append((digest, dropped.float().mean().item()))
 
     def average(world, bucket):
         averaged.append(bucket.is_last())

@@ -82,10 +82,10 @@ model, info = AutoModelForCausalLM.from_pretrained("my model", output_loading_in
 assert not any(info.values()), info
 with torch.no_grad():
     logits = model(torch.load("idx.pt")).logits
-torch.testing.assert_close(logits, torch.load("ours.pt"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, torch.load("ours.pt"), rtol=1e-4, atol=1e-4)
 generate = pipeline("text-generation", "my model")
-options = {"max_new_tokens": 20, "do_sample": False, "return_full_text": True}
-print(generate("The value", **options)[0]["generated_text"], end="")
+how = {"max_new_tokens": 20, "do_sample": False, "return_full_text": True}
+print(generate("The value", **how)[0]["generated_text"], end="")
 """
     theirs = run_from_nothing(
         "-c", code, cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home")

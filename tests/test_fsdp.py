@@ -284,7 +284,7 @@ def test_blocks_are_compiled_once_for_all_of_them(two, place):
 # ---- checkpoints
 
 
-def test_a_checkpoint_in_shards_goes_on_with_the_same_bits_at_any_number_of_processes_and_another_one_in_shards(
+def test_a_checkpoint_resumes_with_the_same_bits_sharded_or_not_on_any_number_of_ranks(
     two, four, place
 ):
     half, few = (
@@ -387,7 +387,7 @@ def test_a_shard_that_the_checksums_do_not_name_either_is_missed_where_it_is_rea
 def test_a_shard_that_cannot_be_written_is_one_error_and_leaves_the_checkpoint_before(two, place):
     run_folder = place / "logs/not saved"
     assert re.fullmatch(
-        r"NotSavedError: .*/step_000004: cannot be written: .*No space left on device; to go on: .*",
+        r"NotSavedError: .*/step_000004: cannot be written: .*No space left on device; to .*",
         two["not saved"],
     )
     assert [path.name for path in (run_folder / "checkpoints").iterdir()] == ["step_000002"]

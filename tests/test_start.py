@@ -19,7 +19,8 @@ if sys.argv[1] == "settled":
     set_up_process()
 import ctypes
 libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 def step():
     buffer = libc.malloc(64 * 2**20)
     ctypes.memset(buffer, 1, 64 * 2**20)
@@ -76,7 +77,8 @@ start.set_up_process()
 start.memory_left = lambda: start.resident_memory() * float(sys.argv[1])
 import ctypes
 libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 before = start.resident_memory()
 buffers = [libc.malloc(4 * 2**20) for _ in range(64)]
 for buffer in buffers:
@@ -169,7 +171,7 @@ print(os.environ["OMP_NUM_THREADS"] + "\\n", end="", flush=True)  # at once: sev
 
 
 def test_processes_share_the_cores_unless_the_user_has_set_their_threads(tmp_path):
-    """torchrun sets one thread where the user has set nothing, so that this looks like a user's 1."""
+    """torchrun sets one thread where the user has set nothing, which looks like a user's 1."""
     (tmp_path / "script.py").write_text(OF_8_CORES)
     plain = {
         name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")
