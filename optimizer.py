@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from config import Config
-from kernels.attention import cpu_has_bf16
+from kernels.attention import CPU_HAS_BF16
 
 
 def make_optimizers(
@@ -131,7 +131,7 @@ def has_bf16_matmuls(device: torch.device) -> bool:
     """True if the device has instructions for bf16 matmuls, so that they are faster than fp32's."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and cpu_has_bf16()
+    return device.type == "cpu" and CPU_HAS_BF16
 
 
 def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:

@@ -199,7 +199,7 @@ def shard(model: GPT, config: Config, world: World) -> None:
 def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream]:
     """Open training batches and validation split; writes a small corpus that is not there yet."""
     folder = Path(config.data_dir) / config.dataset
-    world.on_rank0(lambda: prepare_if_missing(folder, print))
+    world.on_rank0(lambda: prepare_if_missing(folder, functools.partial(print, flush=True)))
 
     def open_splits() -> tuple[DataLoader, TokenStream]:
         split, val = open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)

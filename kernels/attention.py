@@ -21,18 +21,13 @@ import torch
 from torch import Tensor
 
 BLOCK, SEQUENCES = 256, 2  # queries in a block, sequences whose blocks are computed together
-
-
-@torch.compiler.assume_constant_result
-def cpu_has_bf16() -> bool:
-    """True if this CPU has instructions for matmuls in bfloat16; without them they are emulated."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+# Instructions for matmuls in bfloat16; without them a CPU emulates it.
+CPU_HAS_BF16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def blocked_is_faster(device: torch.device, dtype: torch.dtype, T: int) -> bool:
     """True if a compiled model attends over T tokens faster in blocks than by PyTorch's kernel."""
-    return device.type == "cpu" and dtype == torch.bfloat16 and T > BLOCK and cpu_has_bf16()
+    return device.type == "cpu" and dtype == torch.bfloat16 and T > BLOCK and CPU_HAS_BF16
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -260,7 +260,7 @@ def test_an_indivisible_batch_counts_the_processes_that_torchrun_started(tmp_pat
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["missing"], "missing: no such run or folder"),
+        (["missing"], "missing: no such run with a checkpoint"),
         (["x", "--temperature", "-1"], "--temperature: input should be greater"),
         ([], "the following arguments are required: run"),
         (["x", "--promt", "y"], "--promt: unknown option; did you mean --prompt?"),

@@ -909,7 +909,7 @@ def test_a_file_that_is_changed_while_it_is_read_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--name", "a/b"], "--name a/b: must be a plain name"),
+        (["--name", "a/b"], "--name 'a/b': must be a plain name"),
         (["--name", "fineweb"], "is the corpus that data/fineweb.py writes"),
         (["--name", "mine", "--workers", "0"], "--workers: input should be greater than or equal"),
         ([], "name: "),

@@ -243,7 +243,8 @@ def test_a_machine_that_does_not_see_the_runs_folder_gets_a_line_and_cannot_resu
     options = [*flags(tiny_config(max_steps=2)), "--log_dir", "logs"]
     resume = [*options, "--max_steps", "4", "--resume", "auto"]
     (line,) = refused(apart, *options, "--fsdp", cwd=tmp_path)
-    assert line.startswith("error: logs/train: is not there for rank 1, and with fsdp every ")
+    assert line.startswith("error: logs/train is not there for rank 1; put --log_dir on ")
+    assert "as every rank saves its shards" in line
     assert not (tmp_path / "logs").exists()
     for done in run_different(apart, *options, cwd=tmp_path):
         assert (done.returncode, done.stderr) == (0, "")
@@ -251,14 +252,12 @@ def test_a_machine_that_does_not_see_the_runs_folder_gets_a_line_and_cannot_resu
     assert re.search(
         r"^note: code: all ranks .* \S.* on rank 0 and other code on rank 1$", console, re.M
     )
-    assert "note: logs/train is not there for rank 1: the run trains, but can" in console
+    assert "note: logs/train is not there for rank 1; put --log_dir on a file system" in console
     (line,) = refused(apart, *resume, cwd=tmp_path)
-    assert line.startswith(
-        "error: logs/train/checkpoints/step_000002 is there for rank 0, but not for rank 1: a run "
-    )
+    assert line.startswith("error: logs/train/checkpoints/step_000002 is there for rank 0 but not ")
     (tmp_path / "logs").rename(tmp_path / "elsewhere/logs")  # now rank 0 would begin anew
     (line,) = refused(apart, *resume, cwd=tmp_path)
-    assert line.startswith("error: logs/train has no checkpoint for rank 0, but some for rank 1: ")
+    assert line.startswith("error: logs/train/checkpoints is there for rank 0 but not for rank 1, ")
     assert not (tmp_path / "logs").exists()
 
 
