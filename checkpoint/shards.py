@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.files import OPTIMIZER, SHARDS, CheckpointError, read_tensors
-from runtime.errors import in_a_line
+from runtime.errors import TrainingError, in_a_line
 from runtime.files import sha256
 from runtime.world import World
 
@@ -44,7 +44,10 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> d
     def checksums() -> dict[str, str]:
         return {path.name: sha256(path) for path in folder.glob(f"shard-{world.rank + 1:05d}-*")}
 
-    gathered = world.gather(world.raise_on_all(checksums))
+    try:
+        gathered = world.gather(world.raise_on_all(checksums))
+    except TrainingError as error:
+        raise OSError(str(error)) from None
     return {name: digest for of_rank in gathered for name, digest in of_rank.items()}
 
 
