@@ -367,6 +367,12 @@ def test_a_resumed_runs_time_stands_beside_the_steps_it_is_of(go, here, capsys):
     assert json.loads((here / "summary.json").read_text()) == summary
 
 
+def test_damaged_rows_of_a_log_are_left_out(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text(f"\ufeffstep,val_loss\n1,2\n2,x\n\0\0\n3\n{'9' * 5000},1\n4,3\n5,4", "utf-8")
+    assert [*runtime.runlog.read_rows(path, ("step", "val_loss"))] == [1, 4]
+
+
 # ---- links and places
 
 
