@@ -11,7 +11,6 @@ import shutil
 import stat
 from pathlib import Path
 
-import filelock
 import pytest
 import torch
 
@@ -89,17 +88,6 @@ def test_of_runs_that_start_at_the_same_moment_one_begins_and_the_others_are_tol
     assert told == sorted((number, *what) for number in range(rounds) for what in of_a_round)
     names = {path.name for path in folder.parent.iterdir() if not path.name.startswith(".")}
     assert names == {"train", *(f"train.{n}" for n in range(1, rounds + 1))}
-
-
-def test_a_run_that_hangs_while_it_begins_is_waited_for_a_while_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.runlog, "START_PATIENCE", 0.1)
-    lock = tmp_path / "logs/.begin.lock"
-    said = r"logs: another process has been about to begin .* for 0.1 s"
-    with filelock.FileLock(lock), pytest.raises(UserError, match=said):
-        RunFolder(tmp_path / "logs/b").create()
-    assert [*lock.parent.iterdir()] == [lock]
-    RunFolder(tmp_path / "logs/b").create()
-    assert [*lock.parent.iterdir()] == [tmp_path / "logs/b"]
 
 
 def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(go, here, tiny_config):
@@ -341,8 +329,8 @@ def test_an_empty_resume_is_a_mistake_and_no_new_run(given, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse_command_line(Config, given)
     assert stopped.value.code == 2
-    said = "--resume: is empty; give a value, or leave it out"
-    assert capsys.readouterr().err.startswith(f"error: {said}\n")
+    said = "--resume: string should have at least 1 character, not ''"
+    assert f"error: {said}\n" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=said):
         load_config(resume="")
 
@@ -379,54 +367,10 @@ def test_a_resumed_runs_time_stands_beside_the_steps_it_is_of(go, here, capsys):
     assert json.loads((here / "summary.json").read_text()) == summary
 
 
-@pytest.mark.parametrize("harm", ["gone", "empty", "header"])
-def test_a_finished_run_without_its_log_and_summary_is_summed_up_without_times(
-    harm, go, here, capsys
-):
-    before = go(eval_every=6, val_fraction=0.1)
-    path = here / "log.csv"
-    header = path.read_text().splitlines(keepends=True)[0]
-    (here / "summary.json").unlink()
-    path.unlink()
-    if harm != "gone":
-        path.write_text("" if harm == "empty" else header)
-    summary = go(resume="auto", eval_every=6, val_fraction=0.1)
-    for name in ("steps", "tokens", "val_loss"):
-        assert summary[name] == before[name]
-    for name in (
-        *("median_dt_ms", "median_tokens_per_sec", "first_step_s", "utilization", "final_loss"),
-    ):
-        assert summary[name] is None
-    output = capsys.readouterr().out
-    assert f"note: {path}: has no rows of steps 1 to 6: it begins after them" in output
-    assert "how long a step took is not known" in output
-    assert path.read_text() == header
-
-
-@pytest.mark.parametrize(
-    ("harm", "note"),
-    [
-        (lambda lines: [*lines[:3], "3,x,0,1,2,3\n", *lines[4:]], "line 4 is damaged and left out"),
-        (
-            lambda lines: [*lines[:3], "\0\0\0\0\n", "4,4.\n", *lines[5:]],
-            "lines 4, 5 are damaged and left out",
-        ),
-        (lambda lines: [*lines[:-1], "6,4.8"], "line 7 is damaged and left out"),
-        (lambda lines: [*lines, f"{'9' * 5000},1,1,1,1,1\n"], "line 8 is damaged and left out"),
-        (lambda lines: ["\ufeff", *(line.replace("\n", "\r\n") for line in lines)], None),
-        (lambda lines: [*lines, "7,4.8"], None),
-        (lambda lines: [*lines, "7,4.8\n", "8,4."], None),
-        (lambda lines: [*lines, "7"], None),
-    ],
-)
-def test_a_damaged_row_of_a_step_that_is_not_taken_again_is_told(harm, note, go, here, capsys):
-    go()
-    path = here / "log.csv"
-    path.write_text("".join(harm(path.read_text().splitlines(keepends=True))))
-    go(resume="auto", max_steps=8)
-    output = capsys.readouterr().out
-    assert output.count("left out\n") == (note is not None)
-    assert note is None or f"note: {path}: {note}\n" in output
+def test_damaged_rows_of_a_log_are_left_out(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text(f"\ufeffstep,val_loss\n1,2\n2,x\n\0\0\n3\n{'9' * 5000},1\n4,3\n5,4", "utf-8")
+    assert [*runtime.runlog.read_rows(path, ("step", "val_loss"))] == [1, 4]
 
 
 # ---- links and places
@@ -572,21 +516,6 @@ def test_a_signal_as_a_folder_has_just_been_moved_or_made_leaves_all_as_it_was(
         assert here.exists() == (call == "rename")
 
 
-@pytest.mark.parametrize(("name", "option"), [("logs", "log_dir"), ("logs/train", "run_name")])
-@pytest.mark.parametrize("what", ["file", "link"])
-def test_what_is_no_folder_in_the_place_of_one_is_named_with_the_option(
-    what, name, option, go, tmp_path
-):
-    place = tmp_path / name
-    place.parent.mkdir(exist_ok=True)
-    place.write_text("mine") if what == "file" else place.symlink_to(tmp_path / "nowhere")
-    said = rf"{name}: is there and is no folder; move it away or choose another --{option}"
-    with pytest.raises(UserError, match=said):
-        go()
-    assert place.is_symlink() or place.read_text() == "mine"
-    assert not (tmp_path / "logs/.begin.lock").exists()
-
-
 def test_a_link_that_leads_nowhere_is_no_free_name(go, here, tmp_path):
     go(max_steps=1)
     here.with_name("train.1").symlink_to(tmp_path / "nowhere")
@@ -598,8 +527,7 @@ def test_a_link_that_leads_nowhere_is_no_free_name(go, here, tmp_path):
 def test_a_run_that_cannot_be_moved_aside_is_left_as_it_is(go, here):
     options, path = {"max_steps": 1, "run_name": "r" * 255}, here.with_name("r" * 255)
     go(**options)
-    said = "cannot be moved aside: File name too long; choose another --run_name"
-    with pytest.raises(OSError, match=said):
+    with pytest.raises(OSError, match="File name too long"):
         go(**options)
     assert [*here.parent.iterdir()] == [path]
     assert read_state(newest(path)).step == 1

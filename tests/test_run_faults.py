@@ -401,7 +401,7 @@ EARLY = "\nstopped before its first step: nothing is lost, the same command star
 def stopped_early(monkeypatch, place, config, number=signal.SIGTERM):
     """Begin a run, with a signal as it enters `place`."""
     module = inference.evaluation if place == "validation_loss" else train_module
-    with monkeypatch.context() as patched, StopRequest("set-up") as stop:
+    with monkeypatch.context() as patched, StopRequest() as stop:
         inject(patched, module, place, lambda: signal.raise_signal(number))
         with pytest.raises(Stopped) as ended:
             train(config, ALONE, stop=stop)
@@ -452,19 +452,11 @@ SLOW_IMPORT = (
 
 
 @pytest.mark.parametrize(
-    ("command", "module"),
-    [
-        ("train.py --dataset none", "torch"),
-        *itertools.product(("sample.py any", "bench.py", "evaluate.py any"), ("pydantic", "torch")),
-        ("ladder.py none", "pydantic"),
-        ("data/text.py any", "argparse"),
-        ("data/fineweb.py any", "argparse"),
-        ("data/hellaswag.py any", "argparse"),
-    ],
+    "command", ["train.py --dataset none", "sample.py any", "bench.py", "evaluate.py any"]
 )
-def test_ctrl_c_during_imports_ends_a_command_in_one_line(command, module, tmp_path):
+def test_ctrl_c_during_the_import_of_torch_ends_a_command_in_one_line(command, tmp_path):
     (tmp_path / "slow").mkdir()
-    (tmp_path / f"slow/{module}.py").write_text(SLOW_IMPORT)
+    (tmp_path / "slow/torch.py").write_text(SLOW_IMPORT)
     script, *words = command.split()
     process = subprocess.Popen(
         [sys.executable, ROOT / script, *words],
@@ -506,11 +498,8 @@ def test_a_temperature_without_end_draws_evenly_from_the_top_k(temperature, tiny
     assert set(drawn) == set(likeliest)
 
 
-def test_a_temperature_that_is_no_number_is_refused_and_the_model_goes_on_training(tiny_model):
+def test_logits_that_are_no_numbers_are_refused_and_the_model_goes_on_training(tiny_model):
     model = tiny_model()
-    for temperature in (math.nan, math.inf, -1):
-        with pytest.raises(ValueError, match=r"temperature .* must be at least 0 and finite"):
-            generate(model, tokens(), 1, temperature)
     with torch.no_grad():
         model.lm_head.weight[0] = math.nan
     with pytest.raises(UserError, match="logits are not finite"):
