@@ -107,6 +107,13 @@ def the_matmul_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.summary, "matmul_tflops", _matmul_tflops)
 
 
+@pytest.fixture(autouse=True)
+def compiled_code_is_forgotten() -> None:
+    """PyTorch compiles a function for 8 models of one process, and runs later ones uncompiled."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
 @functools.cache
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
     return MATMUL_TFLOPS(device, dtype)
