@@ -18,7 +18,7 @@ from pydantic import Field
 
 from runtime.cli import ConfigError, Name, Options, Positive
 from runtime.errors import TrainingError, UserError, reported
-from runtime.start import reconfigure_output, start
+from runtime.start import start
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # json is also the name of a method that pydantic has given up
@@ -284,7 +284,6 @@ def open_split(
 
 def main(options: EvaluateOptions) -> None:
     """Evaluate a model, alone or with the other ranks of torchrun."""
-    reconfigure_output()
     advice = {
         "memory": "out of memory; take a smaller --batch_size, or --bf16",
         "lost rank": f"another rank has died, or did not answer within {TIMEOUT:g} s ({{reason}}); "

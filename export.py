@@ -4,7 +4,7 @@ my-gpt2`.
 
 from runtime.cli import Name, Options
 from runtime.errors import reported
-from runtime.start import reconfigure_output, start
+from runtime.start import start
 
 
 class ExportOptions(Options):
@@ -31,7 +31,6 @@ from inference.export_folder import export
 
 def main(options: ExportOptions) -> None:
     """Export, and say what to do with the folder. Raises UserError."""
-    reconfigure_output()
     folder = Path(options.folder)
     notes = export(options.run, folder, options.log_dir)
     with reported("stdout"):

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from runtime.cli import ContradictionError, Name, Options, Positive
 from runtime.errors import UserError, reported
-from runtime.start import reconfigure_output, start
+from runtime.start import start
 
 
 class SampleOptions(Options):
@@ -247,7 +247,6 @@ def added_to(context: list[int], steps: Iterable[list[int | None]]) -> Iterator[
 
 def main(options: SampleOptions) -> None:
     """Print the texts. Raises UserError."""
-    reconfigure_output()
     prompts = [options.prompt] if options.prompt_file is None else read_prompts(options.prompt_file)
     sampler = Sampler(options)
     with reported("stdout", advice=options.advice()):
