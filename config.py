@@ -8,7 +8,7 @@ a checkpoint fixes. Nothing here imports torch, so `--help` and mistakes answer 
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -273,126 +273,95 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     @model_validator(mode="after")
     def _check_combinations(self, info: ValidationInfo) -> Self:
-        problems = []
-        if self.run_name is not None and (
-            Path(self.run_name).name != self.run_name or self.run_name == ".."
-        ):
-            problems.append(
-                (
-                    "run_name",
-                    f"run_name {self.run_name!r} is not a plain folder name; "
-                    f"use log_dir for the folder it lies in",
-                )
-            )
-        if self.estimate and self.resume is not None:
-            problems.append(
-                (
-                    "estimate",
-                    "estimate and resume exclude each other: an estimate is of a whole run",
-                )
-            )
-        # a run moved aside, <run_name>.1, has its old name in its config.yaml
-        if (
-            self.resume not in (None, "auto")
-            and "run_name" in (info.context or {}).get("given", ())
-            and not any(
-                re.fullmatch(rf"{re.escape(str(self.run_name))}(\.\d+)?", name)
-                for name in _names_of_run(str(self.resume))
-            )
-        ):
-            problems.append(
-                (
-                    "run_name",
-                    f"run_name {self.run_name} is not the run that resume {self.resume} goes on "
-                    f"with; leave "
-                    f"run_name out, or begin a new run of that name: --init_from "
-                    f"{shlex.quote(str(self.resume))} in place "
-                    f"of --resume",
-                )
-            )
-        # with `resume`, what is not given here is the checkpoint's: checkpoint.py merges the two
-        # and has them judged then
+        context = info.context or {}
+        problems = list(self._wrong_names("run_name" in context.get("given", ())))
+        # With `resume`, what is not given here is the checkpoint's: checkpoint/resume.py merges the
+        # two and validates the result.
         if self.resume is None:
-            problems += self._contradictions((info.context or {}).get("world_size", 1))
+            problems += self._contradictions(context.get("world_size", 1))
         if problems:
             raise ContradictionError(problems)
         return self
 
-    def _contradictions(self, world_size: int) -> list[tuple[str, str]]:
-        """List options that exclude each other: pairs of (option to blame, message)."""
-        problems = []
+    def _wrong_names(self, run_name_is_given: bool) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with the run's name: the option to blame, and a message."""
+        name, resume = str(self.run_name), self.resume
+        if Path(name).name != name or name == "..":
+            yield (
+                "run_name",
+                f"run_name {name!r} is not a plain folder name; set log_dir to the folder above it",
+            )
+        if resume is None:
+            return
+        if self.estimate:
+            message = "estimate and resume exclude each other: an estimate is of a whole run"
+            yield "estimate", message
+        folders = {*os.path.abspath(resume).split(os.sep), *os.path.realpath(resume).split(os.sep)}
+        # A run that was moved aside, <run_name>.1, may have its old name in its config.yaml.
+        is_of_run = re.compile(rf"{re.escape(name)}(\.\d+)?").fullmatch
+        if resume != "auto" and run_name_is_given and not any(map(is_of_run, folders)):
+            yield (
+                "run_name",
+                f"run_name {name} is not the run that resume {resume} is of; leave run_name out, "
+                f"or begin a new run: --init_from {shlex.quote(resume)} in place of --resume",
+            )
+
+    def _contradictions(self, world_size: int) -> Iterator[tuple[str, str]]:
+        """Yield options that exclude each other: the one to blame, and a message."""
         if self.n_embd % self.n_head:
-            problems.append(
-                (
-                    "n_head",
-                    f"n_embd {self.n_embd} does not divide into {self.n_head} heads; "
-                    f"n_head must divide n_embd",
-                )
+            yield (
+                "n_head",
+                f"n_embd {self.n_embd} does not divide into {self.n_head} heads; n_head must "
+                f"divide n_embd",
             )
         if self.seq_len > self.block_size:
-            problems.append(
-                (
-                    "seq_len",
-                    f"seq_len {self.seq_len} is longer than block_size {self.block_size}; "
-                    f"lower seq_len or raise block_size",
-                )
+            yield (
+                "seq_len",
+                f"seq_len {self.seq_len} is longer than block_size {self.block_size}; lower "
+                f"seq_len or raise block_size",
             )
-        if self.real_vocab_size is not None and self.real_vocab_size > self.vocab_size:
-            problems.append(
-                (
-                    "real_vocab_size",
-                    f"real_vocab_size {self.real_vocab_size} is more than "
-                    f"vocab_size {self.vocab_size}; it may be at most vocab_size",
-                )
+        if self.n_vocab > self.vocab_size:
+            yield (
+                "real_vocab_size",
+                f"real_vocab_size {self.n_vocab} is more than vocab_size {self.vocab_size}; it may "
+                f"be at most vocab_size",
             )
         if self.bf16 and self.fp16:
-            problems.append(("fp16", "bf16 and fp16 exclude each other; choose one"))
-        if self.min_lr is not None and self.min_lr > self.lr:
-            problems.append(
-                ("min_lr", f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr")
+            yield "fp16", "bf16 and fp16 exclude each other; choose one"
+        if self.final_lr() > self.lr:
+            yield (
+                "min_lr",
+                f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr",
             )
         for name in ("sample_every", "hellaswag_every"):
             if getattr(self, name) and self.n_vocab != GPT2_TOKENS:
-                problems.append(
-                    (
-                        name,
-                        f"{name} {getattr(self, name)} needs GPT-2's vocabulary: set vocab_size "
-                        f"to at least "
-                        f"{GPT2_TOKENS}, or {name} to 0",
-                    )
+                yield (
+                    name,
+                    f"{name} {getattr(self, name)} needs GPT-2's vocabulary: set vocab_size to at "
+                    f"least {GPT2_TOKENS}, or {name} to 0",
                 )
         if self.fp16 and self.optimizer == "muon":
-            problems.append(
-                (
-                    "fp16",
-                    "fp16 and optimizer muon exclude each other: at an overflow only one of its "
-                    "two optimizers "
-                    "would skip the step; use bf16",
-                )
+            yield (
+                "fp16",
+                "fp16 and optimizer muon exclude each other: at an overflow only one of its two "
+                "optimizers would skip the step; use bf16",
             )
         if self.fsdp and self.optimizer == "muon":
-            problems.append(
-                (
-                    "fsdp",
-                    "fsdp and optimizer muon exclude each other: Muon's matrices have to be "
-                    "whole; use adamw, or "
-                    "several processes without fsdp",
-                )
+            yield (
+                "fsdp",
+                "fsdp and optimizer muon exclude each other: Muon's matrices have to be whole; use "
+                "adamw, or several processes without fsdp",
             )
         if self.fsdp and self.compile and self.compile_mode in ("reduce-overhead", "max-autotune"):
-            problems.append(
-                (
-                    "fsdp",
-                    f"fsdp and compile_mode {self.compile_mode} exclude each other: its CUDA "
-                    f"graphs need weights "
-                    "that stay where they are; use default or max-autotune-no-cudagraphs",
-                )
+            yield (
+                "fsdp",
+                f"fsdp and compile_mode {self.compile_mode} exclude each other: its CUDA graphs "
+                f"need weights that stay where they are; use default or max-autotune-no-cudagraphs",
             )
         try:
             self.accumulation_steps(world_size)
         except ContradictionError as error:
-            problems += error.problems
-        return problems
+            yield from error.problems
 
     @property
     def n_vocab(self) -> int:
@@ -414,19 +383,12 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         steps, rest = divmod(total, tokens)
         if rest:
             nearest = " or ".join(f"{n * tokens:,}" for n in (steps, steps + 1) if n)
-            raise ContradictionError(
-                [
-                    (
-                        "total_batch_tokens",
-                        (
-                            f"total_batch_tokens {total:,} is not a multiple of the {tokens:,} "
-                            f"tokens of one micro-step (batch_size "
-                            f"{self.batch_size} x seq_len {self.seq_len} x {world_size} "
-                            f"processes); nearest that work: {nearest}"
-                        ),
-                    )
-                ]
+            message = (
+                f"total_batch_tokens {total:,} is not a multiple of the {tokens:,} tokens of one "
+                f"micro-step (batch_size {self.batch_size} x seq_len {self.seq_len} x {world_size} "
+                f"processes); nearest that work: {nearest}"
             )
+            raise ContradictionError([("total_batch_tokens", message)])
         return steps
 
     def tokens_per_step(self, world_size: int) -> int:
@@ -527,21 +489,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             "# All options of one run. Repeat it with: python train.py --config <this file>\n\n"
             + to_yaml(self, changed)
         )
-
-
-def _names_of_run(resume: str) -> set[str]:
-    """Return the names of the run that `resume` may mean.
-
-    It is the path of a run's folder, its checkpoints/ or one of these, or a link to one.
-    """
-    path = Path(os.path.abspath(resume.replace("\0", "")))  # no file has a NUL in its name
-    paths = [
-        path,
-        *(folder.parent for folder in (path, path.parent) if folder.name == "checkpoints"),
-    ]
-    return {
-        name for path in paths for name in (path.name, os.path.basename(os.path.realpath(path)))
-    }
 
 
 def load_config(config: str | None = None, **values: Any) -> Config:

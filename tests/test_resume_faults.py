@@ -339,7 +339,7 @@ def test_another_run_name_than_the_resumed_runs_says_what_to_do(go, here, tmp_pa
     go()
     for resume in map(str, (here, here / "checkpoints", newest(here))):
         said = (
-            rf"--run_name: run_name other is not the run that resume {resume} goes on with; "
+            rf"--run_name: run_name other is not the run that resume {resume} is of; "
             rf"leave run_name out, or .*: --init_from {resume} in place of --resume"
         )
         with pytest.raises(ConfigError, match=said):
