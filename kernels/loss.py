@@ -55,27 +55,7 @@ def summed_loss(
     """Return the sum of the losses of N tokens, and its gradients with respect to x (N, C) and
     weight (V, C), empty if not wanted.
     """
-    return sum_of_chunks(
-        x,
-        weight,
-        targets,
-        n_vocab,
-        chunks,
-        with_gradients,
-        compiled_chunk() if compiled else loss_of_chunk,
-    )
-
-
-def sum_of_chunks(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    n_vocab: int,
-    chunks: int,
-    with_gradients: bool,
-    of_chunk: Callable[..., tuple[Tensor, Tensor | None]],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `summed_loss` returns, with `of_chunk` for each chunk."""
+    of_chunk = compiled_chunk() if compiled else loss_of_chunk
     total = torch.zeros((), device=x.device)
     x_grads, weight_grad = [], torch.zeros_like(weight) if with_gradients else weight.new_empty(0)
     cast_weight = weight.to(x.dtype)
