@@ -266,16 +266,14 @@ def no_sync(model: Any, accumulating: bool) -> Context:
     return model.no_sync() if is_ddp and accumulating else contextlib.nullcontext()
 
 
-def timed_step(
-    run: Run, step: int, clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, float, float]:
+def timed_step(run: Run, step: int) -> tuple[float, float, float]:
     """Take one step; returns its loss, its norm, and the seconds that it took and nothing else."""
     # A GPU is still working when Python is done: both readings of the clock wait for it.
     synchronize(run.world.device)
-    start = clock()
+    start = time.perf_counter()
     loss, norm = train_step(run, step)
     synchronize(run.world.device)
-    return loss, norm, clock() - start
+    return loss, norm, time.perf_counter() - start
 
 
 def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stopping: bool) -> None:
@@ -292,12 +290,7 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stopping:
         evaluation.sample(step)
 
 
-def train(
-    config: Config,
-    world: World,
-    clock: Callable[[], float] = time.perf_counter,
-    stop: StopRequest | None = None,
-) -> dict[str, Any]:
+def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
     """Run the config to its last step, or until `stop` is asked for; returns summary.json.
 
     Raises UserError for what cannot be trained, before anything is written unless a corpus goes
@@ -325,21 +318,21 @@ def train(
         folder.follow(config.model_dump(mode="json"), lambda: live_figures(config, state, world))
         evaluation.resume()
         stop.end_early(world.any(stop.received is not None))
-        begun = clock()
-        seconds, loss = take_steps(run, folder, evaluation, stop, clock)
+        begun = time.perf_counter()
+        seconds, loss = take_steps(run, folder, evaluation, stop)
         summary = summarize(config, state, world, seconds, loss, folder) | evaluation.latest()
         interrupted = state.step < config.max_steps
-        summary |= {"started": started, "seconds": clock() - begun, "interrupted": interrupted}
+        summary |= {
+            "started": started,
+            "seconds": time.perf_counter() - begun,
+            "interrupted": interrupted,
+        }
         folder.finish(summary, has_checkpoints=config.keep_last > 0)
     return summary
 
 
 def take_steps(
-    run: Run,
-    folder: RunFolder,
-    evaluation: Evaluation,
-    stop: StopRequest,
-    clock: Callable[[], float],
+    run: Run, folder: RunFolder, evaluation: Evaluation, stop: StopRequest
 ) -> tuple[list[float], float]:
     """Take steps to the last one, or until a rank is asked to stop; log each.
 
@@ -357,7 +350,7 @@ def take_steps(
         trim_memory_if_short()
         stop.begin_steps()
         step = state.begin_step(world.device)
-        loss, norm, step_seconds = timed_step(run, step, clock)
+        loss, norm, step_seconds = timed_step(run, step)
         seconds.append(step_seconds)
         state.finish_step(step)
 
