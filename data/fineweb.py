@@ -93,11 +93,10 @@ def main(options: FinewebOptions) -> None:
     if useless := sorted(writing & options.model_fields_set):
         raise UserError(f"no effect without --source: {', '.join(useless)}")
     count = prepare(folder, options.shards or 1)
-    with reported("stdout"):
-        print(f"{count:,} training tokens in {folder}")
+    print(f"{count:,} training tokens in {folder}")
 
 
 if __name__ == "__main__":
     OPTIONS = start(FinewebOptions, description=__doc__)
-    with reported(OPTIONS.data_dir, status=1, interrupted=f"interrupted; {AGAIN}"):
+    with reported("stdout", status=1, interrupted=f"interrupted; {AGAIN}"):
         main(OPTIONS)

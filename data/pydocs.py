@@ -63,11 +63,10 @@ def prepare(folder: Path) -> int:
 def main(options: PydocsOptions) -> None:
     folder = Path(options.data_dir) / "pydocs"
     count = prepare(folder)
-    with reported("stdout"):
-        print(f"{count:,} tokens in {folder}")
+    print(f"{count:,} tokens in {folder}")
 
 
 if __name__ == "__main__":
     OPTIONS = start(PydocsOptions, description=__doc__)
-    with reported(OPTIONS.data_dir, status=1):
+    with reported("stdout", status=1):
         main(OPTIONS)
