@@ -20,7 +20,8 @@ def read_known_file(
     # ValueError: a proxy or redirection that is not an address
     except (OSError, HTTPException, ValueError) as error:
         raise UserError(
-            f"{name} could not be read from {source or url} ({in_a_line(error)}); {hint}"
+            f"{name} could not be {'read' if source else 'downloaded'} from {source or url} "
+            f"({in_a_line(error)}); {hint}"
         ) from None
     if (digest := hashlib.sha256(content).hexdigest()) != sha256:
         raise UserError(f"{source or url}: not {name}: SHA-256 {digest}, expected {sha256}; {hint}")
