@@ -396,9 +396,7 @@ def write(
     script: str,
 ) -> None:
     """Write the corpus as the options say, and report what it is."""
-    # a manifest is UTF-8, the names in a command may be anything
     command = shlex.join(["python", script, *sys.argv[1:]])
-    command = command.encode(errors="backslashreplace").decode()
     manifest = prepare(folder, [Path(name) for name in named], options, text_column, command)
     print_spelled_out({s.file: s.end_of_text_spelled_out or 0 for s in manifest.sources})
     if manifest.skipped:
