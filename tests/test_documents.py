@@ -17,10 +17,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -61,12 +59,12 @@ NASTY = [
     "\ufeffa mark",
     "a" + " " * 300 + "b" + "\n" * 50,
     "x1!" * 3000,
-    "words of a long document, " * 9000,
+    "words of a long document, " * 3000,
     "nul \0 in JSON",
 ]
 
 
-def texts(n: int, seed: int = 0) -> list[str]:
+def texts(n, seed=0):
     """Documents of many lengths, the nasty ones among them."""
     rng = random.Random(seed)
     plain = [" ".join(rng.choices(WORDS, k=int(rng.lognormvariate(4, 1.2)))) for _ in range(n)]
@@ -75,23 +73,17 @@ def texts(n: int, seed: int = 0) -> list[str]:
     return plain
 
 
-def expected(documents: Sequence[str]) -> list[int]:
+def expected(documents):
     encode = get_encoding().encode_ordinary
     return [token for text in documents for token in (END_OF_TEXT, *encode(text))]
 
 
-def write(
-    name: str | Path,
-    documents: Sequence[str | None],
-    column: str = "text",
-    kind: Any = None,
-    rows: int = 7,
-) -> Path:
+def write(name, documents, column="text", kind=None, rows=7):
     """Write documents in the format that the file's name says."""
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".txt":
-        path.write_text(*documents, newline="")  # type: ignore[arg-type]
+        path.write_text(*documents, newline="")
         return path
     numbers = range(len(documents))
     if path.suffix == ".parquet":
@@ -103,23 +95,21 @@ def write(
     lines = [json.dumps(record, ensure_ascii=record["id"] % 2 == 0) for record in records]
     content = "\n".join([*lines, ""]).encode()
     half = len(content) // 2  # in two parts, as parallel writers make them
-    packers: dict[str, Callable[[bytes], bytes]]
-    packers = {".gz": gzip.compress, ".zst": zstandard.compress}
-    pack = packers.get(path.suffix, bytes)
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
     path.write_bytes(pack(content[:half]) + pack(content[half:]))
     return path
 
 
-def shards(folder: Path = MINE) -> list[Path]:
+def shards(folder=MINE):
     """The token files in the order of their tokens."""
     return sorted(folder.glob("*.bin"), key=lambda path: path.stem.rpartition("_")[2])
 
 
-def tokens_of(folder: Path = MINE) -> list[int]:
+def tokens_of(folder=MINE):
     return np.concatenate([*map(tokens_in, shards(folder))]).tolist()
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -146,9 +136,7 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(data.workers, "AHEAD", 1)
 
 
-def written(
-    *sources: Path, folder: Path = MINE, text_column: str = "text", **options: Any
-) -> list[int]:
+def written(*sources, folder=MINE, text_column="text", **options):
     """The tokens of the corpus that is written, or resumed."""
     how = WritingOptions(**({"shard_tokens": 1000} | options))
     prepare(folder, sources, how, text_column, "python documents.py a b")
@@ -194,7 +182,7 @@ def test_each_text_file_is_a_document_with_its_line_ends_and_without_a_byte_orde
     documents += [text for text in texts(20) if "\0" not in text and not text.startswith("\ufeff")]
     for i, text in enumerate(documents):
         Path(f"{i:03d}.txt").write_bytes(b"\xef\xbb\xbf" * (i % 3 == 0) + text.encode())
-    assert written(Path()) == expected(documents)
+    assert written(Path(), shard_tokens=50_000) == expected(documents)
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths_with_folders_in_it_formats_mixed(capsys):
@@ -251,7 +239,7 @@ def test_json_lines_that_are_unusual_are_read(lines, documents):
     assert written(A, val_shards=0) == expected(documents)
 
 
-def digest(path: Path) -> str:
+def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -306,13 +294,13 @@ def test_training_never_pays_for_parquet(tmp_path):
 # ---- kill -9
 
 
-def fork_workers() -> None:
+def fork_workers():
     """Let this process fork its workers: they start faster than others."""
     real = multiprocessing.get_context
-    multiprocessing.get_context = lambda method: real("fork")  # type: ignore[assignment]
+    multiprocessing.get_context = lambda method: real("fork")
 
 
-def kill_at(number: int) -> None:
+def kill_at(number):
     """Let this process kill itself at its n-th file operation on the corpus that it writes."""
     left = itertools.count(number, -1)
     operations = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "open")
@@ -325,20 +313,16 @@ def kill_at(number: int) -> None:
     sys.addaudithook(kill)
 
 
-def command(shard_tokens: int) -> list[str]:
+def command(shard_tokens):
     return f"data/documents.py raw --name mine --workers 2 --shard_tokens {shard_tokens}".split()
 
 
-def written_shards() -> list[Path]:
-    return shards(UNFINISHED)
-
-
 @contextlib.contextmanager
-def writing(shard_tokens: int, at_least: int = 1, before=fork_workers) -> Iterator[Any]:
+def writing(shard_tokens, at_least=1, before=fork_workers):
     """A data/documents.py that has written some shards of the corpus `mine`."""
     process = start(*command(shard_tokens), cwd=Path.cwd(), before=before)
     with ended([process]) as (writer,):
-        wait_for(lambda: len(written_shards()) >= at_least, writer)
+        wait_for(lambda: len(shards(UNFINISHED)) >= at_least, writer)
         yield writer
 
 
@@ -367,7 +351,7 @@ def test_killed_six_times_at_random_moments_no_document_is_lost_or_doubled(tmp_p
     for i, name in enumerate(FORMATS):
         write(f"raw/{i}{name}", documents)
     for _ in range(6):
-        with writing(2000, at_least=len(written_shards()) + 1) as writer:
+        with writing(2000, at_least=len(shards(UNFINISHED)) + 1) as writer:
             time.sleep(rng.uniform(0, 0.1))  # any moment of the next shards
             assert writer.poll() is None, "raise the number of documents: it was done too soon"
             writer.kill()
@@ -376,7 +360,7 @@ def test_killed_six_times_at_random_moments_no_document_is_lost_or_doubled(tmp_p
     assert tokens_of() == expected(documents) * 4
 
 
-def is_running(pid: str) -> bool:
+def is_running(pid):
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -404,7 +388,7 @@ def test_ctrl_c_keeps_the_shards_and_says_how_to_resume(tmp_path):
         _, err = writer.communicate()
         assert writer.returncode == 130
         assert err.splitlines()[-1] == "error: interrupted; run the same command again to resume"
-    assert len(written_shards()) > 3
+    assert len(shards(UNFINISHED)) > 3
     done = run(*command(1000), cwd=tmp_path, before=fork_workers)
     assert "of them written" in done.stderr
     assert tokens_of() == expected(documents)
@@ -426,7 +410,7 @@ def test_a_corpus_that_another_process_is_writing_is_refused():
 
 
 @contextlib.contextmanager
-def full_disk(n: int = 3) -> Iterator[None]:
+def full_disk(n=3):
     """Let the disk be full once `n` more shards are written, which ends the writing."""
     left = itertools.count(n, -1)
 
@@ -443,7 +427,7 @@ def full_disk(n: int = 3) -> Iterator[None]:
             yield
 
 
-def begin(documents: list[str]) -> None:
+def begin(documents):
     """Write 3 shards of a corpus of a.jsonl and b.jsonl, until the disk is full."""
     write(A, documents[:60])
     write(B, documents[60:])
@@ -464,17 +448,16 @@ def test_a_disk_that_fills_up_keeps_the_whole_shards_and_training_says_how_to_re
     assert written(A, B, workers=3) == expected(documents)
 
 
-def swap(path: Path, one: bytes, other: bytes) -> None:
+def swap(path, one, other):
     path.write_bytes(path.read_bytes().replace(one, other))
 
 
 VAL_SHARD = UNFINISHED / "mine_val_000000.bin"
-HARM: dict[str, tuple[Callable, str]] = {
-    "rewritten": (
-        lambda: write(A, ["other"]),
+HARM = {
+    "same size": (
+        lambda: swap(A, b"the", b"teh"),
         r"a\.jsonl: has changed since the shards were written; restore it",
     ),
-    "same size": (lambda: swap(A, b"the", b"teh"), r"a\.jsonl: has changed"),
     "shard gone": (VAL_SHARD.unlink, r"mine_val_000000\.bin: cannot be read"),
     "shard cut": (
         lambda: write_token_file(VAL_SHARD, [[1]]),
@@ -512,12 +495,12 @@ def test_a_corpus_is_not_resumed_by_another_command():
             written(*sources, **options)
 
 
-def cut_short(path: Path, documents: list[str]) -> None:
+def cut_short(path, documents):
     write(path, documents)
     os.truncate(path, path.stat().st_size * 9 // 10)
 
 
-DAMAGED: dict[str, Callable[[Path, list[str]], Any]] = {
+DAMAGED = {
     "a.jsonl": lambda path, documents: swap(write(path, documents), b"marked", b'"'),
     "a.jsonl.gz": cut_short,
     "a.jsonl.zst": cut_short,
@@ -538,7 +521,7 @@ def test_a_damaged_source_that_is_mended_is_resumed_and_the_shards_before_stay(n
     DAMAGED[name](path, documents)
     with refused(r"kept: \d+; run the same command again to resume"):
         written(path, workers=1, shard_tokens=shard_tokens)
-    kept = {path.name: path.stat().st_ino for path in written_shards()}
+    kept = {path.name: path.stat().st_ino for path in shards(UNFINISHED)}
     assert len(kept) > 3
     write(path, documents)
     assert written(path, shard_tokens=shard_tokens) == expected(documents)
@@ -637,8 +620,8 @@ def test_more_bad_lines_than_may_be_left_out_end_it_and_with_more_it_resumes(sma
     with refused(
         r"line 83: not a line of JSON.*; the 2 before it were left out; .* kept: \d+; run"
     ):
-        written(A, skip_bad=2, shard_tokens=100, workers=1)
-    assert written(A, skip_bad=3, shard_tokens=100) == expected(documents)
+        written(A, skip_bad=2, shard_tokens=500, workers=1)
+    assert written(A, skip_bad=3, shard_tokens=500) == expected(documents)
     assert read_manifest(MINE).skipped == 3
 
 
@@ -663,7 +646,7 @@ def test_json_lines_that_are_called_json_are_read_if_the_file_itself_is_named():
 
 
 NO_FILE = r": not a whole \.\w+ file, but cut short or damaged \(.*\); fetch or write it again$"
-DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+DAMAGES = {
     "cut short": (lambda content: content[: len(content) * 2 // 3], NO_FILE),
     "empty": (lambda content: b"", NO_FILE),
     "another content": (lambda content: b"<html>no such page</html>", NO_FILE),
@@ -688,8 +671,6 @@ def test_a_damaged_file_is_one_line_that_names_it(name, damage):
 
 
 NO_DOCUMENTS = {
-    "Latin-1": ("a.txt", "Müller".encode("latin-1") * 9, r"a\.txt: not UTF-8 text"),
-    "UTF-16": ("a.txt", "good".encode("utf-16-le"), r"a\.txt: .*NUL"),
     "ending": ("a.csv", b"x", r"a\.csv: its name does not end in \.parquet, .*what a file holds"),
     "name": ("caf\udce9.jsonl", LINE, "its name is not UTF-8; rename it"),
     "folder": ("raw/a.md", b"x", r"raw: no file in it has a name that ends in \.parquet"),
@@ -716,7 +697,7 @@ def test_a_missing_file_and_a_link_that_leads_nowhere_are_named():
             written(missing)
 
 
-def free_space(monkeypatch, n_bytes: Callable[[], int]) -> None:
+def free_space(monkeypatch, n_bytes):
     usage = lambda place: shutil._ntuple_diskusage(10**9, 0, n_bytes())  # noqa: E731
     monkeypatch.setattr(shutil, "disk_usage", usage)
 
@@ -752,7 +733,7 @@ def test_a_disk_that_is_full_at_the_manifest_leaves_no_shard_that_it_does_not_na
     monkeypatch.setattr(Manifest, "write", write_manifest)
     with refused("mine: cannot be written: No space .* kept: 2;"):
         written(write(A, texts(100)))
-    assert len(written_shards()) == 2
+    assert len(shards(UNFINISHED)) == 2
     assert written(A) == expected(texts(100))
 
 
@@ -782,32 +763,28 @@ def test_options_that_cannot_be_are_refused(options, message, tmp_path):
 # ---- training by the manifest
 
 
-def test_a_shard_that_is_missing_by_the_manifest_is_refused_wherever_it_is():
+def test_a_corpus_that_is_not_as_its_manifest_says_is_refused_and_more_files_are_not():
     written(write(A, texts(100)), shard_tokens=500)
+    write_token_file(MINE / "more_val_000000.bin", [range(100)])
+    manifest = MINE / "manifest.json"
     for i in (0, 2, -1):
+        open_corpus(MINE, 16, 50257)
         lost = shards()[i]
         away = lost.rename("elsewhere")
         with refused(
-            rf"^{lost}: is missing; manifest\.json names it with [\d,]+ tokens; restore it, or delete "
-            r"manifest\.json to train on the files that are there"
+            rf"^{lost}: is missing; {manifest.name} names it with [\d,]+ tokens; restore it, or "
+            f"delete {manifest.name} to train on the files that are there"
         ):
             open_corpus(MINE, 16, 50257)
         away.rename(lost)
-    lost.unlink()
-    (MINE / "manifest.json").unlink()
-    open_corpus(MINE, 16, 50257)
-
-
-def test_a_shard_of_another_length_and_a_damaged_manifest_are_refused_and_more_files_are_not():
-    written(write(A, texts(100)), shard_tokens=500)
-    write_token_file(MINE / "more_val_000000.bin", [range(100)])
-    open_corpus(MINE, 16, 50257)
     write_token_file(MINE / "mine_train_000001.bin", [range(100)])
-    with refused(r"mine_train_000001\.bin: holds 100 tokens; manifest\.json names it with 500 "):
+    with refused(rf"mine_train_000001\.bin: holds 100 tokens; {manifest.name} names it with 500 "):
         open_corpus(MINE, 16, 50257)
-    (MINE / "manifest.json").write_text("{}")
-    with refused(r"manifest\.json: damaged, or not written by data/documents\.py"):
+    manifest.write_text("{}")
+    with refused(f"{manifest}: damaged, or not written by data/documents\\.py"):
         open_corpus(MINE, 16, 50257)
+    manifest.unlink()
+    open_corpus(MINE, 16, 50257)
 
 
 # ---- FineWeb-Edu
@@ -827,7 +804,7 @@ def test_fineweb_takes_parquet_files_of_the_original():
 
 
 def test_fineweb_downloads_the_shards_that_are_missing_or_damaged(monkeypatch):
-    asked: list[str] = []
+    asked = []
 
     def download(repository, name, *, repo_type, local_dir):
         assert (repository, repo_type) == (fineweb.REPOSITORY, "dataset")
