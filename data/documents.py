@@ -107,8 +107,8 @@ def prepare(
     folder: Path,
     named: Sequence[Path],
     options: WritingOptions,
-    text_column: str = "text",
-    command: str = "",
+    text_column: str,
+    command: str,
 ) -> Manifest:
     """Write the documents of files, and of folders of files, as the corpus of a new `folder`, or
     resume writing it.
@@ -180,32 +180,27 @@ def _write(
     workers = options.workers or len(os.sched_getaffinity(0))
     with contextlib.closing(tokenize(batches, workers)) as encoded:
         parts = _take(encoded, manifest, place, drop)
-        for i in itertools.count(len(manifest.shards)):
+        while count := write_token_file(where / BEING_WRITTEN, parts, _next_size(manifest)):
+            i = len(manifest.shards)
             kind = "val" if i < manifest.options.val_shards else "train"
-            path = where / f"{folder.name}_{kind}_{i:06d}.bin"
-            tokens = _shard_tokens(manifest, i)
-            count = write_token_file(where / BEING_WRITTEN, parts, tokens)
-            if count:
-                (where / BEING_WRITTEN).rename(path)
-                manifest.shards.append(Shard(file=path.name, tokens=count, sha256=sha256(path)))
-                flush_to_disk(where)
-                manifest.write(where)
-                written += count
-                rate = (written - before) / max(1e-3, time.monotonic() - begun)
-                left = duration(max(0, expected - written) / rate)
-                print(
-                    f"{path.name}: {written:,} tokens written, {rate:,.0f} tokens/s, about {left} "
-                    "left",
-                    file=sys.stderr,
-                )
-            if count < tokens:
-                break
-    (where / BEING_WRITTEN).unlink(missing_ok=True)
+            path = (where / BEING_WRITTEN).rename(where / f"{folder.name}_{kind}_{i:06d}.bin")
+            manifest.shards.append(Shard(file=path.name, tokens=count, sha256=sha256(path)))
+            flush_to_disk(where)
+            manifest.write(where)
+            written += count
+            rate = (written - before) / max(1e-3, time.monotonic() - begun)
+            left = duration(max(0, expected - written) / rate)
+            print(
+                f"{path.name}: {written:,} tokens written, {rate:,.0f} tokens/s, about {left} left",
+                file=sys.stderr,
+            )
+    (where / BEING_WRITTEN).unlink()
 
 
-def _shard_tokens(manifest: Manifest, i: int) -> int:
-    options = manifest.options
-    return options.val_shard_tokens if i < options.val_shards else options.shard_tokens
+def _next_size(manifest: Manifest) -> int:
+    """Return how many tokens the shard after those of the manifest takes."""
+    is_val = len(manifest.shards) < manifest.options.val_shards
+    return manifest.options.val_shard_tokens if is_val else manifest.options.shard_tokens
 
 
 def _take(
@@ -215,8 +210,7 @@ def _take(
     manifest record what has been taken. `drop`: how many tokens of the first batch are in the
     shards already.
     """
-    sizes = (_shard_tokens(manifest, i) for i in itertools.count(len(manifest.shards)))
-    left = next(sizes)  # tokens that the shard still takes
+    left = _next_size(manifest)  # tokens that the shard which is being written still takes
     for batch, (tokens, batch_digest, file_hash) in encoded:
         if batch.source != place.source:
             place.source, place.batches, place.taken = batch.source, 0, ""
@@ -230,8 +224,8 @@ def _take(
         while place.into < len(tokens):
             part = tokens[place.into : place.into + left]
             place.into += len(part)
-            left = left - len(part) or next(sizes)
             yield part
+            left = left - len(part) or _next_size(manifest)  # the full shard is in the manifest now
 
 
 def _skip_taken(

@@ -32,7 +32,7 @@ class TextOptions(Options):
 
     files: tuple[Name, ...] = Field(min_length=1)
     """UTF-8 text files"""
-    name: str | None = None
+    name: Name | None = None
     """name of the corpus, for --dataset (none: the first file's name)"""
     data_dir: Name = "data"
     """folder that holds the corpora"""
@@ -99,8 +99,7 @@ def corpus_folder(data_dir: str, name: str) -> Path:
 
 
 def main(options: TextOptions) -> None:
-    name = Path(options.files[0]).stem if options.name is None else options.name
-    folder = corpus_folder(options.data_dir, name)
+    folder = corpus_folder(options.data_dir, options.name or Path(options.files[0]).stem)
     count = prepare(folder, [Path(file) for file in options.files])
     dataset = shlex.quote(folder.name)
     print(f"{count:,} tokens in {folder}; train on them with --dataset {dataset}")

@@ -121,8 +121,9 @@ def corpus_writer(
             f"{folder}: another process is writing this corpus; wait for it, or choose another name"
         ) from None
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise TokenFileError(f"{folder}: cannot be written: {error.strerror}{where}") from None
+        raise TokenFileError(
+            f"{folder}: cannot be written: {error.strerror} ({error.filename or folder})"
+        ) from None
 
 
 def count_tokens(path: Path) -> int:

@@ -797,7 +797,7 @@ def test_fineweb_takes_parquet_files_of_the_original():
     assert tokens_of(FINEWEB) == expected(documents)
     with refused("fineweb: holds a corpus that was written with --source; choose another place"):
         fineweb.prepare(FINEWEB, 1)
-    with refused("--shards is how many ready shards to download"):
+    with refused("no effect with --source: shards"):
         fineweb.main(FinewebOptions(source=source, shards=3))
     with refused("no effect without --source: workers"):
         fineweb.main(FinewebOptions(workers=3))
