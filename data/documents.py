@@ -68,7 +68,6 @@ from runtime.start import start
 # The number of tokens is estimated from so many files, and so much of them together.
 SAMPLED_FILES, SAMPLED_CHARS = 8, 2**22
 VAL_SHARE = 10  # of a small corpus at most one part in so many is for validation
-BEING_WRITTEN = "shard.tmp"
 AGAIN = "run the same command again to resume"
 
 
@@ -172,6 +171,7 @@ def _write(
     """
     where, begun = unfinished_folder(folder), time.monotonic()
     where.mkdir(exist_ok=True)
+    being_written = where / "shard.tmp"
     before = written = sum(shard.tokens for shard in manifest.shards)
     skipped = sum(known.skipped or 0 for known in manifest.sources[: place.source])
     bad = BadRecords(options.skip_bad, skipped)
@@ -180,10 +180,10 @@ def _write(
     workers = options.workers or len(os.sched_getaffinity(0))
     with contextlib.closing(tokenize(batches, workers)) as encoded:
         parts = _take(encoded, manifest, place, drop)
-        while count := write_token_file(where / BEING_WRITTEN, parts, _next_size(manifest)):
+        while count := write_token_file(being_written, parts, _next_size(manifest)):
             i = len(manifest.shards)
             kind = "val" if i < manifest.options.val_shards else "train"
-            path = (where / BEING_WRITTEN).rename(where / f"{folder.name}_{kind}_{i:06d}.bin")
+            path = being_written.rename(where / f"{folder.name}_{kind}_{i:06d}.bin")
             manifest.shards.append(Shard(file=path.name, tokens=count, sha256=sha256(path)))
             flush_to_disk(where)
             manifest.write(where)
@@ -194,7 +194,7 @@ def _write(
                 f"{path.name}: {written:,} tokens written, {rate:,.0f} tokens/s, about {left} left",
                 file=sys.stderr,
             )
-    (where / BEING_WRITTEN).unlink()
+    being_written.unlink()
 
 
 def _next_size(manifest: Manifest) -> int:
@@ -324,11 +324,11 @@ def _check_resumable(
             f"{command}; or delete {where} to begin anew"
         )
 
-    given = ("text_column", text_column), ("val_shards", options.val_shards)
-    for name, value in (*given, ("shard_tokens", options.shard_tokens)):
-        then = getattr(manifest.options, name)
-        if value is not None and value != then:
-            refuse(f"it was begun with --{name} {then}, not {value}")
+    then = manifest.options.model_dump()
+    asked = options.model_dump(include={"shard_tokens", "val_shards"}, exclude_none=True)
+    for name, value in {"text_column": text_column, **asked}.items():
+        if value != then[name]:
+            refuse(f"it was begun with --{name} {then[name]}, not {value}")
     files, known_files = [str(s.path) for s in sources], [known.file for known in manifest.sources]
     if files != known_files:
         others = sorted(set(files) ^ set(known_files))

@@ -35,8 +35,7 @@ ROWS = 128  # of a parquet file that are in memory at once
 BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A file with documents."""
 
     path: Path
@@ -120,7 +119,9 @@ def find_sources(named: Iterable[Path]) -> list[Source]:
 
 
 def find_source(path: Path, kind: str, packed: str = "") -> Source:
-    """Look up a file of a known kind. Raises OSError if it is missing."""
+    """Look up a file of a known kind. Raises OSError if it is missing, TokenFileError if a manifest
+    cannot hold its name.
+    """
     try:
         str(path).encode()  # for the manifest
     except UnicodeEncodeError:
