@@ -13,7 +13,7 @@ import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +45,11 @@ class TokenStream:
 
     def __init__(self, spans: Sequence[Span], seq_len: int):
         self.spans, self.seq_len = list(spans), seq_len
-        self.tokens = sum(span.stop - span.start for span in spans)
-        windows = [max(0, span.stop - span.start - 1) // seq_len for span in spans]
-        self._ends = np.cumsum(
-            windows, dtype=np.int64
-        )  # windows in the spans up to and including each
+        sizes = [span.stop - span.start for span in spans]
+        self.tokens = sum(sizes)
+        windows = [max(0, size - 1) // seq_len for size in sizes]
+        # windows in the spans up to and including each
+        self._ends = np.cumsum(windows, dtype=np.int64)
         self._firsts = self._ends - windows
 
     def __len__(self) -> int:
@@ -95,17 +95,17 @@ def open_corpus(
     with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         files = list(pool.map(lambda path: TokenFile(path, n_vocab, share), paths))
     check_shards(folder, {file.path.name: file.tokens for file in files})
-    spans: dict[bool, list[Span]] = {True: [], False: []}  # keyed by: is it for validation?
-    for file in files:
-        spans[is_validation(file.path)].append(Span(file, 0, file.tokens))
-    if not spans[False]:
+    spans = [Span(file, 0, file.tokens) for file in files]
+    train = [span for span in spans if not is_validation(span.path)]
+    val = [span for span in spans if is_validation(span.path)]
+    if not train:
         raise TokenFileError(
             f"{folder}: no token files (*.bin) to train on; write some with a script in data/, "
             f"such as: python data/text.py FILE --name {shlex.quote(folder.name)}"
         )
-    if not spans[True]:
-        spans[False], spans[True] = _cut_tail(spans[False], val_fraction)
-    return TokenStream(spans[False], seq_len), TokenStream(spans[True], seq_len)
+    if not val:
+        train, val = _cut_tail(train, val_fraction)
+    return TokenStream(train, seq_len), TokenStream(val, seq_len)
 
 
 def is_validation(path: Path) -> bool:
@@ -121,46 +121,48 @@ def _cut_tail(spans: list[Span], fraction: float) -> tuple[list[Span], list[Span
     for span in spans:
         cut = min(keep, span.stop)
         keep -= cut
-        head += [replace(span, start=0, stop=cut)] if cut else []
-        tail += [replace(span, start=cut)] if cut < span.stop else []
+        if cut:
+            head.append(replace(span, stop=cut))
+        if cut < span.stop:
+            tail.append(replace(span, start=cut))
     return head, tail
 
 
+@dataclass
 class DataLoader:
-    """Make the batches of one rank: a step is `accumulation` micro-steps of `world_size` ranks."""
+    """Make the batches of one rank: a step is `accumulation` micro-steps of `world_size` ranks.
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        batch_size: int,
-        *,
-        world_size: int = 1,
-        rank: int = 0,
-        accumulation: int = 1,
-        seed: int = 1337,
-        shuffle: bool = False,
-        overfit_batch: bool = False,
-    ):
-        """Raise TokenFileError if the stream has too few tokens for one step."""
-        self.stream, self.seed, self.shuffle = stream, seed, shuffle
-        self.batch_size, self.accumulation = batch_size, accumulation
-        self.world_size, self.rank, self.overfit_batch = world_size, rank, overfit_batch
-        self.global_batch = batch_size * world_size * accumulation
-        if len(stream) < self.global_batch:
-            T, folder = stream.seq_len, stream.spans[0].path.parent if stream.spans else "corpus"
+    Raises TokenFileError if the stream has too few tokens for one step.
+    """
+
+    stream: TokenStream
+    batch_size: int
+    _: KW_ONLY
+    world_size: int = 1
+    rank: int = 0
+    accumulation: int = 1
+    seed: int = 1337
+    shuffle: bool = False
+    overfit_batch: bool = False
+
+    def __post_init__(self) -> None:
+        self.global_batch = self.batch_size * self.world_size * self.accumulation
+        sequences, T = len(self.stream), self.stream.seq_len
+        if sequences < self.global_batch:
             raise TokenFileError(
-                f"{folder}: {stream.tokens:,} tokens make {len(stream)} sequences of {T}, but one "
-                f"step takes {self.global_batch}, at least {self.global_batch * T + 1:,} tokens; "
-                f"lower batch_size, seq_len or total_batch_tokens, or train on a larger corpus"
-                + (", or start fewer ranks" if world_size > 1 else "")
+                f"the corpus's {self.stream.tokens:,} tokens make {sequences} sequences of {T}, "
+                f"but one step takes {self.global_batch}, at least {self.global_batch * T + 1:,} "
+                "tokens; lower batch_size, seq_len or total_batch_tokens, train on a larger "
+                "corpus, or start fewer ranks"
             )
 
     def describe(self, val: TokenStream) -> list[str]:
         """Return lines on the tokens, with a validation split, on epochs, and on a step."""
         loaded = f"loaded {self.stream.tokens:,} tokens of {self.stream.spans[0].path.parent}"
+        loaded += f", and {val.tokens:,} for validation" * bool(val.tokens)
         tokens = self.global_batch * self.stream.seq_len
         return [
-            f"{loaded}, and {val.tokens:,} for validation" if val.tokens else loaded,
+            loaded,
             f"1 epoch = {self.steps_per_epoch:,} batches",
             f"1 step = {tokens:,} tokens: batch_size {self.batch_size} x seq_len "
             f"{self.stream.seq_len} x {self.world_size} ranks x {self.accumulation} micro-steps",
@@ -172,32 +174,24 @@ class DataLoader:
         return len(self.stream) // self.global_batch
 
     def batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets (B, T), int64, of a step (from 1) and micro-step (from 0)."""
-        if step < 1 or not 0 <= micro_step < self.accumulation:
-            raise IndexError(
-                f"no step {step}, micro-step {micro_step}: steps count from 1, micro-steps from 0"
-            )
-        step = 1 if self.overfit_batch else step
-        first = (micro_step * self.world_size + self.rank) * self.batch_size
-        return self.stream.read(self._windows(step, first))
-
-    def _windows(self, step: int, first: int) -> Sequence[int] | np.ndarray:
-        """Return windows first .. first + batch_size - 1 of a step's global batch.
+        """Return inputs and targets (B, T), int64, of a step (from 1) and micro-step (from 0).
 
         In order, an epoch is the largest multiple of the global batch that fits. Shuffled, it is
         all windows in a fresh seeded order, and a step may reach from one epoch into the next.
         """
+        assert step >= 1
+        assert 0 <= micro_step < self.accumulation
+        before = 0 if self.overfit_batch else step - 1  # steps
+        first = (micro_step * self.world_size + self.rank) * self.batch_size  # of the global batch
+        places, n = first + np.arange(self.batch_size), len(self.stream)
         if not self.shuffle:
-            first += (step - 1) % self.steps_per_epoch * self.global_batch
-            return range(first, first + self.batch_size)
-        n = len(self.stream)
-        first += (step - 1) * self.global_batch
-        epochs, places = np.divmod(np.arange(first, first + self.batch_size), n)
-        of_each = (
+            return self.stream.read(places + before % self.steps_per_epoch * self.global_batch)
+        epochs, places = np.divmod(places + before * self.global_batch, n)
+        shuffled = [
             permuted(places[epochs == epoch], n, self.seed, epoch)
             for epoch in np.unique(epochs).tolist()
-        )
-        return np.concatenate([*of_each])
+        ]
+        return self.stream.read(np.concatenate(shuffled))
 
 
 def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -241,16 +235,16 @@ def prefetch(
     # From pinned memory a copy to the GPU runs beside the computation. Each batch has its own.
     pin = device.type == "cuda"
 
-    def fetch(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        x, y = loader.batch(step, micro_step)
-        return (x.pin_memory(), y.pin_memory()) if pin else (x, y)
+    def fetch(step: int, micro_step: int) -> list[Tensor]:
+        batch = loader.batch(step, micro_step)
+        return [tensor.pin_memory() if pin else tensor for tensor in batch]
 
-    def on_device(batch: Future[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        x, y = batch.result()
-        return x.to(device, non_blocking=pin), y.to(device, non_blocking=pin)
+    def on_device(fetched: Future[list[Tensor]]) -> tuple[Tensor, Tensor]:
+        x, y = (tensor.to(device, non_blocking=pin) for tensor in fetched.result())
+        return x, y
 
     with ThreadPoolExecutor(READ_AHEAD) as pool:
-        ahead: deque[Future[tuple[Tensor, Tensor]]] = deque()
+        ahead: deque[Future[list[Tensor]]] = deque()
         for step in steps:
             for micro_step in range(loader.accumulation):
                 ahead.append(pool.submit(fetch, step, micro_step))

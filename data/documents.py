@@ -48,7 +48,7 @@ from data.sources import (
     read_batches,
     read_pieces,
 )
-from data.text import corpus_folder, spelled_out_note
+from data.text import corpus_folder, print_spelled_out
 from data.token_file import (
     SHARD_TOKENS,
     TOKEN_BYTES,
@@ -68,7 +68,6 @@ from runtime.start import start
 # The number of tokens is estimated from so many files, and so much of them together.
 SAMPLED_FILES, SAMPLED_CHARS = 8, 2**22
 VAL_SHARE = 10  # of a small corpus at most one part in so many is for validation
-BEING_WRITTEN = "shard.tmp"
 AGAIN = "run the same command again to resume"
 
 
@@ -106,66 +105,52 @@ class DocumentsOptions(WritingOptions, ReadingOptions):
 def prepare(
     folder: Path,
     named: Sequence[Path],
-    *,
-    text_column: str = "text",
-    shard_tokens: int | None = None,
-    val_shards: int = 1,
-    workers: int | None = None,
-    skip_bad: int = 0,
-    command: str = "",
+    options: WritingOptions,
+    text_column: str,
+    command: str,
 ) -> Manifest:
     """Write the documents of files, and of folders of files, as the corpus of a new `folder`, or
     resume writing it.
 
-    The tokens are in the documents' order, an <|endoftext|> before each, and do not depend on
-    `workers`. They fill one shard after the other; the first `val_shards` are for validation.
-    Without `shard_tokens` a shard has SHARD_TOKENS, those for validation fewer if the corpus is
-    small. The folder appears once it is whole; until then the shards are in
-    `unfinished_folder(folder)`, and the same call resumes after the last whole one. Up to
-    `skip_bad` records without a text are left out. `command` is what the user typed, for messages.
+    The tokens are in the documents' order, an <|endoftext|> before each, and do not depend on the
+    workers. They fill one shard after the other, the first ones for validation; without
+    `shard_tokens` a shard has SHARD_TOKENS, those for validation fewer if the corpus is small. The
+    folder appears once it is whole; until then the shards are in `unfinished_folder(folder)`, and
+    the same call resumes after the last whole one. `command` is what the user typed, for messages.
 
-    Raises UserError for what cannot be read, written or resumed.
+    Raises UserError for what cannot be read, written or resumed, OSError for a missing file.
     """
-    sources, notes = find_sources(named)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    sources = find_sources(named)
     with corpus_writer(folder, new=True):
         for source in sources:
             check_column(source, text_column)  # now rather than after hours
         manifest = unfinished(folder)
         if manifest:
-            _check_resumable(
-                folder,
-                manifest,
-                sources,
-                text_column=text_column,
-                shard_tokens=shard_tokens,
-                val_shards=val_shards,
-            )
+            _check_resumable(folder, manifest, sources, options, text_column)
             for source, known in zip(sources, manifest.sources, strict=True):
                 known.bytes = source.size  # those not read yet may have been corrected
         _delete_strays(folder, manifest)
         if not manifest or manifest.unfinished:
-            per_byte = _tokens_per_byte(sources, text_column, skip_bad)
-            expected = round(per_byte * sum(source.size for source in sources))
-            small = max(1, min(SHARD_TOKENS, expected // VAL_SHARE // max(1, val_shards)))
-            manifest = manifest or Manifest(
-                corpus=folder.name,
-                sources=[SourceFile(file=str(s.path), bytes=s.size) for s in sources],
-                options=CorpusOptions(
-                    text_column=text_column,
-                    shard_tokens=shard_tokens or SHARD_TOKENS,
-                    val_shards=val_shards,
-                    val_shard_tokens=shard_tokens or small,
-                ),
-                unfinished=Unfinished(command=command),
-            )
+            expected = _expected_tokens(sources, text_column, options.skip_bad)
+            if not manifest:
+                share = expected // VAL_SHARE // max(1, options.val_shards)
+                small = max(1, min(SHARD_TOKENS, share))
+                manifest = Manifest(
+                    corpus=folder.name,
+                    sources=[SourceFile(file=str(s.path), bytes=s.size) for s in sources],
+                    options=CorpusOptions(
+                        text_column=text_column,
+                        shard_tokens=options.shard_tokens or SHARD_TOKENS,
+                        val_shards=options.val_shards,
+                        val_shard_tokens=options.shard_tokens or small,
+                    ),
+                    unfinished=Unfinished(command=command),
+                )
             _check_space(folder, expected, manifest)
         with _keeping_whole_shards(folder):
             if manifest.unfinished:
                 manifest.unfinished.command = command
-                workers = workers or len(os.sched_getaffinity(0))
-                _write(folder, manifest, manifest.unfinished, sources, expected, workers, skip_bad)
+                _write(folder, manifest, manifest.unfinished, sources, expected, options)
                 _finish(folder, manifest)
             flush_to_disk(unfinished_folder(folder))
             unfinished_folder(folder).rename(folder)
@@ -179,83 +164,68 @@ def _write(
     place: Unfinished,
     sources: list[Source],
     expected: int,
-    workers: int,
-    skip_bad: int,
+    options: WritingOptions,
 ) -> None:
     """Write the shards from `place` on, and after each the manifest, from which writing can
     resume.
     """
-    where, options, begun = unfinished_folder(folder), manifest.options, time.monotonic()
+    where, begun = unfinished_folder(folder), time.monotonic()
     where.mkdir(exist_ok=True)
+    being_written = where / "shard.tmp"
     before = written = sum(shard.tokens for shard in manifest.shards)
-    bad = BadRecords(
-        skip_bad, sum(known.skipped or 0 for known in manifest.sources[: place.source])
-    )
-    batches = read_batches(sources, options.text_column, bad, place.source)
+    skipped = sum(known.skipped or 0 for known in manifest.sources[: place.source])
+    bad = BadRecords(options.skip_bad, skipped)
+    batches = read_batches(sources, manifest.options.text_column, bad, place.source)
     batches, drop = _skip_taken(batches, place, sources[place.source].path)
+    workers = options.workers or len(os.sched_getaffinity(0))
     with contextlib.closing(tokenize(batches, workers)) as encoded:
-        stream = _Stream(encoded, manifest, place, drop)
-        for i in itertools.count(len(manifest.shards)):
-            kind, tokens = "train", options.shard_tokens
-            if i < options.val_shards:
-                kind, tokens = "val", options.val_shard_tokens
-            path = where / f"{folder.name}_{kind}_{i:06d}.bin"
-            count = write_token_file(where / BEING_WRITTEN, stream.take(tokens))
-            if count:
-                (where / BEING_WRITTEN).rename(path)
-                manifest.shards.append(Shard(file=path.name, tokens=count, sha256=sha256(path)))
-                flush_to_disk(where)
-                manifest.write(where)
-                written += count
-                rate = (written - before) / max(1e-3, time.monotonic() - begun)
-                left = duration(max(0, expected - written) / rate)
-                print(
-                    f"{path.name}: {written:,} tokens written, {rate:,.0f} tokens/s, about {left} "
-                    "left",
-                    file=sys.stderr,
-                )
-            if count < tokens:
-                break
-    (where / BEING_WRITTEN).unlink(missing_ok=True)
+        parts = _take(encoded, manifest, place, drop)
+        while count := write_token_file(being_written, parts, _next_size(manifest)):
+            i = len(manifest.shards)
+            kind = "val" if i < manifest.options.val_shards else "train"
+            path = being_written.rename(where / f"{folder.name}_{kind}_{i:06d}.bin")
+            manifest.shards.append(Shard(file=path.name, tokens=count, sha256=sha256(path)))
+            flush_to_disk(where)
+            manifest.write(where)
+            written += count
+            rate = (written - before) / max(1e-3, time.monotonic() - begun)
+            left = duration(max(0, expected - written) / rate)
+            print(
+                f"{path.name}: {written:,} tokens written, {rate:,.0f} tokens/s, about {left} left",
+                file=sys.stderr,
+            )
+    being_written.unlink()
 
 
-class _Stream:
-    """The tokens of all batches. What is taken of them is recorded in the manifest."""
+def _next_size(manifest: Manifest) -> int:
+    """Return how many tokens the shard after those of the manifest takes."""
+    is_val = len(manifest.shards) < manifest.options.val_shards
+    return manifest.options.val_shard_tokens if is_val else manifest.options.shard_tokens
 
-    def __init__(
-        self,
-        encoded: Iterator[tuple[Batch, Encoded]],
-        manifest: Manifest,
-        place: Unfinished,
-        drop: int,
-    ):
-        """`drop`: how many tokens of the first batch are in the shards already."""
-        self.encoded, self.manifest, self.place, self.drop = encoded, manifest, place, drop
-        self.rest = np.empty(0, dtype="<u2")  # of the batch that is being taken
 
-    def take(self, n: int) -> Iterator[np.ndarray]:
-        """Take the next n tokens, in parts; fewer at the end."""
-        while n and (self.rest.size or self._next_batch()):
-            part, self.rest = self.rest[:n], self.rest[n:]
-            n -= part.size
-            self.place.into += part.size
-            yield part
-
-    def _next_batch(self) -> bool:
-        batch, encoded = next(self.encoded, (None, None))
-        if not batch or not encoded:
-            return False
-        place = self.place
+def _take(
+    encoded: Iterator[tuple[Batch, Encoded]], manifest: Manifest, place: Unfinished, drop: int
+) -> Iterator[np.ndarray]:
+    """Take the tokens of all batches, in parts that end where a shard ends; `place` and the
+    manifest record what has been taken. `drop`: how many tokens of the first batch are in the
+    shards already.
+    """
+    left = _next_size(manifest)  # tokens that the shard which is being written still takes
+    for batch, (tokens, batch_digest, file_hash) in encoded:
         if batch.source != place.source:
             place.source, place.batches, place.taken = batch.source, 0, ""
         place.batches += 1
-        place.taken = _chained(place.taken, encoded.digest)
-        place.into, self.rest, self.drop = self.drop, encoded.tokens[self.drop :], 0
+        place.taken = _chained(place.taken, batch_digest)
         if batch.ends:
-            known = self.manifest.sources[batch.source]
+            known = manifest.sources[batch.source]
             known.documents, known.skipped = batch.documents, batch.skipped
-            known.end_of_text_spelled_out, known.sha256 = batch.spelled_out, encoded.sha256
-        return True
+            known.end_of_text_spelled_out, known.sha256 = batch.spelled_out, file_hash
+        place.into, drop = drop, 0
+        while place.into < len(tokens):
+            part = tokens[place.into : place.into + left]
+            place.into += len(part)
+            yield part
+            left = left - len(part) or _next_size(manifest)  # the full shard is in the manifest now
 
 
 def _skip_taken(
@@ -300,16 +270,12 @@ def _finish(folder: Path, manifest: Manifest) -> None:
     manifest.unfinished = None
     if not manifest.train_tokens:
         shutil.rmtree(unfinished_folder(folder))
-        if manifest.tokens == manifest.documents:  # one <|endoftext|> each
-            raise TokenFileError(
-                f"{folder}: there is no text to write: {manifest.documents:,} documents, all of "
-                "them empty"
-            )
         raise TokenFileError(
-            f"{folder}: all {manifest.tokens:,} tokens go into the validation shards, of "
-            f"{manifest.options.val_shard_tokens:,} tokens each, and none are left to train on; "
-            f"run this again with --shard_tokens {max(1, manifest.tokens // VAL_SHARE // n_val)}, "
-            "or with --val_shards 0"
+            f"{folder}: none of the {manifest.tokens:,} tokens, of {manifest.documents:,} "
+            f"documents, are left to train on: a validation shard takes "
+            f"{manifest.options.val_shard_tokens:,}; give more text, or run this again with "
+            f"--shard_tokens {max(1, manifest.tokens // VAL_SHARE // max(1, n_val))}, or with "
+            "--val_shards 0"
         )
     manifest.write(unfinished_folder(folder))
 
@@ -340,7 +306,8 @@ def _check_resumable(
     folder: Path,
     manifest: Manifest,
     sources: list[Source],
-    **asked: str | int | None,
+    options: WritingOptions,
+    text_column: str,
 ) -> None:
     """Raises TokenFileError unless an unfinished corpus can be resumed with these sources and
     options, of which None is one that the user has not given.
@@ -357,10 +324,11 @@ def _check_resumable(
             f"{command}; or delete {where} to begin anew"
         )
 
-    for name, value in asked.items():
-        then = getattr(manifest.options, name)
-        if value is not None and value != then:
-            refuse(f"it was begun with --{name} {then}, not {value}")
+    then = manifest.options.model_dump()
+    asked = options.model_dump(include={"shard_tokens", "val_shards"}, exclude_none=True)
+    for name, value in {"text_column": text_column, **asked}.items():
+        if value != then[name]:
+            refuse(f"it was begun with --{name} {then[name]}, not {value}")
     files, known_files = [str(s.path) for s in sources], [known.file for known in manifest.sources]
     if files != known_files:
         others = sorted(set(files) ^ set(known_files))
@@ -380,8 +348,8 @@ def _check_resumable(
 # ---- what will be needed
 
 
-def _tokens_per_byte(sources: list[Source], column: str, skip_bad: int) -> float:
-    """Estimate the tokens for each byte of the sources, from the beginnings of some."""
+def _expected_tokens(sources: list[Source], column: str, skip_bad: int) -> int:
+    """Estimate the tokens of the sources from the beginnings of some."""
     tokens = read = 0
     bad = BadRecords(skip_bad)
     sampled = sources[:: -(-len(sources) // SAMPLED_FILES)]
@@ -395,7 +363,7 @@ def _tokens_per_byte(sources: list[Source], column: str, skip_bad: int) -> float
                 break
         else:
             read += source.size
-    return tokens / max(1, read)
+    return round(tokens / max(1, read) * sum(source.size for source in sources))
 
 
 def _check_space(folder: Path, expected: int, manifest: Manifest) -> None:
@@ -422,28 +390,18 @@ def write(
     script: str,
 ) -> None:
     """Write the corpus as the options say, and report what it is."""
-    # a manifest is UTF-8, the names in a command may be anything
     command = shlex.join(["python", script, *sys.argv[1:]])
-    manifest = prepare(
-        folder,
-        [Path(name) for name in named],
-        text_column=text_column,
-        command=command.encode(errors="backslashreplace").decode(),
-        **options.model_dump(include={"shard_tokens", "val_shards", "workers", "skip_bad"}),
-    )
-    times = {source.file: source.end_of_text_spelled_out or 0 for source in manifest.sources}
-    if note := spelled_out_note(times):
-        print(note, file=sys.stderr)
+    manifest = prepare(folder, [Path(name) for name in named], options, text_column, command)
+    print_spelled_out({s.file: s.end_of_text_spelled_out or 0 for s in manifest.sources})
     if manifest.skipped:
         print(
             f"note: lines or rows without a text, left out: {manifest.skipped:,}", file=sys.stderr
         )
-    with reported("stdout"):
-        print(
-            f"{manifest.tokens:,} tokens of {manifest.documents:,} documents in {folder}, "
-            f"{manifest.val_tokens:,} of them for validation; train on them with --dataset "
-            f"{shlex.quote(folder.name)}",
-        )
+    print(
+        f"{manifest.tokens:,} tokens of {manifest.documents:,} documents in {folder}, "
+        f"{manifest.val_tokens:,} of them for validation; train on them with --dataset "
+        f"{shlex.quote(folder.name)}",
+    )
 
 
 def main(options: DocumentsOptions) -> None:
@@ -453,5 +411,5 @@ def main(options: DocumentsOptions) -> None:
 
 if __name__ == "__main__":
     OPTIONS = start(DocumentsOptions, description=__doc__, positional="sources")
-    with reported(OPTIONS.name, status=1, interrupted=f"interrupted; {AGAIN}"):
+    with reported("stdout", status=1, interrupted=f"interrupted; {AGAIN}"):
         main(OPTIONS)

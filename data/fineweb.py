@@ -84,20 +84,19 @@ def prepare(folder: Path, shards: int) -> int:
 
 def main(options: FinewebOptions) -> None:
     folder = Path(options.data_dir) / "fineweb"
-    if options.source and options.shards:
-        raise UserError("--shards is how many ready shards to download: no effect with --source")
+    writing = set(WritingOptions.model_fields) - {"data_dir"}
+    useless = options.model_fields_set & ({"shards"} if options.source else writing)
+    if useless:
+        with_or_without = "with" if options.source else "without"
+        raise UserError(f"no effect {with_or_without} --source: {', '.join(sorted(useless))}")
     if options.source:
         write(folder, options.source, COLUMN, options, "data/fineweb.py")
         return
-    writing = set(WritingOptions.model_fields) - {"data_dir"}
-    if useless := sorted(writing & options.model_fields_set):
-        raise UserError(f"no effect without --source: {', '.join(useless)}")
     count = prepare(folder, options.shards or 1)
-    with reported("stdout"):
-        print(f"{count:,} training tokens in {folder}")
+    print(f"{count:,} training tokens in {folder}")
 
 
 if __name__ == "__main__":
     OPTIONS = start(FinewebOptions, description=__doc__)
-    with reported(OPTIONS.data_dir, status=1, interrupted=f"interrupted; {AGAIN}"):
+    with reported("stdout", status=1, interrupted=f"interrupted; {AGAIN}"):
         main(OPTIONS)

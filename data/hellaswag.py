@@ -13,16 +13,15 @@ from pathlib import Path
 if __name__ == "__main__":  # imports are looked up in the repository, not in data/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import hashlib
-import json
 import re
 import shlex
-import urllib.request
-from http.client import HTTPException
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
+import pydantic
+
+from data.download import read_known_file
 from runtime.cli import Name, Options
-from runtime.errors import UserError, in_a_line, reported
+from runtime.errors import UserError, reported
 from runtime.files import locked, write_whole
 from runtime.start import start
 
@@ -37,6 +36,17 @@ class HellaswagOptions(Options):
 
     data_dir: Name = "data"
     """folder that holds the corpora"""
+
+
+class Line(pydantic.BaseModel):
+    """A line of the file. Hugging Face's copy has labels as text."""
+
+    activity_label: str
+    ctx_a: str
+    ctx_b: str
+    ctx: str | None = None
+    endings: list[str] = pydantic.Field(min_length=ENDINGS, max_length=ENDINGS)
+    label: Literal[0, 1, 2, 3, "0", "1", "2", "3"]
 
 
 class Item(NamedTuple):
@@ -61,25 +71,10 @@ def download(data_dir: str) -> Path:
     path = default_path(data_dir)
     with locked(path.with_name(f".{path.name}.lock"), patience=-1):
         if not path.exists():
-            _download(path)
+            hint = f"fetch that file by other means and put it at {path}"
+            content = read_known_file("HellaSwag's validation split", URL, SHA256, hint)
+            write_whole(path, content.decode())
     return path
-
-
-def _download(path: Path) -> None:
-    try:
-        content = urllib.request.urlopen(URL, timeout=20).read()
-    # ValueError: a proxy or redirection that is not an address
-    except (OSError, HTTPException, ValueError) as error:
-        raise UserError(
-            f"HellaSwag could not be downloaded from {URL} ({in_a_line(error)}); fetch that file "
-            f"by other means and "
-            f"put it at {path}"
-        ) from None
-    if (digest := hashlib.sha256(content).hexdigest()) != SHA256:
-        raise UserError(
-            f"{URL}: not HellaSwag's validation split: SHA-256 {digest}, expected {SHA256}"
-        )
-    write_whole(path, content.decode())
 
 
 def read_items(path: Path) -> list[Item]:
@@ -91,56 +86,38 @@ def read_items(path: Path) -> list[Item]:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         data_dir = str(path.parent.parent)
-        is_elsewhere = path == default_path(data_dir) != default_path("data")
-        elsewhere = f" --data_dir {shlex.quote(data_dir)}" * is_elsewhere
+        there = f" --data_dir {shlex.quote(data_dir)}" * (path == default_path(data_dir))
         raise UserError(
             f"{path}: no such file; HellaSwag's validation split is downloaded by: python "
-            f"data/hellaswag.py{elsewhere}"
+            f"data/hellaswag.py{there}"
         ) from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     items = []
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                items.append(_item(json.loads(line)))
-        except ValueError as error:
-            reason = error if type(error) is ValueError else "not JSON"
+                items.append(_item(Line.model_validate_json(line)))
+        except pydantic.ValidationError as error:
+            problem = error.errors()[0]
+            where = "".join(f"{name}: " for name in problem["loc"])
             raise UserError(
-                f"{path}, line {number}: {reason}; an item of HellaSwag is one JSON object with "
-                f"activity_label, ctx_a, ctx_b, {ENDINGS} endings and the label of the right one, "
-                f"0 to {ENDINGS - 1}"
+                f"{path}, line {number}: {where}{problem['msg']}; an item of HellaSwag is one JSON "
+                f"object with activity_label, ctx_a, ctx_b, {ENDINGS} endings and the label of the "
+                f"right one, 0 to {ENDINGS - 1}, which the test split lacks"
             ) from None
     if not items:
         raise UserError(f"{path}: has no items")
     return items
 
 
-def _item(values: Any) -> Item:
-    """Make an item of a line's JSON. Raises ValueError if that is not one."""
-    if not isinstance(values, dict):
-        raise ValueError("not a JSON object")
-    for name in ("activity_label", "ctx_a", "ctx_b"):
-        if not isinstance(values.get(name), str):
-            raise ValueError(
-                f"{name} is {_shown(values[name])}, no text" if name in values else f"lacks {name}"
-            )
-    endings, label = values.get("endings"), values.get("label")
-    if not isinstance(endings, list) or not all(isinstance(ending, str) for ending in endings):
-        raise ValueError(f"endings are {_shown(endings)}, not {ENDINGS} texts")
-    if len(endings) != ENDINGS:
-        raise ValueError(f"endings: {len(endings)} of them, not {ENDINGS}")
-    if str(label) not in map(str, range(ENDINGS)):  # Hugging Face's copy has labels as text
-        hint = "" if label else " (the test split has no labels)"
-        raise ValueError(f"label is {_shown(label)}{hint}")
-    ctx_a, ctx_b = values["ctx_a"], values["ctx_b"]
-    plain = values.get("ctx")
+def _item(line: Line) -> Item:
+    context = f"{line.activity_label}: {line.ctx_a} {line.ctx_b.capitalize()}"
+    plain = f"{line.ctx_a} {line.ctx_b}" if line.ctx_b else line.ctx_a
     return Item(
-        clean(f"{values['activity_label']}: {ctx_a} {ctx_b.capitalize()}"),
-        [clean(ending) for ending in endings],
-        plain if isinstance(plain, str) else f"{ctx_a} {ctx_b}" if ctx_b else ctx_a,
-        endings,
-        int(str(label)),
+        clean(context),
+        [clean(ending) for ending in line.endings],
+        plain if line.ctx is None else line.ctx,
+        line.endings,
+        int(line.label),
     )
 
 
@@ -149,18 +126,13 @@ def clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def _shown(value: object) -> str:
-    return repr(value)[:60]
-
-
 def main(options: HellaswagOptions) -> None:
     path = download(options.data_dir)
     count = len(read_items(path))
-    with reported("stdout"):
-        print(f"{count:,} items in {path}")
+    print(f"{count:,} items in {path}")
 
 
 if __name__ == "__main__":
     OPTIONS = start(HellaswagOptions, description=__doc__)
-    with reported(OPTIONS.data_dir, status=1):
+    with reported("stdout", status=1):
         main(OPTIONS)

@@ -78,16 +78,14 @@ class Manifest(Part):
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Read the manifest of a corpus; None where there is none. Raises TokenFileError if it cannot
-    be read.
+    """Read the manifest of a corpus; None where there is none. Raises TokenFileError if it is
+    damaged.
     """
     path = folder / MANIFEST
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
     except pydantic.ValidationError:
         raise TokenFileError(
             f"{path}: damaged, or not written by data/documents.py; restore it, or delete it: the "
@@ -106,17 +104,13 @@ def check_shards(folder: Path, tokens: Mapping[str, int]) -> None:
         return
     if manifest.unfinished:
         raise TokenFileError(f"{folder}: {describe(manifest)}")
-    as_is = f"restore it, or delete {MANIFEST} to train on the files that are there"
     for shard in manifest.shards:
-        if shard.file not in tokens:
+        count = tokens.get(shard.file)
+        if count != shard.tokens:
+            problem = "is missing" if count is None else f"holds {count:,} tokens"
             raise TokenFileError(
-                f"{folder}: {shard.file} is missing: {MANIFEST} names {len(manifest.shards)} token "
-                f"files; {as_is}"
-            )
-        if tokens[shard.file] != shard.tokens:
-            raise TokenFileError(
-                f"{folder / shard.file}: holds {tokens[shard.file]:,} tokens, not the "
-                f"{shard.tokens:,} that {MANIFEST} names; {as_is}"
+                f"{folder / shard.file}: {problem}; {MANIFEST} names it with {shard.tokens:,} "
+                f"tokens; restore it, or delete {MANIFEST} to train on the files that are there"
             )
 
 
@@ -129,8 +123,8 @@ def unfinished_folder(folder: Path) -> Path:
 
 
 def unfinished(folder: Path) -> Manifest | None:
-    """Read the manifest of an unfinished corpus that has shards. Raises TokenFileError if it cannot
-    be read.
+    """Read the manifest of an unfinished corpus that has shards. Raises TokenFileError if it is
+    damaged.
     """
     manifest = read_manifest(unfinished_folder(folder))
     return manifest if manifest and manifest.shards else None
@@ -138,9 +132,8 @@ def unfinished(folder: Path) -> Manifest | None:
 
 def describe(manifest: Manifest) -> str:
     """Say how far an unfinished corpus is, and how to resume."""
-    tokens = sum(shard.tokens for shard in manifest.shards)
-    command = manifest.unfinished.command if manifest.unfinished else ""
+    tokens, place = sum(shard.tokens for shard in manifest.shards), manifest.unfinished
     return (
         f"is not finished: {len(manifest.shards)} shards, {tokens:,} tokens; resume with: "
-        f"{command or 'the command that wrote them'}"
+        f"{place.command if place else 'the command that wrote them'}"
     )

@@ -35,8 +35,8 @@ def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
                 return
     if begun := unfinished(folder):
         raise TokenFileError(f"{folder}: {describe(begun)}")
-    there = {path.parent.name for path in folder.parent.glob("*/*.bin")}
-    there = {name for name in there if not name.endswith(".tmp")}
+    corpora = {path.parent for path in folder.parent.glob("*/*.bin")}
+    there = {corpus.name for corpus in corpora if corpus.suffix != ".tmp"}
     script = f"python data/text.py FILE --name {shlex.quote(folder.name)}"
     if folder.name == "fineweb":
         script = "python data/fineweb.py"
@@ -50,12 +50,10 @@ def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def is_there(folder: Path) -> bool:
-    """Return True if a corpus has been written to the folder. Raises TokenFileError if that cannot
-    be seen.
+    """Return True if a corpus has been written to the folder. Raises OSError if that cannot be
+    seen.
     """
     try:
         return any(path.suffix == ".bin" for path in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError as error:
-        raise TokenFileError(f"{folder}: cannot be read: {error.strerror}") from None

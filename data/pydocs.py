@@ -13,7 +13,6 @@ if __name__ == "__main__":  # imports are looked up in the repository, not in da
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import hashlib
-import itertools
 
 from data.token_file import TokenFileError, write_corpus
 from data.tokenizer import END_OF_TEXT, get_encoding
@@ -55,19 +54,16 @@ def prepare(folder: Path) -> int:
                 seen.add(paragraph)
         texts.append("\n\n".join(paragraphs))
     documents = get_encoding().encode_ordinary_batch(texts)
-    return write_corpus(
-        folder, itertools.chain.from_iterable(([END_OF_TEXT], document) for document in documents)
-    )
+    return write_corpus(folder, ([END_OF_TEXT, *document] for document in documents))
 
 
 def main(options: PydocsOptions) -> None:
     folder = Path(options.data_dir) / "pydocs"
     count = prepare(folder)
-    with reported("stdout"):
-        print(f"{count:,} tokens in {folder}")
+    print(f"{count:,} tokens in {folder}")
 
 
 if __name__ == "__main__":
     OPTIONS = start(PydocsOptions, description=__doc__)
-    with reported(OPTIONS.data_dir, status=1):
+    with reported("stdout", status=1):
         main(OPTIONS)

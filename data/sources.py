@@ -13,6 +13,7 @@ import json
 import os
 import re
 import reprlib
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -34,8 +35,7 @@ ROWS = 128  # of a parquet file that are in memory at once
 BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A file with documents."""
 
     path: Path
@@ -87,13 +87,13 @@ class BadRecords:
 # ---- which files
 
 
-def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
-    """Find the files that are named, and those in folders that are named, each once; also returns
-    notes for the user.
+def find_sources(named: Iterable[Path]) -> list[Source]:
+    """Find the files that are named, and those in folders that are named, each once.
 
     The order is that of the names; in a folder, and the folders in it, that of the files' paths.
-    Hidden files and those with another ending are left out. Raises TokenFileError for a file that
-    is missing or has another ending, and for a folder without any.
+    Hidden files and those with another ending are left out; a note on stderr says how many were.
+    Raises TokenFileError for a file that has another ending, and for a folder without any, OSError
+    for a file that is missing.
     """
     sources: dict[str, Source] = {}
     twice = others = 0
@@ -110,23 +110,23 @@ def find_sources(named: Iterable[Path]) -> tuple[list[Source], list[str]]:
         if len(sources) + twice == before:
             what = "no file in it has a name that ends" if is_folder else "its name does not end"
             raise TokenFileError(f"{name}: {what} in {ENDINGS}, which says what a file holds")
-    notes = []
-    if others:
-        notes.append(f"files left out, as their names do not end in {ENDINGS}: {others:,}")
-    if twice:
-        notes.append(f"files named more than once, and taken once, at their first place: {twice:,}")
-    return list(sources.values()), notes
+    left_out = f"files left out, as their names do not end in {ENDINGS}"
+    once = "files named more than once, and taken once, at their first place"
+    for note, count in ((left_out, others), (once, twice)):
+        if count:
+            print(f"note: {note}: {count:,}", file=sys.stderr)
+    return list(sources.values())
 
 
 def find_source(path: Path, kind: str, packed: str = "") -> Source:
-    """Look up a file of a known kind. Raises TokenFileError if it cannot be read."""
+    """Look up a file of a known kind. Raises OSError if it is missing, TokenFileError if a manifest
+    cannot hold its name.
+    """
     try:
         str(path).encode()  # for the manifest
-        status = path.stat()
     except UnicodeEncodeError:
         raise TokenFileError(f"{path}: its name is not UTF-8; rename it") from None
-    except OSError as error:
-        raise TokenFileError(f"{path}: cannot be read: {error.strerror}") from None
+    status = path.stat()
     return Source(path, status.st_size, status.st_mtime_ns, kind, packed)
 
 
@@ -134,7 +134,7 @@ def _files_in(folder: Path) -> list[Path]:
     """List all files in a folder and the folders in it, linked ones too, but for hidden ones."""
 
     def refuse(error: OSError) -> None:
-        raise TokenFileError(f"{error.filename}: cannot be read: {error.strerror}")
+        raise error
 
     paths = []
     for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):

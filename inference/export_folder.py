@@ -7,13 +7,14 @@ from typing import Any
 
 import yaml
 from safetensors import SafetensorError
+from tiktoken.load import read_file_cached
 
 from checkpoint.files import STATE
 from checkpoint.hugging_face import write_hugging_face
 from checkpoint.state import SavedState, read_state
 from checkpoint.weights import find_model
 from config import PATH, Config
-from data.tokenizer import END_OF_TEXT, SEPARATOR, vocabulary_files
+from data.tokenizer import END_OF_TEXT, SEPARATOR, find_vocabulary
 from model import GPT
 from runtime.cli import load
 from runtime.errors import TrainingError, UserError
@@ -147,7 +148,7 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
     """Write GPT-2's tokenizer as transformers keeps it. Raises TokenizerError if its vocabulary
     cannot be had.
     """
-    files = vocabulary_files()
+    files = {name: read_file_cached(place) for name, place in find_vocabulary().items()}
     (folder / "vocab.json").write_bytes(files["encoder.json"])
     (folder / "merges.txt").write_bytes(files["vocab.bpe"])
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")

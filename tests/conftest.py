@@ -29,6 +29,7 @@ from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from model import GPT, GPTConfig
+from runtime.errors import UserError
 from runtime.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -609,3 +610,14 @@ def reseal(folder: Path) -> None:
             if name != "SHA256SUMS"
         )
     )
+
+
+def refused(message: str) -> Any:
+    """Expect a UserError with this in its message."""
+    return pytest.raises(UserError, match=message)
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test work in a folder of its own, with relative paths."""
+    monkeypatch.chdir(tmp_path)
