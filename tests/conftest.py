@@ -441,7 +441,7 @@ def ended(processes: list[Any]) -> Iterator[list[Any]]:
 def wait_for(condition: Callable[[], Any], process: Any, seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.01)
 

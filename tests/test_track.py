@@ -4,7 +4,6 @@ happens.
 
 import math
 import os
-import shutil
 import signal
 
 import pytest
@@ -161,17 +160,6 @@ def test_a_run_of_several_calls_has_its_whole_curves(
     curves, texts = tensorboard(here)
     same(curves, here)
     assert samples in (None, texts["sample"].keys())
-
-
-def test_figures_and_samples_of_steps_that_are_taken_again_are_there_once(go, here, tensorboard):
-    go(**EVERYTHING, tensorboard=True)
-    for path in (here / "checkpoints").iterdir():
-        if int(path.name[-6:]) > 6:  # as if it had been killed right after step 9
-            shutil.rmtree(path)
-    go(resumed(here, max_steps=10))
-    curves, texts = tensorboard(here)
-    same(curves, here)
-    assert texts["sample"].keys() == {4, 8, 10}
 
 
 def test_after_kills_tensorboard_has_each_step_once_with_the_logs_values(
