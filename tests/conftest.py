@@ -70,14 +70,6 @@ LONG = [
 ]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    if (
-        getattr(config.option, "numprocesses", None) and config.option.dist == "no"
-    ):  # of pytest-xdist: it was not given
-        config.option.dist = "worksteal"
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG)
     if not torch.cuda.is_available():
@@ -220,12 +212,7 @@ def fork_server() -> Any:
             "pytest",
             "torch._dynamo",
             "torch._inductor.compile_fx",
-            "torch.nn.parallel",
             "tiktoken",
-            "pydantic",
-            "yaml",
-            "filelock",
-            "safetensors.torch",
             "rich.table",
             "tests.conftest",
             "train",
@@ -351,7 +338,7 @@ class Started(Forked):
         with open(self.out, "w") as out, open(self.err, "w") as err:
             super().__init__([sys.executable, *words], cwd=cwd, env=env, stdout=out, stderr=err)
 
-    def communicate(self, input: Any = None, timeout: float | None = 100) -> tuple[str, str]:
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[str, str]:
         """What it has printed on stdout and stderr, once it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(timeout)
@@ -372,27 +359,27 @@ def start(
     return Started(words(*command), cwd, os.environ | env, before)
 
 
-def run(
-    *command: str | Path,
-    cwd: Path,
-    timeout: float = 240,
-    before: Callable[[], None] | None = None,
-    **env: str,
-) -> subprocess.CompletedProcess[str]:
-    """A command run to its end, in a process that has PyTorch at hand."""
-    with ended([start(*command, cwd=cwd, before=before, **env)]) as (process,):
-        out, err = process.communicate(timeout=timeout)
+def finish(process: Started, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a process."""
+    out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def run(
+    *command: str | Path, cwd: Path, before: Callable[[], None] | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """A command run to its end, in a process that has PyTorch at hand."""
+    with ended([start(*command, cwd=cwd, before=before, **env)]) as (process,):
+        return finish(process)
+
+
 def run_from_nothing(
-    *command: str | Path, cwd: Path, timeout: float = 240, **env: str
+    *command: str | Path, cwd: Path, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """A script of this project, as a user would start it."""
     return subprocess.run(
         [sys.executable, *words(*command)],
         cwd=cwd,
-        timeout=timeout,
         text=True,
         capture_output=True,
         env=os.environ | env,
@@ -416,15 +403,11 @@ def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
 
 
 def run_ranks(
-    ranks: int, *command: str | Path, cwd: Path, timeout: float = 100
+    ranks: int, *command: str | Path, cwd: Path, timeout: float = 240
 ) -> list[subprocess.CompletedProcess[str]]:
     """A run on several ranks, to its end."""
     with ended(start_ranks(ranks, *command, cwd=cwd)) as processes:
-        return [
-            subprocess.CompletedProcess(process.args, process.returncode, *printed)
-            for process in processes
-            for printed in [process.communicate(timeout=timeout)]
-        ]
+        return [finish(process, timeout) for process in processes]
 
 
 @contextlib.contextmanager

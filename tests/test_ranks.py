@@ -86,14 +86,6 @@ def test_a_port_that_another_program_has_is_one_error_that_names_it(environment)
         cannot_join(TrainingError, rf"2 ranks of this run cannot meet at localhost:{port}: .*port")
 
 
-def test_a_rank_whose_store_does_not_come_gives_up(environment):
-    with socket.socket() as any_free:
-        any_free.bind(("localhost", 0))
-        port = any_free.getsockname()[1]
-    environment(RANK="1", MASTER_PORT=str(port))
-    cannot_join(TrainingError, f"cannot meet at localhost:{port}: ")
-
-
 # ---- one of them fails
 
 
@@ -162,18 +154,29 @@ def test_a_rank_that_loses_another_one_says_so_in_a_line(victim, tmp_path):
 
 TOGETHER = """if True:
     import torch
-    from runtime.errors import reported
+    from runtime.errors import UserError, reported
     from runtime.world import joined_world
 
+    def read():
+        if world.rank:
+            raise {error}
+
     with reported("here"), joined_world(torch.device("cpu"), 60) as world:
-        world.raise_on_all(lambda: world.rank and open("mine"))
+        world.raise_on_all(read)
 """
 
 
-def test_what_one_rank_cannot_read_rank_0_says_with_that_ranks_number(tmp_path):
-    first, second = run_ranks(2, "-c", TOGETHER, cwd=tmp_path)
-    assert (first.stderr, second.stderr) == ("error: rank 1: mine: No such file or directory\n", "")
-    assert (first.returncode, second.returncode) == (1, 1)
+@pytest.mark.parametrize(
+    ("error", "line", "status"),
+    [
+        ("OSError(5, 'Input/output error', 'data/mine')", "data/mine: Input/output error", 1),
+        ("UserError('no tokens')", "no tokens", 2),
+    ],
+)
+def test_what_one_rank_cannot_do_rank_0_says_with_that_ranks_number(error, line, status, tmp_path):
+    first, second = run_ranks(2, "-c", TOGETHER.format(error=error), cwd=tmp_path)
+    assert (first.stderr, second.stderr) == (f"error: rank 1: {line}\n", "")
+    assert first.returncode == second.returncode == status
 
 
 @needs_proc

@@ -276,7 +276,7 @@ KILLS_WANDB = """if True:
 
 def test_a_run_ends_well_without_wandbs_process(tiny_config, here, wandb, tmp_path):
     (tmp_path / "config.yaml").write_text(tiny_config(wandb=True).to_yaml())
-    done = run("-c", KILLS_WANDB, tmp_path / "config.yaml", cwd=ROOT, timeout=60)
+    done = run("-c", KILLS_WANDB, tmp_path / "config.yaml", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wandb failed and is left out from here on") == 1
     assert len(logged(here)["train/loss"]) == 6
