@@ -208,7 +208,7 @@ def drop(stream: TextIO) -> None:
 
 def in_a_line(error: BaseException) -> str:
     """Return the class and the beginning of an error of any library, as a part of one line."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
     return "".join(c for c in textwrap.shorten(text, 160, placeholder=" ...") if c.isprintable())
 
 

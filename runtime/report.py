@@ -111,8 +111,12 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> N
         if space < 0 and shown:
             break
         shown.append(texts)
-        justify: Any = "right" if _are_figures(texts) else "left"
-        table.add_column(column.heading, justify=justify, no_wrap=longest <= 24, overflow="fold")
+        table.add_column(
+            column.heading,
+            justify="right" if _are_figures(texts) else "left",
+            no_wrap=longest <= 24,
+            overflow="fold",
+        )
     for line in zip(*shown, strict=True):
         table.add_row(*line)
     console.print(table)

@@ -217,10 +217,6 @@ def test_a_machine_that_does_not_see_the_runs_folder_gets_a_line_and_cannot_resu
     assert "note: logs/train is not there for rank 1; put --log_dir on a file system" in console
     (line,) = refused(apart, *resume, cwd=tmp_path)
     assert line.startswith("error: logs/train/checkpoints/step_000002 is there for rank 0 but not ")
-    (tmp_path / "logs").rename(tmp_path / "elsewhere/logs")  # now rank 0 would begin anew
-    (line,) = refused(apart, *resume, cwd=tmp_path)
-    assert line.startswith("error: logs/train/checkpoints is there for rank 0 but not for rank 1, ")
-    assert not (tmp_path / "logs").exists()
 
 
 # ---- machines that are lost

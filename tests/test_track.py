@@ -331,7 +331,6 @@ def test_a_tracker_that_fails_is_one_note_and_the_run_goes_on(
     printed = capsys.readouterr().out
     note = "note: tensorboard failed and is left out from here on, the run goes on (OSError: [Errno"
     assert printed.count(note) == 1
-    assert printed in (here / "console.log").read_text()
     # once there is room again, a resumed run is followed again
     go(resume="auto", max_steps=8)
     same(tensorboard(here)[0], here)
