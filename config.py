@@ -468,10 +468,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     def advice(self) -> dict[str, str]:
         """Return messages for the kinds of failure that runtime/errors.py tells apart."""
         return {
-            "compiler": "--compile failed: {reason}; run without --compile",
-            "C++": "--compile failed: {reason}, or run without --compile",
-            "overflow": f"a number is too large for fp32: {{reason}}; lower lr (now {self.lr:g}), "
-            f"weight_decay or betas",
+            "compiler": "--compile failed: {reason}; or run without --compile",
             "lost rank": f"another rank has died, or did not answer within --timeout "
             f"{self.timeout} s ({{reason}}); its own message, if it left one, says why",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. "

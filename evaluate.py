@@ -78,12 +78,12 @@ from inference.hellaswag import METRICS, read_questions, score
 from inference.validation import count_sequences, validation_loss
 from model import GPT, GPTConfig
 from runtime.device import (
-    autocast_to,
+    check_precision,
     choose_device,
     device_name,
+    has_tf32,
     make_repeatable,
     matmul_dtype,
-    set_precision,
 )
 from runtime.files import write_whole
 from runtime.launch import launch
@@ -106,7 +106,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     folder, state, model = read_model(options, world)
     trained = state.get("config", {})  # empty for weights that are no run's
     dtype = choose_dtype(options, trained)
-    autocast = autocast_to(dtype, world.device)
+    mixed = dtype != torch.float32
+    autocast = functools.partial(torch.autocast, world.device.type, dtype=dtype, enabled=mixed)
     batch_size = options.batch_size or trained.get("batch_size", 4)
     results: dict[str, Any] = {
         "run": options.run,
@@ -125,7 +126,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     )
     make_repeatable(world.device)
     tf32, bf16 = trained.get("tf32", False), dtype == torch.bfloat16
-    for note in set_precision(world.device, tf32=tf32, bf16=bf16):
+    torch.set_float32_matmul_precision("high" if tf32 and has_tf32(world.device) else "highest")
+    for note in check_precision(world.device, tf32=tf32, bf16=bf16):
         say(f"note: {note}")
 
     # all that is read, before anything is computed: mistakes are told at once

@@ -84,8 +84,7 @@ class SampleOptions(Options):
         return {
             "memory": f"out of memory at batch_size {self.batch_size}; take fewer"
             + ", or --bf16" * (not self.bf16),
-            "compiler": "--compile failed: {reason}; run without --compile",
-            "C++": "--compile failed: {reason}, or run without --compile",
+            "compiler": "--compile failed: {reason}; or run without --compile",
         }
 
 
@@ -106,7 +105,7 @@ import torch
 from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT
 from inference.sampling import Decode, chooser, decode_stream, encode, next_logits, seeded, stream
-from runtime.device import check_compiler, choose_device, set_precision
+from runtime.device import check_compiler, check_precision, choose_device
 
 SEPARATOR = "\n---\n"  # between two texts
 
@@ -117,7 +116,7 @@ class Sampler:
     def __init__(self, options: SampleOptions):
         """Raise UserError for what cannot be loaded and what this device cannot do."""
         device = choose_device(options.device)
-        notes = options.notes() + set_precision(device, bf16=options.bf16)
+        notes = options.notes() + check_precision(device, bf16=options.bf16)
         notes += check_compiler(device) if options.compile else []
         for note in notes:
             print(f"note: {note}", file=sys.stderr, flush=True)

@@ -52,12 +52,11 @@ class Evaluation:
         items = Path(config.hellaswag_file or default_path(config.data_dir))
         on = config.hellaswag_every > 0
         self.questions = read_questions(items, config.block_size, world) if on else []
-        self.losses: dict[int, float] = {}  # by step
-        self.scores: dict[int, dict[str, float]] = {}  # HellaSwag's, by step
+        self.figures: dict[int, dict[str, float]] = {}  # by step and column of eval.csv
 
     def resume(self) -> None:
         """Take over what the run's folder has of earlier calls: nothing is evaluated twice."""
-        self.losses, self.scores = self.world.broadcast(self.folder.evaluations())
+        self.figures = self.world.broadcast(self.folder.evaluations())
 
     def is_due(self, every: int, step: int) -> bool:
         """Return True after every so many steps (0: never), and after the last."""
@@ -71,7 +70,8 @@ class Evaluation:
         config = self.config
         if not self.is_due(config.eval_every, step):
             return math.inf
-        if step not in self.losses:
+        figures = self.figures.setdefault(step, {})
+        if "val_loss" not in figures:
             loss = validation_loss(
                 self.model,
                 self.val,
@@ -85,14 +85,16 @@ class Evaluation:
                     f"step {step}: the validation loss is {loss}; "
                     f"{hint(self.folder.path, config.lr)}"
                 )
-            self.losses[step] = loss
+            figures["val_loss"] = loss
             self.folder.log_evaluation(step, config.max_steps, val_loss=loss)
-        return self.losses[step]
+        return figures["val_loss"]
 
     def score_hellaswag(self, step: int) -> None:
         """Score the model in HellaSwag if it is due. Raises TrainingError if it has diverged."""
         config = self.config
-        if step in self.scores or not self.is_due(config.hellaswag_every, step):
+        figures = self.figures.setdefault(step, {})
+        is_done = any(name.startswith("hellaswag_") for name in figures)
+        if is_done or not self.is_due(config.hellaswag_every, step):
             return
         tokens_at_once = config.batch_size * config.seq_len  # takes less memory than a step
         try:
@@ -101,8 +103,8 @@ class Evaluation:
             raise TrainingError(
                 f"step {step}: {error}; {hint(self.folder.path, config.lr)}"
             ) from None
-        self.scores[step] = scores.shares()
-        self.folder.log_evaluation(step, config.max_steps, **self.scores[step])
+        figures |= scores.shares()
+        self.folder.log_evaluation(step, config.max_steps, **scores.shares())
 
     def sample(self, step: int) -> None:
         """Log a text that the model writes, if it is due. Draws from a generator of its own."""
@@ -120,5 +122,7 @@ class Evaluation:
 
     def latest(self) -> dict[str, float | None]:
         """Return the newest validation loss and HellaSwag scores, as summary.json has them."""
-        val_loss = self.losses[max(self.losses)] if self.losses else None
-        return {"val_loss": val_loss} | (self.scores[max(self.scores)] if self.scores else {})
+        latest: dict[str, float | None] = {"val_loss": None}
+        for step in sorted(self.figures):
+            latest |= self.figures[step]
+        return latest

@@ -426,7 +426,7 @@ def draw(found: Comparison, path: Path) -> None:
         [ratio.median for _, ratio in measured],
         [str(ratio) for _, ratio in measured],
         f"tokens/s of {found.ours.name} over those of each",
-        whiskers=[ratio.ends for _, ratio in measured],
+        [ratio.ends for _, ratio in measured],
     )
 
 

@@ -258,7 +258,7 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
         means,
         [f"{mean:.3g}" for mean in means],
         "seconds per pass: mean, and one standard deviation",
-        whiskers=[(row["mean_s"] - row["std_s"], row["mean_s"] + row["std_s"]) for row in rows],
+        [(row["mean_s"] - row["std_s"], row["mean_s"] + row["std_s"]) for row in rows],
         colours=[ORANGE if row["mixed_precision"] else BLUE for row in rows],
         meanings={BLUE: "full precision", ORANGE: "mixed precision"},
     )

@@ -6,7 +6,6 @@ validates the result once. Nothing here imports torch, so `--help` and mistakes 
 """
 
 import argparse
-import contextlib
 import difflib
 import os
 import re
@@ -68,9 +67,7 @@ class Options(BaseModel):
     @classmethod
     def marks(cls, name: str, mark: object) -> list[Any]:
         """Return a field's marks that are equal to `mark`, or instances if `mark` is a class."""
-        is_class = isinstance(mark, type)
-        metadata = cls.model_fields[name].metadata
-        return [m for m in metadata if m == mark or (is_class and type(m) is mark)]
+        return [m for m in cls.model_fields[name].metadata if m == mark or type(m) is mark]
 
     @classmethod
     def names_marked(cls, mark: object) -> tuple[str, ...]:
@@ -90,8 +87,8 @@ def parse(
     options: type[O],
     argv: Sequence[str],
     *,
-    description: str = "",
-    positional: str | None = None,
+    description: str | None = None,
+    positional: str = "",
     config_file: bool = False,
     elsewhere: Mapping[str, str] | None = None,
 ) -> O:
@@ -103,7 +100,7 @@ def parse(
     and `--print_config`.
     """
     flags, mistakes = _parse_flags(
-        options, argv, description, (positional or "").split(), config_file, elsewhere or {}
+        options, argv, description, positional.split(), config_file, elsewhere or {}
     )
     print_config = flags.pop("print_config", False)
     try:
@@ -186,41 +183,36 @@ def find_config(name: str, folder: Path = Path()) -> Path:
     """
     for place in (folder, CONFIG_DIR):
         for path in (place / name, place / f"{name}.yaml"):
-            with contextlib.suppress(OSError, ValueError):  # not a file's name: too long, or a NUL
-                if path.is_file():
-                    return path
+            if os.path.isfile(path):  # False also for a name that is too long, or has a NUL
+                return path
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
     near = did_you_mean(name.removesuffix(".yaml"), known) or f", which has {', '.join(known)}"
     raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{near}")
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def read_yaml(path: Path, *above: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge a config file over its `base:` files; return the values and where each came from.
 
-    Scalars are read as strings: the field's own type converts them. Raises ConfigError.
+    Scalars are read as strings: the field's own type converts them. `above`: the files whose base
+    this one is. Raises ConfigError.
     """
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    chain: list[Path] = []
-    while True:
-        if path.resolve() in chain:
-            circle = [*chain[chain.index(path.resolve()) :], path]
-            names = " -> ".join(file.name for file in circle)
-            raise ConfigError(f"{path}: base: goes round in a circle: {names}")
-        chain.append(path.resolve())
-        own = read_yaml_mapping(path)
-        base = own.pop("base", None)
-        values = own | values
-        origin = {name: f"{path}: {name}" for name in own} | origin
-        if base is None:
-            return values, origin
-        if not isinstance(base, str) or not base:
-            raise ConfigError(f"{path}: base: must name one config file")
-        try:
-            path = find_config(base, path.parent)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: base: {error}") from None
+    if path.resolve() in above:
+        names = " -> ".join(file.name for file in (*above, path))
+        raise ConfigError(f"{path}: base: goes round in a circle: {names}")
+    values = read_yaml_mapping(path)
+    base = values.pop("base", None)
+    origin = {name: f"{path}: {name}" for name in values}
+    if base is None:
+        return values, origin
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{path}: base: must name one config file")
+    try:
+        base_file = find_config(base, path.parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: base: {error}") from None
+    base_values, base_origin = read_yaml(base_file, *above, path.resolve())
+    return base_values | values, base_origin | origin
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
@@ -266,7 +258,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse_flags(
     options: type[Options],
     argv: Sequence[str],
-    description: str,
+    description: str | None,
     positional: Sequence[str],
     config_file: bool,
     elsewhere: Mapping[str, str],

@@ -24,15 +24,11 @@ class UserError(Exception):
     """Something that the user can put right.
 
     A command prints each line of the message and exits with `status`. Notes (Exception.add_note),
-    such as how to resume, are part of the message. `rank`: the rank that found it, if that may not
-    be the one that prints it.
+    such as how to resume, are part of the message.
     """
 
     status = 2
-
-    def __init__(self, message: object = "", *, rank: int | None = None):
-        super().__init__(message)
-        self.rank = rank
+    rank: int | None = None  # that found it, if that may not be the one that prints it
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -182,13 +178,11 @@ def why_it_failed(status: int, stderr: TextIO) -> str:
     """Say in a line why a command failed, from its exit status and the file with its stderr."""
     stderr.seek(0)
     lines = [line.strip() for line in stderr if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if errors:
-        return errors[-1]
-    if status == -signal.SIGKILL:
-        return "killed by signal 9, as the system does when memory runs out"
+    if errors := [line for line in lines if line.startswith("error: ")]:
+        return errors[-1].removeprefix("error: ")
     if status < 0:
-        return f"killed by signal {-status}"
+        why = ", as the system does when memory runs out" * (status == -signal.SIGKILL)
+        return f"killed by signal {-status}{why}"
     return (lines or [f"exit status {status}"])[-1]
 
 
@@ -197,14 +191,12 @@ def drop_unread(stream: TextIO | None) -> OSError | None:
 
     What is printed from then on is dropped, so that Python does not complain when it ends.
     """
-    try:
-        if stream:
+    if stream and not stream.closed:
+        try:
             stream.flush()
-    except OSError as error:
-        drop(stream)  # type: ignore[arg-type]  # it was flushed
-        return error
-    except ValueError:  # closed
-        pass
+        except OSError as error:
+            drop(stream)
+            return error
     return None
 
 
@@ -216,7 +208,7 @@ def drop(stream: TextIO) -> None:
 
 def in_a_line(error: BaseException) -> str:
     """Return the class and the beginning of an error of any library, as a part of one line."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
     return "".join(c for c in textwrap.shorten(text, 160, placeholder=" ...") if c.isprintable())
 
 
@@ -234,44 +226,30 @@ HEADERS = "install Python's headers (python3-dev on Debian and Ubuntu, python3-d
 def kind_of_failure(error: BaseException) -> tuple[str, str]:
     """Return what failed and the cause in a line.
 
-    It is "C++", "compiler", "lost rank", "memory", "overflow", or "other". PyTorch has a class for
-    some of these and only a wording for others, which differs from device to device.
+    It is "compiler", "lost rank", "memory" or "other". PyTorch has a class for some of these and
+    only a wording for others, which differs from device to device.
     """
     text, kind = str(error), type(error)
     lines = [line.strip() for line in text.splitlines()] + [kind.__name__]
     cause = next((line for line in lines if "rror" in line), lines[0])
     if kind.__module__.startswith(("torch._dynamo", "torch._inductor")):
-        problem = _compiler_problem(text)
-        return ("C++", problem) if problem else ("compiler", cause)
-    if (
-        kind.__module__.startswith("torch.distributed")
-        or kind.__name__.startswith("Dist")
-        or "gloo" in text
-    ):
-        return "lost rank", _first_sentence(text)
+        return "compiler", _compiler_problem(text, cause)
+    if kind.__module__.startswith("torch.distributed") or "gloo" in text:
+        text = re.sub(r"^\[.*?:\d+\] ", "", text.strip())  # the place in PyTorch's source
+        return "lost rank", textwrap.shorten(text, 200, placeholder=" ...")
     if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
         return "memory", "out of memory"
-    if "without overflow" in text:
-        return "overflow", lines[0]
     return "other", cause
 
 
-def _compiler_problem(text: str) -> str | None:
-    """Return what the C++ compiler complained about, and what to install; None: it did not."""
+def _compiler_problem(text: str, cause: str) -> str:
+    """Return what a compiler complained about, and what to install if that is known."""
     if "returned non-zero exit status" in text:  # Triton's C compiler, which prints for itself
         return f"the C compiler failed, see its own lines above; if it lacks Python.h, {HEADERS}"
     if "C++ compile error" not in text:
-        return None
+        return cause
     output = text.rpartition("Output:")[2].strip()
     match = re.search(r"((fatal )?error: |cannot find -l).*", output)
-    line = (match[0] if match else output.partition("\n")[0]).strip()
-    if "Python.h" in line:
-        return f"{line}; {HEADERS}"
-    return f"{line}; install g++ (or set CXX to a C++ compiler that works)"
-
-
-def _first_sentence(text: str) -> str:
-    """Return the first sentence of an error of torch.distributed, without its place in C++."""
-    text = re.sub(r"^\[[^]]*:\d+\] (\S+ != \S+\. )?", "", text.strip())
-    sentence = text.partition("\n")[0].partition(". ")[0]
-    return textwrap.shorten(sentence.rstrip("."), 200, placeholder=" ...")
+    line = match[0] if match else output.partition("\n")[0]
+    compiler = "install g++ (or set CXX to a C++ compiler that works)"
+    return f"{line}; {HEADERS if 'Python.h' in line else compiler}"

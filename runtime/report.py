@@ -52,8 +52,7 @@ def git_commit() -> str | None:
 def code_version() -> str:
     """Return the commit, and a hash of this code's files: other files, another hash."""
     root, digest = Path(__file__).parent.parent, hashlib.sha256()
-    packages = {init.parent for init in root.glob("*/__init__.py")} - {root / "tests"}
-    for path in sorted(path for room in (root, *packages) for path in room.glob("*.py")):
+    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
     return f"{git_commit() or 'no commit'} (files {digest.hexdigest()[:8]})"
 
@@ -104,17 +103,22 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> N
 
     console = Console(markup=False)  # a name may hold brackets
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    cells = [[column.cell(row) for row in rows] for column in columns]
-    space = console.width
-    for column, texts in zip(columns, cells, strict=True):
+    space, shown = console.width, list[list[str]]()
+    for column in columns:
+        texts = [column.cell(row) for row in rows]
         longest = max(map(len, [column.heading, *texts]))
         space -= min(longest, 24) + 2
-        if space < 0 and table.columns:
+        if space < 0 and shown:
             break
-        justify: Any = "right" if _are_figures(texts) else "left"
-        table.add_column(column.heading, justify=justify, no_wrap=longest <= 24, overflow="fold")
-    for line in zip(*cells, strict=True):
-        table.add_row(*line[: len(table.columns)])
+        shown.append(texts)
+        table.add_column(
+            column.heading,
+            justify="right" if _are_figures(texts) else "left",
+            no_wrap=longest <= 24,
+            overflow="fold",
+        )
+    for line in zip(*shown, strict=True):
+        table.add_row(*line)
     console.print(table)
 
 
@@ -178,25 +182,22 @@ def draw_bars(
     lengths: Sequence[float],
     labels: Sequence[str],
     xlabel: str,
+    whiskers: Sequence[tuple[float, float]],
     *,
     colours: Sequence[str] | str = BLUE,
     meanings: Mapping[str, str] | None = None,
-    whiskers: Sequence[tuple[float, float]] | None = None,
 ) -> None:
     """Draw horizontal bars, the first on top, each with a label at its end.
 
-    `meanings`: the legend's text for each colour. `whiskers`: an interval for each bar.
+    `whiskers`: an interval for each bar. `meanings`: the legend's text for each colour.
     """
     from matplotlib.patches import Patch
 
     figure, axes = new_figure(figsize=(8, 1.2 + 0.32 * len(names)))
-    arms = [
-        [abs(end - length) for length, end in zip(lengths, ends, strict=True)]
-        for ends in zip(*whiskers or (), strict=True)
-    ]
-    ticks = [plain(name) for name in names]
-    bars = axes.barh(range(len(names)), lengths, color=colours, xerr=arms or None, tick_label=ticks)
+    rows = range(len(names))
+    bars = axes.barh(rows, lengths, color=colours, tick_label=[plain(name) for name in names])
     axes.bar_label(bars, labels, padding=5)
+    axes.hlines(rows, *zip(*whiskers, strict=True), colors="black")
     axes.margins(x=0.25)  # room for the labels
     axes.invert_yaxis()
     axes.set_xlabel(plain(xlabel))

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
 import filelock
@@ -93,6 +92,8 @@ class RunFolder:
         created, all is as it was.
         """
         self._made_parents = missing_parents(self.path)
+        if os.path.isfile(self.path.parent):
+            raise UserError(f"{self.path.parent}: is a file; choose another --log_dir")
         moved_to = None
         with self._start_lock():
             try:
@@ -172,7 +173,7 @@ class RunFolder:
                 del rows[step]
         write_rows(self.path / "log.csv", LOG_COLUMNS, rows.values())
         rows = {at: row for at, row in self._rows("eval.csv").items() if at <= step}
-        if rows or (self.path / "eval.csv").exists():
+        if (self.path / "eval.csv").exists():
             self._write_evaluations(rows)
 
     def _start_lock(self) -> contextlib.AbstractContextManager[bool]:
@@ -209,9 +210,7 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(
-        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Stopped) and self.rank == 0:  # before the first step: undo `create`
             self.abandon()
         elif self._console and error is not None:
@@ -298,10 +297,9 @@ class RunFolder:
 
     def log_evaluation(self, step: int, max_steps: int, **figures: float) -> None:
         """Print figures of an evaluation and add them to the step's row of eval.csv."""
-        figures_text = " | ".join(f"{name} {figure:.4f}" for name, figure in figures.items())
-        figures_text = figures_text.replace("val_", "validation ")
-        figures_text = figures_text.replace("hellaswag_", "HellaSwag ")
-        self.message(f"step {step:{len(str(max_steps))}d}/{max_steps} | {figures_text}")
+        text = " | ".join(f"{name} {figure:.4f}" for name, figure in figures.items())
+        text = text.replace("val_", "validation ").replace("hellaswag_", "HellaSwag ")
+        self.message(f"step {step:{len(str(max_steps))}d}/{max_steps} | {text}")
         if self.rank == 0:
             rows = self._rows("eval.csv")
             rows[step] = rows.get(step, {}) | {"step": step, **figures}
@@ -352,15 +350,16 @@ class RunFolder:
         _, losses = curve(rows)
         return [dt / 1e3 for dt in milliseconds], losses[-1] if losses else math.nan
 
-    def evaluations(self) -> tuple[dict[int, float], dict[int, dict[str, float]]]:
-        """Return the validation losses so far, and HellaSwag's scores, by step."""
-        rows = self._rows("eval.csv")
-        scores: dict[int, dict[str, float]] = {}
-        for step, row in rows.items():
-            for name, score in row.items():
-                if name.startswith("hellaswag_") and score is not None:
-                    scores.setdefault(step, {})[name] = score
-        return dict(zip(*curve(rows, "val_loss"), strict=True)), scores
+    def evaluations(self) -> dict[int, dict[str, float]]:
+        """Return the figures in eval.csv by step and column."""
+        return {
+            step: {
+                name: figure
+                for name, figure in row.items()
+                if figure is not None and name != "step"
+            }
+            for step, row in self._rows("eval.csv").items()
+        }
 
     def is_finished(self) -> bool:
         """True if a run has ended here."""
@@ -459,13 +458,8 @@ def all_checkpoints(run: Path, name: str = "step") -> list[Path]:
     Raises OSError if checkpoints/ is there, such as a link to another disk, and cannot be read.
     """
     folder = run / "checkpoints"
-    if not os.path.lexists(folder):
-        return []
-    try:
-        paths = [path for path in folder.iterdir() if re.fullmatch(rf"{name}_\d+", path.name)]
-    except OSError as error:
-        raise OSError(error.errno, f"cannot be read: {error.strerror}", str(folder)) from None
-    return sorted(paths, key=step_of)
+    paths = folder.iterdir() if os.path.lexists(folder) else ()
+    return sorted((p for p in paths if re.fullmatch(rf"{name}_\d+", p.name)), key=step_of)
 
 
 def not_kept(run: Path, keep: int, *, before: int, whole: Path | None) -> list[Path]:

@@ -9,46 +9,25 @@ import ctypes
 import io
 import math
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from runtime.cli import Options, parse
+from runtime.cli import O, parse
 from runtime.errors import reported
 from runtime.launch import launch, threads_are_chosen
 from runtime.signals import end_at_ctrl_c, end_with
-
-O = TypeVar("O", bound=Options)
 
 # Parameters of glibc's mallopt(3)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
 SMALL_CACHES = "glibc.malloc.tcache_count"
 
 
-def start(
-    options: type[O],
-    argv: Sequence[str] | None = None,
-    *,
-    description: str | None,
-    positional: str | None = None,
-    config_file: bool = False,
-    elsewhere: Mapping[str, str] | None = None,
-) -> O:
-    """Read the command line and set the process up; returns the options.
-
-    --help, --print_config and mistakes end the process. `argv`: None is sys.argv. `positional`:
-    the field that is given without a flag. `elsewhere`: what to say of names that are no options
-    here.
-    """
-    values = parse_command_line(
-        options,
-        argv,
-        description=description or "",
-        positional=positional,
-        config_file=config_file,
-        elsewhere=elsewhere or {},
-    )
+def start(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
+    """Read the command line, as `parse_command_line` does, and set the process up."""
+    values = parse_command_line(options, argv, **how)
     end_with()  # the command that started this one, if there is one
     end_at_ctrl_c()  # torch is imported next: an exception would be lost in there
     set_up_process()
@@ -56,16 +35,14 @@ def start(
 
 
 def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
-    """Read options with `parse`; print mistakes, one line each, and end with status 2."""
-    reconfigure_output()
+    """Read options with `parse`, which `how` goes to; None: from sys.argv.
+
+    --help and --print_config end the process, and so do mistakes: one line each, and status 2.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model writes any character
+        sys.stdout.reconfigure(errors="replace")
     with reported("stdout"):
         return parse(options, sys.argv[1:] if argv is None else argv, **how)
-
-
-def reconfigure_output() -> None:
-    """Let stdout replace characters that its encoding lacks: a model writes any character."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def set_up_process() -> None:
@@ -150,23 +127,21 @@ def memory_left(system: Path = Path("/")) -> float:
 
     The machine's, or those of this container (version 2 of cgroups), whichever are fewer.
     """
+
+    def number(path: Path, name: str = "") -> int:
+        return int(re.findall(rf"^{name}\s*(\d+)", path.read_text(), re.MULTILINE)[0])
+
     left = [math.inf]
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        lines = (system / "proc/meminfo").read_text().splitlines()
-        machine = dict(line.split(":") for line in lines)
-        left.append(int(machine["MemAvailable"].split()[0]) * 1024)
-    root = group = system / "sys/fs/cgroup"
-    with contextlib.suppress(OSError, StopIteration):
-        lines = (system / "proc/self/cgroup").read_text().splitlines()
-        group = root / next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+    with contextlib.suppress(OSError, IndexError):
+        left.append(number(system / "proc/meminfo", "MemAvailable:") * 1024)
+    group = system / "sys/fs/cgroup"
+    with contextlib.suppress(OSError):
+        group /= (system / "proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
     for place in (group, *group.parents):  # a limit may be that of any group above
-        if place.is_relative_to(root):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # "max": no limit
-                limit = int((place / "memory.max").read_text())
-                used = int((place / "memory.current").read_text())
-                lines = (place / "memory.stat").read_text().splitlines()
-                stat = dict(line.split() for line in lines)
-                left.append(limit - used + int(stat["inactive_file"]))  # files make room
+        with contextlib.suppress(OSError, IndexError):  # "max": no limit
+            used = number(place / "memory.current")
+            used -= number(place / "memory.stat", "inactive_file")  # files make room
+            left.append(number(place / "memory.max") - used)
     return min(left)
 
 

@@ -6,6 +6,7 @@ continues.
 """
 
 import contextlib
+import functools
 import html
 import importlib.util
 import secrets
@@ -13,7 +14,7 @@ import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runtime.errors import UserError, in_a_line
 
@@ -22,36 +23,19 @@ INIT_TIMEOUT = 30  # seconds that W&B may take to answer at its start
 Rows = Mapping[int, Mapping[str, float | None]]  # of a CSV file, by step
 
 
-class Tracker(Protocol):
-    """A tool that a run hands its figures to. Any method may raise any Exception."""
-
-    first: int  # the rows of earlier calls that it lacks begin at this step
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add a step's figures to their curves."""
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Add a text that belongs to a step."""
-
-    def close(self, failed: bool) -> None:
-        """Write what is left; `failed`: the run has."""
-
-
 class Trackers:
     """The trackers of a run, by name. Only the constructor raises: what fails later is a note."""
 
     def __init__(self, names: Sequence[str], message: Callable[[str], None]):
         """`names`: of `tensorboard`, `wandb`. Raises UserError for one that is not installed."""
-        if missing := [name for name in names if not is_installed(name)]:
-            raise UserError(
-                "\n".join(
+        for name in names:
+            if not is_installed(name):
+                raise UserError(
                     f"{name}: the package is not installed; install it with `{TO_INSTALL}`, or go "
                     f"without: --no-{name}"
-                    for name in missing
                 )
-            )
         self.names, self._message = names, message
-        self._open: dict[str, Tracker] = {}
+        self._open: dict[str, TensorBoard | WandB] = {}
 
     def open(
         self, folder: Path, step: int, config: Mapping[str, Any], rows: Mapping[str, Rows]
@@ -81,7 +65,7 @@ class Trackers:
         self._each(lambda tracker: tracker.close(failed))
         self._open.clear()
 
-    def _each(self, act: Callable[[Tracker], None]) -> None:
+    def _each(self, act: Callable[[Any], None]) -> None:
         for name, tracker in list(self._open.items()):
             with self._left_out_if_it_fails(name):
                 act(tracker)
@@ -116,7 +100,8 @@ def is_installed(name: str) -> bool:
 class TensorBoard:
     """An event file in the run's folder for each call of the run; TensorBoard joins them.
 
-    It is flushed after each step, so that a kill loses nothing.
+    It is flushed after each step, so that a kill loses nothing. `first`: the step that the rows of
+    earlier calls that it lacks begin at.
     """
 
     def __init__(
@@ -138,16 +123,19 @@ class TensorBoard:
         message(f"note: to watch this run: tensorboard --logdir {shlex.quote(str(folder.parent))}")
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add a step's figures to their curves."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
+        """Add a text that belongs to a step."""
         # it is shown as Markdown, in which indented text is code: shown as it is
         self._writer.add_text(name, textwrap.indent(text, "    ", lambda line: True), step)
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
+        """Write what is left; `failed`: the run has."""
         self._writer.close()
 
 
@@ -174,27 +162,25 @@ class WandB:
         if is_new:
             file.write_text(secrets.token_hex(4))
 
-        def start(mode: Any) -> Any:
-            return wandb.init(
-                id=file.read_text(),
-                resume="allow",
-                name=folder.name,
-                dir=folder,
-                config=dict(config),
-                mode=mode,
-                settings=settings,
-            )
-
+        start = functools.partial(
+            wandb.init,
+            id=file.read_text(),
+            resume="allow",
+            name=folder.name,
+            dir=folder,
+            config=dict(config),
+            settings=settings,
+        )
         mode, why = wandb.setup(settings).settings.mode, ""
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             mode, why = "offline", " as no account is configured here (`wandb login`)"
         try:
-            self._run = start(mode)
+            self._run = start(mode=mode)
         except Exception as error:
             if mode != "online":
                 raise
             wandb.teardown()  # the id is in use else
-            self._run = start("offline")
+            self._run = start(mode="offline")
             why = f" as W&B cannot be reached ({in_a_line(error)})"
         self.first = 0 if is_new else step + 1
         where = shlex.quote(str(folder / "wandb"))
@@ -206,13 +192,16 @@ class WandB:
         )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add a step's figures to their curves."""
         self._run.log(dict(figures), step=step)
 
     def text(self, step: int, name: str, text: str) -> None:
+        """Add a text that belongs to a step."""
         import wandb
 
         page = f"<pre style='white-space: pre-wrap'>{html.escape(text)}</pre>"
         self._run.log({name: wandb.Html(page, inject=False)}, step=step)
 
     def close(self, failed: bool) -> None:
+        """Write what is left; `failed`: the run has."""
         self._run.finish(exit_code=int(failed))

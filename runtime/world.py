@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import itertools
-import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.errors import TrainingError, UserError, kind_of_failure
+from runtime.errors import TrainingError, UserError, foreseen, kind_of_failure
 from runtime.launch import Launch, contradiction, launch
 from runtime.report import code_version
 from runtime.signals import killed_by_ctrl_c
 
 T = TypeVar("T")
 SAY_AFTER = 10.0  # seconds after which a rank that waits for others to join says so, and for whom
-GRACE = 10.0  # seconds by which the others wait longer than rank 0, which knows who is missing
 
 
 @dataclass(frozen=True)
@@ -81,12 +79,10 @@ class World:
         error: UserError | None = None
         try:
             result = function()
-        except UserError as raised:
-            error = raised
-            error.rank = self.rank
-        except OSError as raised:
-            text = f"{raised.filename}: {raised.strerror}" if raised.filename else str(raised)
-            error = TrainingError(text, rank=self.rank)
+        except (UserError, OSError) as raised:
+            error = foreseen(raised, "a file", {})
+            if error:
+                error.rank = self.rank
         for raised_there in self.gather(error):
             if raised_there is not None:
                 raise raised_there
@@ -161,8 +157,8 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
         _meet(own, started, timeout)
         # compared before joining: ranks on a GPU cannot join others on a CPU, but wait in vain
         devices = [own.get(f"device of {rank}").decode() for rank in range(started.world_size)]
-        if problem := _difference("kind of device", "need", devices):
-            raise UserError(problem)
+        if problems := _differences("need", [{"kind of device": kind} for kind in devices]):
+            raise UserError(problems[0])
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=own,
@@ -176,7 +172,7 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
 
 
 def _meet(store: "dist.Store", started: Launch, timeout: float) -> None:
-    """Wait until all ranks have come to the store: rank 0 for all, the others for its word."""
+    """Wait until all ranks have come to the store."""
     if store.add(f"rank {started.rank}", 1) > 1:
         raise UserError(
             f"rank {started.rank} has come to {_place(started)} twice: two runs on one port (give "
@@ -184,33 +180,25 @@ def _meet(store: "dist.Store", started: Launch, timeout: float) -> None:
             f"machines with one --node_rank, or ranks that torchrun has started again with its "
             f"old store (export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines)"
         )
-    # Rank 0 names all that are missing, another rank only rank 0, which ends all if it gives up.
-    is_first = started.rank == 0
-    others = range(1, started.world_size) if is_first else [0]
-    keys = [f"rank {rank}" for rank in others] if is_first else ["all have come"]
-    limit = timeout if is_first else timeout + GRACE
+    ranks = range(started.world_size)
 
-    def missing() -> str:
-        return describe_ranks([rank for rank in others if not store.check([f"rank {rank}"])])
+    def missing(seconds: float) -> str:
+        """Wait for all ranks; returns those that have not come."""
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([f"rank {rank}" for rank in ranks], datetime.timedelta(seconds=seconds))
+        return describe_ranks([rank for rank in ranks if not store.check([f"rank {rank}"])])
 
-    try:
-        store.wait(keys, datetime.timedelta(seconds=min(SAY_AFTER, limit)))
-    except dist.DistStoreError:
-        if (absent := missing()) and started.local_rank == 0:
-            print(
-                f"rank {started.rank} waits at {_place(started)} for {absent} of "
-                f"{started.world_size} for up to {timeout:g} s (--timeout); if this process was "
-                f"started alone by mistake: unset WORLD_SIZE",
-                file=sys.stderr,
-                flush=True,
-            )
-        try:
-            store.wait(keys, datetime.timedelta(seconds=max(limit - SAY_AFTER, 0.1)))
-        except dist.DistStoreError:
-            absent = missing() or "a rank"
-            raise _cannot_meet(started, f"{absent} did not come within {timeout:g} s") from None
-    if is_first:
-        store.set("all have come", "")
+    said_after = min(SAY_AFTER, timeout)
+    if (absent := missing(said_after)) and started.local_rank == 0:
+        print(
+            f"rank {started.rank} waits at {_place(started)} for {absent} of "
+            f"{started.world_size} for up to {timeout:g} s (--timeout); if this process was "
+            f"started alone by mistake: unset WORLD_SIZE",
+            file=sys.stderr,
+            flush=True,
+        )
+    if absent and (absent := missing(max(timeout - said_after, 0.1))):
+        raise _cannot_meet(started, f"{absent} did not come within {timeout:g} s")
 
 
 def _place(started: Launch) -> str:
@@ -229,53 +217,38 @@ def _compare(device: torch.device, started: Launch, alike: Mapping[str, Any]) ->
     """Gather what the ranks have to have alike. Raises UserError on all ranks if they do not."""
     world = World(device, started.rank, started.world_size)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    own: dict[str, Any] = {
-        "need": {**alike, "PyTorch": str(torch.__version__)},
-        "should have": {"code": code_version(), "GPU": gpu},
-        "host": socket.gethostname(),
-        "call": started.call,
-    }
-    everyones = world.gather(own)
-    if problems := _differences(everyones, "need"):
-        raise UserError("\n".join(problems))
-    calls = {theirs["call"] for theirs in everyones} - {None}
-    notes = tuple(_differences(everyones, "should have"))
-    return World(device, started.rank, started.world_size, tuple(sorted(calls)), notes)
-
-
-def _differences(everyones: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
-    """Return a line for each item of this kind that the ranks do not have alike."""
-    hosts = [theirs["host"] for theirs in everyones]
-    names = dict.fromkeys(itertools.chain(*(theirs[kind] for theirs in everyones)))
-    lines = [
-        _difference(name, kind, [theirs[kind].get(name) for theirs in everyones], hosts)
-        for name in names
-    ]
-    return [line for line in lines if line]
-
-
-def _difference(
-    name: str, kind: str, values: Sequence[object], hosts: Sequence[str] = ()
-) -> str | None:
-    """Say which rank has which value, given that of every rank; None if they are the same."""
-    ranks_with: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks_with.setdefault(str(value), []).append(rank)
-    (first, _), *others = ranks_with.items()
-    elsewhere = [f"{value} on {describe_ranks(ranks, hosts)}" for value, ranks in others]
-    if not elsewhere:
-        return None
-    return (
-        f"{name}: all ranks {kind} the same, but it is {first} on rank 0 and "
-        f"{' and '.join(elsewhere)}"
+    own = (
+        {**alike, "PyTorch": str(torch.__version__)},
+        {"code": code_version(), "GPU": gpu},
+        started.call,
     )
+    needed, wanted, calls = zip(*world.gather(own), strict=True)
+    if problems := _differences("need", needed):
+        raise UserError("\n".join(problems))
+    torchruns = tuple(sorted({call for call in calls if call}))
+    notes = tuple(_differences("should have", wanted))
+    return World(device, started.rank, started.world_size, torchruns, notes)
 
 
-def describe_ranks(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
-    """Name ranks briefly, such as `rank 1` or `ranks 1, 3 and 8-15`; "" for none.
+def _differences(kind: str, everyones: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each item that the ranks do not have alike: which has which value."""
+    lines = []
+    for name in dict.fromkeys(itertools.chain(*everyones)):
+        ranks_with: dict[str, list[int]] = {}
+        for rank, own in enumerate(everyones):
+            ranks_with.setdefault(str(own.get(name)), []).append(rank)
+        (first, _), *others = ranks_with.items()
+        elsewhere = [f"{value} on {describe_ranks(ranks)}" for value, ranks in others]
+        if elsewhere:
+            lines.append(
+                f"{name}: all ranks {kind} the same, but it is {first} on rank 0 and "
+                f"{' and '.join(elsewhere)}"
+            )
+    return lines
 
-    `hosts`: the host of every rank; it is named if it is one for all, and not rank 0's.
-    """
+
+def describe_ranks(ranks: Collection[int]) -> str:
+    """Name ranks briefly, such as `rank 1` or `ranks 1, 3 and 8-15`; "" for none."""
     if not ranks:
         return ""
     spans: list[list[int]] = []
@@ -286,6 +259,4 @@ def describe_ranks(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
             spans.append([rank, rank])
     *most, last = [str(first) if first == end else f"{first}-{end}" for first, end in spans]
     listed = f"{', '.join(most)} and {last}" if most else last
-    name = f"ranks {listed}" if len(ranks) > 1 else f"rank {listed}"
-    theirs = {hosts[rank] for rank in ranks} if hosts else set()
-    return f"{name} ({theirs.pop()})" if len(theirs) == 1 and hosts[0] not in theirs else name
+    return f"ranks {listed}" if len(ranks) > 1 else f"rank {listed}"

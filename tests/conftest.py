@@ -4,10 +4,8 @@ commands as processes.
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import multiprocessing.forkserver
-import multiprocessing.reduction
 import os
 import runpy
 import signal
@@ -16,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,14 @@ import pytest
 import torch
 
 import measure.summary
-import runtime.device
 from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from model import GPT, GPTConfig
+from runtime.device import NOTED_SLOWDOWN, bf16_slowdown, matmul_tflops
 from runtime.errors import UserError
+from runtime.files import sha256
+from runtime.launch import environment_of
 from runtime.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,8 +50,7 @@ COMPILED: dict[str, Any] = {"compile": True, "n_layer": 1, "tie_weights": True}
 # a shell starts its background jobs with Ctrl-C ignored, nohup with SIGHUP ignored, and Python
 # leaves it so: tests need both heard
 signal.signal(signal.SIGINT, signal.default_int_handler)
-if hasattr(signal, "SIGHUP"):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # torch.compile in the tests and in what they start, unless said otherwise: neither try out which
 # instructions the compiler knows, nor start processes that compile beside this one; each takes
@@ -71,14 +71,6 @@ LONG = [
 ]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    if (
-        getattr(config.option, "numprocesses", None) and config.option.dist == "no"
-    ):  # of pytest-xdist: it was not given
-        config.option.dist = "worksteal"
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG)
     if not torch.cuda.is_available():
@@ -88,24 +80,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @functools.cache
-def bf16_pays() -> bool:
-    """Whether bfloat16 is about as fast as float32 here. Where it is emulated, only tests that are
-    about it take it.
-    """
-    return runtime.device.bf16_slowdown(CPU) <= 1.5
-
-
 def fast_precision() -> dict[str, bool]:
-    """Options that switch bfloat16 off where it is slow, for a config in which it stands but is not
-    the subject.
+    """Options that switch bfloat16 off where it is emulated, for a config in which it stands but is
+    not the subject.
     """
-    return {} if bf16_pays() else {"bf16": False}
+    return {} if bf16_slowdown(CPU) <= NOTED_SLOWDOWN else {"bf16": False}
+
+
+matmul_tflops_once = functools.cache(matmul_tflops)
 
 
 @pytest.fixture(autouse=True)
 def the_matmul_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run ends with this measurement, which takes longer than the tests' runs."""
-    monkeypatch.setattr(measure.summary, "matmul_tflops", _matmul_tflops)
+    monkeypatch.setattr(measure.summary, "matmul_tflops", matmul_tflops_once)
 
 
 @pytest.fixture(autouse=True)
@@ -113,18 +101,6 @@ def compiled_code_is_forgotten() -> None:
     """PyTorch compiles a function for 8 models of one process, and runs later ones uncompiled."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-
-
-@functools.cache
-def _measured(device: torch.device, dtype: torch.dtype) -> float:
-    return MATMUL_TFLOPS(device, dtype)
-
-
-def _matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    return _measured(device, dtype)
-
-
-MATMUL_TFLOPS = runtime.device.matmul_tflops  # the real one
 
 
 @pytest.fixture
@@ -226,56 +202,6 @@ def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> 
 # ---- commands in processes of their own
 
 
-class Started:
-    """A process that runs a script; to be used like subprocess.Popen.
-
-    It is forked from one that has imported PyTorch, which takes seconds: so it is at work at once.
-    It has one thread, as the tests do, and shares nothing else with them.
-    """
-
-    def __init__(
-        self,
-        command: tuple[str, ...],
-        cwd: Path,
-        env: dict[str, str],
-        before: Callable[[], None] | None,
-    ):
-        self.printed = tempfile.TemporaryDirectory()
-        self.out, self.err = (Path(self.printed.name) / name for name in ("stdout", "stderr"))
-        for path in (self.out, self.err):
-            path.touch()  # there at once, for those who read along
-        self.process = fork_server().Process(
-            target=_be, args=(command, cwd, env, {1: self.out, 2: self.err}, before)
-        )
-        self.process.start()
-        self.pid = self.process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.process.exitcode
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        assert self.pid
-        os.kill(self.pid, number)
-
-    def communicate(self, timeout: float = 100) -> tuple[str, str]:
-        """What it has printed on stdout and stderr, once it has ended."""
-        self.process.join(timeout)
-        out, err = (path.read_text(errors="replace") for path in (self.out, self.err))
-        if self.process.exitcode is None:
-            raise TimeoutError(f"still there after {timeout} s; it has printed:\n{out}\n{err}")
-        return out, err
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def wait(self) -> None:
-        self.process.join()
-
-
 @functools.cache
 def fork_server() -> Any:
     """The multiprocessing context whose processes begin with PyTorch, other packages, and what
@@ -287,12 +213,7 @@ def fork_server() -> Any:
             "pytest",
             "torch._dynamo",
             "torch._inductor.compile_fx",
-            "torch.nn.parallel",
             "tiktoken",
-            "pydantic",
-            "yaml",
-            "filelock",
-            "safetensors.torch",
             "rich.table",
             "tests.conftest",
             "train",
@@ -309,21 +230,15 @@ def _be(
     command: Sequence[str],
     cwd: Path,
     env: Mapping[str, str],
-    streams: Mapping[int, Path | int],
-    before: Callable[[], None] | None,
-    forking: bool = False,
+    streams: Mapping[int, Connection],
+    before: Sequence[Callable[[], None]],
 ) -> None:
     """Become the command `python <command>`: a script, `-m module` or `-c code`. `streams`: what
-    the descriptors 0 to 2 are; `forking`: whether the commands that it starts are forked too.
+    the descriptors 0 to 2 are.
     """
     for descriptor, stream in streams.items():
-        given = (
-            stream
-            if isinstance(stream, int)
-            else os.open(stream, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        )
-        os.dup2(given, descriptor)
-        os.close(given)
+        os.dup2(stream.fileno(), descriptor)
+        stream.close()
     # the fork server's own were made for other files
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
@@ -332,108 +247,19 @@ def _be(
     os.environ.update(env)
     if "OMP_NUM_THREADS" in env:  # read when PyTorch was imported
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-    if forking:
-        forks()
-    if before:
-        before()
+    for act in before:
+        act()
     first, *rest = command
+    sys.argv = [first, *rest]
     if first == "-c":
-        sys.argv = ["-c", *rest[1:]]
+        del sys.argv[1]
         exec(compile(rest[0], "<test>", "exec"), {"__name__": "__main__"})
     elif first == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [first, *rest]
         sys.path.insert(0, str(Path(first).parent))
         runpy.run_path(first, run_name="__main__")
-
-
-class Forked(subprocess.Popen):
-    """subprocess.Popen which forks commands of this Python as `Started` does; for code that starts
-    processes by itself.
-    """
-
-    def _execute_child(
-        self,
-        args: Any,
-        executable: Any,
-        preexec_fn: Any,
-        close_fds: Any,
-        pass_fds: Any,
-        cwd: Any,
-        env: Any,
-        startupinfo: Any,
-        creationflags: Any,
-        shell: Any,
-        *pipes: Any,
-    ) -> None:
-        self.process = None
-        if args[0] != sys.executable:
-            super()._execute_child(  # type: ignore[misc]
-                args,
-                executable,
-                preexec_fn,
-                close_fds,
-                pass_fds,
-                cwd,
-                env,
-                startupinfo,
-                creationflags,
-                shell,
-                *pipes,
-            )
-            return
-        command = [str(word) for word in args[1 + (args[1] == "-u") :]]
-        given = enumerate((pipes[0], pipes[3], pipes[5]))  # -1: this process's own
-        streams = {
-            number: _Descriptor(number if theirs == -1 else theirs) for number, theirs in given
-        }
-        before = os.setsid if pipes[11] else None  # start_new_session
-        self.process = fork_server().Process(
-            target=_be,
-            args=(
-                command,
-                cwd or os.getcwd(),
-                dict(os.environ if env is None else env),
-                streams,
-                before,
-                True,
-            ),
-        )
-        self.process.start()
-        self.pid = self.process.pid
-        self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
-
-    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        """As os.waitpid, which knows children only."""
-        if self.process is None:
-            return super()._try_wait(wait_flags)  # type: ignore[misc]
-        self.process.join(0 if wait_flags else None)
-        code = self.process.exitcode
-        return (0, 0) if code is None else (self.pid, -code if code < 0 else code << 8)
-
-    def _internal_poll(self, *given: Any, **more: Any) -> int | None:
-        if self.process is None:
-            return super()._internal_poll(*given, **more)  # type: ignore[misc]
-        pid, status = self._try_wait(os.WNOHANG)
-        if pid and self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-
-class _Descriptor:
-    """The number of an open file, which is another one in the process that it is handed to."""
-
-    def __init__(self, number: int):
-        self.number = number
-
-    def __reduce__(self) -> Any:
-        return _received, (multiprocessing.reduction.DupFd(self.number),)
-
-
-def _received(handed_over: Any) -> int:
-    return handed_over.detach()
 
 
 def forks() -> None:
@@ -444,63 +270,117 @@ def forks() -> None:
     subprocess.Popen = Forked  # type: ignore[misc]
 
 
+class Forked(subprocess.Popen):
+    """subprocess.Popen which forks commands of this Python from a process that has imported
+    PyTorch, which takes seconds: so they are at work at once.
+    """
+
+    before: tuple[Callable[[], None], ...] = (forks,)  # called in the new process first
+
+    def _execute_child(self, args: Any, *given: Any) -> None:
+        self.process = None
+        if args[0] != sys.executable:
+            super()._execute_child(args, *given)  # type: ignore[misc]
+            return
+        cwd, env, pipes, new_session = given[4], given[5], given[9:15], given[20]
+        # -1: this process's own
+        theirs = [number if pipes[at] == -1 else pipes[at] for number, at in enumerate((0, 3, 5))]
+        self.process = fork_server().Process(
+            target=_be,
+            args=(
+                [str(word) for word in args[1 + (args[1] == "-u") :]],
+                cwd or os.getcwd(),
+                dict(os.environ if env is None else env),
+                {number: Connection(os.dup(theirs[number])) for number in range(3)},
+                [*self.before, *[os.setsid] * new_session],
+            ),
+        )
+        self.process.start()
+        self.pid = self.process.pid
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _wait(self, timeout: float | None) -> int:
+        """As that of Popen, which waits for children only."""
+        if self.process is None:
+            return super()._wait(timeout)  # type: ignore[misc]
+        self.process.join(timeout)
+        if self._internal_poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+    def _internal_poll(self, *given: Any, **more: Any) -> int | None:
+        if self.process is None:
+            return super()._internal_poll(*given, **more)  # type: ignore[misc]
+        self.returncode = self.process.exitcode
+        return self.returncode
+
+
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of Python that this test's code starts, and those that they start, begin with
     PyTorch imported.
     """
-    if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux":
-        monkeypatch.setattr(subprocess, "Popen", Forked)
+    monkeypatch.setattr(subprocess, "Popen", Forked)
+
+
+class Started(Forked):
+    """A script's process, forked; what it prints is in the files `out` and `err`."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        cwd: Path,
+        env: dict[str, str],
+        before: Callable[[], None] | None,
+    ):
+        self.before = (before,) if before else ()
+        self.printed = tempfile.TemporaryDirectory()
+        self.out, self.err = (Path(self.printed.name) / name for name in ("stdout", "stderr"))
+        with open(self.out, "w") as out, open(self.err, "w") as err:
+            super().__init__([sys.executable, *words], cwd=cwd, env=env, stdout=out, stderr=err)
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[str, str]:
+        """What it has printed on stdout and stderr, once it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(timeout)
+        out, err = (path.read_text(errors="replace") for path in (self.out, self.err))
+        assert self.returncode is not None, f"still there after {timeout} s:\n{out}\n{err}"
+        return out, err
+
+
+def words(first: str | Path, *rest: str | Path) -> list[str]:
+    """The words behind `python` of a command; a script of this project (`train.py`) by its name."""
+    return [str(ROOT / first) if str(first).endswith(".py") else str(first), *map(str, rest)]
 
 
 def start(
     *command: str | Path, cwd: Path, before: Callable[[], None] | None = None, **env: str
-) -> Any:
-    """`python <command>` as a process that goes on beside the test; a script of this project
-    (`train.py`, ...) by its name.
+) -> Started:
+    """`python <command>` beside the test; `before` is called in its process first."""
+    return Started(words(*command), cwd, os.environ | env, before)
 
-    `before` is called in the process first. Returns a Started, or a Popen where processes are not
-    forked.
-    """
-    first, *rest = map(str, command)
-    words = (str(ROOT / first) if first.endswith(".py") else first, *rest)
-    if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux":
-        return Started(words, cwd, os.environ | env, before)
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=cwd,
-        text=True,
-        env=os.environ | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=before,
-    )
+
+def finish(process: Started, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a process."""
+    out, err = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def run(
-    *command: str | Path,
-    cwd: Path,
-    timeout: float = 240,
-    before: Callable[[], None] | None = None,
-    **env: str,
+    *command: str | Path, cwd: Path, before: Callable[[], None] | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """A script of this project (`train.py`, ...) run to its end, in a process that has PyTorch at
-    hand (see `Started`).
-    """
+    """A command run to its end, in a process that has PyTorch at hand."""
     with ended([start(*command, cwd=cwd, before=before, **env)]) as (process,):
-        out, err = process.communicate(timeout=timeout)
-    return subprocess.CompletedProcess([*map(str, command)], process.returncode, out, err)
+        return finish(process)
 
 
 def run_from_nothing(
-    *command: str | Path, cwd: Path, timeout: float = 240, **env: str
+    *command: str | Path, cwd: Path, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """A script of this project, as a user would start it."""
-    first, *rest = map(str, command)
     return subprocess.run(
-        [sys.executable, str(ROOT / first) if first.endswith(".py") else first, *rest],
+        [sys.executable, *words(*command)],
         cwd=cwd,
-        timeout=timeout,
         text=True,
         capture_output=True,
         env=os.environ | env,
@@ -515,35 +395,20 @@ def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
     without torchrun.
     """
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    processes = [
-        start(
-            *command,
-            cwd=cwd,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(ranks),
-            MASTER_ADDR="localhost",
-            MASTER_PORT=str(store.port),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            OMP_NUM_THREADS="1",
-        )
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.store = store  # lives as long as they do
+    processes: list[Any] = []
+    for rank in range(ranks):
+        env = environment_of(rank, ranks, store.port) | {"OMP_NUM_THREADS": "1"}
+        processes.append(start(*command, cwd=cwd, before=None, **env))
+        processes[-1].store = store  # lives as long as they do
     return processes
 
 
 def run_ranks(
-    ranks: int, *command: str | Path, cwd: Path, timeout: float = 100
+    ranks: int, *command: str | Path, cwd: Path, timeout: float = 240
 ) -> list[subprocess.CompletedProcess[str]]:
     """A run on several ranks, to its end."""
     with ended(start_ranks(ranks, *command, cwd=cwd)) as processes:
-        return [
-            subprocess.CompletedProcess([*map(str, command)], process.returncode, *printed)
-            for process in processes
-            for printed in [process.communicate(timeout=timeout)]
-        ]
+        return [finish(process, timeout) for process in processes]
 
 
 @contextlib.contextmanager
@@ -560,16 +425,15 @@ def ended(processes: list[Any]) -> Iterator[list[Any]]:
 def wait_for(condition: Callable[[], Any], process: Any, seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.01)
 
 
 def children(process: Any) -> list[int]:
     """Process numbers of a process's children."""
-    return sorted(
-        map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
-    )
+    numbers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return sorted(map(int, numbers))
 
 
 def kill_all(pids: Iterable[int]) -> None:
@@ -601,15 +465,11 @@ def tokens_in(path: Path) -> np.ndarray:
 
 def reseal(folder: Path) -> None:
     """Write a checkpoint's checksums anew, as one who means harm would."""
-    (folder / "SHA256SUMS").write_text(
-        "".join(
-            f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
-            for name in sorted(
-                path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-            )
-            if name != "SHA256SUMS"
-        )
+    names = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
     )
+    lines = [f"{sha256(folder / name)}  {name}\n" for name in names if name != "SHA256SUMS"]
+    (folder / "SHA256SUMS").write_text("".join(lines))
 
 
 def refused(message: str) -> Any:

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from checkpoint.files import CheckpointError
 from checkpoint.resume import load_optimizers, resumed_config
 from checkpoint.state import put_random_state, read_state
-from checkpoint.weights import build_model, load_model, read_weights
+from checkpoint.weights import build_model, load_model
 from config import Config, load_config
-from data.token_file import HEADER_BYTES, TokenFileError, count_tokens, write_token_file
+from data.token_file import HEADER_BYTES, TokenFileError, count_tokens
 from dataloader import open_corpus
-from model import GPT, GPTConfig
 from optimizer import make_optimizers
 from runtime.cli import ConfigError
 from runtime.errors import UserError
-from tests.conftest import ALONE, CPU, TINY, reseal, tiny_run, tokens_in, write_tiny_corpus
+from tests.conftest import ALONE, CPU, reseal, tiny_run, tokens_in, write_tiny_corpus
 from train import train
 
 settings.register_profile(
@@ -29,7 +28,7 @@ settings.register_profile(
 )
 settings.load_profile("fuzz")  # derandomized: the same inputs on every machine
 # what a disk, a bad copy or a hand does to a file: (kind, where as a share of the file, bytes)
-kinds = st.sampled_from(["flip", "cut", "insert", "replace", "zero"])
+kinds = st.sampled_from(["cut", "insert", "replace"])
 changes = st.tuples(kinds, st.floats(0, 1), st.binary(min_size=1, max_size=16))
 mutations = st.lists(changes, min_size=1, max_size=4)
 
@@ -38,14 +37,10 @@ def mutate(content: bytes, changes) -> bytes:
     data = bytearray(content)
     for kind, share, new in changes:
         at = min(int(share * len(data)), max(0, len(data) - 1))
-        if kind == "flip" and data:
-            data[at] ^= new[0] or 1
-        elif kind == "cut":
+        if kind == "cut":
             del data[at:]
-        elif kind == "insert":
-            data[at:at] = new
         else:
-            data[at : at + len(new)] = new if kind == "replace" else bytes(len(new))
+            data[at : at + len(new) * (kind == "replace")] = new
     return bytes(data)
 
 
@@ -72,23 +67,18 @@ headers = st.lists(words, max_size=4).map(
 )
 
 
+whole = np.array([20240520, 1, 99], "<i4").tobytes().ljust(HEADER_BYTES, b"\0") + bytes(2 * 99)
+
+
 @settings(max_examples=1000)
-@given(content=st.binary(max_size=1200) | st.tuples(headers, st.binary(max_size=40)).map(b"".join))
-def test_any_bytes_as_a_token_file(content, tmp_path):
-    path = tmp_path / "tokens.bin"
-    path.write_bytes(content)
-    read_tokens(path)
-
-
-@settings(max_examples=500)
-@given(changes=mutations)
-def test_a_mutated_token_file(changes, tmp_path):
-    whole = tmp_path / "whole"
-    if not whole.exists():
-        write_token_file(whole, [range(99)])
-    path = tmp_path / "tokens.bin"
-    path.write_bytes(mutate(whole.read_bytes(), changes))
-    read_tokens(path)
+@given(
+    st.binary(max_size=1200)
+    | st.tuples(headers, st.binary(max_size=40)).map(b"".join)
+    | mutations.map(lambda changes: mutate(whole, changes))
+)
+def test_any_bytes_as_a_token_file(tmp_path, content):
+    (tmp_path / "tokens.bin").write_bytes(content)
+    read_tokens(tmp_path / "tokens.bin")
 
 
 # ---- YAML configs
@@ -108,7 +98,7 @@ def read_config(path: Path) -> None:
         assert load_config(str(again)).to_yaml() == config.to_yaml()
 
 
-VALID = """# a comment
+VALID = b"""# a comment
 base: speedup4.yaml
 n_layer: 2
 lr: 6e-4
@@ -122,20 +112,6 @@ total_batch_tokens: none
 texts = st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace"))
 
 
-@settings(max_examples=500)
-@given(content=st.binary(max_size=200) | texts)
-def test_any_bytes_as_a_config(content, tmp_path):
-    (tmp_path / "fuzz.yaml").write_bytes(content)
-    read_config(tmp_path / "fuzz.yaml")
-
-
-@settings(max_examples=500)
-@given(changes=mutations)
-def test_a_mutated_config(changes, tmp_path):
-    (tmp_path / "fuzz.yaml").write_bytes(mutate(VALID.encode(), changes))
-    read_config(tmp_path / "fuzz.yaml")
-
-
 yaml_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
     lambda inner: (
@@ -146,10 +122,18 @@ yaml_values = st.recursive(
 names = st.sampled_from([*Config.model_fields, "base"]) | st.text(max_size=8)
 
 
-@settings(max_examples=500)
-@given(values=st.dictionaries(names, yaml_values, max_size=5))
-def test_any_values_in_a_config(values, tmp_path):
-    (tmp_path / "fuzz.yaml").write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+@settings(max_examples=1500)
+@given(
+    st.binary(max_size=200)
+    | texts
+    | mutations.map(lambda changes: mutate(VALID, changes))
+    # JSON is YAML
+    | st.dictionaries(names, yaml_values, max_size=5).map(
+        lambda values: json.dumps(values).encode()
+    )
+)
+def test_any_bytes_as_a_config(tmp_path, content):
+    (tmp_path / "fuzz.yaml").write_bytes(content)
     read_config(tmp_path / "fuzz.yaml")
 
 
@@ -200,36 +184,23 @@ def read_checkpoint(folder: Path) -> None:
 FILES = ["model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"]
 
 
-@settings(max_examples=200)
-@given(name=st.sampled_from(FILES), changes=mutations, sealed=st.booleans())
-def test_a_mutated_checkpoint(name, changes, sealed, copied):
+@settings(max_examples=300)
+@given(
+    name=st.sampled_from(FILES),
+    change=mutations | st.binary(max_size=300),
+    sealed=st.booleans(),
+)
+def test_a_mutated_checkpoint(name, change, sealed, copied):
     folder = copied()
     before = (folder / name).read_bytes()
-    (folder / name).write_bytes(mutate(before, changes))
+    after = change if isinstance(change, bytes) else mutate(before, change)
+    (folder / name).write_bytes(after)
     if sealed and name != "SHA256SUMS":  # as if it had been written so
         reseal(folder)
-    elif (folder / name).read_bytes() != before:
+    elif after != before:
         with pytest.raises(CheckpointError):
             read_state(folder)
     read_checkpoint(folder)
-
-
-@settings(max_examples=300)
-@given(name=st.sampled_from(FILES[:3]), content=st.binary(max_size=300))
-def test_any_bytes_in_a_checkpoint(name, content, copied):
-    folder = copied()
-    (folder / name).write_bytes(content)
-    reseal(folder)
-
-    def resume():
-        read_state(folder)
-        read_weights(folder)
-        config = load_config(**TINY | {"n_layer": 1, "seq_len": 32})
-        model = GPT(GPTConfig.of(config))
-        load_optimizers(folder, model, make_optimizers(model, config)[0])
-
-    with pytest.raises(CheckpointError):
-        resume()
 
 
 @settings(max_examples=250)

@@ -1,11 +1,13 @@
 """Several machines: the ranks of a run meet, agree, and go on after some were lost, with the
-numbers of a run that lost none.
+numbers of a run that lost none. `pytest -m slow tests/test_machines.py` tries one more loss.
 """
 
 import contextlib
 import os
 import re
+import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,14 +16,23 @@ from torch.distributed import PrefixStore, TCPStore
 
 import runtime.world
 from checkpoint.resume import check_same_tokens
-from data.token_file import TokenFileError
-from dataloader import DataLoader, open_corpus
-from runtime.errors import TrainingError, UserError
+from runtime.errors import UserError
 from runtime.launch import Launch, describe_call, launch
+from runtime.runlog import read_rows
 from runtime.signals import StopRequest, end_unfinished
 from runtime.world import World, describe_ranks
-from tests import machines
-from tests.conftest import CPU, flags, run_ranks
+from tests.conftest import (
+    CPU,
+    ROOT,
+    children,
+    ended,
+    flags,
+    kill_all,
+    run_ranks,
+    start,
+    wait_for,
+    write_tiny_corpus,
+)
 from tests.test_resume import needs_proc
 
 # ---- the ranks meet; they are threads here
@@ -43,39 +54,36 @@ def meet(*ranks, size, timeout=60, local_rank=0):
         return [*pool.map(outcome, ranks)]
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setattr(runtime.world, "SAY_AFTER", 0.2)
-    monkeypatch.setattr(runtime.world, "GRACE", 0.5)
-
-
 def test_ranks_that_all_come_meet_in_any_order():
     assert meet(3, 0, 2, 1, size=4) == [None] * 4
 
 
-def test_the_ranks_that_do_not_come_are_named_while_waiting_and_at_the_end(impatient, capsys):
-    first, other = meet(0, 2, size=6, timeout=1)
-    assert first.startswith(
-        "the 6 ranks of this run cannot meet at localhost:PORT: ranks 1 and 3-5 did not come "
-        "within 1 s. All of them have to run"
-    )
-    assert "a rank did not come" in other
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(r"rank 0 waits at localhost:\d+ for ranks 1 and 3-5 of 6 for up to 1 s", line)
-
-
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_where_rank_0_does_not_come_the_first_rank_of_each_machine_says_so(
-    local_rank, impatient, capsys
+@pytest.mark.parametrize(
+    ("come", "local_rank", "missing"),
+    [
+        ((0, 2), 0, "ranks 1 and 3-5"),
+        ((2,), 0, "ranks 0-1 and 3-5"),
+        ((2,), 1, "ranks 0-1 and 3-5"),
+    ],
+)
+def test_the_ranks_that_do_not_come_are_named_while_waiting_and_at_the_end(
+    come, local_rank, missing, monkeypatch, capsys
 ):
-    (error,) = meet(2, size=4, timeout=1, local_rank=local_rank)
-    assert "rank 0 did not come within 1 s" in error
-    assert capsys.readouterr().err.count("waits at") == (local_rank == 0)
+    """The first rank of each machine says so."""
+    monkeypatch.setattr(runtime.world, "SAY_AFTER", 0.2)
+    for error in meet(*come, size=6, timeout=1, local_rank=local_rank):
+        assert re.match(
+            rf"the 6 ranks of this run cannot meet at localhost:PORT: {missing} did not come "
+            r"within 1 s\. All of them have to run",
+            error,
+        )
+    said = rf"rank \d waits at localhost:\d+ for {missing} of 6 for up to 1 s"
+    found = re.findall(said, capsys.readouterr().err)
+    assert len(found) == (0 if local_rank else len(come))
 
 
-def test_a_rank_that_comes_twice_is_an_error_at_once(impatient):
-    errors = meet(1, 1, size=3, timeout=1)
-    (twice,) = (error for error in errors if "twice" in error)
+def test_a_rank_that_comes_twice_is_an_error_at_once():
+    (twice,) = (error for error in meet(1, 1, size=3, timeout=1) if "twice" in error)
     assert twice.startswith("rank 1 has come to localhost:PORT twice: two runs on one port (give ")
 
 
@@ -113,37 +121,20 @@ def test_a_call_of_torchrun_is_told_from_a_later_one_with_the_same_number():
 # ---- they agree
 
 
-def compared(monkeypatch, *differs):
-    """Return the world of four ranks on two machines, given what each has of its own."""
-
-    def gather(world, own):
-        return [
-            own
-            | {"host": f"node-{rank // 2}", "call": f"torchrun on node-{rank // 2}"}
-            | {kind: own[kind] | theirs.get(kind, {}) for kind in ("need", "should have")}
-            for rank, theirs in enumerate(differs)
+def test_ranks_that_are_alike_know_each_others_torchrun_and_what_should_be_alike(monkeypatch):
+    def gather(_, own):
+        needed, wanted, _ = own
+        calls = [f"torchrun on node-{rank // 2}" for rank in range(4)]
+        return [(needed, wanted | {"code": "abc"}, calls[0])] + [
+            (needed, wanted, call) for call in calls[1:]
         ]
 
     monkeypatch.setattr(World, "gather", gather)
-    return runtime.world._compare(CPU, Launch(0, 0, 4), {"lr": "0.1", "seed": "1"})
-
-
-def test_ranks_that_are_alike_know_each_others_torchrun_and_what_should_be_alike(monkeypatch):
-    world = compared(monkeypatch, {"should have": {"code": "abc"}}, {}, {}, {})
+    world = runtime.world._compare(CPU, Launch(0, 0, 4), {"lr": "0.1"})
     assert world.calls == ("torchrun on node-0", "torchrun on node-1")
     (note,) = world.notes
     assert note.startswith("code: all ranks should have the same, but it is abc on rank 0 and ")
     assert note.endswith(" on ranks 1-3")
-
-
-def test_what_differs_is_an_error_with_a_line_each_that_names_values_ranks_and_machine(monkeypatch):
-    other = {"lr": "0.2", "seed": "2"}
-    with pytest.raises(UserError) as caught:
-        compared(monkeypatch, {}, {}, {"need": {"lr": "0.2"}}, {"need": other})
-    assert str(caught.value).splitlines() == [
-        "lr: all ranks need the same, but it is 0.1 on rank 0 and 0.2 on ranks 2-3 (node-1)",
-        "seed: all ranks need the same, but it is 1 on rank 0 and 2 on rank 3 (node-1)",
-    ]
 
 
 DIFFERENT = """if True:
@@ -158,7 +149,7 @@ DIFFERENT = """if True:
 
 def run_different(on_rank_1, *options, cwd):
     """Run train.py on two ranks, the second of which does something else first."""
-    code = DIFFERENT.format(on_rank_1=on_rank_1, train=str(machines.ROOT / "train.py"))
+    code = DIFFERENT.format(on_rank_1=on_rank_1, train=str(ROOT / "train.py"))
     return run_ranks(2, "-c", code, *options, cwd=cwd)
 
 
@@ -193,27 +184,6 @@ def test_a_machine_without_a_gpu_does_not_keep_the_others_waiting():
         runtime.world._join(CPU, Launch(1, 0, 2, host="localhost", port=store.port), 60)
 
 
-def test_what_one_rank_cannot_do_all_raise_with_its_number(monkeypatch):
-    """As where a machine has no corpus, or not the weights to begin with."""
-    errors = [None, UserError("no token files", rank=1), TrainingError("damaged", rank=2)]
-    monkeypatch.setattr(
-        World, "gather", lambda world, own: [*errors[: world.rank], own, *errors[world.rank + 1 :]]
-    )
-
-    def fail():
-        raise TrainingError("damaged")
-
-    for rank, function in ((0, lambda: 3), (2, fail)):
-        with pytest.raises(UserError, match=r"^no token files$") as caught:
-            World(CPU, rank, 3).raise_on_all(function)
-        assert (caught.value.rank, caught.value.status) == (1, 2)
-    monkeypatch.setattr(World, "gather", lambda _, own: [own, own])
-    assert World(CPU, 0, 2).raise_on_all(lambda: 3) == World(CPU).raise_on_all(lambda: 3) == 3
-    for world in (World(CPU, 1, 2), World(CPU)):
-        with pytest.raises(TrainingError, match=r"^damaged$"):
-            world.raise_on_all(fail)
-
-
 def test_other_tokens_are_an_error_with_the_ranks_that_have_them(monkeypatch):
     monkeypatch.setattr(World, "gather", lambda _, own: [own, "another", own, "another"])
     monkeypatch.setattr(World, "broadcast", lambda _, own: own)
@@ -221,14 +191,6 @@ def test_other_tokens_are_an_error_with_the_ranks_that_have_them(monkeypatch):
         UserError, match="data/mine: ranks 1 and 3 did not find the same tokens there as rank 0; "
     ):
         check_same_tokens("data/mine", "one", World(CPU, 0, 4))
-
-
-def test_more_ranks_than_windows_says_that_fewer_would_do(corpus):
-    split, _ = open_corpus(corpus / "tiny", 32, 100, 0.985)
-    with pytest.raises(
-        TokenFileError, match=r"tokens make 1 sequences of 32, but one step takes 3, .*or start few"
-    ):
-        DataLoader(split, 1, world_size=3)
 
 
 def test_a_machine_that_does_not_see_the_runs_folder_gets_a_line_and_cannot_resume(
@@ -255,10 +217,6 @@ def test_a_machine_that_does_not_see_the_runs_folder_gets_a_line_and_cannot_resu
     assert "note: logs/train is not there for rank 1; put --log_dir on a file system" in console
     (line,) = refused(apart, *resume, cwd=tmp_path)
     assert line.startswith("error: logs/train/checkpoints/step_000002 is there for rank 0 but not ")
-    (tmp_path / "logs").rename(tmp_path / "elsewhere/logs")  # now rank 0 would begin anew
-    (line,) = refused(apart, *resume, cwd=tmp_path)
-    assert line.startswith("error: logs/train/checkpoints is there for rank 0 but not for rank 1, ")
-    assert not (tmp_path / "logs").exists()
 
 
 # ---- machines that are lost
@@ -279,21 +237,182 @@ def test_where_another_machine_was_told_to_stop_this_one_ends_so_that_it_is_star
     end_unfinished({"interrupted": False}, stop)
 
 
+# train.py whose steps wait until the file `limit` lets them through, or they are asked to stop
+GATED = f"""
+import runpy, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+import optimizer
+import runtime.signals
+
+stops = []
+
+class StopRequest(runtime.signals.StopRequest):
+    def __init__(self):
+        super().__init__()
+        stops.append(self)
+
+real = optimizer.learning_rate
+
+def learning_rate(step, config):
+    while step > int(Path("limit").read_text()) and not any(stop.received for stop in stops):
+        time.sleep(0.02)
+    return real(step, config)
+
+optimizer.learning_rate = learning_rate
+runtime.signals.StopRequest = StopRequest
+sys.argv[0] = {str(ROOT / "train.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+STEPS, PATIENCE = 12, 250  # PATIENCE: seconds
+
+
+class Run:
+    """A run on agents that stand for machines, in a folder of its own."""
+
+    def __init__(self, place: Path, workers: int):
+        self.place, self.workers, self.path = place, workers, place / "logs/run"
+        self.agents: dict = {}
+        with socket.socket() as any_free:
+            any_free.bind(("localhost", 0))
+            self.port = any_free.getsockname()[1]
+        write_tiny_corpus(place)
+        (place / "gated.py").write_text(GATED)
+        self.let_through(0)
+
+    def let_through(self, step: int) -> None:
+        """Open the gate for the steps up to this one."""
+        (self.place / "limit.tmp").write_text(str(step))
+        os.replace(self.place / "limit.tmp", self.place / "limit")
+
+    def training(self) -> list[str]:
+        """Return the command that one rank trains by."""
+        options = f"""
+            --run_name run --dataset tiny --device cpu --n_layer 1 --n_head 2 --n_embd 32
+            --block_size 32 --seq_len 32 --vocab_size 128 --init gpt2 --batch_size 1
+            --total_batch_tokens 256 --shuffle --val_fraction 0.1 --eval_every 4
+            --checkpoint_every 2 --max_steps {STEPS} --timeout 60
+        """
+        return [str(self.place / "gated.py"), *options.split()]
+
+    def start(self, agents: str, nnodes: str = "2", *options: str) -> None:
+        """Start torchrun on the machines of these names; that on `a` keeps the rendezvous."""
+        for agent in agents:
+            self.agents[agent] = start(
+                *["-m", "torch.distributed.run", "--max_restarts=5", "--rdzv_backend=c10d"],
+                f"--nnodes={nnodes}",
+                f"--nproc_per_node={self.workers}",
+                f"--rdzv_endpoint=localhost:{self.port}",
+                f"--rdzv_conf=is_host={int(agent == 'a')},last_call_timeout=3,"
+                "keep_alive_interval=1,keep_alive_max_attempt=6",
+                *self.training(),
+                *options,
+                cwd=self.place,
+                OMP_NUM_THREADS="1",
+                TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # see docs/cluster.md
+            )
+
+    def power_off(self, agent: str) -> None:
+        """Kill a machine: its agent and all its ranks."""
+        kill_all([self.agents[agent].pid, *children(self.agents[agent])])
+        self.agents.pop(agent).communicate(timeout=PATIENCE)
+
+    def console(self) -> str:
+        """Return what the run has printed; an earlier one of its name has been moved aside."""
+        path = self.path / "console.log"
+        return path.read_text() if path.exists() else ""
+
+    def worlds(self) -> list[int]:
+        """Return the number of ranks of each attempt."""
+        found = re.findall(r"^device: .*ranks: (\d+)", self.console(), re.MULTILINE)
+        return [int(number) for number in found]
+
+    def until(self, step: int, *, attempts: int = 1, world: int | None = None) -> None:
+        """Let the run go on, and wait until this step is logged.
+
+        By so many attempts and, if given, a last one of so many ranks.
+        """
+        self.let_through(step)
+
+        def is_there() -> bool:
+            worlds = self.worlds()
+            return (
+                f"step {step:2d}/{STEPS} | loss" in self.console().rpartition("device: ")[2]
+                and len(worlds) >= attempts
+                and world in (None, worlds[-1])
+            )
+
+        wait_for(is_there, self.agents["a"], PATIENCE)
+
+    def end(self) -> None:
+        """Let the run go to its end, and all agents that are left with it."""
+        self.let_through(STEPS)
+        for name, agent in self.agents.items():
+            printed = agent.communicate(timeout=PATIENCE)
+            assert agent.returncode == 0, (name, *printed)
+
+    def figures(self) -> dict:
+        """Return the figures of log.csv and eval.csv, without times."""
+        return {
+            (step, column): row[column]
+            for name, columns in (("log.csv", ["loss", "norm"]), ("eval.csv", ["val_loss"]))
+            for step, row in read_rows(self.path / name, columns).items()
+            for column in columns
+        }
+
+
+def one_rank(run: Run) -> None:
+    """kill -9 of one rank of one agent"""
+    run.start("ab")
+    run.until(5)
+    kill_all(children(run.agents["b"])[-1:])
+    run.until(9, attempts=2, world=2 * run.workers)
+
+
+def is_preempted(run: Run) -> None:
+    """SIGTERM to one agent, which comes back"""
+    run.start("ab")
+    run.until(5)
+    run.agents["b"].send_signal(signal.SIGTERM)
+    time.sleep(1)  # until its ranks have noticed
+    run.let_through(6)
+    run.agents.pop("b").communicate(timeout=PATIENCE)
+    run.start("b")
+    run.until(9, attempts=2, world=2 * run.workers)
+
+
+def leaves_and_comes_back(run: Run) -> None:
+    """--nnodes=1:2, a machine loses its power; the other goes on alone, and then with a new one"""
+    run.start("ab", "1:2")
+    run.until(5, world=2 * run.workers)
+    run.power_off("b")
+    run.until(8, world=run.workers)
+    run.start("b", "1:2")
+    wait_for(lambda: run.worlds()[-1] == 2 * run.workers, run.agents["a"], PATIENCE)
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """An undisturbed run of two ranks."""
-    with machines.run_in(tmp_path_factory.mktemp("straight"), "straight") as run:
-        run.let_through(machines.STEPS)
-        for done in run_ranks(2, *run.training(), cwd=run.place):
-            assert done.returncode == 0, done.stderr
-        yield run
+    run = Run(tmp_path_factory.mktemp("straight"), workers=2)
+    run.let_through(STEPS)
+    for done in run_ranks(2, *run.training(), cwd=run.place):
+        assert done.returncode == 0, done.stderr
+    return run.figures()
 
 
 @needs_proc
-@pytest.mark.parametrize("way", [machines.one_rank, machines.leaves_and_comes_back])
+@pytest.mark.parametrize(
+    "way", [one_rank, leaves_and_comes_back, pytest.param(is_preempted, marks=pytest.mark.slow)]
+)
 def test_a_run_on_two_machines_goes_on_after_a_loss(way, straight, tmp_path):
-    with machines.run_in(tmp_path, "run", workers=1) as run:
+    run = Run(tmp_path, workers=1)
+    try:
         way(run)
         run.end()
-        assert machines.difference(run, straight) < 1e-5
+        assert run.figures() == pytest.approx(straight, abs=1e-5)
         assert [path.name for path in (run.place / "logs").iterdir()] == ["run"]  # not begun anew
+    finally:
+        for agent in run.agents.values():
+            with ended([agent]):
+                kill_all(children(agent) if agent.poll() is None else [])

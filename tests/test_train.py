@@ -2,6 +2,7 @@
 stops it.
 """
 
+import contextlib
 import csv
 import importlib.util
 import itertools
@@ -32,20 +33,19 @@ from model import GPT
 from runtime.cli import CONFIG_DIR, ConfigError, parse
 from runtime.device import (
     attention_kernel,
-    autocast_to,
     bf16_slowdown,
     check_attention,
     check_compiler,
+    check_precision,
     matmul_dtype,
     matmul_tflops,
-    set_precision,
 )
 from runtime.errors import TrainingError, UserError
 from runtime.report import flops_rate
 from runtime.runlog import RunFolder
 from runtime.world import World
 from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, flags, run_ranks
-from train import train
+from train import setup, train
 
 
 def run(config, **options):
@@ -181,22 +181,25 @@ def test_fp16_gradients_are_unscaled_before_clipping(one_step):
 # ---- flags reach what they switch
 
 
-def test_tf32_on_a_cpu_is_said_to_do_nothing_and_precision_is_set_in_every_run():
+def test_tf32_on_a_cpu_is_said_to_do_nothing_and_precision_is_set_in_every_run(tiny_config):
     torch.set_float32_matmul_precision("high")
     try:
-        assert set_precision(CPU, tf32=True) == [
+        assert check_precision(CPU, tf32=True) == [
             "tf32 has no effect on cpu: fp32 matmuls stay fp32"
         ]
+        setup(tiny_config(tf32=True), ALONE)
         assert torch.get_float32_matmul_precision() == "highest"
-        assert set_precision(CPU) == []
+        assert check_precision(CPU) == []
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.gpu
-def test_tf32_on_a_gpu_sets_the_precision():
+def test_tf32_on_a_gpu_sets_the_precision(tiny_config):
+    gpu = torch.device("cuda", 0)
     try:
-        assert set_precision(torch.device("cuda", 0), tf32=True) == []
+        assert check_precision(gpu, tf32=True) == []
+        setup(tiny_config(tf32=True), World(gpu))
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -220,7 +223,7 @@ def test_flash_on_a_gpu_is_a_fused_kernel_and_autocast_works_on_an_indexed_devic
     kernel = attention_kernel(cuda, matmul_dtype(**speed), (2, 12, 1024, 64), dropout=0.0)
     assert kernel in ("flash_attention", "cudnn_attention")
     x, y = (t.to(cuda) for t in batch())
-    with autocast_to(matmul_dtype(**speed), cuda)():
+    with torch.autocast("cuda", matmul_dtype(**speed)):
         assert tiny_model(flash=True).to(cuda)(x, y).isfinite()
 
 
@@ -860,8 +863,8 @@ def test_evaluation_runs_under_the_same_autocast(tiny_config, tiny_model):
     config = tiny_config()
     _, val = open_corpus(Path(config.data_dir) / "tiny", 32, 128, 0.3)
     plain, bf16 = (
-        validation_loss(tiny_model(), val, 4, None, ALONE, autocast_to(matmul_dtype(bf16=on), CPU))
-        for on in (False, True)
+        validation_loss(tiny_model(), val, 4, None, ALONE, autocast)
+        for autocast in (contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16))
     )
     assert plain != bf16
     assert plain == pytest.approx(bf16, rel=1e-2)
