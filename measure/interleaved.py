@@ -12,6 +12,7 @@ off than the first. The result is the ratio within a round: its median, with a c
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -49,7 +50,7 @@ OTHERS_END = 15.0  # seconds within which the other ranks of a run end after one
 TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
 
 Rates = Mapping[str, Sequence[float]]  # tokens/s of each side in each round
-Say = Callable[[str], None]
+say = functools.partial(print, flush=True)
 
 
 # ---- the engine
@@ -116,10 +117,10 @@ class Side:
     ):
         self.name, self.command, self.ranks = name, command, ranks
         self.environment = dict(environment or {})
-        self.answers: list[dict[str, Any]] = []  # of rank 0; with several ranks, those of all in it
-        self.steps = 1  # to take at a time
 
     def __enter__(self) -> "Side":
+        self.answers: list[dict[str, Any]] = []  # of rank 0; with several ranks, those of all in it
+        self.steps = 1  # to take at a time
         of_ranks: list[dict[str, str]] = [{}]
         if self.ranks > 1:
             from torch.distributed import TCPStore
@@ -161,11 +162,9 @@ class Side:
                 print(request, file=process.stdin, flush=True)
         answers = self._receive()
         if not all(answer["asleep"] for answer in answers):
-            policy = self.environment.get("OMP_WAIT_POLICY") or os.environ.get("OMP_WAIT_POLICY")
             raise SideError(
                 self.name,
-                "its threads keep computing while another side trains; unset OMP_WAIT_POLICY "
-                f"(now {policy or 'not set'})",
+                "its threads keep computing while another side trains; unset OMP_WAIT_POLICY",
             )
         answer = answers[0] | ({"ranks": answers} if self.ranks > 1 else {})
         self.answers.append(answer)
@@ -212,14 +211,10 @@ def training_side(
     environment: Mapping[str, str] | None = None,
     ranks: int = 1,
     code: Path = ROOT,
+    module: str = "measure.side",
 ) -> Side:
-    """Make a side that trains with these arguments of train.py, in this copy of the code or `code`.
-
-    Copies older than measure/ have benchmarks/side.py.
-    """
-    command, paths = module_in(code, "measure.side")
-    if not (code / "measure" / "side.py").is_file():
-        command = [sys.executable, str(code / "benchmarks" / "side.py")]
+    """Make a side that trains with these arguments of train.py, by the code in the folder."""
+    command, paths = module_in(code, module)
     return Side(name, [*command, *arguments], {**paths, **(environment or {})}, ranks)
 
 
@@ -239,7 +234,6 @@ def run_rounds(
     *,
     results: Path | None = None,
     check: Callable[[Side], None] = lambda _: None,
-    say: Say = lambda _: None,
 ) -> dict[str, list[float]]:
     """Interleave sides that have been started; returns tokens/s of each in each round.
 
@@ -323,11 +317,8 @@ def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, s
     return arguments, environment
 
 
-def plan(options: InterleavedOptions, of_all: Sequence[str], scratch: str) -> list[Side]:
-    """Return the sides of the command line. Raises UserError for what is no comparison.
-
-    `scratch`: a folder for what copies of before measure/ write.
-    """
+def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Side]:
+    """Return the sides of the command line. Raises UserError for what is no comparison."""
     texts = options.sides
     if options.code and len(texts) != 1:
         raise UserError(f"--code compares one config here and there, not {len(texts)}")
@@ -340,26 +331,22 @@ def plan(options: InterleavedOptions, of_all: Sequence[str], scratch: str) -> li
         raise UserError('two sides are the same; give one an option: "speedup10.yaml --no-flash"')
     if options.output and not Path(options.output).absolute().parent.is_dir():
         raise UserError(f"--output {options.output}: no such folder")
-    parsed = [(text, *parse_side(text, of_all)) for text in texts]
-    sides = [training_side(*side) for side in parsed]
+    sides = [training_side(text, *parse_side(text, of_all)) for text in texts]
     if options.code:
         code = Path(options.code).resolve()
-        if not any((code / room / "side.py").is_file() for room in ("measure", "benchmarks")):
+        if not (code / "measure" / "side.py").is_file():
             raise UserError(f"--code {options.code}: is no copy of this code: no measure/side.py")
-        ((text, arguments, environment),) = parsed
-        arguments = [*arguments, f"--log_dir={scratch}"]
-        name = f"{text} in {options.code}"
-        sides.append(training_side(name, arguments, environment, code=code))
+        name = f"{texts[0]} in {options.code}"
+        sides.append(training_side(name, *parse_side(texts[0], of_all), code=code))
     return sides
 
 
 def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
     """Compare the sides of the command line. Raises UserError."""
     results = Path(options.output) if options.output else None
-    with tempfile.TemporaryDirectory() as scratch:
-        sides = plan(options, of_all, scratch)
-        with started(sides):
-            rates = run_rounds(sides, options.rounds, options.width, results=results, say=say)
+    sides = plan(options, of_all)
+    with started(sides):
+        rates = run_rounds(sides, options.rounds, options.width, results=results)
     base = sides[0].name
     rows = [
         (
@@ -372,11 +359,6 @@ def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
     ]
     columns = items("side", "tokens/s", "x first", "MB")
     print_table(f"{len(rates[base])} interleaved rounds", columns, rows)
-
-
-def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from measure.interleaved import (
     Side,
     ratio_of,
     run_rounds,
-    say,
     started,
     training_side,
 )
@@ -106,7 +105,7 @@ def measure_scaling(
         gradients = 4 * GPT(GPTConfig.of(config)).num_parameters()  # bytes
     with started(sides):
         results = folder / "in_turn.json"
-        rates = run_rounds(sides, rounds, WIDTH, results=results, say=say)
+        rates = run_rounds(sides, rounds, WIDTH, results=results)
         for side in sides:
             side.steps = PROFILED_STEPS
             side.train(min(BUCKET, gradients))

@@ -14,11 +14,12 @@ if __name__ == "__main__":
     OPTIONS = start(Config, description=__doc__, config_file=True)
 
 import contextlib
+import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,15 +44,15 @@ class Requests:
         self.answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def __iter__(self) -> Iterator[tuple[int, int | None]]:
-        """Yield the steps to take, and the bytes of a message, until nobody asks any more."""
-        for line in sys.stdin:
-            steps, *message = map(int, line.split())
-            yield steps, message[0] if message else None
+    def serve(self, take_steps: Callable[..., dict[str, Any]]) -> None:
+        """Answer with the figures of the steps taken until nobody asks any more.
 
-    def answer(self, **figures: Any) -> None:
-        """Answer once this process sleeps; `asleep` says whether it does."""
-        print(json.dumps(figures | {"asleep": falls_asleep()}), file=self.answers, flush=True)
+        `take_steps` gets how many, and the bytes of a message where the request has them. Answers
+        once this process sleeps; `asleep` says whether it does.
+        """
+        for line in sys.stdin:
+            figures = take_steps(*map(int, line.split())) | {"asleep": falls_asleep()}
+            print(json.dumps(figures), file=self.answers, flush=True)
 
 
 def falls_asleep(patience: float = 2.0) -> bool:
@@ -69,7 +70,7 @@ def falls_asleep(patience: float = 2.0) -> bool:
 
 
 def take_steps(run: Run, count: int, message: int | None = None) -> dict[str, Any]:
-    """Take so many steps of the run; returns the figures to answer with. See `Requests`."""
+    """Take so many steps of the run; returns the figures to answer with."""
     state, device, world = run.state, run.world.device, run.world
     profile = None if message is None else profiler(device)
     seconds: list[float] = []
@@ -98,8 +99,7 @@ def main(config: Config) -> None:
     requests = Requests()
     with joined_world(choose_device(config.device, launch()), config.timeout) as world:
         run = setup(without_end(config), world)
-        for steps, message in requests:
-            requests.answer(**take_steps(run, steps, message))
+        requests.serve(functools.partial(take_steps, run))
 
 
 if __name__ == "__main__":
