@@ -220,11 +220,21 @@ def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
 
 
 def jobs_of(options: BenchOptions) -> list[Job]:
-    """Return a job for each model, precision and computation. Raises UserError."""
+    """Return a job for each model, precision, computation and value of the scan.
+
+    Raises UserError, also for a value of the scan that is no option.
+    """
+    scanned = [options]
+    if options.scan:
+        name, values = parse_scan(options.scan)
+        update: dict[str, Any] = {"computation": ("training_step",), "warmup_steps": (1,)}
+        update |= options.model_dump(include=options.model_fields_set)
+        scanned = [options.model_copy(update={**update, name: value}) for value in values]
     return [
-        Job(size, config, computation, options.warmup_steps, options.steps)
-        for size, config in job_configs(options)
-        for computation in options.computation
+        Job(size, config, computation, each.warmup_steps, each.steps)
+        for each in scanned
+        for size, config in job_configs(each)
+        for computation in each.computation
     ]
 
 
@@ -294,17 +304,13 @@ def time_grid(
 # ---- the scan: one option's values, up to out of memory
 
 
-def scan(options: BenchOptions, folder: Path) -> None:
+def scan(options: BenchOptions, jobs: Sequence[Job], folder: Path) -> None:
     """Measure tokens/s and memory over the values of one option, up to out of memory.
 
-    Raises UserError for a value that is no option, TrainingError if nothing can be measured.
+    Raises TrainingError if nothing can be measured.
     """
-    name, values = parse_scan(options.scan or "")
-    defaults = {"computation": ("training_step",), "warmup_steps": (1,)}
-    options = options.model_copy(update=defaults | options.model_dump(exclude_unset=True))
-    # all jobs are made, and so checked, before the first is measured
-    scanned = [options.model_copy(update={name: value}) for value in values]
-    rows = time_jobs([job for each in scanned for job in jobs_of(each)], folder)
+    name, _ = parse_scan(options.scan or "")
+    rows = time_jobs(jobs, folder)
     measured = sorted((row for row in rows if not row["error"]), key=describe_row)
     print_table(f"over {name}", scan_columns(name), measured)
     draw_scan(name, measured, folder / "scan.png")
@@ -345,8 +351,8 @@ def main(options: BenchOptions) -> None:
         models, from_corpus = job_configs(options), bool(options.config)
         inspect_models(inspected, models, folder, steps=options.steps, from_corpus=from_corpus)
     if options.scan:
-        scan(options, folder)
-    if not (inspected or options.scan):
+        scan(options, jobs, folder)
+    elif not inspected:
         time_grid(options, jobs, folder, theirs, about_them)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
 

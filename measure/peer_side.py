@@ -47,6 +47,7 @@ from dataloader import DataLoader, prefetch
 from measure.options import without_end
 from measure.side import Requests
 from measure.timing import time_passes
+from optimizer import make_optimizers
 from runtime import errors
 from runtime.device import choose_device, matmul_dtype, peak_memory_mb
 from runtime.errors import UserError, reported
@@ -156,21 +157,6 @@ def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) 
 # ---- the loop
 
 
-def adamw(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Make AdamW with the config's settings and decay groups."""
-    vectors = [p for p in model.parameters() if p.dim() < 2 and config.decay_matrices_only]
-    others = [p for p in model.parameters() if p.dim() >= 2 or not config.decay_matrices_only]
-    groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=config.fused_adamw or None,
-    )
-
-
 def train_peer(options: PeerConfig, requests: Requests) -> None:
     """Train the peer for as many steps as are asked for. Raises UserError."""
     device, options = choose_device(options.device), without_end(options)
@@ -181,7 +167,7 @@ def train_peer(options: PeerConfig, requests: Requests) -> None:
     model, loss_of = build_peer(options.peer, options)
     model.to(device)
     trained = torch.compile(model, mode=options.compile_mode) if options.compile else model
-    optimizer = adamw(model, options)
+    (optimizer,), _ = make_optimizers(model, options)
     loader = open_loader(options)
     batches = prefetch(loader, device, range(1, options.max_steps))
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from pydantic import Field
 
-from config import Config, load_config
+from config import Config, DataConfig, load_config
 from measure.interleaved import (
     LEFT_OUT,
     Side,
@@ -39,19 +39,13 @@ from measure.interleaved import (
     started,
     training_side,
 )
+from measure.ladder_report import draw_factors, write_report
 from measure.options import given, optional_fields, to_flags
 from measure.ratio import FEWEST, Ratio
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import aside, write_whole
-from runtime.report import (
-    draw_bars,
-    field,
-    git_commit,
-    machine,
-    markdown_table,
-    print_table,
-)
+from runtime.report import field, git_commit, machine
 from runtime.start import start
 
 TRANSFORMERS = "transformers"
@@ -69,17 +63,10 @@ NEEDED: dict[str, Any] = {
     "optimizer": "adamw",
     "fp16": False,
 }
-SHAPE = ("batch_size", "seq_len", "device", "n_layer", "n_head", "n_embd", "dataset", "data_dir")
-# what the baseline takes over from the best rung, so that both train the same tokens
-OF_THE_RUNG = (
-    *SHAPE,
-    *("block_size", "shuffle", "overfit_batch", "val_fraction", "seed", "total_batch_tokens"),
-)
 Overrides: Any = optional_fields(
     Config,
-    *SHAPE,
-    "bf16",
-    "compile",
+    *("batch_size", "seq_len", "device", "n_layer", "n_head", "n_embd", "dataset", "data_dir"),
+    *("bf16", "compile"),
     title="of every side; the baseline has neither bf16 nor compile",
     none="as the config says, but 4 sequences of 1024 tokens",
 )
@@ -226,7 +213,8 @@ def plan(
         module = "measure.peer_side"
         groups.append([training_side(*side, module=module) for side in sides.items()])
     if options.baseline:
-        plain = flags("baseline.yaml", OF_THE_RUNG, "untied")
+        shape = ("n_layer", "n_head", "n_embd", "block_size", "device", "seed")
+        plain = flags("baseline.yaml", [*DataConfig.model_fields, *shape], "untied")
         groups.append([training_side("baseline", plain)])
     if options.starts:  # each with its own compile cache
         for i, side in enumerate(itertools.chain(*groups)):
@@ -266,24 +254,28 @@ class Comparison:
         compare_losses(side.name, first["loss"], self.first_loss, config, tolerance)
 
     def measure(self) -> Iterator[None]:
-        """Measure one thing after the other, and yield after each.
+        """Measure the starts and then each group, and yield after each.
 
         A peer that fails loses only its own group. Raises SideError if ours fails.
         """
-        tasks: list[tuple[Callable[[Sequence[Entry]], None], list[Entry]]] = []
         if self.options.starts:
-            tasks += [(self.start, [entry]) for entry in self.entries.values()]
-        tasks += [(self.interleave, group) for group in self.groups]
-        for task, group in tasks:
-            try:
-                if able := [entry for entry in group if not entry.error]:
-                    task(able)
-            except SideError as error:
-                if error.name == self.ours.name:
-                    raise
-                self.entries[error.name].error = str(error)
-                say(f"failed: {error}")
+            for entry in self.entries.values():
+                self.attempt(self.start, [entry])
             yield
+        for group in self.groups:
+            self.attempt(self.interleave, group)
+            yield
+
+    def attempt(self, measure: Callable[[Sequence[Entry]], None], entries: Sequence[Entry]) -> None:
+        """Measure those entries that have not failed; note it if one does now."""
+        try:
+            if able := [entry for entry in entries if not entry.error]:
+                measure(able)
+        except SideError as error:
+            if error.name == self.ours.name:
+                raise
+            self.entries[error.name].error = str(error)
+            say(f"failed: {error}")
 
     def start(self, entries: Sequence[Entry]) -> None:
         """Time starts to the end of the first step, with an empty and a filled compile cache."""
@@ -348,49 +340,38 @@ MEANING = (
 )
 
 
-def write_report(found: Comparison, folder: Path) -> None:
-    """Write what is known so far: report.md, results.json and, once there are rates, peers.png."""
+def report(found: Comparison, folder: Path) -> None:
+    """Report what is known so far: report.md, results.json and, once there are rates, peers.png."""
     config, entries = found.config, list(found.entries.values())
     versions = ", ".join(
         f"{name} {version(name)}" for name in ("torch", TRANSFORMERS) if find_spec(name)
     )
     shown = ("batch_size", "seq_len", "n_layer", "n_head", "n_embd", "bf16", "compile")
     described = ", ".join(f"{name} {getattr(config, name)}" for name in shown)
-    lines = [
-        "# Beside what people would take instead",
-        "",
+    measured = {entry.name: entry.ours_over for entry in entries if entry.ours_over}
+    write_report(
+        folder,
+        "Beside what people would take instead",
+        COLUMNS,
+        entries,
         f"{machine()}; {versions}, commit {git_commit()}, {datetime.date.today()}. "
         f"{found.ours.name}: {described}.",
-        "",
-        *markdown_table(COLUMNS, entries),
-        "",
         MEANING,
-        "",
-    ]
-    measured = [(entry.name, entry.ours_over) for entry in entries if entry.ours_over]
+        "![ours over each](peers.png)" if measured else "",
+        failures=[f"failed: {line}" for line in found.failed],
+    )
     if measured:
-        names, ratios = zip(*measured, strict=True)
-        draw_bars(
-            folder / "peers.png",
-            names,
-            [ratio.median for ratio in ratios],
-            [str(ratio) for ratio in ratios],
-            f"tokens/s of {found.ours.name} over those of each",
-            whiskers=[ratio.ends for ratio in ratios],
-        )
-        lines += ["![ours over each](peers.png)", ""]
-    lines += [f"Failed: {line}" for line in found.failed]
-    write_whole(folder / "report.md", "\n".join(lines).rstrip("\n") + "\n")
+        series = {f"tokens/s of {found.ours.name} over those of each": list(measured.values())}
+        draw_factors(folder / "peers.png", list(measured), series)
     chosen = found.options.model_dump(mode="json", exclude={"log_dir", "data_dir"})
     times = ("cold_s", "warm_s", "first_step_s")
-    starts = [{"side": e.name} | {name: getattr(e, name) for name in times} for e in entries]
     results = {
         "machine": machine(),
         "git": git_commit(),
         "versions": versions,
         "options": chosen | {"peer": [name for name in found.peers if name != TRANSFORMERS]},
         "left_out": LEFT_OUT,
-        "starts": starts,
+        "starts": [{"side": e.name} | {name: getattr(e, name) for name in times} for e in entries],
         "in_turn": found.rounds,
         "failed": found.failed,
     }
@@ -413,9 +394,7 @@ def main(options: PeersOptions) -> None:
         folder.mkdir(parents=True)
         found = Comparison(options, config, peers, Path(place))
         for _ in found.measure():
-            write_report(found, folder)
-    print_table("interleaved", COLUMNS, list(found.entries.values()))
-    say(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
+            report(found, folder)
     if found.failed:
         raise TrainingError("\n".join(found.failed))
 
