@@ -31,12 +31,12 @@ from pydantic import Field
 from config import Config, DataConfig, load_config
 from measure.interleaved import (
     LEFT_OUT,
+    WIDTH,
     Side,
     SideError,
     ratio_of,
     run_rounds,
     say,
-    started,
     training_side,
 )
 from measure.ladder_report import draw_factors, write_report
@@ -89,7 +89,7 @@ class WhatOptions(Options):
     """
     rounds: int = Field(20, ge=FEWEST)
     """rounds at most"""
-    width: float = Field(0.02, ge=0, le=1)
+    width: float = Field(WIDTH, ge=0, le=1)
     """stop once every interval is narrower than this share of its median"""
     log_dir: str = "logs"
     """results go to peers/ in this folder"""
@@ -297,8 +297,7 @@ class Comparison:
         """Interleave our side with those of a group."""
         entries, options = [self.ours, *group], self.options
         sides = [entry.side for entry in entries]
-        with started(sides):
-            rates = run_rounds(sides, options.rounds, options.width, check=self.check)
+        rates = run_rounds(sides, options.rounds, options.width, check=self.check)
         self.rounds.append(
             [
                 {"side": side.name, "tokens_per_sec": rates[side.name], "turns": side.answers}

@@ -12,11 +12,11 @@ import torch
 from config import Config, load_config
 from measure.interleaved import (
     LEFT_OUT,
+    WIDTH,
     Rates,
     Side,
     ratio_of,
     run_rounds,
-    started,
     training_side,
 )
 from measure.options import to_flags
@@ -34,8 +34,6 @@ from runtime.report import (
     print_table,
 )
 from runtime.start import cores
-
-WIDTH = 0.02  # stop once every interval is narrower than this share of its median
 
 
 def split(config: Config, ranks: int) -> tuple[int, int]:
@@ -98,9 +96,7 @@ def measure_scaling(
         flags = to_flags({**values, **given})
         label = f"{n} rank{'s' * (n > 1)}"
         sides.append(training_side(label, ["--config", name, *flags], ranks=n))
-    with started(sides):
-        results = folder / "in_turn.json"
-        rates = run_rounds(sides, rounds, WIDTH, results=results)
+    rates = run_rounds(sides, rounds, WIDTH, results=folder / "in_turn.json")
     rows = [row_of(config, device, n, side, rates) for n, side in zip(counts, sides, strict=True)]
     for row in rows:
         row["hardware"] = row["used"] / rows[0]["used"]
