@@ -124,10 +124,9 @@ def options(corpus):
     return PeersOptions(**SIZES, dataset="tiny", data_dir=str(corpus))
 
 
-def comparison(options, place, *peers):
-    """The sides of a comparison with transformers and files."""
-    peers = {path: path for path in ("transformers", *peers)}
-    return Comparison(options, our_config(options), peers, place)
+def comparison(options, place):
+    """The sides of a comparison with transformers."""
+    return Comparison(options, our_config(options), {"transformers": "transformers"}, place)
 
 
 def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer, tmp_path):
@@ -243,19 +242,17 @@ def test_a_side_whose_first_loss_differs_is_left_out_and_the_others_are_not(opti
     assert all(entry.cold_s > 0 and entry.warm_s > 0 for entry in (ours, with_settings, baseline))
 
 
-def test_a_peer_with_our_settings_differs_from_the_plain_one_in_these_alone(
-    options, peer, tmp_path
-):
-    for group in comparison(options, tmp_path, peer()).groups[:-1]:
-        plain, with_settings = (entry.side.command for entry in group)
-        assert with_settings == [*plain, "--process_settings"]
+def test_sides_differ_in_their_settings_and_in_their_compile_caches_alone(options, tmp_path):
+    found = comparison(options, tmp_path)
+    (plain, with_settings), _ = found.groups
+    assert with_settings.side.command == [*plain.side.command, "--process_settings"]
+    caches = {e.side.environment["TORCHINDUCTOR_CACHE_DIR"] for e in found.entries.values()}
+    assert len(caches) == 4
+    assert not any(" " in cache for cache in caches)  # torch.compile cannot call g++ with such
 
 
 def test_starts_are_timed_with_an_empty_and_then_with_the_filled_compile_cache(options, tmp_path):
     found = comparison(options, tmp_path)
-    caches = [e.side.environment["TORCHINDUCTOR_CACHE_DIR"] for e in found.entries.values()]
-    assert len(set(caches)) == 4
-    assert not any(" " in cache for cache in caches)  # torch.compile cannot call g++ with such
     found.ours.side.command = answering()
     found.start([found.ours])
     assert (found.first_loss, found.ours.side.answers[0]["loss"]) == (10, 10.001)
