@@ -123,25 +123,21 @@ def compare_pairs(
         # Where two have no room, both do without retained memory. Otherwise one of them would
         # retain memory until the other one comes, and be the faster for it.
         fits = HEADROOM * pair.peak_memory_mb <= device.get("memory_mb", float("inf"))
-        pair.error = compare_pair(pair, rounds, str(here[1]), bool(device.get("gpus")) or fits)
-        if pair.error:
-            print(f"failed: {pair.name}: {pair.error}", flush=True)
-
-
-def compare_pair(pair: Pair, rounds: int, device: str, retain_memory: bool) -> str | None:
-    """Interleave the runs of a pair and write its file; returns the error if a side fails."""
-    environment = {} if retain_memory else {"GLIBC_TUNABLES": ""}
-    sides = [
-        training_side(shlex.join(side), [f"--config={side[0]}", *side[1:]], environment)
-        for side in (pair.base, pair.other)
-    ]
-    try:
-        result = results_of(run_rounds(sides, rounds, WIDTH), sides)
-    except SideError as error:
-        return str(error)
-    result |= {"device": device, "settings": pair.settings(), "retained_memory": retain_memory}
-    write_whole(pair.path, json.dumps(result, indent=1) + "\n")
-    return None
+        retain_memory = fits or bool(device.get("gpus"))
+        environment = {} if retain_memory else {"GLIBC_TUNABLES": ""}
+        sides = [
+            training_side(shlex.join(side), [f"--config={side[0]}", *side[1:]], environment)
+            for side in (pair.base, pair.other)
+        ]
+        try:
+            result = results_of(run_rounds(sides, rounds, WIDTH), sides)
+        except SideError as error:
+            pair.error = str(error)
+            print(f"failed: {pair.name}: {error}", flush=True)
+            continue
+        result |= {"device": str(here[1]), "settings": [base, other]}
+        result["retained_memory"] = retain_memory
+        write_whole(pair.path, json.dumps(result, indent=1) + "\n")
 
 
 def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tuple[Pair, Pair]]:

@@ -1,11 +1,10 @@
 """Interleaved runs: the engine on a clock of its own, intervals, and real runs of a tiny model."""
 
+import functools
 import json
 import math
-import os
 import random
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from measure.options import without_end
 from measure.ratio import Ratio, median_ratio, product
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import read_rows
-from tests.conftest import ALONE, ROOT
+from tests.conftest import ALONE, ROOT, forks, run
 from train import setup, train
 
 
@@ -176,12 +175,14 @@ TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 TINY += ["--seq_len=16", "--batch_size=2", "--device=cpu"]
 
 
-def run(*arguments):
-    environment = {"OMP_NUM_THREADS": "1", "TURN_SECONDS": "0.01"}
-    command = [sys.executable, "-m", "measure.interleaved", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, text=True, capture_output=True, env=os.environ | environment
-    )
+compare = functools.partial(
+    run,
+    *("-m", "measure.interleaved"),
+    cwd=ROOT,
+    before=forks,
+    OMP_NUM_THREADS="1",
+    TURN_SECONDS="0.01",
+)
 
 
 @pytest.fixture
@@ -191,10 +192,10 @@ def config(tmp_path, corpus):
     return str(path)
 
 
-def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path, forked):
+def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path):
     output, two_layers = tmp_path / "rounds.json", f"{config} --n_layer 2"
     options = ["--rounds", "6", "--width", "0", "--output", output]
-    ran = run(config, two_layers, *options, "--", *TINY)
+    ran = compare(config, two_layers, *options, "--", *TINY)
     assert ran.returncode == 0, ran.stderr
     assert "6 interleaved rounds" in ran.stdout
     one, two = json.loads(output.read_text())["sides"]
@@ -252,12 +253,12 @@ def test_what_cannot_be_compared_is_one_error_line(options, message):
     assert "\n" not in str(error.value)
 
 
-def test_the_command_line_tells_mistakes_and_why_a_side_failed(config, forked):
-    ran = run("quickstart.yaml", "speedup1.yaml", "--rounds", "3")
+def test_the_command_line_tells_mistakes_and_why_a_side_failed(config):
+    ran = compare("quickstart.yaml", "speedup1.yaml", "--rounds", "3")
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
     assert "greater than or equal to 6" in ran.stderr
     elsewhere = f"{config} --dataset nowhere"
-    ran = run(config, elsewhere, "--", *TINY)
+    ran = compare(config, elsewhere, "--", *TINY)
     assert ran.returncode == 1
     assert f"error: {elsewhere}: " in ran.stderr
     assert "no such corpus" in ran.stderr

@@ -381,7 +381,7 @@ def test_a_config_is_not_compared_with_itself(tmp_path, monkeypatch):
     for stage in found:
         fake_run(stage)
     pairs = comparison.pairs_of(found).values()
-    monkeypatch.setattr(comparison, "compare_pair", None)  # is not called
+    monkeypatch.setattr(comparison, "run_rounds", None)  # is not called
     comparison.compare_pairs(list(pairs), 6, False, {})
 
 
