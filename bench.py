@@ -10,15 +10,15 @@ python bench.py --compare logs/reference/timeit.csv       beside earlier or publ
 """
 
 import datetime
+import functools
 import itertools
-import os
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from config import Config, Count, ZeroIsOff, load_config
 from measure.options import given, optional_fields
@@ -49,7 +49,6 @@ PROFILE: dict[str, Any] = {
     "flash": False,
 }
 
-Listed = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
 Size = Literal["small", "medium", "large", "xl"]
 Computation = Literal["forward", "backward", "forward_backward", "training_step"]
 Overrides: Any = optional_fields(
@@ -68,16 +67,12 @@ class WhatOptions(Options):
     """time the model, batch and precision of this training config instead: a path, or a name in
     configs/
     """
-    size: Annotated[tuple[Size, ...], Listed] = ("small", "medium")
+    size: tuple[Size, ...] = ("small", "medium")
     """sizes of the published profile's model: small, medium, large, xl"""
-    computation: Annotated[tuple[Computation, ...], Listed] = (
-        "forward",
-        "backward",
-        "forward_backward",
-    )
+    computation: tuple[Computation, ...] = ("forward", "backward", "forward_backward")
     """forward, backward, forward_backward; or training_step, which adds clipping and the optimizer
     """
-    warmup_steps: Annotated[tuple[ZeroIsOff, ...], Listed] = (0, 1)
+    warmup_steps: tuple[ZeroIsOff, ...] = (0, 1)
     """untimed passes before the timed ones, each number its own row"""
     mixed_precision: bool | None = None
     """only with, or only without, autocast to bf16, or to fp16 on a GPU without bf16 (none: both;
@@ -100,9 +95,9 @@ class HowOptions(Options):
     """tokens/s and memory of training steps over values of batch_size or seq_len, such as
     batch_size=1,2,4
     """
-    scaling: Annotated[tuple[Positive, ...], Listed] = ()
-    """numbers of ranks, such as 1,2,4, that train the same batch, interleaved: tokens/s,
-    efficiency, and the share spent waiting
+    scaling: tuple[Positive, ...] = ()
+    """numbers of ranks, such as 1,2,4, that train the same batch, interleaved: tokens/s and
+    efficiency
     """
     rounds: int = Field(20, ge=FEWEST)
     """rounds of --scaling at most; fewer where every interval is narrower than 2%"""
@@ -114,13 +109,6 @@ class HowOptions(Options):
 
 INSPECT = ("breakdown", "trace", "memory")
 MODES = (*INSPECT, "scan", "scaling")
-# options, and the modes in which they have no effect
-WITHOUT_EFFECT = {
-    "compare": MODES,
-    "computation": (*INSPECT, "scaling"),
-    "warmup_steps": (*INSPECT, "scaling"),
-    "steps": ("trace", "memory", "scaling"),
-}
 
 
 class BenchOptions(HowOptions, Overrides, WhatOptions):
@@ -128,22 +116,23 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        modes, chosen = {name for name in MODES if getattr(self, name)}, self.model_fields_set
+        chosen = self.model_fields_set
         scanned, values = parse_scan(self.scan or "")
-        excluding = [("size", "config"), (scanned, "scan")]
-        excluding += [(mode, "scaling") for mode in MODES[:-1]]
+        timed_steps = self.breakdown or self.scan
+        # options, and with which others they have no effect
+        without_effect = {
+            **dict.fromkeys(MODES[:-1], ("scaling",)),
+            "size": ["config"],
+            "compare": MODES,
+            "computation": [*INSPECT, "scaling"],
+            "warmup_steps": [*INSPECT, "scaling"],
+            "steps": [] if timed_steps else ["trace", "memory", "scaling"],
+            scanned: ["scan"],
+        }
         problems = [
-            (name, f"{name} and {other} exclude each other; leave one out")
-            for name, other in excluding
-            if name in chosen and getattr(self, other)
-        ]
-        idle = {name: modes & {*without} for name, without in WITHOUT_EFFECT.items()}
-        if self.breakdown or self.scan:
-            idle["steps"] = set()
-        problems += [
-            (name, f"{name} has no effect with {' and '.join(sorted(without))}; leave it out")
-            for name, without in idle.items()
-            if name in chosen and without
+            (name, f"{name} has no effect with {' and '.join(without)}; leave it out")
+            for name, others in without_effect.items()
+            if name in chosen and (without := [other for other in others if getattr(self, other)])
         ]
         problems += [
             (name, f"{name} has no effect without scaling; leave it out")
@@ -166,10 +155,10 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
 
 def parse_scan(text: str) -> tuple[str, list[int]]:
     """Return the option and the values of `batch_size=1,2,4`; no values if it is no such text."""
-    name, _, values = text.partition("=")
-    if name in ("batch_size", "seq_len") and re.fullmatch(r"(,[1-9][0-9]{0,15})+", f",{values}"):
-        return name, sorted({int(value) for value in values.split(",")})
-    return name, []
+    match = re.fullmatch(r"(batch_size|seq_len)=([1-9][0-9]{0,15}(,[1-9][0-9]{0,15})*)", text)
+    if not match:
+        return "", []
+    return match[1], sorted({int(value) for value in match[2].split(",")})
 
 
 if __name__ == "__main__":
@@ -188,14 +177,14 @@ from measure.tables import (
     describe_row,
     draw_scan,
     draw_times,
-    precision,
+    key_of,
     published_section,
     read_results,
     scan_columns,
     spread_section,
     write_results,
 )
-from measure.timing import Job, is_mixed, time_job
+from measure.timing import Job, empty_row, time_job
 from runtime.device import choose_device
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import write_whole
@@ -204,19 +193,23 @@ from runtime.report import markdown_table, print_table
 # ---- what is timed
 
 
-def job_configs(options: BenchOptions, **changed: Any) -> list[tuple[str, Config]]:
+def overrides(options: BenchOptions) -> dict[str, Any]:
+    """Return the options of the model that are given on the command line."""
+    values = given(options, Overrides)
+    if options.mixed_precision is not None:
+        values |= {"bf16": options.mixed_precision, "fp16": False}
+    return values
+
+
+def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
     """Return name and config of each model to time, with and without mixed precision.
 
     Raises UserError.
     """
-    values = given(options, Overrides) | changed
+    values = overrides(options)
     if options.config:
         values |= {"total_batch_tokens": None}  # a pass is one micro-step
-        config = load_config(options.config, **values)
-        if options.mixed_precision not in (None, is_mixed(config)):
-            values |= {"bf16": options.mixed_precision, "fp16": False}
-            config = load_config(options.config, **values)
-        return [(Path(options.config).stem, config)]
+        return [(Path(options.config).stem, load_config(options.config, **values))]
     configs: list[tuple[str, Config]] = []
     both = (False, True) if options.mixed_precision is None else (options.mixed_precision,)
     for size, mixed in itertools.product(options.size, both):
@@ -226,18 +219,23 @@ def job_configs(options: BenchOptions, **changed: Any) -> list[tuple[str, Config
     return configs
 
 
-def jobs_of(options: BenchOptions, computations: Sequence[str], **changed: Any) -> list[Job]:
-    """Return a job for each model, precision and computation. Raises UserError."""
+def jobs_of(options: BenchOptions) -> list[Job]:
+    """Return a job for each model, precision, computation and value of the scan.
+
+    Raises UserError, also for a value of the scan that is no option.
+    """
+    scanned = [options]
+    if options.scan:
+        name, values = parse_scan(options.scan)
+        update: dict[str, Any] = {"computation": ("training_step",), "warmup_steps": (1,)}
+        update |= options.model_dump(include=options.model_fields_set)
+        scanned = [options.model_copy(update={**update, name: value}) for value in values]
     return [
-        Job(size, config, computation, options.warmup_steps, options.steps)
-        for size, config in job_configs(options, **changed)
-        for computation in computations
+        Job(size, config, computation, each.warmup_steps, each.steps)
+        for each in scanned
+        for size, config in job_configs(each)
+        for computation in each.computation
     ]
-
-
-def describe_job(job: Job) -> str:
-    """Describe what is timed."""
-    return f"{job.size} {job.computation}, {precision(is_mixed(job.config))} precision"
 
 
 def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
@@ -249,7 +247,7 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
     rows: list[Row] = []
     failed: set[str] = set()
     for job in jobs:
-        label, config = describe_job(job), job.config
+        label, config = describe_row(empty_row(job, 0)), job.config
         if label in failed:
             continue
         rows += time_job(job)
@@ -272,13 +270,13 @@ def time_grid(
     options: BenchOptions, jobs: Sequence[Job], folder: Path, theirs: Means, about_them: Row
 ) -> None:
     """Write the table of times and its picture, beside the rows of an earlier call, `theirs`."""
-    rows = time_jobs(jobs, folder)
-    measured = sorted((row for row in rows if not row["error"]), key=lambda row: row["mean_s"])
-    rows = [*measured, *(row for row in rows if row["error"])]
+    rows = sorted(time_jobs(jobs, folder), key=lambda row: row["mean_s"] or math.inf)
+    measured = [row for row in rows if not row["error"]]
     write_results(rows, folder)
     print_table("seconds per pass", SHOWN, rows)
     notes = [f"note: {note}" for note in sorted({row["notes"] for row in measured} - {""})]
-    print("".join(f"{note}\n" for note in notes), end="")
+    for note in notes:
+        print(note)
     draw_times(measured, folder / "times.png")
     lines = [
         "# Forward, backward and both",
@@ -306,18 +304,13 @@ def time_grid(
 # ---- the scan: one option's values, up to out of memory
 
 
-def scan(options: BenchOptions, folder: Path) -> None:
+def scan(options: BenchOptions, jobs: Sequence[Job], folder: Path) -> None:
     """Measure tokens/s and memory over the values of one option, up to out of memory.
 
-    Raises UserError for a value that is no option, TrainingError if nothing can be measured.
+    Raises TrainingError if nothing can be measured.
     """
-    name, values = parse_scan(options.scan or "")
-    chosen = options.model_fields_set
-    computations = options.computation if "computation" in chosen else ("training_step",)
-    warmup = options.warmup_steps if "warmup_steps" in chosen else (1,)
-    # all jobs are made, and so checked, before the first is measured
-    jobs = [job for value in values for job in jobs_of(options, computations, **{name: value})]
-    rows = time_jobs([replace(job, warmup_steps=warmup) for job in jobs], folder)
+    name, _ = parse_scan(options.scan or "")
+    rows = time_jobs(jobs, folder)
     measured = sorted((row for row in rows if not row["error"]), key=describe_row)
     print_table(f"over {name}", scan_columns(name), measured)
     draw_scan(name, measured, folder / "scan.png")
@@ -332,51 +325,34 @@ def scan(options: BenchOptions, folder: Path) -> None:
 
 def new_folder(log_dir: str) -> Path:
     """Make a fresh folder for the results of this call."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder = Path(log_dir) / "bench" / now
-    if folder.exists():
-        folder = folder.with_name(f"{now}.{os.getpid()}")
+    folder = Path(log_dir) / "bench" / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
     folder.mkdir(parents=True)
     return folder
-
-
-def read_compared(options: BenchOptions, jobs: Sequence[Job]) -> tuple[Means, Row]:
-    """Read the results to compare with, if any. Raises UserError if they share no row."""
-    if not options.compare:
-        return {}, {}
-    theirs, about_them = read_results(Path(options.compare))
-    wanted = {
-        (job.size, job.computation, warmup, is_mixed(job.config))
-        for job in jobs
-        for warmup in job.warmup_steps
-    }
-    if not wanted & theirs.keys():
-        raise UserError(f"{options.compare}: has none of the rows to be measured")
-    return theirs, about_them
 
 
 def main(options: BenchOptions) -> None:
     """Measure. Raises UserError, for a mistake before anything is measured, and OSError."""
     if options.scaling:
-        values = given(options, Overrides)
-        if options.mixed_precision is not None:
-            values |= {"bf16": options.mixed_precision, "fp16": False}
-        make_folder = lambda: new_folder(options.log_dir)  # noqa: E731
+        make_folder = functools.partial(new_folder, options.log_dir)
+        values = overrides(options)
         measure_scaling(str(options.config), values, options.scaling, options.rounds, make_folder)
         return
-    jobs = jobs_of(options, options.computation)
+    jobs = jobs_of(options)
     device = choose_device(jobs[0].config.device)
     if options.memory and device.type != "cuda":
         raise UserError(f"--memory: needs CUDA, the device is {device.type}; leave it out")
-    theirs, about_them = read_compared(options, jobs)
+    theirs, about_them = read_results(Path(options.compare)) if options.compare else ({}, {})
+    wanted = {key_of(empty_row(job, warmup)) for job in jobs for warmup in job.warmup_steps}
+    if options.compare and not wanted & theirs.keys():
+        raise UserError(f"{options.compare}: has none of the rows to be measured")
     folder = new_folder(options.log_dir)
-    if wanted := [name for name in INSPECT if getattr(options, name)]:
-        models = job_configs(options)
-        from_corpus = bool(options.config)
-        inspect_models(wanted, models, folder, steps=options.steps, from_corpus=from_corpus)
+    inspected = [name for name in INSPECT if getattr(options, name)]
+    if inspected:
+        models, from_corpus = job_configs(options), bool(options.config)
+        inspect_models(inspected, models, folder, steps=options.steps, from_corpus=from_corpus)
     if options.scan:
-        scan(options, folder)
-    if not (wanted or options.scan):
+        scan(options, jobs, folder)
+    elif not inspected:
         time_grid(options, jobs, folder, theirs, about_them)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
 

@@ -3,7 +3,6 @@
 import json
 import shlex
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -12,14 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from measure.interleaved import module_in
+from measure.interleaved import WIDTH, SideError, results_of, run_rounds, training_side
 from measure.ratio import FEWEST, Ratio, median_ratio, product
 from measure.stages import (
-    ROOT,
     Published,
     Stage,
     published_rows,
-    run_command,
     settings,
     training_config,
     with_bases,
@@ -126,26 +123,21 @@ def compare_pairs(
         # Where two have no room, both do without retained memory. Otherwise one of them would
         # retain memory until the other one comes, and be the faster for it.
         fits = HEADROOM * pair.peak_memory_mb <= device.get("memory_mb", float("inf"))
-        pair.error = compare_pair(pair, rounds, str(here[1]), bool(device.get("gpus")) or fits)
-        if pair.error:
-            print(f"failed: {pair.name}: {pair.error}", flush=True)
-
-
-def compare_pair(pair: Pair, rounds: int, device: str, retain_memory: bool) -> str | None:
-    """Interleave the runs of a pair and write its file; returns the error if a side fails."""
-    program, environment = module_in(ROOT, "measure.interleaved")
-    if not retain_memory:
-        environment["GLIBC_TUNABLES"] = ""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rounds.json"
-        sides = [shlex.join(side) for side in (pair.base, pair.other)]
-        command = [*program, *sides, "--rounds", str(rounds), "--output", str(output)]
-        if error := run_command(command, environment):
-            return error
-        result = json.loads(output.read_text())
-    result |= {"device": device, "settings": pair.settings(), "retained_memory": retain_memory}
-    write_whole(pair.path, json.dumps(result, indent=1) + "\n")
-    return None
+        retain_memory = fits or bool(device.get("gpus"))
+        environment = {} if retain_memory else {"GLIBC_TUNABLES": ""}
+        sides = [
+            training_side(shlex.join(side), [f"--config={side[0]}", *side[1:]], environment)
+            for side in (pair.base, pair.other)
+        ]
+        try:
+            result = results_of(run_rounds(sides, rounds, WIDTH), sides)
+        except SideError as error:
+            pair.error = str(error)
+            print(f"failed: {pair.name}: {error}", flush=True)
+            continue
+        result |= {"device": str(here[1]), "settings": [base, other]}
+        result["retained_memory"] = retain_memory
+        write_whole(pair.path, json.dumps(result, indent=1) + "\n")
 
 
 def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tuple[Pair, Pair]]:

@@ -12,6 +12,7 @@ off than the first. The result is the ratio within a round: its median, with a c
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -24,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +45,14 @@ from runtime.start import start
 ROOT = Path(__file__).resolve().parent.parent
 # The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.
 LEFT_OUT = 3
+WIDTH = 0.02  # stop once every interval is narrower than this share of its median
 FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
 OTHERS_END = 15.0  # seconds within which the other ranks of a run end after one has failed
 # Train at least this long at a time: less is lost in the machine's noise. Rehearsals set less.
 TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
 
 Rates = Mapping[str, Sequence[float]]  # tokens/s of each side in each round
-Say = Callable[[str], None]
+say = functools.partial(print, flush=True)
 
 
 # ---- the engine
@@ -101,25 +104,21 @@ class SideError(TrainingError):
         self.name = name
 
 
+@dataclass
 class Side:
     """A process, or the ranks of one run, that trains some steps on request and sleeps otherwise.
 
     A context manager, which starts and ends the processes. They speak as measure/side.py does.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        ranks: int = 1,
-    ):
-        self.name, self.command, self.ranks = name, command, ranks
-        self.environment = dict(environment or {})
-        self.answers: list[dict[str, Any]] = []  # of rank 0; with several ranks, those of all in it
-        self.steps = 1  # to take at a time
+    name: str
+    command: Sequence[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
 
     def __enter__(self) -> "Side":
+        self.answers: list[dict[str, Any]] = []  # of rank 0; with several ranks, those of all in it
+        self.steps = 1  # to take at a time
         of_ranks: list[dict[str, str]] = [{}]
         if self.ranks > 1:
             from torch.distributed import TCPStore
@@ -150,22 +149,16 @@ class Side:
         for file in self.errors:
             file.close()
 
-    def train(self, message: int | None = None) -> float:
-        """Take the steps; returns tokens/s. Raises SideError if a rank fails.
-
-        `message`: profile the steps, and time the ranks' link with messages of so many bytes.
-        """
-        request = f"{self.steps}" if message is None else f"{self.steps} {message}"
+    def train(self) -> float:
+        """Take the steps; returns tokens/s. Raises SideError if a rank fails."""
         for process in self.processes:
             with contextlib.suppress(BrokenPipeError):  # it has ended; its stderr says why
-                print(request, file=process.stdin, flush=True)
+                print(self.steps, file=process.stdin, flush=True)
         answers = self._receive()
         if not all(answer["asleep"] for answer in answers):
-            policy = self.environment.get("OMP_WAIT_POLICY") or os.environ.get("OMP_WAIT_POLICY")
             raise SideError(
                 self.name,
-                "its threads keep computing while another side trains; unset OMP_WAIT_POLICY "
-                f"(now {policy or 'not set'})",
+                "its threads keep computing while another side trains; unset OMP_WAIT_POLICY",
             )
         answer = answers[0] | ({"ranks": answers} if self.ranks > 1 else {})
         self.answers.append(answer)
@@ -199,37 +192,20 @@ class Side:
 OTHER_FAILED = re.compile("another (process|rank)")
 
 
-def module_in(code: Path, module: str) -> tuple[list[str], dict[str, str]]:
-    """Return command and environment that run a module of a copy of this code from any folder."""
-    path = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
-    # PYTHONSAFEPATH: without it, a copy in the working directory would come first
-    return [sys.executable, "-m", module], {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-
-
 def training_side(
     name: str,
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
     ranks: int = 1,
     code: Path = ROOT,
+    module: str = "measure.side",
 ) -> Side:
-    """Make a side that trains with these arguments of train.py, in this copy of the code or `code`.
-
-    Copies older than measure/ have benchmarks/side.py.
-    """
-    command, paths = module_in(code, "measure.side")
-    if not (code / "measure" / "side.py").is_file():
-        command = [sys.executable, str(code / "benchmarks" / "side.py")]
-    return Side(name, [*command, *arguments], {**paths, **(environment or {})}, ranks)
-
-
-@contextlib.contextmanager
-def started(sides: Sequence[Side]) -> Iterator[None]:
-    """Start the sides, and end them at exit."""
-    with contextlib.ExitStack() as stack:
-        for side in sides:
-            stack.enter_context(side)
-        yield
+    """Make a side that trains with these arguments of train.py, by the code in the folder."""
+    path = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
+    # PYTHONSAFEPATH: without it, a copy in the working directory would come first
+    paths = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", module, *arguments]
+    return Side(name, command, {**paths, **(environment or {})}, ranks)
 
 
 def run_rounds(
@@ -239,9 +215,8 @@ def run_rounds(
     *,
     results: Path | None = None,
     check: Callable[[Side], None] = lambda _: None,
-    say: Say = lambda _: None,
 ) -> dict[str, list[float]]:
-    """Interleave sides that have been started; returns tokens/s of each in each round.
+    """Start the sides and interleave them; returns tokens/s of each in each round.
 
     `results`: a JSON file to write. `check`: called with every side after its first steps. Raises
     SideError.
@@ -250,7 +225,7 @@ def run_rounds(
     def enough(rates: Rates) -> bool:
         base, *others = rates
         if results:
-            write_results(results, rates, sides)
+            write_whole(results, json.dumps(results_of(rates, sides), indent=1) + "\n")
         line = f"round {len(rates[base])} of at most {rounds}: "
         line += ", ".join(f"{rate[-1]:,.0f}" for rate in rates.values()) + " tokens/s"
         if len(rates[base]) >= FEWEST:
@@ -258,15 +233,18 @@ def run_rounds(
         say(line)
         return is_narrow(rates, width)
 
-    for side in sides:  # the first steps alone, as the compiler times the kernels it chooses from
-        side.train()
-        check(side)
-    return interleave({side.name: side.train for side in sides}, rounds, enough, LEFT_OUT - 1)
+    with contextlib.ExitStack() as running:
+        for side in sides:
+            running.enter_context(side)
+        for side in sides:  # the first steps alone, as the compiler times the kernels it chooses
+            side.train()
+            check(side)
+        return interleave({side.name: side.train for side in sides}, rounds, enough, LEFT_OUT - 1)
 
 
-def write_results(path: Path, rates: Rates, sides: Sequence[Side]) -> None:
-    """Write the answers of every side to a JSON file, with the machine and the code."""
-    found = [
+def results_of(rates: Rates, sides: Sequence[Side]) -> dict[str, Any]:
+    """Return the answers of every side as the JSON file has them, with the machine and the code."""
+    answers = [
         {
             "name": side.name,
             "command": shlex.join(["python", *side.command[1:]]),
@@ -275,8 +253,7 @@ def write_results(path: Path, rates: Rates, sides: Sequence[Side]) -> None:
         }
         for side in sides
     ]
-    about = {"machine": machine(), "git": git_commit(), "left_out": LEFT_OUT, "sides": found}
-    write_whole(path, json.dumps(about, indent=1) + "\n")
+    return {"machine": machine(), "git": git_commit(), "left_out": LEFT_OUT, "sides": answers}
 
 
 # ---- the command
@@ -289,7 +266,7 @@ class InterleavedOptions(Options):
     """configs; quote one together with options after it, and environment variables before it"""
     rounds: int = Field(20, ge=FEWEST)
     """rounds at most"""
-    width: float = Field(0.02, ge=0, le=1)
+    width: float = Field(WIDTH, ge=0, le=1)
     """stop once every interval is narrower than this share of its median"""
     code: str | None = None
     """folder of another copy of this code, in which the one config is trained as the second side"""
@@ -311,10 +288,7 @@ def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, s
     try:
         words = shlex.split(text) or [""]
     except ValueError as error:
-        raise UserError(
-            f"{text}: {str(error).lower()}; a side is quoted as a whole: "
-            '"speedup10.yaml --no-flash"'
-        ) from None
+        raise UserError(f"{text}: {error}; a side is quoted as a whole") from None
     environment = {}
     while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
         name, _, environment[name] = words.pop(0).partition("=")
@@ -323,11 +297,8 @@ def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, s
     return arguments, environment
 
 
-def plan(options: InterleavedOptions, of_all: Sequence[str], scratch: str) -> list[Side]:
-    """Return the sides of the command line. Raises UserError for what is no comparison.
-
-    `scratch`: a folder for what copies of before measure/ write.
-    """
+def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Side]:
+    """Return the sides of the command line. Raises UserError for what is no comparison."""
     texts = options.sides
     if options.code and len(texts) != 1:
         raise UserError(f"--code compares one config here and there, not {len(texts)}")
@@ -338,28 +309,21 @@ def plan(options: InterleavedOptions, of_all: Sequence[str], scratch: str) -> li
         )
     if len(set(texts)) < len(texts):
         raise UserError('two sides are the same; give one an option: "speedup10.yaml --no-flash"')
-    if options.output and not Path(options.output).absolute().parent.is_dir():
-        raise UserError(f"--output {options.output}: no such folder")
-    parsed = [(text, *parse_side(text, of_all)) for text in texts]
-    sides = [training_side(*side) for side in parsed]
+    sides = [training_side(text, *parse_side(text, of_all)) for text in texts]
     if options.code:
         code = Path(options.code).resolve()
-        if not any((code / room / "side.py").is_file() for room in ("measure", "benchmarks")):
+        if not (code / "measure" / "side.py").is_file():
             raise UserError(f"--code {options.code}: is no copy of this code: no measure/side.py")
-        ((text, arguments, environment),) = parsed
-        arguments = [*arguments, f"--log_dir={scratch}"]
-        name = f"{text} in {options.code}"
-        sides.append(training_side(name, arguments, environment, code=code))
+        name = f"{texts[0]} in {options.code}"
+        sides.append(training_side(name, *parse_side(texts[0], of_all), code=code))
     return sides
 
 
 def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
     """Compare the sides of the command line. Raises UserError."""
     results = Path(options.output) if options.output else None
-    with tempfile.TemporaryDirectory() as scratch:
-        sides = plan(options, of_all, scratch)
-        with started(sides):
-            rates = run_rounds(sides, options.rounds, options.width, results=results, say=say)
+    sides = plan(options, of_all)
+    rates = run_rounds(sides, options.rounds, options.width, results=results)
     base = sides[0].name
     rows = [
         (
@@ -372,11 +336,6 @@ def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
     ]
     columns = items("side", "tokens/s", "x first", "MB")
     print_table(f"{len(rates[base])} interleaved rounds", columns, rows)
-
-
-def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def write_report(
     text = "\n\n".join([f"# {title}", table, *failures, *filter(None, about)])
     write_whole(folder / "report.md", text + "\n")
     print_table(title, columns[:IN_TERMINAL], rows)
-    print("\n".join([*failures, f"{folder}/ has report.md, results and pictures"]))
+    print("\n".join([*failures, f"{folder}/report.md has this table, and there are pictures"]))
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:

@@ -12,21 +12,14 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from config import Config, Count
 from measure.interleaved import parse_side, split_command_line
 from runtime.cli import Options, parse
-from runtime.errors import TrainingError, UserError, reported
-from runtime.files import write_whole
-from runtime.report import draw_losses, git_commit, items, machine, markdown_table, print_table
-from runtime.runlog import read_rows
 from runtime.start import start
-
-Curve = dict[int, float]  # validation loss by step
-COLUMNS = items("config", "seed", "loss", "lower by", "tokens to the first's loss")
 
 
 class LearningOptions(Options):
@@ -38,6 +31,27 @@ class LearningOptions(Options):
     """seeds that each is trained with: 1, 2, ..."""
     log_dir: str = "logs/learning"
     """folder for all runs and the report"""
+
+
+if __name__ == "__main__":
+    OWN, OF_ALL = split_command_line(sys.argv[1:])
+    OPTIONS = start(LearningOptions, OWN, description=__doc__, positional="sides")
+
+from measure.ladder_report import write_report
+from runtime.device import choose_device
+from runtime.errors import TrainingError, UserError, reported
+from runtime.launch import launch
+from runtime.report import draw_losses, git_commit, items, machine
+from runtime.runlog import read_rows
+from runtime.world import World, joined_world
+from train import train
+
+Curve = dict[int, float]  # validation loss by step
+MEANING = (
+    "Lower by: than the first config with the same seed. Spread: the largest less the smallest. "
+    "Tokens: after which the validation loss first is that of the first config's end, with the "
+    "same seed."
+)
 
 
 def plan(options: LearningOptions, of_all: Sequence[str]) -> dict[str, list[Config]]:
@@ -55,13 +69,13 @@ def plan(options: LearningOptions, of_all: Sequence[str]) -> dict[str, list[Conf
         words = " ".join([text, *of_all])
         digest = hashlib.sha256(words.encode()).hexdigest()[:8]  # as names have to be short
         name = f"{re.sub(r'[^a-zA-Z0-9.]+', '_', words)[:60]}_{digest}"
-        sides[text] = []
-        for seed in range(1, options.seeds + 1):
-            own = [f"--seed={seed}", f"--run_name={name}_seed_{seed}", "--resume=auto"]
-            own = [*arguments, *own, f"--log_dir={options.log_dir}"]
-            sides[text].append(parse(Config, own, config_file=True))
-            if not sides[text][0].eval_every:
-                raise UserError(f"{text}: sets no eval_every, so it has no validation loss")
+        own = [*arguments, f"--log_dir={options.log_dir}", "--resume=auto"]
+        sides[text] = [
+            parse(Config, [*own, f"--seed={i}", f"--run_name={name}_seed_{i}"], config_file=True)
+            for i in range(1, options.seeds + 1)
+        ]
+        if not sides[text][0].eval_every:
+            raise UserError(f"{text}: sets no eval_every, so it has no validation loss")
     return sides
 
 
@@ -72,14 +86,15 @@ def val_losses(config: Config) -> Curve:
     return {step: row["val_loss"] for step, row in rows.items()}
 
 
-def learned(config: Config, learn: Callable[[Config], object]) -> Curve:
+def learned(config: Config, world: World) -> Curve:
     """Return the validation losses of a run, after training it if it is not done.
 
     A run that diverges has an infinite loss at its end.
     """
     if config.max_steps not in val_losses(config):
         try:
-            learn(config)
+            if train(config, world).get("interrupted"):
+                raise KeyboardInterrupt
         except TrainingError as error:
             print(f"{config.run_name}: {error}")
             return {config.max_steps: math.inf}
@@ -112,15 +127,13 @@ def rows_of(
     bases = [last(curve) for curve in next(iter(curves.values()))]
     for name, configs in sides.items():
         losses = [last(curve) for curve in curves[name]]
-        gains = [base - loss for base, loss in zip(bases, losses, strict=True)]
-        for i, config in enumerate(configs):
-            steps = steps_to(curves[name][i], bases[i])
-            tokens = "never"
+        for config, curve, loss, base in zip(configs, curves[name], losses, bases, strict=True):
+            steps, tokens = steps_to(curve, base), "never"
             if steps is not None:
                 tokens = f"{steps * config.tokens_per_step(ranks):,.0f}"
-            rows.append((name, str(config.seed), f"{losses[i]:.4f}", f"{gains[i]:.4f}", tokens))
-        mean, gain = statistics.fmean(losses), statistics.fmean(gains)
-        rows.append((name, "mean", f"{mean:.4f}", f"{gain:.4f}", ""))
+            rows.append((name, str(config.seed), f"{loss:.4f}", f"{base - loss:.4f}", tokens))
+        mean = statistics.fmean(losses)
+        rows.append((name, "mean", f"{mean:.4f}", f"{statistics.fmean(bases) - mean:.4f}", ""))
         rows.append((name, "spread", f"{max(losses) - min(losses):.4f}", "", ""))
     return rows
 
@@ -132,58 +145,38 @@ def report(
     ranks: int,
 ) -> None:
     """Print and write what the runs have learned: report.md and a picture."""
-    rows = rows_of(sides, curves, ranks)
-    print_table("validation loss in nats per token", COLUMNS, rows)
-    lines = [
-        "# What these configs learn",
-        "",
+    write_report(
+        folder,
+        "What these configs learn",
+        items("config", "seed", "loss", "lower by", "tokens to the first's loss"),
+        rows_of(sides, curves, ranks),
         f"{machine()}; commit {git_commit()}. Validation loss at the end, in nats per token.",
-        "",
-        *markdown_table(COLUMNS, rows),
-        "",
-        "Lower by: than the first config with the same seed. Spread: the largest less the "
-        "smallest. Tokens: after which the validation loss first is that of the first config's "
-        "end, with the same seed.",
-        "",
+        MEANING,
         "![validation losses](learning.png)",
-    ]
-    write_whole(folder / "report.md", "\n".join(lines) + "\n")
+    )
     pictured = {
         f"{name}, seed {config.seed}": (list(curve), list(curve.values()))
         for name in sides
         for config, curve in zip(sides[name], curves[name], strict=True)
     }
     draw_losses(folder / "learning.png", {}, pictured)
-    print(f"{folder}/ has report.md and learning.png")
 
 
 def main(options: LearningOptions, of_all: Sequence[str]) -> None:
     """Do all runs that are not done yet, and report. Raises UserError."""
     sides = plan(options, of_all)
-
-    from runtime.device import choose_device
-    from runtime.launch import launch
-    from runtime.world import joined_world
-    from train import train
-
     a_config = next(iter(sides.values()))[0]
     with joined_world(choose_device(a_config.device, launch()), a_config.timeout) as world:
-
-        def learn(config: Config) -> None:
-            if train(config, world).get("interrupted"):
-                raise KeyboardInterrupt
-
         # one seed of all after the other, so that an interrupted study can be compared
-        done = [
-            [learned(configs[i], learn) for configs in sides.values()] for i in range(options.seeds)
+        of_seeds = [
+            [learned(config, world) for config in configs]
+            for configs in zip(*sides.values(), strict=True)
         ]
-        curves = dict(zip(sides, zip(*done, strict=True), strict=True))
+        curves = dict(zip(sides, zip(*of_seeds, strict=True), strict=True))
         if world.rank == 0:
             report(sides, curves, Path(options.log_dir), world.world_size)
 
 
 if __name__ == "__main__":
-    OWN, OF_ALL = split_command_line(sys.argv[1:])
-    OPTIONS = start(LearningOptions, OWN, description=__doc__, positional="sides")
     with reported(OPTIONS.log_dir):
         main(OPTIONS, OF_ALL)

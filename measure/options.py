@@ -31,8 +31,7 @@ def optional_fields(
 
 def given(options: Options, section: type[Options]) -> dict[str, Any]:
     """Return the options of a section that are not None."""
-    values = {name: getattr(options, name) for name in section.model_fields}
-    return {name: value for name, value in values.items() if value is not None}
+    return options.model_dump(include=set(section.model_fields), exclude_none=True)
 
 
 def without_end(config: C) -> C:

@@ -34,8 +34,6 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,10 +46,13 @@ from checkpoint.weights import read_weights
 from dataloader import DataLoader, prefetch
 from measure.options import without_end
 from measure.side import Requests
-from runtime.device import choose_device, matmul_dtype, peak_memory_mb, synchronize
+from measure.timing import time_passes
+from optimizer import make_optimizers
+from runtime import errors
+from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import UserError, reported
 from runtime.world import World
-from train import check_device, open_data
+from train import open_data
 
 TRANSFORMERS = "transformers"
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # of the model, compiled or not, and a batch
@@ -76,12 +77,8 @@ def open_loader(config: Config) -> DataLoader:
 
 def transformers_model(folder: Path) -> tuple[torch.nn.Module, LossOf]:
     """Build GPT2LMHeadModel from a folder that its `from_pretrained` reads."""
-    try:
+    with in_a_line(TRANSFORMERS, "cannot be imported"):
         from transformers import GPT2LMHeadModel
-    except ImportError:
-        raise UserError(
-            "transformers is not installed: pip install -r requirements-dev.txt"
-        ) from None
 
     def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
         # targets that are one token further on already; from labels alone it would shift them
@@ -115,13 +112,6 @@ def nanogpt_like(path: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
         result = model(x, y)
         return result[1] if isinstance(result, tuple) else result
 
-    with in_a_line(path, "its forward(idx, targets) fails"), torch.no_grad():
-        token = torch.zeros(1, 1, dtype=torch.long)
-        loss = loss_of(model, token, token)
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise UserError(
-            f"{path}: its forward(idx, targets) must return the loss, or logits and the loss"
-        )
     return model, loss_of
 
 
@@ -143,8 +133,7 @@ def in_a_line(path: str, what: str) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except Exception as error:
-        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
-        raise UserError(f"{path}: {what}: {reason}") from None
+        raise UserError(f"{path}: {what}: {errors.in_a_line(error)}") from None
 
 
 def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) -> None:
@@ -168,32 +157,15 @@ def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) 
 # ---- the loop
 
 
-def adamw(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Make AdamW with the config's settings and decay groups."""
-    vectors = [p for p in model.parameters() if p.dim() < 2 and config.decay_matrices_only]
-    others = [p for p in model.parameters() if p.dim() >= 2 or not config.decay_matrices_only]
-    groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=config.fused_adamw or None,
-    )
-
-
 def train_peer(options: PeerConfig, requests: Requests) -> None:
     """Train the peer for as many steps as are asked for. Raises UserError."""
     device, options = choose_device(options.device), without_end(options)
-    dtype = matmul_dtype(bf16=options.bf16)
-    check_device(options, device, dtype, options.accumulation_steps(1))
     torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     torch.manual_seed(options.seed)
     model, loss_of = build_peer(options.peer, options)
     model.to(device)
     trained = torch.compile(model, mode=options.compile_mode) if options.compile else model
-    optimizer = adamw(model, options)
+    (optimizer,), _ = make_optimizers(model, options)
     loader = open_loader(options)
     batches = prefetch(loader, device, range(1, options.max_steps))
 
@@ -211,30 +183,28 @@ def train_peer(options: PeerConfig, requests: Requests) -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    for steps, _ in requests:
-        seconds = []
-        for _ in range(steps):
-            synchronize(device)
-            start = time.perf_counter()
-            loss = training_step()
-            synchronize(device)
-            seconds.append(time.perf_counter() - start)
-        requests.answer(
-            seconds=seconds,
-            tokens=steps * options.tokens_per_step(1),
-            loss=loss,
-            peak_memory_mb=peak_memory_mb(device),
-        )
+    def take_steps(count: int) -> dict[str, Any]:
+        losses: list[float] = []
+        step = lambda _: losses.append(training_step())  # noqa: E731
+        return {
+            "seconds": time_passes(lambda: None, step, count, device),
+            "tokens": count * options.tokens_per_step(1),
+            "loss": losses[-1],
+            "peak_memory_mb": peak_memory_mb(device),
+        }
+
+    requests.serve(take_steps)
 
 
 @torch.no_grad()
-def loss_in_fp32(model: torch.nn.Module, loss_of: LossOf, loader: DataLoader) -> float:
+def loss_in_fp32(name: str, model: torch.nn.Module, loss_of: LossOf, loader: DataLoader) -> float:
     """Return the loss of the first 64 tokens of the first batch, in fp32 on the CPU, uncompiled.
 
-    This is what tells models apart best.
+    This is what tells models apart best. Raises UserError if the model gives no loss.
     """
     x, y = (tokens[:1, :64].contiguous() for tokens in loader.batch(1))
-    return float(loss_of(model, x, y))
+    with in_a_line(name, "its forward(idx, targets) gives no loss"):
+        return float(loss_of(model, x, y))
 
 
 if __name__ == "__main__":

@@ -83,24 +83,22 @@ def set_up(config: Config, *, from_corpus: bool = False) -> Run:
 def passes(run: Run, computation: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     """Return what to do before each timed pass, and the pass, which gets what that returned."""
 
-    def clear() -> None:
-        run.state.model.zero_grad(set_to_none=True)
-
     def forward() -> Tensor:
         x, y = next(run.batches)
         with run.autocast():
             return run.model(x, y)
 
-    def clear_and_forward() -> Tensor:
-        clear()
-        return forward()
+    def prepare() -> Tensor | None:
+        run.state.model.zero_grad(set_to_none=True)
+        return forward() if computation == "backward" else None
 
-    return {
-        "forward": (clear, lambda _: forward()),
-        "backward": (clear_and_forward, lambda loss: loss.backward()),
-        "forward_backward": (clear, lambda _: forward().backward()),
-        "training_step": (clear, lambda _: train_step(run, 1)),
-    }[computation]
+    timed: dict[str, Callable[[Any], object]] = {
+        "forward": lambda _: forward(),
+        "backward": lambda loss: loss.backward(),
+        "forward_backward": lambda _: forward().backward(),
+        "training_step": lambda _: train_step(run, 1),
+    }
+    return prepare, timed[computation]
 
 
 # ---- timing

@@ -17,7 +17,8 @@ import pytest
 
 import ladder
 import runtime.report as reports
-from measure import comparison, ladder_report, stages
+from measure import comparison, interleaved, ladder_report, stages
+from measure.interleaved import SideError
 from measure.ratio import Ratio, median_ratio, product
 from runtime.cli import parse
 from runtime.errors import UserError, why_it_failed
@@ -275,7 +276,7 @@ def test_a_table_that_cannot_be_printed_costs_no_report(tmp_path):
 
 def test_each_stage_and_its_base_are_interleaved_once(rungs, tmp_path, folder, monkeypatch, forked):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TURN_SECONDS", "0.01")
+    monkeypatch.setattr(interleaved, "TURN_SECONDS", 0.01)
     (tmp_path / "tied.yaml").write_text("base: flash.yaml\ntie_weights: true\n")
     command = ["plain.yaml", "flash.yaml", "tied.yaml", "--rounds", "6", *rungs]
     assert climb(*command) == 0
@@ -313,17 +314,19 @@ def test_sides_that_have_no_room_together_retain_no_memory(
     peak, device, environment, tmp_path, monkeypatch
 ):
     """Otherwise one would, until the other one comes, and be the faster for it."""
-    ran = Mock(return_value="x")
-    monkeypatch.setattr(comparison, "run_command", ran)
+    ran = Mock(side_effect=SideError("side", "x"))
+    monkeypatch.setattr(comparison, "run_rounds", ran)
     pair = comparison.Pair("a", ["baseline"], ["speedup1"], tmp_path / "a.json", peak)
     comparison.compare_pairs([pair], 6, False, device)
-    assert ran.call_args.args[1].get("GLIBC_TUNABLES") == environment
+    for side in ran.call_args.args[0]:
+        assert side.environment.get("GLIBC_TUNABLES") == environment
 
 
 def test_a_side_that_fails_is_reported_and_so_is_the_rest(
     rungs, folder, monkeypatch, capsys, forked
 ):
-    monkeypatch.setattr(comparison, "run_command", lambda *_: "side: out of memory")
+    failing = Mock(side_effect=SideError("side", "out of memory"))
+    monkeypatch.setattr(comparison, "run_rounds", failing)
     assert climb("plain.yaml", "flash.yaml", "--rounds", "6", *rungs) == 1
     assert "failed: flash: side: out of memory" in capsys.readouterr().out
     assert list(table(folder / "results.csv")) == ["plain", "flash"]
@@ -378,7 +381,7 @@ def test_a_config_is_not_compared_with_itself(tmp_path, monkeypatch):
     for stage in found:
         fake_run(stage)
     pairs = comparison.pairs_of(found).values()
-    monkeypatch.setattr(comparison, "compare_pair", None)  # is not called
+    monkeypatch.setattr(comparison, "run_rounds", None)  # is not called
     comparison.compare_pairs(list(pairs), 6, False, {})
 
 

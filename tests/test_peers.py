@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from measure import interleaved
-from measure.interleaved import Side
 from measure.peer_side import build_peer
 from measure.peers import (
+    ROUNDED_TOLERANCE,
+    TOLERANCE,
     WITH_SETTINGS,
     Comparison,
     PeersOptions,
@@ -17,7 +18,6 @@ from measure.peers import (
     compare_losses,
     main,
     our_config,
-    plan,
 )
 from runtime.cli import parse
 from runtime.errors import UserError
@@ -107,7 +107,8 @@ SIZES = {
 def peer(tmp_path):
     """Writes a peer's file, with some of its text replaced."""
 
-    def write(*replaced, text=PEER):
+    def write(*replaced):
+        text = PEER
         for old, new in replaced:
             assert old in text
             text = text.replace(old, new)
@@ -123,17 +124,15 @@ def options(corpus):
     return PeersOptions(**SIZES, dataset="tiny", data_dir=str(corpus))
 
 
-def check(path, options, place):
-    place.mkdir()
-    check_peers([path], our_config(options), place)
+def comparison(options, place):
+    """The sides of a comparison with transformers."""
+    return Comparison(options, our_config(options), {"transformers": "transformers"}, place)
 
 
 def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer, tmp_path):
-    config, place = our_config(options), tmp_path / "place"
-    paths = ["transformers", peer()]
-    place.mkdir()
-    check_peers(paths, config, place)
-    config = config.model_copy(update={"init_from": str(place / "tied")})
+    config, paths = our_config(options), ["transformers", peer(), "model.py"]  # the last one: ours
+    check_peers({path: path for path in paths}, config, tmp_path)
+    config = config.model_copy(update={"init_from": str(tmp_path / "tied")})
     x, y = torch.randint(50257, (2, 2, 16)).unbind()
     found = []
     for path in paths:
@@ -141,24 +140,17 @@ def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer,
         loss = loss_of(model, x, y)
         loss.backward()
         found.append((loss.item(), model.transformer.h[1].mlp.c_fc.weight.grad))
-    (loss, grad), (their_loss, their_grad) = found
-    assert their_loss == pytest.approx(
-        loss, abs=2e-3
-    )  # the file's model has padding rows in its softmax
-    assert torch.allclose(
-        grad.t(), their_grad, atol=1e-5, rtol=0.02
-    )  # transformers keeps (in, out)
-
-
-def test_this_projects_own_model_is_a_peer_too(options, tmp_path):
-    check("model.py", options, tmp_path / "place")
+    # transformers keeps (in, out); the file's model has padding rows in its softmax
+    (loss, transposed), *others = found
+    for their_loss, grad in others:
+        assert their_loss == pytest.approx(loss, abs=2e-3)
+        assert torch.allclose(transposed.t(), grad, atol=1e-5, rtol=0.02)
 
 
 @pytest.mark.parametrize(
     ("replaced", "said"),
     [
         ([("is_causal=True", "is_causal=False")], "so it computes something else"),
-        ([("x = x + self.attn", "x = self.attn")], "so it computes something else"),
         ([("class GPT(", "class Gpt(")], "has no attribute 'GPT'"),
         ([("n_embd: int = 768", "width: int = 768")], "unexpected keyword argument 'n_embd'"),
         ([("    block_size: int", "    experts: int\n    block_size: int")], "argument: 'experts'"),
@@ -168,21 +160,20 @@ def test_this_projects_own_model_is_a_peer_too(options, tmp_path):
         ),
         ([("4 * c.n_embd", "3 * c.n_embd")], "size mismatch for transformer.h."),
         ([("self.lm_head.weight = self.transformer.wte.weight", "pass")], "are two matrices"),
-        ([("return logits, F", "return {}, logits, F")], "must return the loss"),
+        ([("return logits, F", "return {}, logits, F")], "gives no loss: ValueError: only one"),
         (
             [("def forward(self, idx, targets=None)", "def forward(self, tokens)")],
-            "its forward(idx, targets) fails: TypeError",
+            "its forward(idx, targets) gives no loss: TypeError",
         ),
         (
             [("import torch\n", "import torch, nowhere\n")],
             "cannot be imported: ModuleNotFoundError: No module named 'nowhere'",
         ),
-        ([("class GPT(", "class GPT[(")], "cannot be imported: SyntaxError"),
     ],
 )
 def test_a_file_that_is_no_peer_is_one_error_line(replaced, said, options, peer, tmp_path):
     with pytest.raises(UserError) as error:
-        check(peer(*replaced), options, tmp_path / "place")
+        check_peers({"peer": peer(*replaced)}, our_config(options), tmp_path)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -191,7 +182,7 @@ def test_a_file_that_is_no_peer_is_one_error_line(replaced, said, options, peer,
     ("arguments", "message"),
     [
         (["--peer", "nowhere.py"], "--peer nowhere.py: no such file"),
-        (["--peer", "a/model.py", "b/../a/model.py"], "a/model.py is named twice"),
+        (["--peer", "model.py", "./model.py"], "/model.py is named twice"),
         (["--config", "baseline.yaml"], "tie_weights False, which the peers have not"),
     ],
 )
@@ -203,43 +194,43 @@ def test_what_cannot_be_compared_is_told_before_anything_starts(arguments, messa
 
 def test_the_command_line_has_the_training_options_and_their_bounds(capsys):
     with pytest.raises(SystemExit):
-        parse_command_line(PeersOptions, ["--batch_size", "0", "--no-flash", "--rounds", "3"])
-    said = capsys.readouterr().err
-    assert "--batch_size: input should be greater than or equal to 1" in said
-    assert "--rounds: input should be greater than or equal to 6" in said
-    assert "--no-flash: unknown option" in said
+        parse_command_line(PeersOptions, ["--batch_size", "0", "--no-flash"])
+    printed = capsys.readouterr().err
+    assert "--batch_size: input should be greater than or equal to 1" in printed
+    assert "--no-flash: unknown option" in printed
 
 
 def test_rounding_explains_more_in_bf16_and_padding_only_a_higher_loss(options):
     config = our_config(options)  # 47 rows of padding
-    compare_losses("peer", 10.0009, 10.0, config, rounded=False)
-    compare_losses("peer", 10.0035, 10.0, config, rounded=True)
-    for loss, rounded in ((9.9991, False), (10.0035, False), (10.01, True)):
+    for loss, tolerance in ((10.0009, TOLERANCE), (10.0035, ROUNDED_TOLERANCE)):
+        compare_losses("peer", loss, 10.0, config, tolerance)
+    for loss, tolerance in ((9.9991, TOLERANCE), (10.0035, TOLERANCE), (10.01, ROUNDED_TOLERANCE)):
         with pytest.raises(UserError, match="a difference of"):
-            compare_losses("peer", loss, 10.0, config, rounded=rounded)
+            compare_losses("peer", loss, 10.0, config, tolerance)
 
 
-def answering(name, loss=10.0, seconds=0.5):
-    """A side that answers at once."""
+def answering(loss=10.0, seconds=0.5):
+    """The command of a side that answers at once; its loss is higher if it finds its cache."""
     code = (
-        "import json\n"
-        f"answer = {{'asleep': True, 'loss': {loss}, 'peak_memory_mb': 100}}\n"
+        "import json, os, pathlib\n"
+        "cache = pathlib.Path(os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+        f"answer = {{'asleep': True, 'loss': {loss} + cache.exists() / 1e3, 'peak_memory_mb': 1}}\n"
+        "cache.mkdir(parents=True, exist_ok=True)\n"
         "for steps in map(int, open(0)):\n"
         f"    figures = {{'seconds': [{seconds}] * steps, 'tokens': 7 * steps}}\n"
         "    print(json.dumps(answer | figures), flush=True)"
     )
-    return lambda: Side(name, [sys.executable, "-c", code])
+    return [sys.executable, "-c", code]
 
 
 def test_a_side_whose_first_loss_differs_is_left_out_and_the_others_are_not(options, tmp_path):
-    found = Comparison(options.model_copy(update={"rounds": 6}), our_config(options), tmp_path)
-    ours, plain, with_settings, baseline = found.entries
-    names = [entry.name for entry in found.entries]
-    assert names == ["speedup10", "transformers", f"transformers{WITH_SETTINGS}", "baseline"]
-    ours.command = answering(ours.name)
-    plain.command = answering(plain.name, loss=10.2)
-    with_settings.command = answering(with_settings.name, seconds=1.0)
-    baseline.command = answering(baseline.name, seconds=2.0)
+    found = comparison(options.model_copy(update={"rounds": 6}), tmp_path)
+    names = ["speedup10", "transformers", f"transformers{WITH_SETTINGS}", "baseline"]
+    assert list(found.entries) == names
+    ours, plain, with_settings, baseline = entries = found.entries.values()
+    how = ({}, {"loss": 10.2}, {"seconds": 1.0}, {"seconds": 2.0})
+    for entry, figures in zip(entries, how, strict=True):
+        entry.side.command = answering(**figures)
     for _ in found.measure():
         pass
     assert found.failed == [plain.error]
@@ -251,35 +242,20 @@ def test_a_side_whose_first_loss_differs_is_left_out_and_the_others_are_not(opti
     assert all(entry.cold_s > 0 and entry.warm_s > 0 for entry in (ours, with_settings, baseline))
 
 
-def test_a_peer_with_our_settings_differs_from_the_plain_one_in_these_alone(
-    options, peer, tmp_path
-):
-    config = our_config(options)
-    _, groups = plan(options.model_copy(update={"peer": (peer(),)}), config, tmp_path)
-    for group in groups[:-1]:
-        plain, with_settings = (entry.command().command for entry in group)
-        assert [word for word in with_settings if word not in plain] == ["--process_settings"]
-        assert plain == [word for word in with_settings if word != "--process_settings"]
+def test_sides_differ_in_their_settings_and_in_their_compile_caches_alone(options, tmp_path):
+    found = comparison(options, tmp_path)
+    (plain, with_settings), _ = found.groups
+    assert with_settings.side.command == [*plain.side.command, "--process_settings"]
+    caches = {e.side.environment["TORCHINDUCTOR_CACHE_DIR"] for e in found.entries.values()}
+    assert len(caches) == 4
+    assert not any(" " in cache for cache in caches)  # torch.compile cannot call g++ with such
 
 
 def test_starts_are_timed_with_an_empty_and_then_with_the_filled_compile_cache(options, tmp_path):
-    found = Comparison(options, our_config(options), tmp_path)
-    folders = [found.side(entry).environment["TORCHINDUCTOR_CACHE_DIR"] for entry in found.entries]
-    assert len(set(folders)) == len(found.entries)
-    assert not any(" " in folder for folder in folders)  # torch.compile cannot call g++ with such
-    code = (
-        "import json, os, pathlib\n"
-        "folder = pathlib.Path(os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
-        "loss = 10.001 if folder.exists() else 10\n"
-        "folder.mkdir(parents=True, exist_ok=True)\n"
-        "answer = {'seconds': [1], 'tokens': 1, 'asleep': True, 'loss': loss}\n"
-        "for _ in open(0): print(json.dumps(answer), flush=True)"
-    )
-    sides = [Side("ours", [sys.executable, "-c", code]) for _ in range(2)]
-    left = list(sides)
-    found.ours.command = lambda: left.pop(0)
-    found.start(found.ours)
-    assert [side.answers[0]["loss"] for side in sides] == [10, 10.001]
+    found = comparison(options, tmp_path)
+    found.ours.side.command = answering()
+    found.start([found.ours])
+    assert (found.first_loss, found.ours.side.answers[0]["loss"]) == (10, 10.001)
 
 
 def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked):
@@ -288,16 +264,13 @@ def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, fo
     less = {"starts": False, "baseline": False, "settings": False, "rounds": 6, "width": 1.0}
     more = {"peer": (peer(),), "log_dir": str(tmp_path / "logs")}
     main(options.model_copy(update=less | more))
-    folder = tmp_path / "logs" / "peers"
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["peers.png", "report.md", "results.json"]
-    name = f"{tmp_path.name}/model.py"
-    for side in ("speedup10", "transformers", name):
-        assert f"| {side} |" in (folder / "report.md").read_text()
+    folder, name = tmp_path / "logs/peers", f"{tmp_path.name}/model.py"
+    assert {path.name for path in folder.iterdir()} == {"peers.png", "report.md", "results.json"}
+    report = (folder / "report.md").read_text()
+    assert all(f"| {side} |" in report for side in ("speedup10", "transformers", name))
     groups = json.loads((folder / "results.json").read_text())["in_turn"]
-    sides = [[side["side"] for side in group] for group in groups]
-    assert sides == [["speedup10", "transformers"], ["speedup10", name]]
-    for group in groups:
+    for group, peer_name in zip(groups, ("transformers", name), strict=True):
+        assert [side["side"] for side in group] == ["speedup10", peer_name]
         assert {len(side["tokens_per_sec"]) for side in group} == {6}
         ours, theirs = (side["turns"][0]["loss"] for side in group)
         assert theirs == pytest.approx(ours, abs=2e-3)
