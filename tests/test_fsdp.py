@@ -42,11 +42,11 @@ EVERYTHING = {
     "fused_adamw": True,
     "shuffle": True,
     "val_fraction": 0.12,
-    "eval_every": 10,
-    "sample_every": 10,
+    "eval_every": 4,
+    "sample_every": 4,
     "sample_tokens": 8,
-    "hellaswag_every": 20,
-    "max_steps": 20,
+    "hellaswag_every": 8,
+    "max_steps": 8,
     "total_batch_tokens": 256,
 }
 # of a bias of six numbers the last of four processes has none
@@ -178,7 +178,7 @@ def test_a_sharded_run_has_the_losses_norms_evaluations_and_samples_of_ddp(n, pl
     whole, sharded = (
         tiny_run(place, run_name=name + " 4" * (n == "four")) for name in ("ddp", "fsdp")
     )
-    assert len(column(whole)) == 20
+    assert len(column(whole)) == 8
     assert column(sharded) == pytest.approx(column(whole), abs=1e-4)
     # a CPU sums the squares of an embedding's million gradients one after the other: the whole norm
     # is the one that is less exact
@@ -189,7 +189,7 @@ def test_a_sharded_run_has_the_losses_norms_evaluations_and_samples_of_ddp(n, pl
         )
     model = load_model(str(folder_of(sharded)))
     (sample,) = re.findall(
-        r"sample after step 20: (.*)", (folder_of(sharded) / "console.log").read_text()
+        r"sample after step 8: (.*)", (folder_of(sharded) / "console.log").read_text()
     )
     assert sample == sample_text(model, "The", 8, seed=1337).splitlines()[0]
     of_ddp = load_model(str(folder_of(whole))).state_dict()

@@ -5,13 +5,13 @@ the middle of a run; checkpoints that went bad.
 import contextlib
 import csv
 import functools
-import hashlib
 import itertools
 import json
 import os
 import pickle
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import checkpoint.files
 import inference.evaluation
 from checkpoint.files import CheckpointError
 from checkpoint.resume import newest_whole_checkpoint
@@ -389,9 +388,7 @@ def test_a_checkpoint_holds_plain_names_and_all_state(speed, go, here):
     assert (state.step, state.tokens, len(state.random)) == (6, 6 * 128, 1)
     assert state.config["n_embd"] == 32
     assert "transformer.wte.weight/exp_avg" in load_file(folder / "optimizer.safetensors")
-    for line in (folder / "SHA256SUMS").read_text().splitlines():
-        digest, name = line.split("  ")
-        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=folder, check=True)
 
 
 # ---- signals
@@ -444,30 +441,6 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_with_a_message(how, tiny_conf
 
 
 # ---- faults
-
-
-def full_disk(monkeypatch, is_full):
-    """Let writing tensors to `path` fail, half done, as on a full disk, where `is_full(path)`."""
-    real = checkpoint.files.save_file
-
-    def save_file(tensors, path, **options):
-        real(tensors, path, **options)
-        if is_full(path):
-            os.truncate(path, 1000)
-            raise OSError(28, NO_SPACE)
-
-    monkeypatch.setattr(checkpoint.files, "save_file", save_file)
-
-
-def test_a_full_disk_while_saving_keeps_the_checkpoint_before(go, here, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        full_disk(patch, lambda path: "step_000004" in str(path) and path.name == PARTS[1])
-        with pytest.raises(CheckpointError, match=f"step_000004: cannot be written: .*{NO_SPACE}"):
-            go(checkpoint_every=2)
-    assert checkpoints(here) == ["step_000002"]
-    go(run_name="straight")
-    go(resume="auto")
-    same_end(here, tmp_path / "logs/straight")
 
 
 def limit_file_size(limit):
