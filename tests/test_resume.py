@@ -178,16 +178,15 @@ def test_what_a_kill_has_torn_or_prevented_is_there_once_after_a_resume(lost, lo
         cut(here / "eval.csv", 4, "6,")
     else:
         shutil.rmtree(here / "checkpoints/step_000006")
-        with open(here / "log.csv", "a") as file:
-            file.write("7,3.1")
-        if lost == "evaluations":
-            cut(here / "eval.csv", 3)  # steps 0 and 2
+        cut(here / "log.csv", 9, "7,3.1")
+    if lost == "evaluations":
+        cut(here / "eval.csv", 3)  # steps 0 and 2
     again = go(**options, resume="auto")
     assert (log(here), evals(here)) == (before, evaluated)
     assert (here / "checkpoints/best_000006").is_dir()
+    assert json.loads((here / "summary.json").read_text()) == again
     for name in ("steps", "tokens", "final_loss", "val_loss", "interrupted"):
         assert again[name] == summary[name], name
-    assert json.loads((here / "summary.json").read_text())["steps"] == 6
 
 
 def working_in(folder):
@@ -198,6 +197,11 @@ def working_in(folder):
                 yield int(process.name)
 
 
+def train_on(ranks, place, *options):
+    for done in run_ranks(ranks, "train.py", *options, cwd=place):
+        assert done.returncode == 0, done.stderr
+
+
 @needs_proc
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_processes_under_torchrun_go_on_exactly(ranks, tiny_config, tmp_path):
@@ -206,8 +210,7 @@ def test_killed_processes_under_torchrun_go_on_exactly(ranks, tiny_config, tmp_p
     """
     config = tiny_config(dropout=0.1, max_steps=16, checkpoint_every=1, batch_size=2, shuffle=True)
     options, killed = flags(config), tmp_path / "logs/killed"
-    for done in run_ranks(ranks, "train.py", *options, "--run_name", "straight", cwd=tmp_path):
-        assert done.returncode == 0, done.stderr
+    train_on(ranks, tmp_path, *options, "--run_name", "straight")
     torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}", "--max_restarts=2", ROOT / "train.py"]
     command = [*torchrun, *options, "--run_name", "killed"]
     with ended([start(*command, cwd=tmp_path, before=forks, OMP_NUM_THREADS="1")]) as (process,):
@@ -235,22 +238,16 @@ def test_two_processes_resume_with_evaluation_where_it_was_interrupted(tiny_conf
     must forget them.
     """
     given = {"eval_every": 3, "val_fraction": 0.1, "checkpoint_every": 2, "max_steps": 8}
-
-    def train_on_two(**options):
-        config = tiny_config(batch_size=2, keep_last=9, **given, **options)
-        for done in run_ranks(2, "train.py", *flags(config), cwd=tmp_path):
-            assert done.returncode == 0, done.stderr
-
-    train_on_two(run_name="straight")
+    options = flags(tiny_config(batch_size=2, keep_last=9, **given))
+    train_on(2, tmp_path, *options, "--run_name", "straight")
     straight, twice = tmp_path / "logs/straight", tmp_path / "logs/cut"
     shutil.copytree(straight, twice)
-    for pattern in ("step_000006", "step_000008", "best_*"):
-        for path in (twice / "checkpoints").glob(pattern):
-            shutil.rmtree(path)
-    train_on_two(run_name="cut", resume="auto")
+    for name in ("step_000006", "step_000008", "best_000008"):
+        shutil.rmtree(twice / "checkpoints" / name)
+    train_on(2, tmp_path, *options, "--run_name", "cut", "--resume", "auto")
     same_end(twice, straight)
     assert evals(twice) == evals(straight)
-    assert [*(twice / "checkpoints").glob("best_*")] == [twice / "checkpoints/best_000008"]
+    assert checkpoints(twice) == checkpoints(straight)
 
 
 def test_a_signal_in_the_last_step_does_not_leave_out_the_last_evaluation(go, stop_at):
@@ -286,16 +283,13 @@ def test_another_number_of_processes_keeps_the_global_batches(go, tiny_config, t
     options = {"batch_size": 2, "shuffle": True, "max_steps": 6}
     go(**options, total_batch_tokens=256, run_name="straight")
     disarm = stop_at(3)
-    go(**options, total_batch_tokens=256, run_name="wider")
+    go(**options, total_batch_tokens=256)
     disarm()
-    given = flags(tiny_config(**options, run_name="wider", resume="auto"))  # its total is kept
-    for done in run_ranks(2, "train.py", *given, cwd=tmp_path):
-        assert done.returncode == 0, done.stderr
-    for ours, theirs in zip(
-        *(log(tmp_path / "logs" / n) for n in ("wider", "straight")), strict=True
-    ):
-        assert ours[0] == theirs[0]
-        assert float(ours[1]) == pytest.approx(float(theirs[1]), abs=1e-5)
+    train_on(2, tmp_path, *flags(tiny_config(**options, resume="auto")))  # its total is kept
+    wider, straight = (log(tmp_path / "logs" / name) for name in ("train", "straight"))
+    for i in (0, 1):
+        theirs = [float(row[i]) for row in straight]
+        assert [float(row[i]) for row in wider] == pytest.approx(theirs, abs=1e-5)
 
 
 # ---- options
@@ -343,9 +337,10 @@ def test_options_that_may_change_are_said(go, here, capsys):
 
 
 def test_a_path_alone_is_enough(go, here):
-    go(dropout=0.1, max_steps=4)
+    go(dropout=0.1, max_steps=4, sample_prompt="naïve")
     # everything else is the checkpoint's
     assert go(load_config(resume=str(here), max_steps=6))["steps"] == len(log(here)) == 6
+    assert read_state(newest(here)).config["sample_prompt"] == "naïve"
     for resume, message in (
         (f"{here}/checkpoints/step_000004", "has later checkpoints, up to step_000006"),
         ("nowhere", "no such run or checkpoint"),
