@@ -81,7 +81,6 @@ def save_checkpoint(
             flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
 
     def finish() -> None:
-        _write_state(unfinished, saved, sums)
         stack.close()
         delete(not_kept(run, keep_last, before=saved.step + 1, whole=folder))
 
@@ -89,25 +88,17 @@ def save_checkpoint(
         world.on_rank0(make_room)
         with contextlib.ExitStack() as stack:  # entered on rank 0
             new = whole_folder(folder, replace=True)
-            unfinished = world.on_rank0(lambda: stack.enter_context(new))
-            sums = _write_tensors(unfinished, state, world, sharded=saved.config["fsdp"])
+            _write(world.on_rank0(lambda: stack.enter_context(new)), state, saved, world)
             world.on_rank0(finish)
     except (OSError, TrainingError) as error:
         raise NotSavedError(f"{folder}: cannot be written: {error}") from None
     return folder
 
 
-def _write_state(folder: Path, saved: SavedState, sums: dict[str, str]) -> None:
-    """Write checkpoint.json and SHA256SUMS. `sums`: checksums of the tensors' files, by name."""
-    write_whole(folder / STATE, json.dumps(saved.model_dump()) + "\n")
-    sums |= {STATE: sha256(folder / STATE)}
-    write_whole(folder / SUMS, "".join(f"{digest}  {file}\n" for file, digest in sums.items()))
+def _write(folder: Path, state: State, saved: SavedState, world: World) -> None:
+    """Write all files of a checkpoint, with FSDP each rank its shards.
 
-
-def _write_tensors(folder: Path, state: State, world: World, *, sharded: bool) -> dict[str, str]:
-    """Write the tensors, with FSDP each rank its shards; returns the files' checksums by name.
-
-    All ranks have to call this. Raises OSError on all of them.
+    All ranks have to call this. Raises OSError or TrainingError on all of them.
     """
     # First of all: after an evaluation this makes FSDP shard again what it has gathered.
     weights = state.model.state_dict()
@@ -115,16 +106,18 @@ def _write_tensors(folder: Path, state: State, world: World, *, sharded: bool) -
         del weights["lm_head.weight"]
     parts, sums = {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}, dict[str, str]()
     for part, place in SHARDS.items():
-        if sharded and parts[part]:  # else no optimizer has taken a step yet
-            shards = write_shards(folder / place, parts.pop(part), world)
-            sums |= {f"{place}/{name}": digest for name, digest in shards.items()}
+        if saved.config["fsdp"] and parts[part]:  # else no optimizer has taken a step yet
+            sums |= write_shards(folder / place, parts.pop(part), world)
 
-    def write_whole() -> dict[str, str]:
+    def write_rest() -> None:
         with ThreadPoolExecutor() as pool:  # one is copied while the other is hashed and flushed
             digests = pool.map(lambda part: write_tensors(folder / part, parts[part]), parts)
-            return dict(zip(parts, digests, strict=True))
+            sums.update(zip(parts, digests, strict=True))
+        write_whole(folder / STATE, json.dumps(saved.model_dump()) + "\n")
+        sums[STATE] = sha256(folder / STATE)
+        write_whole(folder / SUMS, "".join(f"{digest}  {file}\n" for file, digest in sums.items()))
 
-    return sums | world.on_rank0(write_whole)
+    world.on_rank0(write_rest)
 
 
 def save_if_best(
@@ -208,8 +201,8 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
     except TrainingError:  # the state is spoiled, and the message says what to do
         raise
     except Exception as error:
-        can_save = not (isinstance(error, CheckpointError) or state.is_updating)
-        if can_save and not state.is_saved and not world.distributed:
+        cannot_save = isinstance(error, CheckpointError) or state.is_updating or world.distributed
+        if not (cannot_save or state.is_saved):
             try:
                 # The traceback holds the step's activations, and memory may be what lacks.
                 traceback.clear_frames(error.__traceback__)

@@ -27,8 +27,8 @@ def own_part(tensor: Tensor) -> Tensor:
 def write_shards(folder: Path, tensors: Tensors, world: World) -> dict[str, str]:
     """Write tensors, each rank its own shards; of plain tensors one rank writes each.
 
-    All ranks have to call this. Returns the checksums of all files by name. Raises OSError or
-    TrainingError on all ranks if one cannot write.
+    All ranks have to call this. Returns the checksums of all files by name, `<folder>/<file>`.
+    Raises OSError or TrainingError on all ranks if one cannot write.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -41,7 +41,8 @@ def write_shards(folder: Path, tensors: Tensors, world: World) -> dict[str, str]
         raise OSError(f"on rank {rank}: {cause}") from None
 
     def checksums() -> dict[str, str]:
-        return {path.name: sha256(path) for path in folder.glob(f"shard-{world.rank + 1:05d}-*")}
+        paths = folder.glob(f"shard-{world.rank + 1:05d}-*")
+        return {f"{folder.name}/{path.name}": sha256(path) for path in paths}
 
     gathered = world.gather(world.raise_on_all(checksums))
     return {name: digest for of_rank in gathered for name, digest in of_rank.items()}
@@ -54,8 +55,7 @@ def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
     rank reads its own shard. Raises CheckpointError.
     """
     shards = folder / SHARDS[part]
-    parameters = dict(model.named_parameters()) if model else {}
-    sharded = {name: p for name, p in parameters.items() if is_sharded(p)}
+    sharded = {name: p for name, p in model.named_parameters() if is_sharded(p)} if model else {}
     if not shards.is_dir() and not sharded:
         return read_tensors(folder / part)
     import torch.distributed.checkpoint as dcp
