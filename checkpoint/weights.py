@@ -25,19 +25,17 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
     Returns the config too, which takes over the architecture of the weights in `init_from`. Raises
     CheckpointError for weights that cannot be had, ConfigError for options that contradict them.
     """
-    if checkpoint is not None:
-        _, weights = read_weights(checkpoint)  # before the model: this checks its size
-        return config, _model_with(weights, GPTConfig.of(config), checkpoint)
-    if config.init_from == "scratch":
+    if not checkpoint and config.init_from == "scratch":
         return config, GPT(GPTConfig.of(config))
-    path = find_weights(config.init_from, config.log_dir)
-    theirs, weights = read_weights(path)
-    given = config.model_dump(include=config.model_fields_set)
-    fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
-    check_given(given, fixed, f"init_from {config.init_from}")
-    vocabulary = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size}
-    # The path that the name means now: tomorrow it may mean another run.
-    config = load(Config, vocabulary | given | fixed | {"init_from": str(path)})
+    path = checkpoint or find_weights(config.init_from, config.log_dir)
+    theirs, weights = read_weights(path)  # before the model: this checks its size
+    if not checkpoint:
+        given = config.model_dump(include=config.model_fields_set)
+        fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
+        check_given(given, fixed, f"init_from {config.init_from}")
+        vocabulary = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size}
+        # The path that the name means now: tomorrow it may mean another run.
+        config = load(Config, vocabulary | given | fixed | {"init_from": str(path)})
     if config.n_vocab != theirs.n_vocab:
         raise ConfigError(
             f"vocab_size {config.vocab_size} makes {config.n_vocab} tokens, but init_from {path} "
