@@ -397,12 +397,7 @@ def test_a_signal_to_one_process_stops_and_saves_on_all_and_says_how_to_go_on(
     name, ranks, tiny_config, tmp_path, here
 ):
     options = flags(tiny_config(max_steps=100_000, batch_size=2))
-    processes = (
-        [start("train.py", *options, cwd=tmp_path)]
-        if ranks == 1
-        else start_ranks(ranks, "train.py", *options, cwd=tmp_path)
-    )
-    with ended(processes):
+    with ended(start_ranks(ranks, "train.py", *options, cwd=tmp_path)) as processes:
         wait_for(lambda: (here / "log.csv").exists() and log(here), processes[0])
         processes[-1].send_signal(getattr(signal, name))
         outputs = [process.communicate(timeout=60) for process in processes]
@@ -417,8 +412,7 @@ def test_a_second_signal_acts_at_once():
         signal.raise_signal(signal.SIGINT)
         assert stop.received is not None
         stop.received -= 2  # later than torchrun's copy of the same Ctrl-C
-        if hasattr(signal, "SIGXCPU"):  # comes every second, once the limit is reached
-            signal.raise_signal(signal.SIGXCPU)
+        signal.raise_signal(signal.SIGXCPU)  # comes every second, once the limit is reached
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
