@@ -25,13 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint.resume import (
-    check_same_tokens,
-    find_checkpoint,
-    is_finished,
-    open_run,
-    restore,
-)
+from checkpoint.resume import check_same_tokens, find_checkpoint, is_finished, open_run, restore
 from checkpoint.save import check_finite, emergency_save, save, save_if_best
 from checkpoint.state import SavedState, State
 from checkpoint.weights import build_model
