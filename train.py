@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint.resume import Resumed, check_same_tokens, find_checkpoint, open_run
+from checkpoint.resume import check_same_tokens, find_checkpoint, is_finished, open_run, restore
 from checkpoint.save import check_finite, emergency_save, save, save_if_best
-from checkpoint.state import State
+from checkpoint.state import SavedState, State
 from checkpoint.weights import build_model
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
@@ -77,7 +77,7 @@ class Run:
 
 
 def setup(
-    config: Config, world: World, resumed: Resumed | None = None, batches: Batches | None = None
+    config: Config, world: World, resumed: SavedState | None = None, batches: Batches | None = None
 ) -> Run:
     """Build what a training step computes with; each optimization is switched on here.
 
@@ -151,7 +151,7 @@ def setup(
         state.corpus = loader.stream.fingerprint()
         check_same_tokens(f"{config.data_dir}/{config.dataset}", state.corpus, world)
         if resumed:
-            resumed.restore(state, config, world)
+            restore(resumed, state, config, world)
         batches = prefetch(loader, device, range(state.step + 1, config.max_steps + 1))
     parameters = f"{model.num_parameters():,} parameters"
     notes = [describe_device(device, world.world_size), parameters, *groups, *notes]
@@ -302,8 +302,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     resumed, config, notes = find_checkpoint(config, world)
     path = Path(config.log_dir) / str(config.run_name)
     folder = RunFolder(path, world.rank, config.advice(), config.trackers())
-    if resumed and resumed.is_finished(folder, config, world):
-        return {"steps": resumed.saved.step}
+    if resumed and is_finished(resumed, folder, config, world):
+        return {"steps": resumed.step}
     run = setup(config, world, resumed)
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)

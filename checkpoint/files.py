@@ -1,7 +1,6 @@
 """Files of a checkpoint: their names, their checksums, JSON and safetensors."""
 
 import json
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +13,29 @@ from runtime.files import flush_to_disk, sha256
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, SUMS = "checkpoint.json", "SHA256SUMS"
-PARTS = (MODEL, OPTIMIZER, STATE)
 SHARDS = {MODEL: "model", OPTIMIZER: "optimizer"}  # with FSDP, these folders replace the files
+Tensors = dict[str, Tensor]  # by name
 
 
 class CheckpointError(UserError):
     """Report a checkpoint or weights that cannot be found, read, written or used."""
 
 
-def verify(folder: Path, parts: Collection[str] = PARTS) -> None:
-    """Compare files of a checkpoint with their checksums; no file of it may be missing.
+def verify(folder: Path, *parts: str) -> None:
+    """Compare files of a checkpoint with their checksums. Raises CheckpointError.
 
-    `parts`: which of PARTS to read for this. Raises CheckpointError.
+    `parts`: what the names of the files to read for this begin with; none: all files.
     """
     try:
         lines = (folder / SUMS).read_text(encoding="ascii").splitlines()
-        sums = {file: digest for digest, file in (line.split("  ") for line in lines)}
-        for file, digest in sums.items():
-            if _part_of(file) in parts and sha256(folder / file) != digest:
-                raise CheckpointError(f"{folder / file}: damaged: its checksum in {SUMS} differs")
+        sums = {folder / file: digest for digest, file in (line.split("  ") for line in lines)}
+        # A file without a checksum is wrong too: PyTorch reads every shard in a folder.
+        for path in sorted({*sums, folder / STATE, *folder.rglob("*.safetensors")}):
+            is_read = path.relative_to(folder).as_posix().startswith(parts or "")
+            if is_read and sha256(path) != sums.get(path):
+                raise CheckpointError(f"{path}: damaged: its checksum is not the one in {SUMS}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: a file is missing or damaged: {error}") from None
-    if missing := {*PARTS} - {_part_of(file) for file in sums}:
-        raise CheckpointError(f"{folder / SUMS}: damaged: it lacks {', '.join(sorted(missing))}")
-    # PyTorch reads every shard in a folder, so one that is left over would be read too.
-    on_disk = {f"{place}/{p.name}" for place in SHARDS.values() for p in (folder / place).glob("*")}
-    if unknown := on_disk - sums.keys():
-        raise CheckpointError(f"{folder / min(unknown)}: damaged: {SUMS} does not name it")
-
-
-def _part_of(file: str) -> str:
-    """Return which of PARTS a file of a checkpoint is, or is a shard of."""
-    place, _, shard = file.partition("/")
-    return f"{place}.safetensors" if shard else file
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -60,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> Tensors:
     """Read the tensors of a safetensors file to the CPU. Raises CheckpointError."""
     try:
         return load_file(path)
@@ -68,7 +57,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: missing or damaged: {error}") from None
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+def write_tensors(path: Path, tensors: Tensors) -> str:
     """Write tensors to a safetensors file, flushed to disk; returns its checksum.
 
     Raises OSError.

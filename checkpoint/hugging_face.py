@@ -2,13 +2,17 @@
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from checkpoint.files import MODEL, CheckpointError, read_json, read_tensors, write_tensors
+from checkpoint.files import (
+    MODEL,
+    CheckpointError,
+    Tensors,
+    read_json,
+    read_tensors,
+    write_tensors,
+)
 from model import GPTConfig
 from runtime.errors import in_a_line
 from runtime.files import write_whole
@@ -55,23 +59,21 @@ def download(name: str) -> Path:
         ) from None
 
 
-def read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     """Read the model's options (fields of GPTConfig) and weights that transformers has written.
 
     Raises CheckpointError, also for a model that ours cannot be.
     """
     theirs = read_json(folder / "config.json")
-    activation = str(theirs.get("activation_function", "gelu_new"))
     wrong = [name for name, value in REQUIRED.items() if theirs.get(name, value) != value]
-    if activation not in ACTIVATIONS:
-        wrong.append("activation_function")
     if wrong:
         values = ", ".join(f"{name} {theirs[name]!r}" for name in wrong)
         raise CheckpointError(f"{folder}: not a GPT-2 that this project can load: {values}")
+    activation = str(theirs.get("activation_function", "gelu_new"))
     # What the file leaves out is as in GPT-2 (124M). So it is with our options but for two.
-    given = {ours: theirs[name] for name, ours in OPTIONS.items() if name in theirs}
-    options = {"tie_weights": True, "dropout": 0.1, "activation": ACTIVATIONS[activation]} | given
-    options["vocab_size"] = theirs.get("vocab_size", 50257)
+    options = {"tie_weights": True, "activation": ACTIVATIONS.get(activation, activation)}
+    names = {**OPTIONS, "vocab_size": "vocab_size"}
+    options |= {ours: theirs[name] for name, ours in names.items() if name in theirs}
     weights = with_our_names(read_tensors(folder / MODEL))
     for name, tensor in weights.items():
         if name.endswith(CONV1D) and tensor.dim() == 2:
@@ -79,34 +81,30 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return options, weights
 
 
-def with_our_names(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_our_names(theirs: Tensors) -> Tensors:
     """Drop the causal masks of older files, and name weights as in GPT-2.
 
     torch.compile puts `_orig_mod.` before the names, DDP `module.`; some files lack `transformer.`.
     """
     ours = {}
     for name, tensor in theirs.items():
-        name = re.sub(r"^((_orig_mod|module)\.)+", "", name)
-        if not name.startswith(("transformer.", "lm_head.")):
-            name = f"transformer.{name}"
+        name = re.sub(r"^((_orig_mod|module|transformer)\.)*", "", name)
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
-            ours[name] = tensor
+            ours[name if name.startswith("lm_head.") else f"transformer.{name}"] = tensor
     return ours
 
 
-def write_hugging_face(folder: Path, config: GPTConfig, weights: Mapping[str, Tensor]) -> None:
+def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> None:
     """Write config.json and model.safetensors as transformers writes its GPT2LMHeadModel.
 
     Padding rows are left out, a tied head is stored once. `weights`: a model's state_dict().
     Raises CheckpointError for a model that GPT-2 in transformers cannot be, OSError if the folder
     cannot be written.
     """
-    needed = {"norm": "layernorm", "bias": True}
-    ours = {name: getattr(config, name) for name in needed}
-    if wrong := [f"{name} {ours[name]}" for name in needed if ours[name] != needed[name]]:
+    if config.norm != "layernorm" or not config.bias:
         raise CheckpointError(
-            f"the model has {', '.join(wrong)}; GPT-2 in transformers has LayerNorm and biases, "
-            f"and cannot be it"
+            f"the model has norm {config.norm} and bias {config.bias}; GPT-2 in transformers has "
+            f"LayerNorm and biases, and cannot be it"
         )
     end_of_text = 50256 if config.n_vocab == 50257 else None  # another vocabulary may have none
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)

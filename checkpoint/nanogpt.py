@@ -6,29 +6,26 @@ ever imported or run.
 
 import pickle
 import re
+import reprlib
 import warnings
-import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from checkpoint.files import CheckpointError
+from checkpoint.files import CheckpointError, Tensors
 from checkpoint.hugging_face import with_our_names
 from runtime.errors import in_a_line
 
 # their dataclass of options, by the module it was pickled in
 THEIR_GPT_CONFIG = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")
-SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
 class _TheirGPTConfig:
     """Stand for the dataclass of that name in a file; its fields become attributes."""
 
 
-def read_pt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
     """Read the model's options (fields of GPTConfig) and weights. Raises CheckpointError.
 
     nanoGPT's file has the options as a dict `model_args`, build-nanogpt's as a dataclass `config`.
@@ -43,25 +40,12 @@ def read_pt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not isinstance(theirs, dict) or not isinstance(weights, dict):
         raise CheckpointError(
             f"{path}: not a checkpoint of nanoGPT (model, model_args) or build-nanogpt (model, "
-            f"config): it has {_in_a_line(content)}"
+            f"config): it has {reprlib.repr([*content])}"
         )
-    if unknown := theirs.keys() - {*SIZES, "bias", "dropout"}:
-        raise CheckpointError(
-            f"{path}: its model has options that this project's has not: {_in_a_line(unknown)}"
-        )
-    weights = with_our_names(weights)
-    wte, head = (weights.get(name) for name in ("transformer.wte.weight", "lm_head.weight"))
-    options = {name: theirs.get(name) for name in SIZES} | {
-        "bias": theirs.get("bias", True),
-        "activation": activation,
-        "tie_weights": wte is None or head is None or torch.equal(wte, head),
-    }
-    return options, weights
-
-
-def _in_a_line(names: Iterable[object]) -> str:
-    """Return the beginning of names from a file, which may be anything."""
-    return repr([*names])[:80]
+    # An option that is not in the file has no default: of a fork, it may have another meaning.
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"))
+    options = {**sizes, **theirs, "activation": activation, "tie_weights": True}
+    return options, with_our_names(weights)
 
 
 def _load(path: Path) -> Any:
@@ -71,8 +55,7 @@ def _load(path: Path) -> Any:
         with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore")
             # Mapped into memory, the optimizer's state, twice the model, is never read.
-            mmap = zipfile.is_zipfile(path)
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle can raise anything
         if named := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(

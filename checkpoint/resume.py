@@ -1,16 +1,15 @@
 """Find the checkpoint to resume from, merge its options with the given ones, restore its state."""
 
-import math
+import collections
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from checkpoint.files import OPTIMIZER, CheckpointError
-from checkpoint.shards import is_sharded, read_part
+from checkpoint.shards import read_part
 from checkpoint.state import SavedState, State, put_random_state, read_state
 from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
@@ -21,73 +20,62 @@ from runtime.runlog import RunFolder, all_checkpoints, step_of
 from runtime.world import World, describe_ranks
 
 
-@dataclass
-class Resumed:
-    """Hold a whole checkpoint to resume from."""
+def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
+    """True, with a message, if the run has ended with the checkpoint's step."""
+    is_over = saved.step >= config.max_steps and world.broadcast(run.is_finished())
+    if is_over:
+        run.message(
+            f"nothing to do: {saved.folder} is step {saved.step} of {config.max_steps}; "
+            f"raise max_steps to resume"
+        )
+    return is_over
 
-    folder: Path
-    saved: SavedState
 
-    def is_finished(self, run: RunFolder, config: Config, world: World) -> bool:
-        """True, with a message, if the run has ended with this step."""
-        is_over = self.saved.step >= config.max_steps and world.broadcast(run.is_finished())
-        if is_over:
-            run.message(
-                f"nothing to do: {self.folder} is step {self.saved.step} of {config.max_steps}; "
-                f"raise max_steps to resume"
-            )
-        return is_over
+def restore(saved: SavedState, state: State, config: Config, world: World) -> None:
+    """Restore optimizers, loss scaler, counts and random states; the model has its weights.
 
-    def restore(self, state: State, config: Config, world: World) -> None:
-        """Restore optimizers, loss scaler, counts and random states; the model has its weights.
-
-        Raises CheckpointError for what does not fit.
-        """
-        saved = self.saved
-        if state.corpus != saved.corpus:
-            raise CheckpointError(
-                f"{self.folder} was trained on another corpus than "
-                f"{config.data_dir}/{config.dataset}: its fingerprint is {saved.corpus[:12]}, this "
-                f"one's {state.corpus[:12]}; restore it, or begin a new run"
-            )
-        load_optimizers(self.folder, state.model, state.optimizers)
-        try:
-            if saved.scaler and state.scaler.is_enabled():
-                state.scaler.load_state_dict(saved.scaler)
-            if world.rank < len(saved.random):  # a rank that is new keeps its seed
-                put_random_state(saved.random[world.rank], world.device)
-        except Exception as error:  # of another version of PyTorch, NumPy or Python
-            raise CheckpointError(
-                f"{self.folder}: its scaler or random states do not fit: {error}"
-            ) from None
-        state.step, state.skipped_steps = saved.step, saved.skipped_steps
-        state.best_val_loss, state.checkpoint = saved.best_val_loss, self.folder
+    Raises CheckpointError for what does not fit.
+    """
+    if state.corpus != saved.corpus:
+        raise CheckpointError(
+            f"{saved.folder} was trained on another corpus than "
+            f"{config.data_dir}/{config.dataset}: its fingerprint is {saved.corpus[:12]}, this "
+            f"one's {state.corpus[:12]}; restore it, or begin a new run"
+        )
+    load_optimizers(saved.folder, state.model, state.optimizers)
+    try:
+        if saved.scaler:
+            state.scaler.load_state_dict(saved.scaler)
+        if world.rank < len(saved.random):  # a rank that is new keeps its seed
+            put_random_state(saved.random[world.rank], world.device)
+    except Exception as error:  # of another version of PyTorch, NumPy or Python
+        problem = f"{saved.folder}: its scaler or random states do not fit: {error}"
+        raise CheckpointError(problem) from None
+    state.step, state.skipped_steps = saved.step, saved.skipped_steps
+    state.best_val_loss, state.checkpoint = saved.best_val_loss, saved.folder
 
 
 def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
     """Restore the optimizers' state. Raises CheckpointError if it does not fit."""
-    parameters = dict(model.named_parameters())
-    sharded = {name: p for name, p in parameters.items() if is_sharded(p)}
-    states: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in read_part(folder, OPTIMIZER, sharded).items():
+    states = collections.defaultdict[str, dict[str, Tensor]](dict)
+    for key, tensor in read_part(folder, OPTIMIZER, model).items():
         name, _, kind = key.partition("/")
-        states.setdefault(name, {})[kind] = tensor.clone()  # the file may be mapped
-    if not states:  # every step so far was left out
-        return
-    shapes = {name: {torch.Size(), p.shape} for name, p in parameters.items()}
-    if shapes != {name: {t.shape for t in state.values()} for name, state in states.items()}:
-        raise CheckpointError(f"{folder}: the optimizer's state does not fit the model's weights")
-    names = {p: name for name, p in parameters.items()}
-    for optimizer in optimizers:
-        own = [names[p] for group in optimizer.param_groups for p in group["params"]]
-        state = {index: states[name] for index, name in enumerate(own)}
+        states[name][kind] = tensor.clone()  # the file may be mapped
+    names = {p: name for name, p in model.named_parameters()}
+    for optimizer in optimizers if states else []:  # else every step so far was left out
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        state = {index: states[names[p]] for index, p in enumerate(own)}
+        for index, p in enumerate(own):
+            if {t.shape for t in state[index].values()} != {torch.Size(), p.shape}:
+                problem = f"the optimizer's state does not fit the model's {names[p]}"
+                raise CheckpointError(f"{folder}: {problem}")
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
 # ---- finding the checkpoint
 
 
-def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Config, list[str]]:
+def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Config, list[str]]:
     """Find the checkpoint that `resume` means; returns it, the run's config, and notes.
 
     It is None if the run begins at its first step. All ranks have to call this, and get what rank 0
@@ -96,15 +84,16 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
     checkpoint that is absent, damaged, not the newest or not seen by all ranks; ConfigError for
     options that contradict it or, in a new run, each other.
     """
-    resumed, found = world.on_rank0(lambda: _find_checkpoint(config, world.calls))
-    _check_same_folder(config, resumed, world)
+    saved, found = world.on_rank0(lambda: _find_checkpoint(config, world.calls))
+    _check_same_folder(config, saved, world)
     notes = [*world.notes, *found]
-    if resumed:
+    if saved:
         given = config.model_fields_set
-        config, changes = resumed_config(config, resumed.folder, resumed.saved, world.world_size)
+        config, changes = resumed_config(config, saved, world.world_size)
         notes += changes
-        here = Config.model_fields["data_dir"].default
-        if "data_dir" not in given and world.on_rank0(lambda: _has_moved(config, here)):
+        # As after the project was moved. `restore` compares the tokens.
+        if "data_dir" not in given and world.on_rank0(lambda: not Path(config.data_dir).is_dir()):
+            here = Config.model_fields["data_dir"].default
             notes.append(
                 f"the corpus is no longer in {config.data_dir}: it is read from "
                 f"{here}/{config.dataset}"
@@ -117,10 +106,10 @@ def find_checkpoint(config: Config, world: World) -> tuple[Resumed | None, Confi
     if config.fsdp and not world.distributed:
         config = config.model_copy(update={"fsdp": False})
         notes.append("fsdp has no effect: there is one rank")
-    return resumed, config, notes
+    return saved, config, notes
 
 
-def _find_checkpoint(config: Config, calls: Sequence[str]) -> tuple[Resumed | None, list[str]]:
+def _find_checkpoint(config: Config, calls: Sequence[str]) -> tuple[SavedState | None, list[str]]:
     run, resume, folder = _run_folder(config), config.resume, None
     is_named = resume not in (None, "auto")
     if is_named:
@@ -142,12 +131,12 @@ def _find_checkpoint(config: Config, calls: Sequence[str]) -> tuple[Resumed | No
                 f"steps would be taken again; move them away first, or begin a new run with "
                 f"--init_from {shlex.quote(str(resume))}"
             )
-        return Resumed(folder, saved), []
+        return saved, []
     newest, skipped = newest_whole_checkpoint(run)
     if newest is None and is_named:
         problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
         raise CheckpointError("\n".join([problem, *skipped]))
-    return newest and Resumed(*newest), skipped
+    return newest, skipped
 
 
 def _run_folder(config: Config) -> Path:
@@ -159,33 +148,23 @@ def _was_restarted(run: Path, calls: Sequence[str]) -> bool:
     return not RunFolder(run).torchrun_calls().isdisjoint(calls)
 
 
-def newest_whole_checkpoint(run: Path) -> tuple[tuple[Path, SavedState] | None, list[str]]:
-    """Return the run's latest whole checkpoint with its state, and a line for each damaged one."""
+def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
+    """Return the state in the run's latest whole checkpoint, and a line for each damaged one."""
     skipped: list[str] = []
     folders = [*all_checkpoints(run, "best"), *all_checkpoints(run)]
     for folder in sorted(folders, key=step_of, reverse=True):
         try:
-            return (folder, read_state(folder)), skipped
+            return read_state(folder), skipped
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
     return None, skipped
 
 
-def _has_moved(config: Config, here: str) -> bool:
-    """True if the corpus is gone from data_dir, but `here`, as after the project was moved.
-
-    `Resumed.restore` compares the tokens.
-    """
-    there, name = Path(config.data_dir), config.dataset
-    is_there, is_here = (any(Path(place, name).glob("*.bin")) for place in (there, here))
-    return not is_there and (is_here or not there.is_dir())
-
-
-def _check_same_folder(config: Config, resumed: Resumed | None, world: World) -> None:
+def _check_same_folder(config: Config, saved: SavedState | None, world: World) -> None:
     """Raise CheckpointError on all ranks unless all of them see a checkpoint where rank 0 does."""
     run = _run_folder(config)
-    folder = resumed.folder if resumed else run / "checkpoints"
-    resumes = resumed or config.resume or _was_restarted(run, world.calls)
+    folder = saved.folder if saved else run / "checkpoints"
+    resumes = saved or config.resume or _was_restarted(run, world.calls)
     if others := _others(bool(resumes) and folder.is_dir(), world):
         raise CheckpointError(
             f"{folder} is there for rank 0 but not for {others}, or the other way round: a run on "
@@ -216,23 +195,21 @@ def _others(value: object, world: World) -> str:
 # ---- the options of a resumed run
 
 
-def resumed_config(
-    config: Config, folder: Path, saved: SavedState, world_size: int
-) -> tuple[Config, list[str]]:
+def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[Config, list[str]]:
     """Return the checkpoint's options with the given ones over them, and a note on changes.
 
     A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set where it
     would differ. Raises ConfigError for options that contradict the checkpoint.
     """
-    names = Config.model_fields.keys() - {*Config.names_marked(THIS_CALL)}
+    folder, tokens, this_call = saved.folder, saved.tokens_per_step, Config.names_marked(THIS_CALL)
+    names = Config.model_fields.keys() - {*this_call}
     theirs = {name: value for name, value in saved.config.items() if name in names}
     given = config.model_dump(mode="json", include=config.model_fields_set)
-    tokens = saved.tokens_per_step
-    fixed = (*Config.names_marked(ARCHITECTURE), *Config.names_marked(FIXED))
-    values = {name: theirs[name] for name in fixed if name in theirs}
+    marked = Config.names_marked(ARCHITECTURE) + Config.names_marked(FIXED)
+    fixed = {name: theirs[name] for name in marked if name in theirs}
     if given.get("total_batch_tokens"):
-        values["total_batch_tokens"] = tokens
-    check_given(given, values, str(folder))
+        fixed["total_batch_tokens"] = tokens
+    check_given(given, fixed, str(folder))
     run = folder.parent.parent
     values = theirs | given | {"init_from": theirs.get("init_from", "scratch"), "resume": None}
     values |= {"log_dir": str(run.parent), "run_name": run.name, "total_batch_tokens": None}
@@ -240,49 +217,35 @@ def resumed_config(
         resumed = load(Config, values)
     except ConfigError as error:
         raise ConfigError(f"{folder}: the given options do not fit its own: {error}") from None
-    _check_micro_step(resumed, folder, tokens, world_size)
+    sequences, batch_size = tokens // resumed.seq_len, resumed.batch_size
+    if tokens % (batch_size * resumed.seq_len * world_size):
+        raise ConfigError(
+            f"a step of {folder} takes {sequences} sequences, no multiple of batch_size "
+            f"{batch_size} on {world_size} ranks; choose a batch_size and a number of ranks whose "
+            f"product divides {sequences}"
+        )
     if theirs.get("total_batch_tokens") or resumed.tokens_per_step(world_size) != tokens:
         resumed = resumed.model_copy(update={"total_batch_tokens": tokens})
-    may_differ = [name for mark in (INITIAL, PATH) for name in Config.names_marked(mark)]
+    may_differ = Config.names_marked(INITIAL) + Config.names_marked(PATH)
     changed = [
         f"{name} {theirs[name]} -> {new}"
-        for name, new in resumed.model_dump(mode="json").items()
-        if name in theirs and name not in may_differ and theirs[name] != new
+        for name, new in resumed.model_dump(mode="json", exclude={*may_differ}).items()
+        if theirs.get(name, new) != new
     ]
     return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
-
-
-def _check_micro_step(config: Config, folder: Path, tokens: int, world_size: int) -> None:
-    """Raise ConfigError unless a step's tokens are a multiple of what the ranks take at once."""
-    batch_size, seq_len = config.batch_size, config.seq_len
-    if tokens % (batch_size * seq_len * world_size) == 0:
-        return
-    sequences, rest = divmod(tokens // seq_len, world_size)
-    advice = f"a batch_size that works is {math.gcd(batch_size, sequences)}"
-    if rest:
-        advice = "no batch_size works; start another number of ranks"
-    raise ConfigError(
-        f"batch_size {batch_size} on {world_size} ranks takes {batch_size * seq_len * world_size} "
-        f"tokens at once, and a step of {folder} takes {tokens}, no multiple of it; {advice}"
-    )
 
 
 # ---- the run's folder
 
 
-def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: World) -> list[str]:
+def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
     """Create the run's folder, or take it up after the checkpoint's step; returns notes.
 
     All ranks have to call this. Raises UserError if another run is writing to the folder, and with
     fsdp if not every rank sees it. A new run that cannot be written leaves everything as it was.
     """
 
-    def on_rank0() -> list[str]:
-        notes = _take_up(run, config, resumed) if resumed else _begin(run, config)
-        run.write_calls(world.calls)
-        return notes
-
-    notes = world.on_rank0(on_rank0)
+    notes = world.on_rank0(lambda: _open_run(run, config, saved, world.calls))
     if others := _others((run.path / "config.yaml").exists(), world):
         problem = (
             f"{run.path} is not there for {others}; put --log_dir on a file system that all "
@@ -295,20 +258,20 @@ def open_run(run: RunFolder, config: Config, resumed: Resumed | None, world: Wor
     return notes
 
 
-def _take_up(run: RunFolder, config: Config, resumed: Resumed) -> list[str]:
-    saved = resumed.saved
-    is_over = saved.step >= config.max_steps
-    # A run that is over keeps its last row, whatever log_every says, and its checkpoints.
-    log_every, keep_last = (1, 0) if is_over else (config.log_every, config.keep_last)
-    run.resume(saved.step, log_every, resumed.folder, keep_last, saved.not_logged)
+def _open_run(
+    run: RunFolder, config: Config, saved: SavedState | None, calls: Sequence[str]
+) -> list[str]:
+    if saved:
+        # A run that is over keeps its last row, whatever log_every says.
+        log_every = config.log_every if saved.step < config.max_steps else 1
+        run.resume(saved.step, log_every, saved.folder, config.keep_last, saved.not_logged)
+        notes = [f"resumes from {saved.folder}, after step {saved.step}"]
+    else:
+        aside = run.create()
+        notes = [f"the earlier {run.path} is now {aside}"] if aside else []
+        if aside and Path(config.init_from).is_relative_to(run.path):  # it has been moved as well
+            init_from = aside / Path(config.init_from).relative_to(run.path)
+            config = config.model_copy(update={"init_from": str(init_from)})
     run.write_config(config.to_yaml())
-    return [f"resumes from {resumed.folder}, after step {saved.step}"]
-
-
-def _begin(run: RunFolder, config: Config) -> list[str]:
-    aside = run.create()
-    if aside and Path(config.init_from).is_relative_to(run.path):  # it has been moved as well
-        init_from = aside / Path(config.init_from).relative_to(run.path)
-        config = config.model_copy(update={"init_from": str(init_from)})
-    run.write_config(config.to_yaml())
-    return [f"the earlier {run.path} is now {aside}"] if aside else []
+    run.write_calls(calls)
+    return notes

@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 from checkpoint.files import MODEL, OPTIMIZER, SHARDS, STATE, SUMS, CheckpointError, write_tensors
 from checkpoint.shards import own_part, write_shards
 from checkpoint.state import SavedState, State, take_random_state
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
-from runtime.files import delete, flush_to_disk, sha256, whole_folder
+from runtime.files import delete, flush_to_disk, sha256, whole_folder, write_whole
 from runtime.runlog import RunFolder, all_checkpoints, not_kept, step_of
 from runtime.world import World
 
@@ -39,9 +37,8 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> Path | N
         return None
     if state.is_saved:
         return state.checkpoint
-    # The extremes: isfinite of all weights would take as much memory as the largest matrix.
-    parts = [part for weight in state.model.parameters() if len(part := own_part(weight))]
-    if world.any(not all(torch.stack(part.aminmax()).isfinite().all() for part in parts)):
+    # Their sum: isfinite of all weights would take as much memory as the largest matrix.
+    if world.any(not all(own_part(p).sum().isfinite() for p in state.model.parameters())):
         raise TrainingError(
             f"step {state.step}: the weights are no longer finite and are not saved; "
             f"{hint(run.path, config.lr)}"
@@ -51,6 +48,7 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> Path | N
     for name in Config.names_marked(PATH):
         options[name] = options[name] and str(Path(options[name]).resolve())
     saved = SavedState(
+        folder=run.path / "checkpoints" / f"step_{state.step:06d}",
         step=state.step,
         tokens=state.step * tokens_per_step,
         tokens_per_step=tokens_per_step,
@@ -70,12 +68,12 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> Path | N
 def save_checkpoint(
     run: Path, state: State, saved: SavedState, keep_last: int, world: World
 ) -> Path:
-    """Write the checkpoint `step_<step>` of the run's folder; returns its folder.
+    """Write the checkpoint `saved.folder` of a run; returns this folder.
 
     All ranks have to call this; with FSDP each writes its shards. Of the run's checkpoints the
     `keep_last` newest are kept. Raises NotSavedError, and those that are kept are then as before.
     """
-    folder, whole = run / "checkpoints" / f"step_{saved.step:06d}", state.checkpoint
+    folder, whole = saved.folder, state.checkpoint
 
     def make_room() -> None:  # first, as the disk may be full of what goes
         with contextlib.suppress(OSError):  # there may be room all the same
@@ -83,7 +81,6 @@ def save_checkpoint(
             flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
 
     def finish() -> None:
-        _write_state(unfinished, saved, sums)
         stack.close()
         delete(not_kept(run, keep_last, before=saved.step + 1, whole=folder))
 
@@ -91,30 +88,17 @@ def save_checkpoint(
         world.on_rank0(make_room)
         with contextlib.ExitStack() as stack:  # entered on rank 0
             new = whole_folder(folder, replace=True)
-            unfinished = world.on_rank0(lambda: stack.enter_context(new))
-            sharded = saved.config["fsdp"]
-            sums = _write_tensors(unfinished, state, world, sharded=sharded)
+            _write(world.on_rank0(lambda: stack.enter_context(new)), state, saved, world)
             world.on_rank0(finish)
-    except OSError as error:
+    except (OSError, TrainingError) as error:
         raise NotSavedError(f"{folder}: cannot be written: {error}") from None
     return folder
 
 
-def _write_state(folder: Path, saved: SavedState, sums: dict[str, str]) -> None:
-    """Write checkpoint.json and SHA256SUMS. `sums`: checksums of the tensors' files, by name."""
-    text = json.dumps(saved.model_dump()) + "\n"
-    (folder / STATE).write_text(text, encoding="ascii")
-    sums = sums | {STATE: sha256(folder / STATE)}
-    lines = (f"{digest}  {file}\n" for file, digest in sums.items())
-    (folder / SUMS).write_text("".join(lines))
-    for name in (STATE, SUMS):
-        flush_to_disk(folder / name)
+def _write(folder: Path, state: State, saved: SavedState, world: World) -> None:
+    """Write all files of a checkpoint, with FSDP each rank its shards.
 
-
-def _write_tensors(folder: Path, state: State, world: World, *, sharded: bool) -> dict[str, str]:
-    """Write the tensors, with FSDP each rank its shards; returns the files' checksums by name.
-
-    All ranks have to call this. Raises OSError on all of them.
+    All ranks have to call this. Raises OSError or TrainingError on all of them.
     """
     # First of all: after an evaluation this makes FSDP shard again what it has gathered.
     weights = state.model.state_dict()
@@ -122,16 +106,18 @@ def _write_tensors(folder: Path, state: State, world: World, *, sharded: bool) -
         del weights["lm_head.weight"]
     parts, sums = {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}, dict[str, str]()
     for part, place in SHARDS.items():
-        if sharded and parts[part]:  # else no optimizer has taken a step yet
-            shards = write_shards(folder / place, parts.pop(part), world)
-            sums |= {f"{place}/{name}": digest for name, digest in shards.items()}
+        if saved.config["fsdp"] and parts[part]:  # else no optimizer has taken a step yet
+            sums |= write_shards(folder / place, parts.pop(part), world)
 
-    def write_whole() -> dict[str, str]:
+    def write_rest() -> None:
         with ThreadPoolExecutor() as pool:  # one is copied while the other is hashed and flushed
             digests = pool.map(lambda part: write_tensors(folder / part, parts[part]), parts)
-            return dict(zip(parts, digests, strict=True))
+            sums.update(zip(parts, digests, strict=True))
+        write_whole(folder / STATE, json.dumps(saved.model_dump()) + "\n")
+        sums[STATE] = sha256(folder / STATE)
+        write_whole(folder / SUMS, "".join(f"{digest}  {file}\n" for file, digest in sums.items()))
 
-    return sums | world.on_rank0(write_whole)
+    world.on_rank0(write_rest)
 
 
 def save_if_best(
@@ -215,8 +201,8 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
     except TrainingError:  # the state is spoiled, and the message says what to do
         raise
     except Exception as error:
-        can_save = not (isinstance(error, CheckpointError) or state.is_updating)
-        if can_save and not state.is_saved and not world.distributed:
+        cannot_save = isinstance(error, CheckpointError) or state.is_updating or world.distributed
+        if not (cannot_save or state.is_saved):
             try:
                 # The traceback holds the step's activations, and memory may be what lacks.
                 traceback.clear_frames(error.__traceback__)

@@ -1,16 +1,15 @@
 """Tensors that FSDP2 has sharded: each rank holds, writes and reads its own part of them."""
 
-import math
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpoint.files import OPTIMIZER, SHARDS, CheckpointError, read_tensors
-from runtime.errors import TrainingError, in_a_line
+from checkpoint.files import OPTIMIZER, SHARDS, CheckpointError, Tensors, read_tensors
+from model import GPT
+from runtime.errors import in_a_line
 from runtime.files import sha256
 from runtime.world import World
 
@@ -25,40 +24,39 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> dict[str, str]:
+def write_shards(folder: Path, tensors: Tensors, world: World) -> dict[str, str]:
     """Write tensors, each rank its own shards; of plain tensors one rank writes each.
 
-    All ranks have to call this. Returns the checksums of all files by name. Raises OSError on all
-    ranks if one cannot write.
+    All ranks have to call this. Returns the checksums of all files by name, `<folder>/<file>`.
+    Raises OSError or TrainingError on all ranks if one cannot write.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        dcp.save(dict(tensors), storage_writer=writer)
+        dcp.save(tensors, storage_writer=writer)
     except CheckpointException as error:  # the same one on all ranks
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise OSError(f"on rank {rank}: {cause}") from None
 
     def checksums() -> dict[str, str]:
-        return {path.name: sha256(path) for path in folder.glob(f"shard-{world.rank + 1:05d}-*")}
+        paths = folder.glob(f"shard-{world.rank + 1:05d}-*")
+        return {f"{folder.name}/{path.name}": sha256(path) for path in paths}
 
-    try:
-        gathered = world.gather(world.raise_on_all(checksums))
-    except TrainingError as error:
-        raise OSError(str(error)) from None
+    gathered = world.gather(world.raise_on_all(checksums))
     return {name: digest for of_rank in gathered for name, digest in of_rank.items()}
 
 
-def read_part(folder: Path, part: str, like: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
+def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
     """Read the model's or the optimizer's tensors from a checkpoint, whole or in shards.
 
-    They are whole and on the CPU. But of a sharded parameter in `like`, and of its averages, each
+    They are whole and on the CPU. But of a sharded parameter of `model`, and of its averages, each
     rank reads its own shard. Raises CheckpointError.
     """
     shards = folder / SHARDS[part]
-    if not shards.is_dir() and not like:
+    sharded = {name: p for name, p in model.named_parameters() if is_sharded(p)} if model else {}
+    if not shards.is_dir() and not sharded:
         return read_tensors(folder / part)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -70,10 +68,8 @@ def read_part(folder: Path, part: str, like: Mapping[str, Tensor] = {}) -> dict[
         entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
         for name, stored in entries.items():
             if ("/" in name) == (part == OPTIMIZER):
-                if math.prod(stored.size) != sum(math.prod(c.sizes) for c in stored.chunks):
-                    raise ValueError(f"a part of {name} is missing")
                 whole = torch.empty(stored.size, dtype=stored.properties.dtype)
-                ours = like.get(name.partition("/")[0], whole)
+                ours = sharded.get(name.partition("/")[0], whole)
                 tensors[name] = torch.empty_like(ours) if ours.shape == stored.size else whole
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that each rank reads by itself

@@ -2,7 +2,6 @@
 
 import base64
 import random
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from checkpoint.files import PARTS, STATE, CheckpointError, read_json, verify
+from checkpoint.files import STATE, CheckpointError, Tensors, read_json, verify
 from model import GPT
 from runtime.errors import in_a_line
 from runtime.runlog import LogRow, step_of
@@ -36,8 +35,8 @@ class State:
     best_val_loss: float | None = None
     checkpoint: Path | None = None  # the newest one that is known to be whole
     is_updating: bool = False  # a step's update has begun and is not complete
-    # when the latest step began: steps taken, PyTorch's random states of the CPU and of the GPU
-    before_step: tuple[int, Tensor, Tensor | None] | None = None
+    # when the latest step began: steps taken, and the random states of this process
+    before_step: tuple[int, dict[str, Any]] | None = None
 
     @property
     def is_saved(self) -> bool:
@@ -45,9 +44,8 @@ class State:
         return self.checkpoint is not None and step_of(self.checkpoint) == self.step
 
     def begin_step(self, device: torch.device) -> int:
-        """Remember PyTorch's random states, which the step changes; returns the step's number."""
-        gpu = _generator(device)
-        self.before_step = self.step, torch.get_rng_state(), gpu and gpu.get_rng_state()
+        """Remember the random states, which the step changes; returns the step's number."""
+        self.before_step = self.step, take_random_state(device)
         return self.step + 1
 
     def begin_update(self, *_: object) -> None:
@@ -63,17 +61,15 @@ class State:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self.before_step and self.before_step[0] == self.step:
-            torch.set_rng_state(self.before_step[1])
-            if gpu := _generator(device):
-                gpu.set_rng_state(self.before_step[2])
+            put_random_state(self.before_step[1], device)
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> Tensors:
         """Return the optimizers' state as named tensors, `<parameter>/<name of the state>`."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         return {
-            f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
+            f"{names[p]}/{key}": torch.as_tensor(value)
             for optimizer in self.optimizers
-            for parameter, values in optimizer.state.items()
+            for p, values in optimizer.state.items()
             for key, value in values.items()
         }
 
@@ -100,8 +96,7 @@ def put_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Make this the random state of this process. Raises any Exception for what is none."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(_decode(state["torch_cpu"]))
     gpu = _generator(device)
     if gpu and state["device"] == device.type:  # else it was saved on another kind of device
@@ -119,6 +114,7 @@ def _decode(text: str) -> Tensor:
 class SavedState(BaseModel):
     """checkpoint.json: a run's state but for the tensors, and what a resume has to agree with."""
 
+    folder: Path = Field(exclude=True)  # of the checkpoint
     step: int = Field(ge=0)
     tokens: int  # trained on so far
     tokens_per_step: int = Field(ge=1)
@@ -131,13 +127,10 @@ class SavedState(BaseModel):
     not_logged: LogRow | None = None  # the row of a step that log.csv did not take
 
 
-def read_state(folder: Path, parts: Collection[str] = PARTS) -> SavedState:
-    """Read checkpoint.json, once the checksums of the checkpoint's `parts` are verified.
-
-    Raises CheckpointError.
-    """
-    verify(folder, parts)
+def read_state(folder: Path, *parts: str) -> SavedState:
+    """Read checkpoint.json, after `verify`. Raises CheckpointError."""
+    verify(folder, *parts)
     try:
-        return SavedState(**read_json(folder / STATE))
+        return SavedState(**read_json(folder / STATE) | {"folder": folder})
     except ValidationError as error:
         raise CheckpointError(f"{folder / STATE}: damaged: {in_a_line(error)}") from None

@@ -1,15 +1,13 @@
 """The model of a run: fresh, or with weights of a run, of Hugging Face or of nanoGPT."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from checkpoint.files import MODEL, STATE, CheckpointError
+from checkpoint.files import MODEL, SHARDS, STATE, CheckpointError, Tensors
 from checkpoint.hugging_face import HUGGING_FACE, download, read_hugging_face
 from checkpoint.nanogpt import read_pt
 from checkpoint.shards import read_part
@@ -27,19 +25,17 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
     Returns the config too, which takes over the architecture of the weights in `init_from`. Raises
     CheckpointError for weights that cannot be had, ConfigError for options that contradict them.
     """
-    if checkpoint is not None:
-        _, weights = read_weights(checkpoint)  # before the model: this checks its size
-        return config, _model_with(weights, GPTConfig.of(config), checkpoint)
-    if config.init_from == "scratch":
+    if not checkpoint and config.init_from == "scratch":
         return config, GPT(GPTConfig.of(config))
-    path = find_weights(config.init_from, config.log_dir)
-    theirs, weights = read_weights(path)
-    given = config.model_dump(include=config.model_fields_set)
-    fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
-    check_given(given, fixed, f"init_from {config.init_from}")
-    vocabulary = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size}
-    # The path that the name means now: tomorrow it may mean another run.
-    config = load(Config, vocabulary | given | fixed | {"init_from": str(path)})
+    path = checkpoint or find_weights(config.init_from, config.log_dir)
+    theirs, weights = read_weights(path)  # before the model: this checks its size
+    if not checkpoint:
+        given = config.model_dump(include=config.model_fields_set)
+        fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
+        check_given(given, fixed, f"init_from {config.init_from}")
+        vocabulary = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size}
+        # The path that the name means now: tomorrow it may mean another run.
+        config = load(Config, vocabulary | given | fixed | {"init_from": str(path)})
     if config.n_vocab != theirs.n_vocab:
         raise ConfigError(
             f"vocab_size {config.vocab_size} makes {config.n_vocab} tokens, but init_from {path} "
@@ -64,48 +60,40 @@ def load_model(source: str, log_dir: str = "logs") -> GPT:
 
     Raises CheckpointError.
     """
-    return find_model(source, log_dir)[1]
-
-
-def find_model(source: str, log_dir: str = "logs") -> tuple[Path, GPT]:
-    """Return the path of the weights that `source` means, and the model of `load_model`."""
     path = find_weights(source, log_dir)
     config, weights = read_weights(path)
-    return path, _model_with(weights, config, path).eval()
+    return _model_with(weights, config, path).eval()
 
 
-def _model_with(weights: dict[str, Tensor], config: GPTConfig, source: Path) -> GPT:
+def _model_with(weights: Tensors, config: GPTConfig, source: Path) -> GPT:
     model = GPT(config)
     load_weights(model, weights, str(source))
     return model
 
 
-def load_weights(model: GPT, weights: Mapping[str, Tensor], source: str) -> None:
+def load_weights(model: GPT, weights: Tensors, source: str) -> None:
     """Copy weights into the model, tied or not and padded or not on either side.
 
     Padding rows that only one side has stay as they are. Raises CheckpointError for weights that
     do not fit.
     """
     problem = f"{source}: weights that do not fit the model"
-    weights, ours = dict(weights), model.state_dict()
-    embedding = weights.get("transformer.wte.weight", torch.empty(0))
-    head = weights.setdefault("lm_head.weight", embedding)
-    if model.config.tie_weights and head is not embedding and not torch.equal(head, embedding):
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{problem}: it has {name} of type {tensor.dtype}")
+    embedding = weights["transformer.wte.weight"]
+    weights = {"lm_head.weight": embedding} | weights
+    if model.config.tie_weights and not torch.equal(weights["lm_head.weight"], embedding):
         raise CheckpointError(
             f"{problem}: it has an lm_head.weight other than its transformer.wte.weight, and the "
             f"model ties them"
         )
-    for name, tensor in weights.items():
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{problem}: it has {name} of type {tensor.dtype}")
-    n_vocab = model.config.n_vocab
-    for name in ("transformer.wte.weight", "lm_head.weight"):
-        tensor = weights.get(name, embedding)
-        same_width = tensor.shape[1:] == ours[name].shape[1:]
-        if same_width and n_vocab <= len(tensor) != len(ours[name]):
-            padding = ours[name][n_vocab:]
-            weights[name] = torch.cat((tensor[:n_vocab].to(padding), padding))
+    ours, n_vocab = model.state_dict(), model.config.n_vocab
     try:
+        for name in ("transformer.wte.weight", "lm_head.weight"):
+            theirs, padding = weights[name], ours[name][n_vocab:]
+            if theirs.dim() == 2 and n_vocab <= len(theirs) != len(ours[name]):
+                weights[name] = torch.cat((theirs[:n_vocab].to(padding), padding))
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"{problem}: {in_a_line(error)}") from None
@@ -156,7 +144,7 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     )
 
 
-def read_weights(path: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
+def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
     """Read the model's options and its weights, on the CPU, from a path of `find_weights`.
 
     Raises CheckpointError.
@@ -166,38 +154,20 @@ def read_weights(path: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
     elif (path / "config.json").is_file():
         options, weights = read_hugging_face(path)
     else:
-        options, weights = _read_checkpoint(path)
-    config = _model_config(options, path)
-    _check_size(config, weights, path)
-    return config, weights
-
-
-def _read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    options = read_state(folder, (MODEL, STATE)).config
-    names = options.keys() & {field.name for field in fields(GPTConfig)}
-    return {name: options[name] for name in names}, read_part(folder, MODEL)
-
-
-def _model_config(options: dict[str, Any], path: Path) -> GPTConfig:
-    """Validate options that were read from a file."""
+        saved, weights = read_state(path, SHARDS[MODEL], STATE).config, read_part(path, MODEL)
+        options = {f.name: saved[f.name] for f in fields(GPTConfig) if f.name in saved}
     try:
         # seq_len, an option of training, has to fit any block_size.
-        return GPTConfig.of(load(Config, options | {"seq_len": 1}))
+        config = GPTConfig.of(load(Config, options | {"seq_len": 1}))
     except ConfigError as error:
         problem = str(error).splitlines()[0]
         raise CheckpointError(f"{path}: its options do not make a model: {problem}") from None
-
-
-def _check_size(config: GPTConfig, weights: dict[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError for wrong sizes, with which a model would be made: of any size."""
-    embeddings = (f"transformer.{name}.weight" for name in ("wte", "wpe"))
-    shapes = [list(weights[name].shape) for name in embeddings if name in weights]
-    layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
-    theirs = [len(layers), *shapes]
-    C = config.n_embd
-    ours = [config.n_layer, [config.vocab_size, C], [config.block_size, C]]
-    if theirs != ours:
-        raise CheckpointError(
-            f"{path}: weights that do not fit the model: number of layers and embeddings' shapes "
-            f"are {theirs}, by its options {ours}"
-        )
+    # Before a model is made, of any size.
+    for name, ours in {"wte": config.vocab_size, "wpe": config.block_size}.items():
+        theirs = weights.get(f"transformer.{name}.weight", torch.empty(0)).shape
+        if theirs != (ours, config.n_embd):
+            raise CheckpointError(
+                f"{path}: weights that do not fit the model: transformer.{name}.weight is "
+                f"{[*theirs]}, by its options {[ours, config.n_embd]}"
+            )
+    return config, weights

@@ -12,7 +12,7 @@ from tiktoken.load import read_file_cached
 from checkpoint.files import STATE
 from checkpoint.hugging_face import write_hugging_face
 from checkpoint.state import SavedState, read_state
-from checkpoint.weights import find_model
+from checkpoint.weights import find_weights, load_model
 from config import PATH, Config
 from data.tokenizer import END_OF_TEXT, SEPARATOR, find_vocabulary
 from model import GPT
@@ -64,7 +64,8 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder}: is there already; choose another name or delete it first")
-    path, model = find_model(source, log_dir)
+    path = find_weights(source, log_dir)
+    model = load_model(str(path))
     saved = read_state(path) if (path / STATE).is_file() else None  # None: not of a run
     has_tokenizer = model.config.n_vocab == END_OF_TEXT + 1
     try:

@@ -1,15 +1,15 @@
 """What the ranks of tests/test_fsdp.py do: actions, one after the other in one process group."""
 
-import contextlib
 import hashlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -63,25 +63,19 @@ def restored(config: Config, world: World) -> tuple[str, float]:
 def sampled(config: Config, world: World) -> None:
     """A run whose rank 1 draws other tokens than rank 0, as it may on another kind of processor."""
     real = inference.sampling.draw
-    inference.sampling.draw = lambda scores, generator: (
-        END_OF_TEXT if world.rank else real(scores, generator)
-    )
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank:
+            patch.setattr(inference.sampling, "draw", lambda *given: real(*given) and END_OF_TEXT)
         train(config, world)
-    finally:
-        inference.sampling.draw = real
 
 
 def sums(config: Config, world: World) -> int:
     """How often a run sums gradients over the processes."""
-    with summed() as dtypes:
-        train(config, world)
-    return len(dtypes)
+    return len(summed(config, world))
 
 
-@contextlib.contextmanager
-def summed() -> Iterator[list[torch.dtype]]:
-    """The dtypes of the gradients that FSDP sums meanwhile, one for each time."""
+def summed(config: Config, world: World) -> list[torch.dtype]:
+    """The dtypes of the gradients that a run's FSDP sums, one for each time."""
     dtypes = []
     names = ("reduce_scatter_single", "reduce_scatter_tensor")  # the first since PyTorch 2.13
     name = next(name for name in names if hasattr(torch.distributed, name))
@@ -91,11 +85,10 @@ def summed() -> Iterator[list[torch.dtype]]:
         dtypes.append((args[0] if args else kwargs["output"]).dtype)
         return real(*args, **kwargs)
 
-    setattr(torch.distributed, name, reduce_scatter)
-    try:
-        yield dtypes
-    finally:
-        setattr(torch.distributed, name, real)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, name, reduce_scatter)
+        train(config, world)
+    return dtypes
 
 
 def dtypes(config: Config, world: World) -> dict[str, str]:
@@ -117,13 +110,9 @@ def dtypes(config: Config, world: World) -> dict[str, str]:
         torch.nn.modules.module.register_module_forward_hook(look),
         register_optimizer_step_pre_hook(look_at_shards),
     ]
-    try:
-        with summed() as of_sums:
-            train(config, world)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    (seen["summed"],) = set(of_sums)
+    (seen["summed"],) = {*summed(config, world)}
+    for hook in hooks:
+        hook.remove()
     return {name: str(dtype) for name, dtype in seen.items()}
 
 
@@ -135,21 +124,18 @@ def graphs(config: Config, world: World) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@contextlib.contextmanager
-def at_last_save(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` on rank 1 as step 4's checkpoint is being written."""
+def train_to_last_save(config: Config, world: World, act: Callable[[], None]) -> None:
+    """Train, and call `act` on rank 1 as step 4's checkpoint is being written."""
     real = checkpoint.shards.sha256
 
     def sha256(path: Path) -> str:
-        if torch.distributed.get_rank() and path.parent.parent.name.startswith("step_000004."):
+        if world.rank and path.parent.parent.name.startswith("step_000004."):
             act()
         return real(path)
 
-    checkpoint.shards.sha256 = sha256
-    try:
-        yield
-    finally:
-        checkpoint.shards.sha256 = real
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.shards, "sha256", sha256)
+        train(config, world)
 
 
 def not_saved(config: Config, world: World) -> str:
@@ -159,8 +145,7 @@ def not_saved(config: Config, world: World) -> str:
         raise OSError(28, "No space left on device")
 
     try:
-        with at_last_save(full):
-            train(config, world)
+        train_to_last_save(config, world, full)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -168,8 +153,7 @@ def not_saved(config: Config, world: World) -> str:
 
 def killed(config: Config, world: World) -> None:
     """A run whose last save kills rank 1."""
-    with at_last_save(lambda: os.kill(os.getpid(), signal.SIGKILL)):
-        train(config, world)
+    train_to_last_save(config, world, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 if __name__ == "__main__":

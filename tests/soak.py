@@ -28,12 +28,11 @@ sys.path.insert(0, str(ROOT))
 
 from checkpoint.files import MODEL, OPTIMIZER, STATE, read_json
 from checkpoint.shards import read_part
-from config import Config, load_config
-from data.token_file import write_corpus
+from config import Config
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.runlog import all_checkpoints
 from runtime.start import parse_command_line
-from tests.conftest import TINY, children, flags, kill_all, start
+from tests.conftest import TORCHRUN, children, flags, kill_all, start, tiny_run, write_tiny_corpus
 
 STEPS_PER_KILL = 12
 # share of several ranks' lives that are counted from their start: most of these end while the ranks
@@ -42,13 +41,12 @@ EARLY = 0.25
 # seconds without a step after which a run hangs; fewer than the 600 of a rank that waits for
 # another
 PATIENCE = 500.0
-ALL = sys.maxsize
-# what is killed of several ranks: so many of them, and whether torchrun is
+# what is killed of several ranks: how many of them, and whether torchrun is
 KINDS = {
     "one rank": (1, False),
-    "all ranks": (ALL, False),
-    "torchrun alone": (0, True),
-    "torchrun and all ranks": (ALL, True),
+    "all ranks": (sys.maxsize, False),
+    "torchrun alone": (0, True),  # or the only process
+    "torchrun and all ranks": (sys.maxsize, True),
 }
 
 
@@ -70,22 +68,19 @@ class SoakOptions(Options):
 
 
 class Run:
-    """A run that goes on however often it is killed. Its methods raise RuntimeError if it fails or
-    hangs.
+    """A run that is started again however often it is killed. Its methods raise RuntimeError if it
+    fails or hangs.
     """
 
     def __init__(self, config: Config, options: SoakOptions):
-        self.path, self.several = Path(config.log_dir) / str(config.run_name), options.ranks > 1
-        self.n_ranks = options.ranks if self.several else 0  # that torchrun starts
-        torchrun = (
-            f"-m torch.distributed.run --standalone --nproc_per_node={options.ranks} "
-            f"--max_restarts={options.kills} {ROOT}/train.py"
-        )
-        self.command = [*(torchrun.split() if self.several else ["train.py"]), *flags(config)]
+        self.path = Path(config.log_dir) / str(config.run_name)
+        self.n_ranks = options.ranks if options.ranks > 1 else 0  # that torchrun starts
+        torchrun = [*TORCHRUN, f"--nproc_per_node={options.ranks}"]
+        torchrun += [f"--max_restarts={options.kills}", str(ROOT / "train.py")]
+        self.command = [*(torchrun if self.n_ranks else ["train.py"]), *flags(config)]
         self.process: Any = None  # torchrun's, or the only one
-        # of this life: the numbers of torchrun's ranks; the checkpoints, and those half written or
-        # deleted, that it has found
-        self.ranks, self.saved, self.left = list[int](), list[Path](), set[Path]()
+        # of this life: the numbers of torchrun's ranks; the half-written checkpoints that it found
+        self.ranks, self.left = list[int](), set[Path]()
 
     def begin(self) -> bool:
         """Start a life, unless torchrun does, and wait for its processes; returns whether the run
@@ -94,35 +89,31 @@ class Run:
         before = {*self.ranks}
         if self.process is None:
             self.process = start(*self.command, cwd=self.path.parent.parent, OMP_NUM_THREADS="1")
-        goes_on = self.wait(
-            lambda: len(self.alive()) == self.n_ranks and not before & {*self.alive()}
+        is_running = self.wait(
+            lambda: len(self.alive()) == self.n_ranks and before.isdisjoint(self.alive())
         )
-        self.ranks, self.saved, self.left = (
-            self.alive(),
-            all_checkpoints(self.path),
-            self.unfinished(),
-        )
-        return goes_on
+        self.ranks, self.left = self.alive(), self.unfinished()
+        return is_running
 
     def alive(self) -> list[int]:
-        """The numbers of torchrun's ranks that are there now."""
+        """Return the numbers of torchrun's ranks that are there now."""
         with contextlib.suppress(FileNotFoundError):  # torchrun has just ended
-            return children(self.process) if self.several else []
+            return children(self.process) if self.n_ranks else []
         return []
 
     def unfinished(self) -> set[Path]:
-        """The checkpoints that are half written or half deleted."""
+        """Return the checkpoints that are half written or half deleted."""
         return {*self.path.glob("checkpoints/*.tmp")}
 
-    def has_stepped(self) -> bool:
-        """Whether a step of this life has been saved."""
-        return all_checkpoints(self.path)[-1:] != self.saved[-1:]
+    def newest(self) -> list[Path]:
+        """Return the newest checkpoint, if there is one."""
+        return all_checkpoints(self.path)[-1:]
 
     def wait(self, condition: Callable[[], bool]) -> bool:
         """Wait until the condition holds or the run has ended; returns whether it has not ended."""
         newest, until = list[Path](), time.monotonic() + PATIENCE
         while not condition() and self.process.poll() is None:
-            if newest != (now := all_checkpoints(self.path)[-1:]):
+            if newest != (now := self.newest()):
                 newest, until = now, time.monotonic() + PATIENCE
             elif time.monotonic() > until:
                 self.fail("hangs")
@@ -138,18 +129,15 @@ class Run:
 
     def wait_for_its_end(self) -> None:
         """Wait until the run has ended by itself."""
-        if self.wait(lambda: bool({*self.alive()} - {*self.ranks})):
+        if self.wait(lambda: not {*self.alive()} <= {*self.ranks}):
             self.fail("was started again by torchrun, and nothing had been killed")
 
-    def kill(self, ranks: int, process: bool, moments: random.Random) -> bool:
-        """Kill so many ranks at once, and the process, before whose next life they all have to be
-        gone; returns whether a checkpoint was being written.
+    def kill(self, ranks: list[int], process: bool) -> bool:
+        """Kill ranks at once, and the process, before whose next life they all have to be gone;
+        returns whether a checkpoint was being written.
         """
-        killed = [self.process.pid] * process + moments.sample(
-            self.ranks, min(ranks, len(self.ranks))
-        )
         written = self.unfinished() - self.left
-        kill_all(killed)
+        kill_all([self.process.pid] * process + ranks)
         written &= self.unfinished()
         if process:
             self.process.wait()
@@ -162,19 +150,18 @@ class Run:
         return bool(written)
 
     def fail(self, what: str) -> NoReturn:
-        """Raises RuntimeError, with all that has been printed; nothing of the run is left."""
+        """Raise RuntimeError, with all that has been printed; nothing of the run is left."""
         kill_all([self.process.pid, *self.ranks, *self.alive()])
         raise RuntimeError("\n".join([f"{self.path} {what}", *self.process.communicate()]))
 
     def end(self) -> tuple[Any, ...]:
-        """The hash of the last weights and optimizer state, the random state of each rank's
+        """Return the hash of the last weights and optimizer state, the random state of each rank's
         dropout, the log without the times, the evaluations, and the best checkpoint.
         """
-        last, digest = all_checkpoints(self.path)[-1], hashlib.sha256()
+        (last,), digest = self.newest(), hashlib.sha256()
         for name, tensor in sorted((read_part(last, MODEL) | read_part(last, OPTIMIZER)).items()):
-            digest.update(
-                name.encode() + tensor.numpy().tobytes()
-            )  # not of the files: in which shard a number stands may differ
+            # not of the files: in which shard a number is may differ
+            digest.update(name.encode() + tensor.numpy().tobytes())
         dropout = [rank["torch_cpu"] for rank in read_json(last / STATE)["random"]]
         with open(self.path / "log.csv", newline="") as file:
             log = [row[:4] for row in csv.reader(file)]
@@ -183,22 +170,13 @@ class Run:
 
 
 def main(options: SoakOptions) -> int:
-    """Returns the exit status: 1 if any number differs. Raises RuntimeError if a run fails or
+    """Return the exit status: 1 if any number differs. Raises RuntimeError if a run fails or
     hangs.
     """
-    moments, place, several = (
-        random.Random(options.seed),
-        Path(tempfile.mkdtemp()),
-        options.ranks > 1,
-    )
-    write_corpus(place / "data" / "tiny", [[(i * i + i // 7) % 100 for i in range(20_000)]])
-    values: dict[str, Any] = TINY | {
-        "seq_len": 32,
+    moments, place = random.Random(options.seed), Path(tempfile.mkdtemp())
+    write_tiny_corpus(place)
+    values: dict[str, Any] = {
         "dropout": 0.1,
-        "dataset": "tiny",
-        "data_dir": f"{place}/data",
-        "log_dir": f"{place}/logs",
-        "device": "cpu",
         "shuffle": True,
         "checkpoint_every": 1,
         "eval_every": 10,
@@ -209,35 +187,31 @@ def main(options: SoakOptions) -> int:
         "resume": "auto",
         "fsdp": options.fsdp,
     }
-    straight = Run(load_config(**values, run_name="straight"), options)
+    straight = Run(tiny_run(place, **values, run_name="straight"), options)
     straight.begin()
     straight.wait_for_its_end()
     kills: Counter[str] = Counter()
-    in_a_write = early = rounds = lives = differ = 0
+    in_a_write = rounds = differ = 0
     while kills.total() < options.kills:
         rounds += 1
-        run = Run(load_config(**values, run_name=f"killed_{rounds}"), options)
+        run = Run(tiny_run(place, **values, run_name=f"killed_{rounds}"), options)
         while run.begin():
-            lives += 1
-            if several and moments.random() >= EARLY:
-                run.wait(run.has_stepped)
+            saved = run.newest()
+            if options.ranks > 1 and moments.random() >= EARLY:
+                run.wait(lambda run=run, saved=saved: run.newest() != saved)  # type: ignore[misc]
             seconds = moments.uniform(0, options.longest_life)
             if kills.total() == options.kills or not run.lives_for(seconds):
                 run.wait_for_its_end()
                 break
-            what, (ranks, process) = (
-                moments.choice([*KINDS.items()]) if several else ("the process", (0, True))
-            )
-            early += not run.has_stepped()
-            in_a_write += run.kill(ranks, process, moments)
-            kills[what] += 1
+            kind = moments.choice([*KINDS]) if options.ranks > 1 else "torchrun alone"
+            ranks, process = KINDS[kind]
+            in_a_write += run.kill(moments.sample(run.ranks, min(ranks, len(run.ranks))), process)
+            kills[kind] += 1
         differ += run.end() != straight.end()
-    of_kinds = ", ".join(f"{n} of {what}" for what, n in kills.items())
     print(
-        f"{options.kills} kills ({of_kinds}) in {lives} lives of {rounds} run(s) of "
-        f"{values['max_steps']} steps: {in_a_write} of them while a checkpoint was being written, "
-        f"{early} before its first step was saved; {differ} run(s) ended with other weights, "
-        f"optimizer state, losses or evaluations"
+        f"{options.kills} kills {dict(kills)} in {rounds} run(s) of {values['max_steps']} steps, "
+        f"{in_a_write} of them while a checkpoint was being written; {differ} run(s) ended with "
+        f"other weights, optimizer state, losses or evaluations"
     )
     if differ:
         print(f"the runs are in {place}")

@@ -164,7 +164,7 @@ def read_checkpoint(folder: Path) -> None:
     """All that resuming reads."""
     try:
         state = read_state(folder)
-        config, _ = resumed_config(load_config(max_steps=5), folder, state, 1)
+        config, _ = resumed_config(load_config(max_steps=5), state, 1)
         _, model = build_model(config, folder)
         optimizers, _ = make_optimizers(model, config)
         load_optimizers(folder, model, optimizers)

@@ -5,13 +5,13 @@ the middle of a run; checkpoints that went bad.
 import contextlib
 import csv
 import functools
-import hashlib
 import itertools
 import json
 import os
 import pickle
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import checkpoint.files
 import inference.evaluation
 from checkpoint.files import CheckpointError
 from checkpoint.resume import newest_whole_checkpoint
@@ -36,7 +35,6 @@ from tests.conftest import (
     ALONE,
     COMPILED,
     ROOT,
-    TINY,
     TORCHRUN,
     at_step,
     ended,
@@ -66,7 +64,7 @@ def folder_of(run):
 
 
 def newest(run):
-    return newest_whole_checkpoint(folder_of(run))[0][0]
+    return newest_whole_checkpoint(folder_of(run))[0].folder
 
 
 def log(run):
@@ -84,15 +82,14 @@ def checkpoints(run):
 
 
 def same_end(ours, theirs):
-    """Whether two runs ended with the same log and, bit for bit, the same weights and optimizer
-    state.
+    """Assert that two runs ended with the same log and, bit for bit, the same weights, optimizer
+    state and loss scale.
     """
     assert log(ours) == log(theirs)
+    ours, theirs = newest(ours), newest(theirs)
     for name in PARTS[:2]:
-        a, b = (load_file(newest(run) / name) for run in (ours, theirs))
-        assert a.keys() == b.keys()
-        for key in a:
-            assert torch.equal(a[key], b[key]), (name, key)
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    assert read_state(ours).scaler == read_state(theirs).scaler
 
 
 @pytest.fixture
@@ -103,20 +100,12 @@ def stop_at(monkeypatch):
     )
 
 
-@pytest.fixture
-def threads():
-    """Sets the number of PyTorch's threads for this test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 # ---- exact
 
 
-RUNGS = ["baseline", *(f"speedup{i}" for i in range(1, 14))]
-LARGE = {"n_layer": 1, "n_embd": 128, "block_size": 256, "seq_len": 256}  # for several threads
-WAYS = {rung: {"config": rung} for rung in RUNGS} | {
+LARGE = {"n_layer": 1, "n_embd": 128, "block_size": 256, "seq_len": 256, "batch_size": 2}
+WAYS = {
+    **{f"speedup{i}": {"config": f"speedup{i}", "compile": False} for i in (5, 10, 13)},
     "dropout": {"dropout": 0.2},
     "muon": {"optimizer": "muon"},
     "shuffled over epochs": {"shuffle": True, "batch_size": 40},
@@ -126,69 +115,42 @@ WAYS = {rung: {"config": rung} for rung in RUNGS} | {
     "one batch": {"overfit_batch": True},
     "evaluating": {"eval_every": 2, "val_fraction": 0.1},
     "sparse log": {"log_every": 4},
-    "several threads": LARGE | {"batch_size": 2},
+    "several threads": LARGE,
     "compile": LARGE | {"compile": True, "dropout": 0.1},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
-    way, tiny_config, go, stop_at, corpus, threads
+    way, tiny_config, go, stop_at, monkeypatch
 ):
-    options = dict(WAYS[way])
-    threads(2 if LARGE.items() <= options.items() else 1)
-    rung = options.pop("config", None)
-    if rung:  # the rung itself, on a tiny model; compiling is tested once
-        options = TINY | {"compile": False, "seq_len": 32, "dataset": "tiny", "device": "cpu"}
-        options |= {"data_dir": str(corpus), **fast_precision()}
-        if rung == "speedup13":
-            options["total_batch_tokens"] = 32 * load_config(rung).batch_size
-
-    def configure(name, **more):
-        values = options | {"max_steps": 7, "run_name": name} | more
-        return (
-            load_config(rung, log_dir=f"{corpus}/../logs", **values)
-            if rung
-            else tiny_config(**values)
+    if "config" in WAYS[way]:
+        tiny_config = functools.partial(
+            tiny_config, **fast_precision(), total_batch_tokens=None, real_vocab_size=None
         )
-
-    straight, twice = configure("straight"), configure("twice")
+    # so that the loss scale grows between the two stops
+    scaler = functools.partial(torch.amp.GradScaler, growth_interval=4)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    straight, twice = (tiny_config(**WAYS[way], max_steps=7, run_name=n) for n in ("one", "two"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if "n_embd" in WAYS[way] else 1)
     go(straight)
+    twice = twice.model_copy(update={"resume": "auto"})
     for at in (3, 2):
         disarm = stop_at(at)
-        assert go(configure("twice", resume="auto"))["interrupted"]
+        assert go(twice)["interrupted"]
         disarm()
-    summary = go(configure("twice", resume="auto"))
-    assert not summary["interrupted"]
-    assert (summary["steps"], summary["resumed_after_step"]) == (7, 5)
+    summary = go(twice)
+    torch.set_num_threads(before)
+    assert (summary["interrupted"], summary["steps"], summary["resumed_after_step"]) == (
+        False,
+        7,
+        5,
+    )
     same_end(twice, straight)
     if way == "evaluating":
         assert evals(twice) == evals(straight)
-        assert json.loads((folder_of(twice) / "summary.json").read_text())["val_loss"] is not None
-
-
-def test_the_fp16_loss_scale_and_its_count_of_good_steps_go_on(
-    tiny_config, go, monkeypatch, stop_at
-):
-    straight, twice = (tiny_config(run_name=name, fp16=True) for name in ("straight", "twice"))
-    real = torch.amp.GradScaler.scale
-    for config, stops in ((straight, False), (twice, True)):
-        calls = itertools.count(1)
-
-        def scale(scaler, loss, calls=calls):
-            if next(calls) == 2:
-                scaler.update(2.0**15)
-            return real(scaler, loss)
-
-        monkeypatch.setattr(torch.amp.GradScaler, "scale", scale)
-        disarm = stop_at(4) if stops else lambda: None
-        go(config)
-        disarm()
-    monkeypatch.undo()
-    go(run_name="twice", fp16=True, resume="auto")
-    assert read_state(newest(twice)).scaler == read_state(newest(straight)).scaler
-    assert read_state(newest(twice)).scaler["scale"] == 2.0**15
-    same_end(twice, straight)
+        assert summary["val_loss"] is not None
 
 
 def test_a_resume_after_the_last_step_has_nothing_to_do(go, here, capsys):
@@ -216,16 +178,15 @@ def test_what_a_kill_has_torn_or_prevented_is_there_once_after_a_resume(lost, lo
         cut(here / "eval.csv", 4, "6,")
     else:
         shutil.rmtree(here / "checkpoints/step_000006")
-        with open(here / "log.csv", "a") as file:
-            file.write("7,3.1")
-        if lost == "evaluations":
-            cut(here / "eval.csv", 3)  # steps 0 and 2
+        cut(here / "log.csv", 9, "7,3.1")
+    if lost == "evaluations":
+        cut(here / "eval.csv", 3)  # steps 0 and 2
     again = go(**options, resume="auto")
     assert (log(here), evals(here)) == (before, evaluated)
     assert (here / "checkpoints/best_000006").is_dir()
+    assert json.loads((here / "summary.json").read_text()) == again
     for name in ("steps", "tokens", "final_loss", "val_loss", "interrupted"):
         assert again[name] == summary[name], name
-    assert json.loads((here / "summary.json").read_text())["steps"] == 6
 
 
 def working_in(folder):
@@ -236,6 +197,11 @@ def working_in(folder):
                 yield int(process.name)
 
 
+def train_on(ranks, place, *options):
+    for done in run_ranks(ranks, "train.py", *options, cwd=place):
+        assert done.returncode == 0, done.stderr
+
+
 @needs_proc
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_processes_under_torchrun_go_on_exactly(ranks, tiny_config, tmp_path):
@@ -244,8 +210,7 @@ def test_killed_processes_under_torchrun_go_on_exactly(ranks, tiny_config, tmp_p
     """
     config = tiny_config(dropout=0.1, max_steps=16, checkpoint_every=1, batch_size=2, shuffle=True)
     options, killed = flags(config), tmp_path / "logs/killed"
-    for done in run_ranks(ranks, "train.py", *options, "--run_name", "straight", cwd=tmp_path):
-        assert done.returncode == 0, done.stderr
+    train_on(ranks, tmp_path, *options, "--run_name", "straight")
     torchrun = [*TORCHRUN, f"--nproc_per_node={ranks}", "--max_restarts=2", ROOT / "train.py"]
     command = [*torchrun, *options, "--run_name", "killed"]
     with ended([start(*command, cwd=tmp_path, before=forks, OMP_NUM_THREADS="1")]) as (process,):
@@ -273,22 +238,16 @@ def test_two_processes_resume_with_evaluation_where_it_was_interrupted(tiny_conf
     must forget them.
     """
     given = {"eval_every": 3, "val_fraction": 0.1, "checkpoint_every": 2, "max_steps": 8}
-
-    def train_on_two(**options):
-        config = tiny_config(batch_size=2, keep_last=9, **given, **options)
-        for done in run_ranks(2, "train.py", *flags(config), cwd=tmp_path):
-            assert done.returncode == 0, done.stderr
-
-    train_on_two(run_name="straight")
+    options = flags(tiny_config(batch_size=2, keep_last=9, **given))
+    train_on(2, tmp_path, *options, "--run_name", "straight")
     straight, twice = tmp_path / "logs/straight", tmp_path / "logs/cut"
     shutil.copytree(straight, twice)
-    for pattern in ("step_000006", "step_000008", "best_*"):
-        for path in (twice / "checkpoints").glob(pattern):
-            shutil.rmtree(path)
-    train_on_two(run_name="cut", resume="auto")
+    for name in ("step_000006", "step_000008", "best_000008"):
+        shutil.rmtree(twice / "checkpoints" / name)
+    train_on(2, tmp_path, *options, "--run_name", "cut", "--resume", "auto")
     same_end(twice, straight)
     assert evals(twice) == evals(straight)
-    assert [*(twice / "checkpoints").glob("best_*")] == [twice / "checkpoints/best_000008"]
+    assert checkpoints(twice) == checkpoints(straight)
 
 
 def test_a_signal_in_the_last_step_does_not_leave_out_the_last_evaluation(go, stop_at):
@@ -324,43 +283,33 @@ def test_another_number_of_processes_keeps_the_global_batches(go, tiny_config, t
     options = {"batch_size": 2, "shuffle": True, "max_steps": 6}
     go(**options, total_batch_tokens=256, run_name="straight")
     disarm = stop_at(3)
-    go(**options, total_batch_tokens=256, run_name="wider")
+    go(**options, total_batch_tokens=256)
     disarm()
-    given = flags(tiny_config(**options, run_name="wider", resume="auto"))  # its total is kept
-    for done in run_ranks(2, "train.py", *given, cwd=tmp_path):
-        assert done.returncode == 0, done.stderr
-    for ours, theirs in zip(
-        *(log(tmp_path / "logs" / n) for n in ("wider", "straight")), strict=True
-    ):
-        assert ours[0] == theirs[0]
-        assert float(ours[1]) == pytest.approx(float(theirs[1]), abs=1e-5)
+    train_on(2, tmp_path, *flags(tiny_config(**options, resume="auto")))  # its total is kept
+    wider, straight = (log(tmp_path / "logs" / name) for name in ("train", "straight"))
+    for i in (0, 1):
+        theirs = [float(row[i]) for row in straight]
+        assert [float(row[i]) for row in wider] == pytest.approx(theirs, abs=1e-5)
 
 
 # ---- options
 
 
-@pytest.mark.parametrize(
-    ("options", "messages"),
-    [
-        ({"n_layer": 3}, ["n_layer 3 contradicts", "which has 2"]),
-        (
-            {"vocab_size": 256, "seq_len": 16},
-            ["vocab_size 256 contradicts", "seq_len 16 contradicts", "which has 32"],
-        ),
-        (
-            {"shuffle": True, "seed": 5},
-            ["shuffle True contradicts", "seed 5 contradicts", "which has 1337"],
-        ),
-        ({"optimizer": "muon"}, ["optimizer muon contradicts", "which has adamw"]),
-        ({"total_batch_tokens": 256}, ["total_batch_tokens 256 contradicts", "which has 128"]),
-    ],
-)
-def test_options_that_contradict_the_checkpoint_name_both_values(options, messages, go):
+def test_options_that_contradict_the_checkpoint_name_both_values(go):
     go()
+    given = {"n_layer": 3, "seq_len": 16, "shuffle": True, "seed": 5, "optimizer": "muon"}
     with pytest.raises(ConfigError) as caught:
-        go(resume="auto", max_steps=9, **options)
-    for message in messages:
-        assert message in str(caught.value)
+        go(resume="auto", max_steps=9, vocab_size=256, total_batch_tokens=256, **given)
+    lines = [line.split("; ")[0].split(" ") for line in str(caught.value).splitlines()]
+    assert {line[0]: (line[1], line[-1]) for line in lines} == {
+        "n_layer": ("3", "2"),
+        "vocab_size": ("256", "128"),
+        "seq_len": ("16", "32"),
+        "shuffle": ("True", "False"),
+        "seed": ("5", "1337"),
+        "optimizer": ("muon", "adamw"),
+        "total_batch_tokens": ("256", "128"),
+    }
 
 
 def test_another_corpus_is_refused_naming_both(go, corpus):
@@ -388,9 +337,10 @@ def test_options_that_may_change_are_said(go, here, capsys):
 
 
 def test_a_path_alone_is_enough(go, here):
-    go(dropout=0.1, max_steps=4)
+    go(dropout=0.1, max_steps=4, sample_prompt="naïve")
     # everything else is the checkpoint's
     assert go(load_config(resume=str(here), max_steps=6))["steps"] == len(log(here)) == 6
+    assert read_state(newest(here)).config["sample_prompt"] == "naïve"
     for resume, message in (
         (f"{here}/checkpoints/step_000004", "has later checkpoints, up to step_000006"),
         ("nowhere", "no such run or checkpoint"),
@@ -433,9 +383,7 @@ def test_a_checkpoint_holds_plain_names_and_all_state(speed, go, here):
     assert (state.step, state.tokens, len(state.random)) == (6, 6 * 128, 1)
     assert state.config["n_embd"] == 32
     assert "transformer.wte.weight/exp_avg" in load_file(folder / "optimizer.safetensors")
-    for line in (folder / "SHA256SUMS").read_text().splitlines():
-        digest, name = line.split("  ")
-        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=folder, check=True)
 
 
 # ---- signals
@@ -449,12 +397,7 @@ def test_a_signal_to_one_process_stops_and_saves_on_all_and_says_how_to_go_on(
     name, ranks, tiny_config, tmp_path, here
 ):
     options = flags(tiny_config(max_steps=100_000, batch_size=2))
-    processes = (
-        [start("train.py", *options, cwd=tmp_path)]
-        if ranks == 1
-        else start_ranks(ranks, "train.py", *options, cwd=tmp_path)
-    )
-    with ended(processes):
+    with ended(start_ranks(ranks, "train.py", *options, cwd=tmp_path)) as processes:
         wait_for(lambda: (here / "log.csv").exists() and log(here), processes[0])
         processes[-1].send_signal(getattr(signal, name))
         outputs = [process.communicate(timeout=60) for process in processes]
@@ -469,8 +412,7 @@ def test_a_second_signal_acts_at_once():
         signal.raise_signal(signal.SIGINT)
         assert stop.received is not None
         stop.received -= 2  # later than torchrun's copy of the same Ctrl-C
-        if hasattr(signal, "SIGXCPU"):  # comes every second, once the limit is reached
-            signal.raise_signal(signal.SIGXCPU)
+        signal.raise_signal(signal.SIGXCPU)  # comes every second, once the limit is reached
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -488,30 +430,6 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_with_a_message(how, tiny_conf
 
 
 # ---- faults
-
-
-def full_disk(monkeypatch, is_full):
-    """Let writing tensors to `path` fail, half done, as on a full disk, where `is_full(path)`."""
-    real = checkpoint.files.save_file
-
-    def save_file(tensors, path, **options):
-        real(tensors, path, **options)
-        if is_full(path):
-            os.truncate(path, 1000)
-            raise OSError(28, NO_SPACE)
-
-    monkeypatch.setattr(checkpoint.files, "save_file", save_file)
-
-
-def test_a_full_disk_while_saving_keeps_the_checkpoint_before(go, here, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        full_disk(patch, lambda path: "step_000004" in str(path) and path.name == PARTS[1])
-        with pytest.raises(CheckpointError, match=f"step_000004: cannot be written: .*{NO_SPACE}"):
-            go(checkpoint_every=2)
-    assert checkpoints(here) == ["step_000002"]
-    go(run_name="straight")
-    go(resume="auto")
-    same_end(here, tmp_path / "logs/straight")
 
 
 def limit_file_size(limit):
@@ -543,27 +461,18 @@ def test_a_file_size_limit_ends_the_run_with_a_message(every, limit, said, tiny_
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("name", ["log.csv", "console.log"])
-def test_a_disk_that_fills_up_in_the_middle_of_a_run_names_the_file(name, go, here, monkeypatch):
+def test_a_disk_that_fills_up_in_the_middle_of_a_run_names_the_file(go, here, monkeypatch):
+    path = here / "log.csv"
+
     def fill_up(call, _):
-        path = here / name
-        if call == 3 and name == "console.log":  # the file itself stays open during the run
-            with open("/dev/full", "w") as full:
-                os.dup2(full.fileno(), descriptor_of(path))
-        elif call == 3:
+        if call == 3:
             path.unlink()
             path.symlink_to("/dev/full")
 
     at_step(monkeypatch, fill_up)
     with pytest.raises(OSError, match=f"cannot be written: {NO_SPACE}") as caught:
         go()
-    assert caught.value.filename == str(here / name)
-
-
-def descriptor_of(path):
-    """The number under which this process has a file open."""
-    links = (link for link in Path("/proc/self/fd").iterdir() if link.exists())
-    return next(int(link.name) for link in links if link.resolve() == path.resolve())
+    assert caught.value.filename == str(path)
 
 
 def test_a_corpus_that_goes_bad_stops_the_run_and_it_goes_on_once_restored(
@@ -728,28 +637,29 @@ def test_nothing_in_a_checkpoint_is_executed(saved, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("place", "value"),
     [
-        lambda s: s.clear(),
-        lambda s: s.update(step="many"),
-        lambda s: s.update(config=[]),
-        lambda s: s.update(config={}),
-        lambda s: s["config"].update(n_embd=64),
-        lambda s: s["config"].update(n_head=5),
-        lambda s: s["config"].update(batch_size="x"),
-        lambda s: s["config"].update(norm="batchnorm"),
-        lambda s: s["random"][0].update(torch_cpu="AAAA"),
-        lambda s: s["random"][0].update(numpy=["MT19937", [1], 0, 0, 0.0]),
-        lambda s: s["random"][0].update(python=[3, [1, 2], None]),
-        lambda s: s.update(tokens_per_step=100),
+        ("step", "many"),
+        ("config", []),
+        ("config", {}),
+        ("config/n_embd", 64),
+        ("config/n_head", 5),
+        ("config/batch_size", "x"),
+        ("random/0/torch_cpu", "AAAA"),
+        ("random/0/numpy", ["MT19937", [1], 0, 0, 0.0]),
+        ("random/0/python", [3, [1, 2], None]),
+        ("tokens_per_step", 100),
     ],
 )
-def test_a_foreign_or_inconsistent_state_is_one_clear_error(change, saved):
-    state = json.loads((saved / "checkpoint.json").read_text())
-    change(state)
+def test_a_foreign_or_inconsistent_state_is_one_clear_error(place, value, saved):
+    state = target = json.loads((saved / "checkpoint.json").read_text())
+    *parents, name = place.split("/")
+    for parent in parents:
+        target = target[0 if parent == "0" else parent]
+    target[name] = value
     (saved / "checkpoint.json").write_text(json.dumps(state))
     reseal(saved)
-    with pytest.raises((CheckpointError, UserError)) as caught:
+    with pytest.raises(UserError) as caught:
         resume(saved)
     assert str(saved) in str(caught.value)
 

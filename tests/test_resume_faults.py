@@ -4,7 +4,7 @@ logs, odd names.
 
 import contextlib
 import errno
-import json
+import functools
 import os
 import re
 import shutil
@@ -12,13 +12,12 @@ import stat
 from pathlib import Path
 
 import pytest
-import torch
 
 import checkpoint.files
 import checkpoint.save
 import runtime.runlog
 from checkpoint.files import CheckpointError
-from checkpoint.resume import find_checkpoint, newest_whole_checkpoint, open_run, resumed_config
+from checkpoint.resume import find_checkpoint, open_run, resumed_config
 from checkpoint.save import NotSavedError
 from checkpoint.state import read_state
 from checkpoint.weights import build_model, load_model
@@ -28,7 +27,6 @@ from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped
-from runtime.start import parse_command_line
 from tests.conftest import ALONE, TINY, flags, fork_server, run
 from tests.test_resume import (
     NO_SPACE,
@@ -39,6 +37,7 @@ from tests.test_resume import (
     newest,
     same_end,
 )
+from tests.test_run_faults import inject
 
 
 def contents(folder):
@@ -49,43 +48,31 @@ def contents(folder):
 # ---- several runs at once
 
 
-def _start_together(folder, barrier, outcomes, rounds):
-    """Begin a run of that name in each round, at the same moment as others; tell how it went."""
-    for number in range(rounds):
-        one = RunFolder(folder)
-        barrier.wait(60)
-        try:
-            one.create()
-            (folder / "mine").write_text(str(os.getpid()))
-            barrier.wait(60)
-            outcomes.put((number, "began", (folder / "mine").read_text() == str(os.getpid())))
-        except UserError as error:
-            barrier.wait(60)
-            outcomes.put((number, str(error), None))
-        except BaseException as error:
-            outcomes.put((number, repr(error), None))
-            barrier.abort()
-            raise
-        barrier.wait(60)
-        one.close()
+def _begin(folder, barrier, outcomes):
+    """Begin a run at the same moment as others; tell how it went."""
+    run_folder = RunFolder(folder)
+    barrier.wait(60)
+    try:
+        run_folder.create()
+        outcomes.put("began")
+    except UserError as error:
+        outcomes.put(str(error))
+    barrier.wait(60)
 
 
 def test_of_runs_that_start_at_the_same_moment_one_begins_and_the_others_are_told(tmp_path):
     context, folder, rounds = fork_server(), tmp_path / "logs/train", 8
     (folder / "checkpoints").mkdir(parents=True)
-    barrier, outcomes = context.Barrier(3), context.Queue()
-    given = folder, barrier, outcomes, rounds
-    processes = [context.Process(target=_start_together, args=given) for _ in range(3)]
-    for process in processes:
-        process.start()
-    told = sorted(outcomes.get(timeout=60) for _ in range(3 * rounds))
-    for process in processes:
-        process.join(60)
-    busy = (
-        f"{folder}: another process is writing this run; wait for it or choose another --run_name"
-    )
-    of_a_round = (("began", True), (busy, None), (busy, None))
-    assert told == sorted((number, *what) for number in range(rounds) for what in of_a_round)
+    busy = "another process is writing this run; wait for it or choose another --run_name"
+    for _ in range(rounds):
+        given = folder, context.Barrier(3), context.Queue()
+        processes = [context.Process(target=_begin, args=given) for _ in range(3)]
+        for process in processes:
+            process.start()
+        told = sorted(given[-1].get(timeout=60) for _ in processes)
+        for process in processes:
+            process.join(60)
+        assert told == [f"{folder}: {busy}", f"{folder}: {busy}", "began"]
     names = {path.name for path in folder.parent.iterdir() if not path.name.startswith(".")}
     assert names == {"train", *(f"train.{n}" for n in range(1, rounds + 1))}
 
@@ -107,27 +94,17 @@ def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(go, here
 
 @pytest.fixture
 def disk(monkeypatch, here):
-    """Makes a disk that is full once a run's checkpoints would take more than so many times what
-    the first one takes.
-    """
+    """Makes a disk on which there is room for so many checkpoints of the run."""
 
     def make(checkpoints):
-        real, sizes = checkpoint.files.save_file, {}
+        real = checkpoint.files.save_file
 
         def save_file(tensors, path, **options):
-            used = sum(file.stat().st_size for file in here.rglob("checkpoints/**/*.safetensors"))
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            sizes.setdefault(path.name, size)
-            # AdamW's state is twice the weights
-            if used + size > checkpoints * sizes["model.safetensors"] * 3.1:
-                raise OSError(28, NO_SPACE)
             real(tensors, path, **options)
+            if len([*here.rglob("checkpoints/**/*.safetensors")]) > 2 * checkpoints:
+                os.truncate(path, 1000)
+                raise OSError(28, NO_SPACE)
 
-        class OneByOne(checkpoint.save.ThreadPoolExecutor):
-            def __init__(self):
-                super().__init__(max_workers=1)
-
-        monkeypatch.setattr(checkpoint.save, "ThreadPoolExecutor", OneByOne)
         monkeypatch.setattr(checkpoint.files, "save_file", save_file)
 
     return make
@@ -139,7 +116,9 @@ def test_a_save_first_deletes_what_keep_last_does_not_keep(go, here, disk):
     assert checkpoints(here) == ["step_000004", "step_000005", "step_000006"]
 
 
-def test_a_lower_keep_last_makes_room_on_a_full_disk(go, here, disk):
+def test_a_full_disk_keeps_the_checkpoints_before_and_a_lower_keep_last_makes_room(
+    go, here, disk, tmp_path
+):
     options = {"checkpoint_every": 2, "max_steps": 8}
     disk(3)
     with pytest.raises(NotSavedError, match=f"step_000008: cannot be written: .*{NO_SPACE}") as no:
@@ -149,6 +128,8 @@ def test_a_lower_keep_last_makes_room_on_a_full_disk(go, here, disk):
     assert checkpoints(here) == ["step_000002", "step_000004", "step_000006"]
     assert go(**options, keep_last=1, resume="auto")["resumed_after_step"] == 6
     assert checkpoints(here) == ["step_000008"]
+    go(max_steps=8, keep_last=1, run_name="straight")
+    same_end(here, tmp_path / "logs/straight")
 
 
 def test_a_resume_makes_room_before_it_writes_anything(go, here, monkeypatch):
@@ -171,19 +152,7 @@ def test_the_newest_whole_checkpoint_is_never_deleted_for_room(go, here, disk):
     disk(0)
     with pytest.raises(NotSavedError):
         go(resume="auto", checkpoint_every=5, max_steps=9, keep_last=1)
-    (whole, saved), _ = newest_whole_checkpoint(here)
-    assert (whole.name, saved.step) == ("step_000002", 2)
-
-
-def test_a_run_that_is_over_deletes_no_checkpoints_when_it_is_finished_again(go, here):
-    go(checkpoint_every=2)
-    (here / "summary.json").unlink()
-    go(resume="auto", keep_last=1)
-    assert checkpoints(here) == ["step_000002", "step_000004", "step_000006"]
-
-
-def _full_after_500_bytes():
-    limit_file_size(500)
+    assert newest(here).name == "step_000002"
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -194,7 +163,7 @@ def test_a_run_that_cannot_write_its_first_files_leaves_all_as_it_was(
         go(max_steps=1)
     before = contents(tmp_path / "logs")
     options = flags(tiny_config(max_steps=1))
-    done = run("train.py", *options, cwd=tmp_path, before=_full_after_500_bytes)
+    done = run("train.py", *options, cwd=tmp_path, before=functools.partial(limit_file_size, 500))
     assert done.returncode == 1
     said = r"error: .*/logs/train/console.log: cannot be written: File too large\n"
     assert re.fullmatch(said, done.stderr)
@@ -220,25 +189,17 @@ def test_a_checkpoints_files_follow_the_umask(umask, go, here):
 
 
 @pytest.mark.parametrize("what", ["flush_to_disk", "delete"])
-def test_a_log_that_cannot_be_flushed_or_a_checkpoint_that_cannot_be_deleted_hinders_no_save(
+def test_a_log_that_cannot_be_flushed_hinders_no_save_a_checkpoint_that_stays_ends_the_run(
     what, go, here, monkeypatch
 ):
-    real = getattr(checkpoint.save, what)
-    forbidden = here / ("checkpoints/step_000002" if what == "delete" else "log.csv")
-
-    def fail(paths):
-        paths = [*paths] if what == "delete" else paths
-        if forbidden == paths or (what == "delete" and forbidden in paths):
-            raise OSError(errno.EPERM, "Operation not permitted", "it")
-        real(paths)
-
-    monkeypatch.setattr(checkpoint.save, what, fail)
+    stays = what == "delete"
+    forbidden = [here / "checkpoints/step_000002"] if stays else here / "log.csv"
+    error = OSError(errno.EPERM, "Operation not permitted", "it")
+    inject(monkeypatch, checkpoint.save, what, error, lambda given: given == forbidden)
     is_told = pytest.raises(NotSavedError, match="not permitted")
-    with is_told if what == "delete" else contextlib.nullcontext():
+    with is_told if stays else contextlib.nullcontext():
         go(checkpoint_every=2, keep_last=1)
-    assert checkpoints(here) == (
-        ["step_000002", "step_000004"] if what == "delete" else ["step_000006"]
-    )
+    assert checkpoints(here) == (["step_000002", "step_000004"] if stays else ["step_000006"])
 
 
 # ---- options that only the checkpoint can judge
@@ -288,51 +249,31 @@ def test_where_auto_finds_nothing_options_are_judged_as_a_new_runs(go, tiny_conf
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--n_layer 0", "--n_layer: input should be greater than or equal to 1"),
-        ("--n_layr 2", "--n_layr: unknown option"),
-        ("--run_name a/b", "--run_name: run_name 'a/b' is not a plain folder name"),
-        ("--norm batch", "--norm: "),
-    ],
-)
-def test_a_resume_is_told_wrong_values_and_names_at_once(argv, message):
+def test_a_resume_is_told_wrong_values_and_names_at_once():
     with pytest.raises(ConfigError) as caught:
-        parse(Config, ["--resume", "auto", *argv.split()])
-    assert str(caught.value).startswith(message)
+        parse(Config, ["--resume", "auto", "--n_layr", "2", "--n_layer", "0", "--norm", "batch"])
+    mistakes = [line.partition(": ")[0] for line in str(caught.value).splitlines()]
+    assert mistakes == ["--n_layr", "--n_layer", "--norm"]
 
 
 @pytest.mark.parametrize("total", [None, 128])
 def test_a_step_that_ranks_cannot_share_says_what_works(total, go, here):
     go(max_steps=1, total_batch_tokens=total)
-    folder = newest(here)
-    for ranks, batch_size, message in (
-        (3, 4, "no batch_size works; start another number of ranks"),
-        (2, 4, "a batch_size that works is 2"),
-        (1, 3, "a batch_size that works is 1"),
-        (4, 4, "a batch_size that works is 1"),
-    ):
-        given = load_config(max_steps=9, batch_size=batch_size, resume="auto")
-        with pytest.raises(ConfigError) as caught:
-            resumed_config(given, folder, read_state(folder), ranks)
-        assert str(caught.value) == (
-            f"batch_size {batch_size} on {ranks} ranks takes {batch_size * ranks * 32} tokens at "
-            f"once, and a step of {folder} takes 128, no multiple of it; {message}"
+    saved = read_state(newest(here))
+    for ranks, batch_size in ((3, 4), (2, 4), (1, 3)):
+        said = (
+            f"{saved.folder} takes 4 sequences, no multiple of batch_size {batch_size} on "
+            f"{ranks} ranks; choose a batch_size and a number of ranks whose product divides 4"
         )
+        with pytest.raises(ConfigError, match=said):
+            resumed_config(load_config(batch_size=batch_size), saved, ranks)
 
 
-@pytest.mark.parametrize(
-    "given", [["--resume", ""], ["--resume="], ["--resume", "", "--run_name", ""]]
-)
-def test_an_empty_resume_is_a_mistake_and_no_new_run(given, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        parse_command_line(Config, given)
-    assert stopped.value.code == 2
-    said = "--resume: string should have at least 1 character, not ''"
-    assert f"error: {said}\n" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=said):
-        load_config(resume="")
+@pytest.mark.parametrize("given", [["--resume", ""], ["--resume="]])
+def test_an_empty_resume_is_a_mistake_and_no_new_run(given):
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, given)
+    assert str(caught.value) == "--resume: string should have at least 1 character, not ''"
 
 
 def test_another_run_name_than_the_resumed_runs_says_what_to_do(go, here, tmp_path):
@@ -348,23 +289,19 @@ def test_another_run_name_than_the_resumed_runs_says_what_to_do(go, here, tmp_pa
     (tmp_path / "any.yaml").write_text("max_steps: 7")  # its own name is not given
     assert go(load_config(str(tmp_path / "any.yaml"), resume=str(here)))["steps"] == 7
     aside = here.rename(here.with_name("train.1"))  # whose config.yaml has the name from before
-    config = str(aside / "config.yaml")
-    assert go(load_config(config, resume=str(aside), max_steps=8))["steps"] == 8
-    assert load_config(config).run_name == "train.1"
+    config = load_config(str(aside / "config.yaml"), resume=str(aside), max_steps=8)
+    assert go(config)["steps"] == 8
 
 
 # ---- what a resumed run says of itself
 
 
-def test_a_resumed_runs_time_stands_beside_the_steps_it_is_of(go, here, capsys):
-    for options, steps, said in (
-        ({}, 4, "done: 4 steps, 512 tokens in"),
-        ({"resume": "auto"}, 6, "done: 6 steps, 768 tokens, 2 of these steps in this call, in"),
-    ):
-        summary = go(max_steps=steps, **options)
-        assert re.search(rf"^{said} 0:00:\d\d; loss ", capsys.readouterr().out, re.MULTILINE)
+def test_a_resumed_runs_time_is_beside_the_steps_it_is_of(go, here, capsys):
+    go(max_steps=4)
+    summary = go(resume="auto")
+    said = r"done: 6 steps, 768 tokens, 2 of these steps in this call, in 0:00:\d\d; loss "
+    assert re.search(said, capsys.readouterr().out)
     assert (summary["steps"], summary["steps_this_call"]) == (6, 2)
-    assert json.loads((here / "summary.json").read_text()) == summary
 
 
 def test_damaged_rows_of_a_log_are_left_out(tmp_path):
@@ -390,41 +327,32 @@ PLACES = ["", "/", "/checkpoints", "/checkpoints/", "/checkpoints/step_000004"]
 WAYS = [*(f"{{run}}{place}" for place in PLACES), "train", "train/checkpoints"]
 
 
-@pytest.mark.parametrize("way", [*WAYS, "auto"])
-def test_a_run_is_resumed_through_linked_checkpoints_however_it_is_named(
-    way, linked, go, tiny_config, tmp_path
-):
-    given = {"resume": way.format(run=linked), "max_steps": 6, "log_dir": str(linked.parent)}
-    config = tiny_config(**given) if way == "auto" else load_config(**given)
-    assert go(config)["resumed_after_step"] == 4
-    go(run_name="straight")
-    same_end(linked, tmp_path / "logs/straight")
-    assert (linked / "checkpoints").is_symlink()
-
-
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("link", [True, False])
-def test_weights_are_found_however_a_run_or_its_checkpoints_are_named(way, link, linked, tmp_path):
+@pytest.mark.parametrize("way", [*WAYS, "auto"])
+def test_a_run_and_its_weights_are_found_through_linked_checkpoints_however_it_is_named(
+    way, link, linked, go, tmp_path
+):
     if not link:
         (linked / "checkpoints").unlink()
         shutil.move(tmp_path / "disk/of_train", linked / "checkpoints")
-    source = way.format(run=linked)
-    given = load_config(init_from=source, log_dir=str(linked.parent), seq_len=32)
-    config, _ = build_model(given)
-    assert (config.n_layer, config.run_name) == (TINY["n_layer"], "train")
-    assert Path(config.init_from).name == "step_000004"
+    source, log_dir = way.format(run=linked), str(linked.parent)
+    if way != "auto":
+        given = load_config(init_from=source, log_dir=log_dir, seq_len=32)
+        config, _ = build_model(given)
+        assert (config.n_layer, config.run_name) == (TINY["n_layer"], "train")
+        assert Path(config.init_from).name == "step_000004"
+    if link:
+        assert (
+            go(load_config(resume=source, max_steps=6, log_dir=log_dir))["resumed_after_step"] == 4
+        )
+        go(run_name="straight")
+        same_end(linked, tmp_path / "logs/straight")
+        assert (linked / "checkpoints").is_symlink()
 
 
 @pytest.mark.parametrize(
     ("where", "resume"),
-    [
-        ("", "."),
-        ("", "checkpoints"),
-        ("checkpoints", "."),
-        ("checkpoints", "step_000004"),
-        ("checkpoints", ".."),
-        ("checkpoints/step_000004", "."),
-    ],
+    [("", "."), ("", "checkpoints"), ("checkpoints", ".."), ("checkpoints/step_000004", ".")],
 )
 def test_a_run_is_resumed_from_within_its_folder(where, resume, go, here, monkeypatch):
     go(max_steps=4)
@@ -439,24 +367,20 @@ def test_checkpoints_that_are_in_no_runs_folder_are_not_resumed(place, linked, g
         go(load_config(resume=str(tmp_path / place), max_steps=6))
 
 
-@pytest.mark.parametrize("there", ["link", "file", "loop"])
-def test_checkpoints_that_cannot_be_seen_now_are_not_taken_for_none(there, go, here, tmp_path):
-    go()
-    place = here / "checkpoints"
-    place.rename(tmp_path / "away")
+@pytest.mark.parametrize("there", ["link", "file"])
+def test_checkpoints_that_cannot_be_seen_now_are_not_taken_for_none(there, linked, go, tmp_path):
+    (tmp_path / "disk").rename(tmp_path / "away")
     if there == "file":
-        place.write_text("")
-    else:
-        place.symlink_to(place if there == "loop" else tmp_path / "disk")
-    for resume in ("auto", str(here)):
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "disk/of_train").write_text("")
+    for act in (
+        lambda: go(resume="auto"),
+        lambda: go(resume=str(linked)),
+        lambda: load_model("train", str(linked.parent)),
+    ):
         with pytest.raises(OSError, match="checkpoints") as caught:
-            go(resume=resume, max_steps=8)
-        assert caught.value.filename == str(place)
-    with pytest.raises(OSError, match="checkpoints"):
-        load_model("train", str(here.parent))
-    place.unlink()
-    (tmp_path / "away").rename(place)
-    assert go(resume="auto", max_steps=8)["resumed_after_step"] == 6
+            act()
+        assert caught.value.filename == str(linked / "checkpoints")
 
 
 def test_a_run_without_a_whole_checkpoint_says_what_is_wrong_with_each(go, here):
@@ -492,28 +416,22 @@ def test_of_a_linked_checkpoint_only_the_link_is_deleted_or_replaced(
 
 
 @pytest.mark.parametrize("call", ["rename", "mkdir"])
-@pytest.mark.parametrize("earlier", [True, False])
 def test_a_signal_as_a_folder_has_just_been_moved_or_made_leaves_all_as_it_was(
-    earlier, call, go, here, monkeypatch
+    call, go, here, monkeypatch
 ):
-    if earlier:
-        go(max_steps=1)
-    real = getattr(Path, call)
+    go(max_steps=1)
+    before, real = contents(here.parent), getattr(Path, call)
 
     def then_stop(path, *args, **kwargs):
         real(path, *args, **kwargs)
         if path == here:
             raise Stopped(0)
 
-    is_stopped = pytest.raises(Stopped) if earlier or call == "mkdir" else contextlib.nullcontext()
-    with monkeypatch.context() as patched, is_stopped:
+    with monkeypatch.context() as patched:
         patched.setattr(Path, call, then_stop)
-        go(max_steps=1)
-    if earlier:
-        assert [*here.parent.iterdir()] == [here]
-        assert read_state(newest(here)).step == 1
-    else:
-        assert here.exists() == (call == "rename")
+        with pytest.raises(Stopped):
+            go(max_steps=1)
+    assert contents(here.parent) == before
 
 
 def test_a_link_that_leads_nowhere_is_no_free_name(go, here, tmp_path):
@@ -545,13 +463,6 @@ def test_a_resume_that_cannot_begin_leaves_all_as_it_was_and_gives_no_advice_tha
         go(resume="auto", max_steps=8)
     assert not hasattr(caught.value, "__notes__")
     assert contents(here) == before
-
-
-def test_a_state_is_plain_ascii_json(go, here):
-    go(sample_prompt="naïve")
-    text = (newest(here) / "checkpoint.json").read_bytes().decode("ascii")
-    assert json.loads(text)["config"]["sample_prompt"] == "naïve"
-    assert torch.is_tensor(load_model(str(here)).lm_head.weight)
 
 
 def test_weights_behind_a_link_that_leads_nowhere_are_told(tmp_path):
