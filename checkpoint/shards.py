@@ -1,5 +1,6 @@
 """Tensors that FSDP2 has sharded: each rank holds, writes and reads its own part of them."""
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,12 @@ def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
         reader = dcp.HuggingFaceStorageReader(str(place))
         entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
         for name, stored in entries.items():
+            # NaN: what no shard holds would stay as it is, and must not pass for weights.
             if ("/" in name) == (part == OPTIMIZER):
-                whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+                whole = torch.full(stored.size, math.nan, dtype=stored.properties.dtype)
                 ours = sharded.get(name.partition("/")[0], whole)
-                tensors[name] = torch.empty_like(ours) if ours.shape == stored.size else whole
+                fits = ours.shape == stored.size
+                tensors[name] = torch.full_like(ours, math.nan) if fits else whole
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that each rank reads by itself
             dcp.load(tensors, storage_reader=reader, no_dist=True)
