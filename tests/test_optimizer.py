@@ -1,6 +1,8 @@
 """The learning rate of every step, and which parameters decay."""
 
 import csv
+import functools
+import itertools
 
 import pytest
 import torch
@@ -61,28 +63,23 @@ def test_cosine_gives_every_rate_of_the_published_a100_logs_to_the_last_digit(st
 # ---- parameter groups
 
 
-def groups_of(optimizers):
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
-
-
 def test_weight_decay_groups_of_the_124m_model_hold_every_parameter_once():
     config = load_config("speedup10", fused_adamw=False)
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50304, tie_weights=True))
-    optimizers, lines = make_optimizers(model, config)
+    (adamw,), lines = make_optimizers(model, config)
     assert lines == [
         "num decayed parameter tensors: 50, with 124,354,560 parameters",
         "num non-decayed parameter tensors: 98, with 121,344 parameters",
     ]
-    decayed, plain = groups_of(optimizers)
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    ids = [id(p) for group in (decayed, plain) for p in group["params"]]
-    assert sorted(ids) == sorted({id(p) for p in model.parameters()})
+    decay = {p: group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    assert decay == {p: 0.1 * (p.dim() > 1) for p in model.parameters()}
+    assert len(decay) == sum(len(group["params"]) for group in adamw.param_groups)
 
 
 def test_without_decay_groups_everything_decays(tiny_model):
-    optimizers, lines = make_optimizers(tiny_model(), load_config(weight_decay=0.3))
-    assert [group["weight_decay"] for group in groups_of(optimizers)] == [0.3]
+    (adamw,), lines = make_optimizers(tiny_model(), load_config(weight_decay=0.3))
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.3]
     assert lines[1] == "num non-decayed parameter tensors: 0, with 0 parameters"
 
 
@@ -95,10 +92,10 @@ def test_adamw_gets_its_options_and_the_fused_flag_which_makes_the_same_update(t
         assert bool(adamw.defaults["fused"]) is fused
         (group,) = adamw.param_groups
         assert options.items() <= group.items()
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
+        torch.manual_seed(0)
+        for _ in range(3):
             for p in model.parameters():
-                p.grad = torch.randn(p.shape, generator=generator)
+                p.grad = torch.randn_like(p)
             adamw.step()
         after.append(torch.nn.utils.parameters_to_vector(model.parameters()))
     torch.testing.assert_close(*after, rtol=1e-5, atol=1e-6)
@@ -107,37 +104,37 @@ def test_adamw_gets_its_options_and_the_fused_flag_which_makes_the_same_update(t
 def test_muon_takes_the_blocks_matrices_and_adamw_the_rest(tiny_model):
     model = tiny_model(tie_weights=True)
     config = load_config(optimizer="muon", decay_matrices_only=True)
-    (adamw, muon), _ = make_optimizers(model, config)
+    taken = [
+        [(p, group.get("parts")) for group in one.param_groups for p in group["params"]]
+        for one in make_optimizers(model, config)[0]
+    ]
+    parts = {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 1, "mlp.c_proj": 1}
     names = {p: name for name, p in model.named_parameters()}
-    parts = {names[p]: group["parts"] for group in groups_of([muon]) for p in group["params"]}
-    # queries, keys and values are three matrices
-    layers = {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 1, "mlp.c_proj": 1}
-    assert parts == {
-        f"transformer.h.{block}.{layer}.weight": n
-        for block in range(2)
-        for layer, n in layers.items()
+    assert {names[p]: n for p, n in taken[1]} == {
+        f"transformer.h.{layer}.{name}.weight": n
+        for layer, (name, n) in itertools.product(range(2), parts.items())
     }
-    taken = [names[p] for group in groups_of([adamw, muon]) for p in group["params"]]
-    assert sorted(taken) == sorted(names.values())
+    assert sorted(names[p] for p, _ in taken[0] + taken[1]) == sorted(names.values())
 
 
-def muon_step(weight, gradient, **options):
-    """What one step of Muon subtracts from a matrix without decay."""
+def update(make, weight, gradient):
+    """What one step of the optimizer that `make` makes of a parameter subtracts from a matrix."""
     p = torch.nn.Parameter(weight.clone())
     p.grad = gradient
-    Muon([{"params": [p], **options}], lr=0.02, weight_decay=0.0).step()
+    make(p).step()
     return weight - p.detach()
+
+
+def muon_of(p, parts=1):
+    return Muon([{"params": [p], "parts": parts}], lr=0.02, weight_decay=0.0)
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
 def test_muon_makes_the_update_that_pytorchs_own_makes(shape):
     torch.manual_seed(0)
-    weight, gradient = torch.randn(2, *shape)
-    p = torch.nn.Parameter(weight.clone())
-    p.grad = gradient
-    momentum = 0.85 + 0.1 / 300  # of the first step
-    torch.optim.Muon([p], lr=0.02, weight_decay=0.0, momentum=momentum).step()
-    ours, theirs = muon_step(weight, gradient), weight - p.detach()
+    given, momentum = torch.randn(2, *shape), 0.85 + 0.1 / 300  # of the first step
+    pytorchs = functools.partial(torch.optim.Muon, lr=0.02, weight_decay=0.0, momentum=momentum)
+    ours, theirs = update(muon_of, *given), update(lambda p: pytorchs([p]), *given)
     assert (ours - theirs).norm() / theirs.norm() < 0.06  # theirs is in bfloat16
 
 
@@ -145,9 +142,9 @@ def test_muon_makes_queries_keys_and_values_orthogonal_each_by_itself():
     torch.manual_seed(0)
     weight, gradient = torch.randn(2, 3 * 16, 16)
     gradient[:16] *= 1000  # of the queries: as one matrix, they would leave nothing of the others
-    together = muon_step(weight, gradient, parts=3)
-    each = map(muon_step, weight.chunk(3), gradient.chunk(3))
-    torch.testing.assert_close(together, torch.cat([*each]), rtol=1e-4, atol=1e-5)
+    together = update(lambda p: muon_of(p, parts=3), weight, gradient)
+    each = [update(muon_of, *pair) for pair in zip(weight.chunk(3), gradient.chunk(3), strict=True)]
+    torch.testing.assert_close(together, torch.cat(each), rtol=1e-4, atol=1e-5)
     for part in together.chunk(3):
         assert torch.linalg.svdvals(part / 0.02).median() == pytest.approx(1, abs=0.3)
 
@@ -162,16 +159,14 @@ def test_matrices_of_one_shape_are_made_orthogonal_as_each_alone():
     assert 0.6 < values.min() < values.max() < 1.3
 
 
-def test_muon_computes_in_a_precision_that_the_processor_has(tiny_model, monkeypatch):
-    dtypes = []
-    for has_bf16 in (False, True):
-        monkeypatch.setattr(optimizer, "has_bf16_matmuls", lambda _, has_bf16=has_bf16: has_bf16)
-        _, muon = make_optimizers(tiny_model(), load_config(optimizer="muon"))[0]
-        muon.orthogonalize = lambda x: dtypes.append(x.dtype) or orthogonalize(x)
-        p = muon.param_groups[0]["params"][0]
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-        muon.step()
-    assert dtypes == [torch.float32, torch.bfloat16]
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_muon_computes_in_a_precision_that_the_processor_has(has_bf16, dtype, monkeypatch):
+    monkeypatch.setattr(optimizer, "has_bf16_matmuls", lambda device: has_bf16)
+    muon, dtypes = muon_of(torch.nn.Parameter(torch.ones(4, 4))), []
+    muon.orthogonalize = lambda x: dtypes.append(x.dtype) or orthogonalize(x)
+    muon.param_groups[0]["params"][0].grad = torch.ones(4, 4)
+    muon.step()
+    assert dtypes == [dtype]
 
 
 def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):
