@@ -138,6 +138,16 @@ def loaded(text: str, **options) -> Config:
     return load_config(write("f.yaml", text), **options)
 
 
+def cases(table: str) -> list[tuple[str, str]]:
+    """What is given and what is said of it, line by line of `given => said`."""
+    return [tuple(line.split(" => ")) for line in table.strip().splitlines()]
+
+
+def missing(said: str, text: str) -> list[str]:
+    """The parts of `said`, which ` .. ` separates, that are not in a text."""
+    return [part for part in said.split(" .. ") if part not in text]
+
+
 def changes(config: Config, base: Config) -> dict[str, object]:
     ours, theirs = config.model_dump(), base.model_dump()
     return {
@@ -231,16 +241,17 @@ data_dir: "caf\\udce9" => f.yaml: data_dir: input should be a valid string
 """
 
 
-@pytest.mark.parametrize(
-    "case", [*FLAG_MISTAKES.strip().splitlines(), *YAML_MISTAKES.strip().splitlines()]
-)
-def test_a_mistake_is_one_line_that_names_its_place_and_says_what_is_allowed(case, mistakes):
-    given, _, parts = case.partition(" => ")
-    if parts.startswith("f.yaml: "):
-        Path("f.yaml").write_bytes(given.encode().decode("unicode_escape").encode("latin-1"))
-        given = "--config f.yaml"
+@pytest.mark.parametrize(("given", "said"), cases(FLAG_MISTAKES))
+def test_a_mistaken_flag_is_one_line_that_says_what_is_allowed(given, said, mistakes):
     (line,) = mistakes(*given.split())
-    assert [part for part in parts.split(" .. ") if part not in line] == [], line
+    assert not missing(said, line), line
+
+
+@pytest.mark.parametrize(("given", "said"), cases(YAML_MISTAKES))
+def test_a_mistaken_yaml_is_one_line_that_names_the_file(given, said, mistakes):
+    Path("f.yaml").write_bytes(given.encode().decode("unicode_escape").encode("latin-1"))
+    (line,) = mistakes("--config", "f.yaml")
+    assert not missing(said, line), line
 
 
 def test_a_value_that_grows_by_aliases_is_shown_in_part(mistakes):
@@ -258,13 +269,12 @@ n_layer: [1 => b.yaml: not valid YAML
 """
 
 
-@pytest.mark.parametrize("case", BASE_MISTAKES.strip().splitlines())
-def test_a_mistake_in_a_base_names_the_file_that_makes_it(case, mistakes):
-    text, _, expected = case.partition(" => ")
+@pytest.mark.parametrize(("given", "said"), cases(BASE_MISTAKES))
+def test_a_mistake_in_a_base_names_the_file_that_makes_it(given, said, mistakes):
     write("a.yaml", "base: b.yaml\nlr: 1")
-    write("b.yaml", text)
+    write("b.yaml", given)
     (line,) = mistakes("--config", "a.yaml")
-    assert line.startswith(expected)
+    assert line.startswith(said)
 
 
 def test_a_contradiction_names_the_place_its_option_came_from(mistakes):
@@ -282,11 +292,10 @@ SEVERAL_MISTAKES = """
 """
 
 
-@pytest.mark.parametrize("case", SEVERAL_MISTAKES.strip().splitlines())
-def test_all_mistakes_are_reported_at_once(case, mistakes):
+@pytest.mark.parametrize(("given", "blamed"), cases(SEVERAL_MISTAKES))
+def test_all_mistakes_are_reported_at_once(given, blamed, mistakes):
     write("f.yaml", "batchsize: 4\nn_layer: 0\nbetas: [2, x]")
-    argv, _, blamed = case.partition(" => ")
-    assert sorted(line.partition(":")[0] for line in mistakes(*argv.split())) == blamed.split()
+    assert sorted(line.partition(":")[0] for line in mistakes(*given.split())) == blamed.split()
 
 
 def test_contradictions_can_be_sent_to_another_process():
@@ -500,12 +509,11 @@ NOTES = """
 """
 
 
-@pytest.mark.parametrize("case", NOTES.strip().splitlines())
-def test_an_option_without_effect_is_noted_and_one_with_an_effect_is_not(case):
-    argv, _, parts = case.partition(" => ")
-    notes = parse(Config, argv.split()).notes()
-    assert len(notes) == (parts != "nothing")
-    assert [part for note in notes for part in parts.split(" .. ") if part not in note] == []
+@pytest.mark.parametrize(("given", "said"), cases(NOTES))
+def test_an_option_without_effect_is_noted_and_one_with_an_effect_is_not(given, said):
+    notes = parse(Config, given.split()).notes() or ["nothing"]
+    assert len(notes) == 1
+    assert not missing(said, notes[0])
 
 
 # ---- the options themselves
@@ -522,22 +530,16 @@ def test_the_contracts_names_and_defaults_are_there(section):
 def test_help_shows_every_option_under_its_sections_title_with_its_default(capsys):
     with pytest.raises(SystemExit, match="0"):
         parse(Config, ["--help"], config_file=True)
-    groups, group = {}, ""
-    for line in capsys.readouterr().out.splitlines():
-        if line and not line.startswith(" "):
-            group = groups[line.split()[0].rstrip(":")] = {}
-        elif line.startswith("  -"):
-            name = line.split()[0].rstrip(",").lstrip("-")
-            group[name] = line
-        elif line.strip():
-            group[name] += f" {line.strip()}"
+    text = capsys.readouterr().out
     for title, section in SECTIONS.items():
-        assert list(groups[title]) == list(section.model_fields)
-        for name, field in section.model_fields.items():
-            shown = groups[title][name]
-            assert shown.endswith(f"[{show(field.default)}]"), name
-            assert (f"--no-{name}" in shown) == (field.annotation in (bool, bool | None))
-            assert CHOICES.get(name, "") in shown
+        group = re.search(rf"^{title}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)[0]
+        shown = re.findall(r"^  --(\w+)(.*?)(?=^  -|\Z)", group, re.MULTILINE | re.DOTALL)
+        assert [name for name, _ in shown] == list(section.model_fields)
+        for name, words in shown:
+            field = section.model_fields[name]
+            assert " ".join(words.split()).endswith(f"[{show(field.default)}]"), name
+            assert (f"--no-{name}" in words) == (field.annotation in (bool, bool | None))
+            assert CHOICES.get(name, "") in words
 
 
 def test_a_default_is_shown_as_it_is_typed():
@@ -547,8 +549,9 @@ def test_a_default_is_shown_as_it_is_typed():
 
 def test_every_option_belongs_to_one_section_and_has_help():
     assert sections(Config) == list(SECTIONS.values())
-    names = [name for section in SECTIONS.values() for name in section.model_fields]
-    assert sorted(names) == sorted(Config.model_fields)
+    assert sum(len(section.model_fields) for section in SECTIONS.values()) == (
+        len(Config.model_fields)
+    )
     assert all(field.description for field in Config.model_fields.values())
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.files import CheckpointError
 from checkpoint.weights import load_model, load_weights
+from config import load_config
 from inference.sampling import draw, generate, keep_top_k, seeded
 from kernels import attention
 from model import GPT, GPTConfig
@@ -68,23 +69,14 @@ def test_logits_loss_and_gradients_equal_transformers_so_gelu_norms_and_transpos
         close(p.grad, grads[name].t() if conv1d else grads[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda weight: (weight * 100).to(torch.int8), "of type torch.int8"),
-        (lambda weight: torch.tensor(1.0), "size mismatch"),
-        (lambda weight: weight[None].clone(), "size mismatch|dimension"),
-    ],
-    ids=["quantized", "a number", "of three dimensions"],
-)
 @pytest.mark.parametrize("name", ["transformer.h.0.attn.c_attn.weight", "lm_head.weight"])
-def test_weights_that_are_no_matrices_of_numbers_are_refused(name, change, message, pair, tmp_path):
+def test_quantized_weights_are_refused(name, pair, tmp_path):
     file, options = tmp_path / "model.safetensors", tmp_path / "config.json"
     weights = load_file(file)
-    changed = change(weights.get(name, weights["transformer.wte.weight"]))
-    save_file(weights | {name: changed}, file)
+    weight = weights.get(name, weights["transformer.wte.weight"])
+    save_file(weights | {name: (weight * 100).to(torch.int8)}, file)
     options.write_text(options.read_text().replace('embeddings": true', 'embeddings": false'))
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=r"of type torch\.int8"):
         load_model(str(tmp_path))
 
 
@@ -117,19 +109,19 @@ def test_a_hugging_face_config_of_odd_values_is_one_line_that_shows_them(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "vocab_size", "tie", "parameters"),
+    ("name", "options", "parameters"),
     [
-        ((12, 12, 768), 50257, True, 124_439_808),
-        ((12, 12, 768), 50304, True, 124_475_904),
-        ((12, 12, 768), 50257, False, 163_037_184),
-        ((24, 16, 1024), 50257, True, 354_823_168),
-        ((36, 20, 1280), 50257, True, 774_030_080),
-        ((48, 25, 1600), 50257, True, 1_557_611_200),
+        ("gpt2", {}, 124_439_808),
+        ("gpt2", {"vocab_size": 50304}, 124_475_904),
+        ("gpt2", {"tie_weights": False}, 163_037_184),
+        ("gpt2-medium", {}, 354_823_168),
+        ("gpt2-large", {}, 774_030_080),
+        ("gpt2-xl", {}, 1_557_611_200),
     ],
 )
-def test_parameter_counts(sizes, vocab_size, tie, parameters):
+def test_parameter_counts(name, options, parameters):
     with torch.device("meta"):
-        model = GPT(GPTConfig(*sizes, vocab_size=vocab_size, tie_weights=tie))
+        model = GPT(GPTConfig.of(load_config(f"model/{name}", **options)))
     assert model.num_parameters() == parameters
 
 

@@ -127,32 +127,26 @@ def test_each_speed_flag_computes_the_same_within_its_precision(one_step, flags)
     fast = one_step(**(shape | speed))
     assert fast.loss == pytest.approx(plain.loss, rel=loss_tolerance)
     assert (fast.gradient - plain.gradient).norm() / plain.gradient.norm() < grad_tolerance
+    assert fast.dtypes == {torch.float32}, "weights and gradients"
     if flags[:4] in tolerances:
         assert fast.loss != plain.loss, "autocast did not reach the model"
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-def test_weights_and_gradients_stay_fp32_under_autocast(one_step):
-    assert one_step(bf16=True).dtypes == {torch.float32}
-
-
-def test_grad_clip_0_is_off_and_does_not_zero_the_gradients(one_step):
-    step = one_step(grad_clip=0.0, batch_size=8)
-    assert step.norm == pytest.approx(step.gradient.norm().item(), rel=1e-5)
-    assert step.norm > 0.1
-
-
-def test_clipping_bounds_the_gradient_once_and_the_norm_is_from_before(one_step, monkeypatch):
-    free = one_step(batch_size=8)
+def test_clipping_bounds_the_gradient_once_and_the_norm_is_from_before_and_0_is_off(
+    one_step, monkeypatch
+):
+    free = one_step(batch_size=8, grad_clip=0)
+    assert free.norm == pytest.approx(free.gradient.norm().item(), rel=1e-5)
+    assert free.norm > 0.1
     calls = []
     at_step(monkeypatch, lambda call, _: calls.append(call))
     clipped = one_step(batch_size=2, total_batch_tokens=8 * 32, grad_clip=0.05)
     assert calls == [1]
     assert clipped.norm == pytest.approx(free.norm, rel=1e-5)
     assert clipped.gradient.norm().item() == pytest.approx(0.05, rel=1e-4)
-    torch.testing.assert_close(
-        clipped.gradient / 0.05, free.gradient / free.norm, rtol=1e-3, atol=1e-5
-    )
+    directions = clipped.gradient / 0.05, free.gradient / free.norm
+    torch.testing.assert_close(*directions, rtol=1e-3, atol=1e-5)
 
 
 def test_fp16_gradients_are_unscaled_before_clipping(one_step):
@@ -252,19 +246,18 @@ def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(
 ):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    sampled = []
 
     # as sample_text does, with a vocabulary that shares the other tests' compilation
     def sample(model, prompt, tokens, **_):
-        sampled.append(generate(model, torch.tensor([[1] * len(prompt)]), tokens))
-        return "a text"
+        return f"a text of {generate(model, torch.ones(1, 3, dtype=torch.long), tokens).shape}"
 
     monkeypatch.setattr(evaluation_module, "sample_text", sample)
     config = tiny_config(**COMPILED, max_steps=5, eval_every=1, val_fraction=0.05)
     run(config.model_copy(update={"sample_every": 2, "sample_tokens": 2}))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert capsys.readouterr().out.count("compiling takes a minute") == 1
-    assert [tuple(tokens.shape) for tokens in sampled] == [(1, 5)] * 3
+    printed = capsys.readouterr().out
+    assert printed.count("compiling takes a minute") == 1
+    assert printed.count("a text of torch.Size([1, 5])") == 3
     assert len(rows(config, "eval.csv")) == 6
 
 
@@ -281,7 +274,6 @@ def test_every_flag_reaches_what_it_switches(tiny_config, monkeypatch):
             fused_adamw=True,
             compile=True,
             compile_mode="max-autotune",
-            total_batch_tokens=256,
         ),
         ALONE,
     )
@@ -289,12 +281,8 @@ def test_every_flag_reaches_what_it_switches(tiny_config, monkeypatch):
     assert taken.model is model
     assert model.compiled == {"mode": "max-autotune"}
     assert all(block.attn.config.flash for block in model.transformer.h)
-    assert taken.accumulation == 2
     assert adamw.defaults["fused"] is True
     assert taken.state.scaler.is_enabled()
-    with taken.autocast():
-        assert torch.get_autocast_dtype("cpu") == torch.float16
-        assert torch.is_autocast_enabled("cpu")
 
 
 def test_a_run_evaluates_under_its_own_autocast_on_as_many_tokens_as_it_is_told(tiny_config):
