@@ -1,6 +1,7 @@
 """Options: what a mistake prints, what overrides what, `--help`, and the YAML files in configs/."""
 
 import dataclasses
+import itertools
 import json
 import pickle
 import re
@@ -70,25 +71,19 @@ lr_schedule: constant|cosine|wsd
 compile_mode: default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs
 device: auto|cuda|mps|cpu
 """)
-# what each stage of the speedup ladder changes, and relative to which
+# what each stage of the speedup ladder changes relative to the one before, the first to baseline
 LADDER = {
-    "speedup1": ("baseline", {"tie_weights": True}),
-    "speedup2": ("speedup1", {"tf32": True}),
-    "speedup3": ("speedup2", {"bf16": True, "batch_size": 3}),
-    "speedup4": ("speedup3", {"init": "gpt2", "residual_scaling": True}),
-    "speedup5": ("speedup4", {"compile": True}),
-    "speedup5_max_autotune": ("speedup5", {"compile_mode": "max-autotune"}),
-    "speedup6": ("speedup5_max_autotune", {"flash": True, "batch_size": 6}),
-    "speedup7": ("speedup6", {"vocab_size": 50304}),
-    "speedup8": ("speedup7", {"betas": (0.9, 0.95), "grad_clip": 1.0}),
-    "speedup9": (
-        "speedup8",
-        {"lr": 6e-4, "min_lr": 6e-5, "warmup_steps": 10, "lr_schedule": "cosine"},
-    ),
-    "speedup10": (
-        "speedup9",
-        {"weight_decay": 0.1, "decay_matrices_only": True, "fused_adamw": True},
-    ),
+    "speedup1": {"tie_weights": True},
+    "speedup2": {"tf32": True},
+    "speedup3": {"bf16": True, "batch_size": 3},
+    "speedup4": {"init": "gpt2", "residual_scaling": True},
+    "speedup5": {"compile": True},
+    "speedup5_max_autotune": {"compile_mode": "max-autotune"},
+    "speedup6": {"flash": True, "batch_size": 6},
+    "speedup7": {"vocab_size": 50304},
+    "speedup8": {"betas": (0.9, 0.95), "grad_clip": 1.0},
+    "speedup9": {"lr": 6e-4, "min_lr": 6e-5, "warmup_steps": 10, "lr_schedule": "cosine"},
+    "speedup10": {"weight_decay": 0.1, "decay_matrices_only": True, "fused_adamw": True},
 }
 
 
@@ -178,6 +173,7 @@ FLAG_MISTAKES = """
 --lr_schedule=cos => --lr_schedule: .. 'constant', 'cosine' or 'wsd' .. did you mean cosine?
 --device gpu => --device: .. 'cuda' .. 'cpu' .. 'gpu'
 --n_layer 0 => --n_layer: .. greater than or equal to 1 .. '0'
+--n_layer 0 --print_config => --n_layer: .. greater than or equal to 1 .. '0'
 --dropout 1 => --dropout: .. less than 1 .. '1'
 --lr 0 => --lr: .. greater than 0 .. '0'
 --lr -0.1 => --lr: .. greater than 0 .. '-0.1'
@@ -320,12 +316,11 @@ def test_load_config_raises_rather_than_exits():
         load_config(n_layer=0, lrr=1)
 
 
-@pytest.mark.parametrize("argv", ["--config f.yaml", "--batchsize 4 --seq_len 2048"])
-def test_the_real_command_line_prints_no_traceback_and_exits_with_2(argv, tmp_path):
-    write("f.yaml", "lr: [\n")
-    ran = run_from_nothing("train.py", *argv.split(), cwd=tmp_path)
+def test_the_real_command_line_prints_no_traceback_and_exits_with_2(tmp_path):
+    write("f.yaml", "lr: fast\nseed: x")
+    ran = run_from_nothing("train.py", "--config", "f.yaml", cwd=tmp_path)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert re.fullmatch("(error: .+\n)+", ran.stderr)
+    assert re.fullmatch("(error: .+\n){2}", ran.stderr)
 
 
 def test_importing_config_and_asking_for_help_never_import_torch():
@@ -495,11 +490,6 @@ def test_print_config_shows_every_option_and_where_its_value_came_from(printed):
     assert changes(loaded(text), config) == {}
 
 
-def test_print_config_does_not_hide_a_mistake(mistakes):
-    (line,) = mistakes("--n_layer", "0", "--print_config")
-    assert line.startswith("--n_layer: ")
-
-
 NOTES = """
 --warmup_steps 100 --max_steps 50 --lr 1e-3 => warmup_steps 100 .. max_steps 50 .. 0.0005
 --min_lr 1e-5 => min_lr .. no effect .. constant
@@ -586,11 +576,10 @@ def test_the_baseline_has_everything_off():
     assert changed == {"dataset": "shakespeare", "batch_size": 2}
 
 
-@pytest.mark.parametrize("stage", LADDER)
-def test_each_rung_of_the_speedup_ladder_adds_its_own_optimization_and_nothing_else(stage):
-    base, added = LADDER[stage]
+@pytest.mark.parametrize(("base", "stage"), [*itertools.pairwise(["baseline", *LADDER])])
+def test_each_rung_of_the_speedup_ladder_adds_its_own_optimization_and_nothing_else(base, stage):
     config = load_config(stage)
-    assert changes(config, load_config(base)) == added
+    assert changes(config, load_config(base)) == LADDER[stage]
     assert config.notes() == []
 
 
@@ -640,7 +629,6 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
     assert not changes(config, config.model_copy(update=settings))
     off = config.describe_optimizations(1).partition("; off: ")[2]
     assert off == "optimizer, fp16, fsdp, recompute, recompute_cheap, loss_chunks, several ranks"
-    assert all(config.accumulation_steps(world_size) for world_size in (1, 2, 4, 8))
 
 
 def test_the_recipe_of_124m_is_the_one_that_is_known():

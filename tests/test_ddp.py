@@ -2,7 +2,6 @@
 of gradients a step, and other dropout in each process.
 """
 
-import contextlib
 import itertools
 import json
 
@@ -11,7 +10,7 @@ import pytest
 from checkpoint.weights import load_model
 from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
 from tests.test_train import column
-from train import no_sync, setup, train
+from train import train
 
 SMALL = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "max_steps": 8, "total_batch_tokens": 12 * 16}
 SMALL |= {"real_vocab_size": 100, "tie_weights": True}
@@ -125,10 +124,3 @@ def test_gradients_are_averaged_once_a_step_and_each_process_drops_other_element
         "two micro-steps or processes drop the same"
     )
     assert all(0.4 < share < 0.6 for _, share in masks)
-
-
-def test_one_rank_trains_the_model_itself(tiny_config):
-    plain, compiled = (setup(tiny_config(compile=on), ALONE) for on in (False, True))
-    assert plain.model is plain.state.model
-    assert compiled.model._orig_mod is compiled.state.model
-    assert isinstance(no_sync(plain.model, accumulating=True), contextlib.nullcontext)

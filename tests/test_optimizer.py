@@ -32,11 +32,12 @@ def test_constant_is_constant():
 )
 def test_the_rate_rises_to_its_peak_in_the_warm_up_and_never_after(schedule, warmup, steps):
     lrs = rates(lr=1e-3, min_lr=1e-5, warmup_steps=warmup, lr_schedule=schedule, max_steps=steps)
-    peak = max(warmup, 1)
-    assert lrs[:peak] == pytest.approx([1e-3 * step / peak for step in range(1, peak + 1)][:steps])
-    assert lrs[peak - 1 : peak] == [1e-3][: peak <= steps]
-    assert lrs[peak - 1 :] == sorted(lrs[peak - 1 :], reverse=True)
-    assert min(lrs) >= min(1e-3 / peak, 1e-5)
+    rising = [1e-3 * step / warmup for step in range(1, warmup + 1)]
+    assert lrs[:warmup] == pytest.approx(rising[:steps])
+    after = lrs[max(warmup - 1, 0) :]
+    assert after == sorted(after, reverse=True)
+    assert after[:1] in ([], [1e-3])
+    assert min(lrs) > 0
 
 
 def test_wsd_is_stable_then_decays_linearly():
@@ -152,20 +153,18 @@ def test_matrices_of_one_shape_are_made_orthogonal_as_each_alone():
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_muon_computes_in_a_precision_that_the_processor_has(has_bf16, dtype, monkeypatch):
+    dtypes = []
     monkeypatch.setattr(optimizer, "has_bf16_matmuls", lambda device: has_bf16)
-    muon, dtypes = muon_of(torch.nn.Parameter(torch.ones(4, 4))), []
-    muon.orthogonalize = lambda x: dtypes.append(x.dtype) or orthogonalize(x)
-    muon.param_groups[0]["params"][0].grad = torch.ones(4, 4)
-    muon.step()
+    monkeypatch.setattr(optimizer, "orthogonalize", lambda x: dtypes.append(x.dtype) or x)
+    update(muon_of, torch.ones(4, 4), torch.ones(4, 4))
     assert dtypes == [dtype]
 
 
 def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):
-    config = load_config(optimizer="muon", lr=1e-3, muon_lr=0.05, warmup_steps=10)
+    config = load_config(optimizer="muon", lr=1e-3, muon_lr=0.05)
     adamw, muon = make_optimizers(tiny_model(), config)[0]
-    for one, lr in ((adamw, 5e-4), (muon, 0.025)):
-        for group in one.param_groups:
-            assert group["lr_factor"] * learning_rate(5, config) == pytest.approx(lr)
+    factors = [group["lr_factor"] for group in adamw.param_groups + muon.param_groups]
+    assert factors == pytest.approx([1, 50, 50])
     p = muon.param_groups[0]["params"][0]
     p.grad = torch.ones_like(p)
     expected = 0.0
