@@ -133,9 +133,9 @@ def loaded(text: str, **options) -> Config:
     return load_config(write("f.yaml", text), **options)
 
 
-def cases(table: str) -> list[tuple[str, str]]:
+def cases(table: str) -> list[list[str]]:
     """What is given and what is said of it, line by line of `given => said`."""
-    return [tuple(line.split(" => ")) for line in table.strip().splitlines()]
+    return [line.split(" => ") for line in table.strip().splitlines()]
 
 
 def missing(said: str, text: str) -> list[str]:
