@@ -150,8 +150,8 @@ def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
     return functools.partial(tiny_run, tmp_path)
 
 
-def tiny_run(place: Path, **options) -> Config:
-    """The options of `tiny_config` for a run in any folder."""
+def tiny_run(place: Path, shape: dict[str, Any] = TINY, **options) -> Config:
+    """The options of `tiny_config` for a run in any folder; `shape`: the model's, if it has one."""
     values: dict[str, Any] = {
         "dataset": "tiny",
         "data_dir": str(place / "data"),
@@ -162,7 +162,7 @@ def tiny_run(place: Path, **options) -> Config:
         "max_steps": 6,
         "init": "gpt2",
     }
-    return load_config(**(TINY | values | options))
+    return load_config(**(shape | values | options))
 
 
 @pytest.fixture

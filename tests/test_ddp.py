@@ -2,6 +2,7 @@
 of gradients a step, and other dropout in each process.
 """
 
+import itertools
 import json
 
 import pytest
@@ -9,9 +10,16 @@ import pytest
 from checkpoint.weights import load_model
 from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
 from tests.test_train import column
-from train import no_sync, setup, train
+from train import train
 
-SHUFFLED, CLIPPED = {"shuffle": True}, {"grad_clip": 0.5}
+SMALL = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "max_steps": 8, "total_batch_tokens": 12 * 16}
+SMALL |= {"real_vocab_size": 100, "tie_weights": True}
+CHANGED = {"shuffle": True, "grad_clip": 0.5}
+KINDS = {
+    "in order": SMALL,
+    "shuffled": SMALL | CHANGED,
+    "compiled": COMPILED | CHANGED | {"seq_len": 32, "max_steps": 8, "total_batch_tokens": 48 * 32},
+}
 
 # trains each of some runs; several processes do so together
 TRAIN = """if True:
@@ -30,57 +38,34 @@ TRAIN = """if True:
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(processes, tmp_path):
-    """Every accumulation that makes 12 sequences on so many processes, in order and shuffled,
-    clipped and not; one is compiled.
+@pytest.mark.parametrize(
+    ("processes", "kinds"),
+    [*((n, ("in order", "shuffled")) for n in (1, 2, 3, 4)), (1, ["compiled"]), (2, ["compiled"])],
+)
+def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(processes, kinds, tmp_path):
+    """Every accumulation that makes 12 sequences on so many processes, with the loss whole and in
+    parts; compiled, the one that makes 48 of 4 at a time.
     """
-    small = {
-        "n_layer": 1,
-        "n_embd": 16,
-        "seq_len": 16,
-        "max_steps": 20,
-        "keep_last": 0,
-        "total_batch_tokens": 12 * 16,
-    }
-    compiled = (
-        COMPILED
-        | {"max_steps": 20, "total_batch_tokens": 48 * 32}
-        | (SHUFFLED if processes % 2 else CLIPPED)
-    )
-    kinds = {
-        "in order": small,
-        "shuffled, clipped": small | SHUFFLED | CLIPPED,
-        "compiled": compiled | {"compile": False},
-    }
-    divided = {
-        f"{name}, {n} micro-steps": options | {"batch_size": 12 // n // processes}
-        for n in range(1, 13)
-        if 12 % (n * processes) == 0
-        for name, options in kinds.items()
-        if name != "compiled"
-    }
-    divided["compiled, in 4s"] = compiled | {"batch_size": 4}
-
     write_tiny_corpus(tmp_path)
-    runs = [options | {"run_name": name} for name, options in divided.items()]
+    sequences, runs = 48 if kinds == ["compiled"] else 12, []
+    for kind, n in itertools.product(kinds, range(1, 13)):
+        divided = {"batch_size": sequences // n // processes, "loss_chunks": 1 + n % 3}
+        if 12 % (n * processes) == 0 and (kind != "compiled" or divided["batch_size"] == 4):
+            runs.append(KINDS[kind] | divided | {"run_name": f"{kind}, {n} micro-steps"})
     for done in run_ranks(processes, "-c", TRAIN, json.dumps(runs), cwd=tmp_path):
         assert done.returncode == 0, done.stderr
-    whole = {}
-    for name, options in kinds.items():
-        whole[name] = tiny_run(
-            tmp_path, **options, run_name=name, batch_size=48 if name == "compiled" else 12
-        )
-        train(whole[name], ALONE)
-    for name, options in divided.items():
-        config = tiny_run(tmp_path, **options, run_name=name)
+    for kind in kinds:
+        whole = KINDS[kind] | {"compile": False, "run_name": kind, "batch_size": sequences}
+        train(tiny_run(tmp_path, **whole), ALONE)
+    for options in runs:
+        config = tiny_run(tmp_path, **options)
+        whole = tiny_run(tmp_path, run_name=options["run_name"].partition(",")[0])
         for figure in ("loss", "norm"):
-            ours, expected = column(config, figure), column(whole[name.rpartition(", ")[0]], figure)
-            assert len(ours) == 20
-            assert ours == pytest.approx(expected, rel=1e-5, abs=0), f"{figure} of {name}"
-    assert load_model("compiled, in 4s", str(tmp_path / "logs")).config.n_layer == 1, (
-        "saved under plain names"
-    )
+            ours, expected = column(config, figure), column(whole, figure)
+            assert len(ours) == 8
+            assert ours == pytest.approx(expected, rel=1e-5, abs=0), config.run_name
+        weights = load_model(config.run_name, config.log_dir)  # saved under plain names
+        assert weights.config.n_layer == 1
 
 
 # notes how often all gradients had been averaged when each step ended, and by micro-step a hash and
@@ -139,10 +124,3 @@ def test_gradients_are_averaged_once_a_step_and_each_process_drops_other_element
         "two micro-steps or processes drop the same"
     )
     assert all(0.4 < share < 0.6 for _, share in masks)
-
-
-def test_one_rank_trains_the_model_itself(tiny_config):
-    plain, compiled = (setup(tiny_config(compile=on), ALONE) for on in (False, True))
-    assert plain.model is plain.state.model
-    assert compiled.model._orig_mod is compiled.state.model
-    assert no_sync(plain.model, accumulating=True).__class__.__name__ == "nullcontext"

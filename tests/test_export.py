@@ -133,13 +133,9 @@ def test_a_run_exported_taken_up_and_exported_again_has_the_same_files(tiny_conf
     train(config, ALONE)
     first, _ = exported(config)
     again, _ = exported(config, "again", source=str(first))
-    taken_up = load_config(
-        dataset="tiny",
-        data_dir=config.data_dir,
-        log_dir=config.log_dir,
-        seq_len=32,
+    taken_up = tiny_config(
+        shape={},
         max_steps=1,
-        device="cpu",
         init_from=str(first),
         run_name="second",
         lr=1e-30,
