@@ -101,8 +101,8 @@ class HowOptions(Options):
     batch_size=1,2,4
     """
     scaling: Annotated[tuple[Positive, ...], Listed] = ()
-    """numbers of ranks, such as 1,2,4, that train the same batch, interleaved: tokens/s,
-    efficiency, and the share spent waiting
+    """numbers of ranks, such as 1,2,4, that train the same batch, interleaved: tokens/s and
+    efficiency
     """
     rounds: int = Field(20, ge=FEWEST)
     """rounds of --scaling at most; fewer where every interval is narrower than 2%"""

@@ -13,7 +13,6 @@ import torch
 
 from config import Config
 from data.token_file import TokenFileError
-from measure.communication import profiler
 from measure.tables import about_machine, precision
 from measure.timing import Clock, in_fresh_process, is_mixed, set_up, settings
 from model import GPT, Block
@@ -169,7 +168,7 @@ def trace(run: Run, path: Path, rows: int = 12) -> list[tuple[str, ...]]:
     device = run.world.device
     for _ in range(2):
         train_step(run, 1)
-    with profiler(device) as profile:
+    with torch.profiler.profile() as profile:
         train_step(run, 1)
         synchronize(device)
     profile.export_chrome_trace(str(path))

@@ -150,12 +150,9 @@ class Side:
         for file in self.errors:
             file.close()
 
-    def train(self, message: int | None = None) -> float:
-        """Take the steps; returns tokens/s. Raises SideError if a rank fails.
-
-        `message`: profile the steps, and time the ranks' link with messages of so many bytes.
-        """
-        request = f"{self.steps}" if message is None else f"{self.steps} {message}"
+    def train(self) -> float:
+        """Take the steps; returns tokens/s. Raises SideError if a rank fails."""
+        request = f"{self.steps}"
         for process in self.processes:
             with contextlib.suppress(BrokenPipeError):  # it has ended; its stderr says why
                 print(request, file=process.stdin, flush=True)

@@ -211,7 +211,7 @@ def train_peer(options: PeerConfig, requests: Requests) -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    for steps, _ in requests:
+    for steps in requests:
         seconds = []
         for _ in range(steps):
             synchronize(device)

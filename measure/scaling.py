@@ -23,7 +23,6 @@ from measure.interleaved import (
 from measure.options import to_flags
 from measure.ratio import Ratio
 from measure.tables import Row, about_machine, draw_panels, figure
-from model import GPT, GPTConfig
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
@@ -38,8 +37,6 @@ from runtime.report import (
 from runtime.start import cores
 
 WIDTH = 0.02  # stop once every interval is narrower than this share of its median
-PROFILED_STEPS = 6  # the first of them starts the profiler and does not count
-BUCKET = 25 * 2**20  # bytes that DDP sends at a time, by default
 
 
 def split(config: Config, ranks: int) -> tuple[int, int]:
@@ -82,7 +79,7 @@ def measure_scaling(
     rounds: int,
     make_folder: Callable[[], Path],
 ) -> Path:
-    """Interleave so many ranks on the config `name` with `values`, profile each, and report.
+    """Interleave so many ranks on the config `name` with `values`, and report.
 
     The folder is made once the options are checked. Raises UserError for what cannot be measured
     here, TrainingError if a side fails.
@@ -102,14 +99,9 @@ def measure_scaling(
         flags = to_flags({**values, **given})
         label = f"{n} rank{'s' * (n > 1)}"
         sides.append(training_side(label, ["--config", name, *flags], ranks=n))
-    with torch.device("meta"):  # the sizes alone
-        gradients = 4 * GPT(GPTConfig.of(config)).num_parameters()  # bytes
     with started(sides):
         results = folder / "in_turn.json"
         rates = run_rounds(sides, rounds, WIDTH, results=results, say=say)
-        for side in sides:
-            side.steps = PROFILED_STEPS
-            side.train(min(BUCKET, gradients))
     rows = [row_of(config, device, n, side, rates) for n, side in zip(counts, sides, strict=True)]
     for row in rows:
         row["hardware"] = row["used"] / rows[0]["used"]
@@ -121,17 +113,15 @@ def measure_scaling(
 def row_of(config: Config, device: torch.device, ranks: int, side: Side, rates: Rates) -> Row:
     """Return the figures of a number of ranks, as results.json has them.
 
-    The side's last answer is that of the profiled steps. Efficiency is how many times as fast as
-    the first it is, over how many times as much hardware it uses.
+    Efficiency is how many times as fast as the first it is, over how many times as much hardware
+    it uses.
     """
     last = side.answers[-1]
     answers = last.get("ranks", [last])
-    profiles = [answer["profile"] for answer in answers]
     first = next(iter(rates))
     batch_size, micro_steps = split(config, ranks)
     tokens, tokens_per_sec = config.tokens_per_step(1), statistics.median(rates[side.name])
     over_first = Ratio(1.0) if side.name == first else ratio_of(rates, side.name, first)
-    waiting = [sum(each["waiting"][1:]) / sum(each["step"][1:]) for each in profiles]
     return {
         "ranks": ranks,
         "threads": last["threads"],  # of each rank
@@ -144,9 +134,6 @@ def row_of(config: Config, device: torch.device, ranks: int, side: Side, rates: 
         # GPUs, or cores
         "used": ranks if device.type == "cuda" else min(cores(), ranks * last["threads"]),
         "step_s": tokens / tokens_per_sec,
-        "waiting": statistics.fmean(waiting),  # share of the step
-        "update_s": statistics.median(profiles[0]["update"][1:]),
-        "link": last.get("link_gb_s"),
         "memory_mb": max(answer["peak_memory_mb"] for answer in answers),
     }
 
@@ -160,18 +147,13 @@ COLUMNS = [
     figure("tokens/s", "tokens_per_sec", ",.0f"),
     figure("x first", "x_first"),
     figure("efficiency", "efficiency", ".0%"),
-    figure("waiting", "waiting", ".1%"),
-    Column("update, ms", lambda row: f"{row['update_s'] * 1e3:,.1f}"),
-    figure("link, GB/s", "link", ".3g"),
     figure("MB each", "memory_mb", ",.0f"),
 ]
 MEANING = (
     "batch: sequences of a micro-step x micro-steps, of each rank. tokens/s: of all ranks, the "
     "median of the rounds. x first: the median of the rounds' ratios, with its 95% interval. "
     "Efficiency: that over how much more hardware it has, GPUs or, on a CPU, cores in use. "
-    "Waiting: the share of a profiled step in which a rank has a transfer under way and computes "
-    "nothing, the mean over the ranks. Link: all-reduces of the size of DDP's buckets, as bus "
-    "bandwidth. MB: peak memory, of the GPU's tensors on CUDA, else of a rank's process."
+    "MB: peak memory, of the GPU's tensors on CUDA, else of a rank's process."
 )
 
 
@@ -185,8 +167,7 @@ def write_report(
         "measured": (ranks, [row["over_first"]["median"] for row in rows]),
         "hardware": (ranks, [row["hardware"] for row in rows]),
     }
-    waiting = {"measured": (ranks, [100 * row["waiting"] for row in rows])}
-    panels = {f"tokens/s over those of {ranks[0]}": factors, "waiting, % of the step": waiting}
+    panels = {f"tokens/s over those of {ranks[0]}": factors}
     draw_panels(folder / "scaling.png", "ranks", panels)
     about = {"torch": torch.__version__, "threads": rows[0]["threads"]}
     lines = [
@@ -199,7 +180,7 @@ def write_report(
         "",
         MEANING,
         "",
-        "![tokens/s and waiting](scaling.png)",
+        "![tokens/s](scaling.png)",
     ]
     write_whole(folder / "report.md", "\n".join(lines) + "\n")
     results = {

@@ -3,8 +3,7 @@
 echo 3 | python -m measure.side --config speedup10.yaml
 
 A line of stdin is a number of steps; the answer is a line of JSON. measure/interleaved.py starts
-this, and takes any program that answers likewise. A second number on the line asks for a profile
-of the steps, and with several ranks for the speed of their link, in messages of so many bytes.
+this, and takes any program that answers likewise.
 """
 
 from config import Config
@@ -13,7 +12,6 @@ from runtime.start import start
 if __name__ == "__main__":
     OPTIONS = start(Config, description=__doc__, config_file=True)
 
-import contextlib
 import json
 import os
 import sys
@@ -22,9 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
-from measure.communication import STEP, figures_of, link_speed, profiler
 from measure.options import without_end
 from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
@@ -43,11 +39,10 @@ class Requests:
         self.answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def __iter__(self) -> Iterator[tuple[int, int | None]]:
-        """Yield the steps to take, and the bytes of a message, until nobody asks any more."""
+    def __iter__(self) -> Iterator[int]:
+        """Yield the steps to take, until nobody asks any more."""
         for line in sys.stdin:
-            steps, *message = map(int, line.split())
-            yield steps, message[0] if message else None
+            yield int(line)
 
     def answer(self, **figures: Any) -> None:
         """Answer once this process sleeps; `asleep` says whether it does."""
@@ -68,29 +63,22 @@ def falls_asleep(patience: float = 2.0) -> bool:
     return False
 
 
-def take_steps(run: Run, count: int, message: int | None = None) -> dict[str, Any]:
+def take_steps(run: Run, count: int) -> dict[str, Any]:
     """Take so many steps of the run; returns the figures to answer with. See `Requests`."""
     state, device, world = run.state, run.world.device, run.world
-    profile = None if message is None else profiler(device)
     seconds: list[float] = []
-    with profile or contextlib.nullcontext():
-        for _ in range(count):
-            trim_memory_if_short()
-            with record_function(STEP):
-                loss, _, step_seconds = timed_step(run, state.step + 1)
-            state.step += 1
-            seconds.append(step_seconds)
-    figures: dict[str, Any] = {
+    for _ in range(count):
+        trim_memory_if_short()
+        loss, _, step_seconds = timed_step(run, state.step + 1)
+        state.step += 1
+        seconds.append(step_seconds)
+    return {
         "seconds": seconds,
         "tokens": count * run.config.tokens_per_step(world.world_size),
         "loss": loss,
         "peak_memory_mb": peak_memory_mb(device),
+        "threads": torch.get_num_threads(),
     }
-    if profile and message:
-        figures |= {"threads": torch.get_num_threads(), "profile": figures_of(profile.events())}
-        if world.distributed:
-            figures["link_gb_s"] = link_speed(world, message)
-    return figures
 
 
 def main(config: Config) -> None:
@@ -98,8 +86,8 @@ def main(config: Config) -> None:
     requests = Requests()
     with joined_world(choose_device(config.device, launch()), config.timeout) as world:
         run = setup(without_end(config), world)
-        for steps, message in requests:
-            requests.answer(**take_steps(run, steps, message))
+        for steps in requests:
+            requests.answer(**take_steps(run, steps))
 
 
 if __name__ == "__main__":

@@ -268,8 +268,8 @@ def draw_panels(
     path: Path, xlabel: str, panels: Mapping[str, Mapping[str, tuple[list[int], list[float]]]]
 ) -> None:
     """Draw panels side by side, by the label of their y axis: x and y of labelled lines."""
-    picture, both = new_figure(1, len(panels), figsize=(9, 3.6))
-    for axes, (ylabel, lines) in zip(both, panels.items(), strict=True):
+    picture, grid = new_figure(1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False)
+    for axes, (ylabel, lines) in zip(grid[0], panels.items(), strict=True):
         axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
         for label, (x, y) in lines.items():
             axes.plot(x, y, label=plain(label))
