@@ -22,12 +22,12 @@ from measure.interleaved import (
 )
 from measure.options import to_flags
 from measure.ratio import Ratio
-from measure.tables import Row, about_machine, draw_panels, figure
+from measure.tables import Row, about_machine, draw_panels, figure, show_table
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.launch import Launch, launch
-from runtime.report import Column, git_commit, machine, markdown_table, print_table
+from runtime.report import Column, git_commit, machine
 from runtime.start import cores
 
 WIDTH = 0.02  # stop once every interval is narrower than this share of its median
@@ -134,14 +134,14 @@ def write_report(
     rows: Sequence[Row], name: str, folder: Path, device: torch.device, rounds: int
 ) -> None:
     """Print the figures and write them: report.md, results.json and a picture."""
-    print_table(f"{rows[0]['tokens']:,} tokens a step, {rounds} rounds", COLUMNS, rows)
+    table = show_table(f"{rows[0]['tokens']:,} tokens a step, {rounds} rounds", COLUMNS, rows)
     ranks = [row["ranks"] for row in rows]
     factors = {
         "measured": (ranks, [row["over_first"]["median"] for row in rows]),
         "hardware": (ranks, [row["hardware"] for row in rows]),
     }
-    label = f"tokens/s over those of {ranks[0]}"
-    draw_panels(folder / "scaling.png", "ranks", {label: factors})
+    panels = {f"tokens/s over those of {ranks[0]}": factors}
+    draw_panels(folder / "scaling.png", panels, "ranks", doubling=True)
     versions = {"torch": torch.__version__, "device": device_name(device)}
     lines = [
         f"# {Path(name).stem}: the same batch on more ranks",
@@ -149,8 +149,7 @@ def write_report(
         f"{about_machine(rows[0] | versions)} {rows[0]['tokens']:,} tokens a "
         f"step, {rounds} interleaved rounds after the first {LEFT_OUT}.",
         "",
-        *markdown_table(COLUMNS, rows),
-        "",
+        *table,
         MEANING,
         "",
         "![tokens/s](scaling.png)",
