@@ -96,7 +96,7 @@ def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
     (config,) = options.stages
     stem = Path(config).stem
     folder = Path(options.log_dir) / f"ablate_{stem}"
-    device = make_stage("ablate", config, options.log_dir, of_runs).config.device
+    device = make_stage("ablate", config, str(folder), of_runs).config.device
     pairs = ablation(config, of_runs, folder)
     if not pairs:
         raise UserError(f"{config}: has no optimization on, so there is nothing to switch off")

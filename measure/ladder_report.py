@@ -1,9 +1,9 @@
 """Report a ladder, an ablation, and ladders of several machines: tables and pictures."""
 
 import csv
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,13 @@ from runtime.errors import TrainingError, UserError
 from runtime.files import write_whole
 from runtime.report import (
     COLOURS,
-    MARKERS,
     Column,
+    draw_bars,
     draw_losses,
     field,
     items,
     markdown_table,
-    new_figure,
-    plain,
     print_table,
-    save_picture,
 )
 from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 
@@ -89,7 +86,7 @@ def write_report(
     """
     if not rows:
         kind = TrainingError if failures else UserError
-        raise kind("\n".join([f"{folder}: nothing finished to report", *failures]))
+        raise kind("\n".join([f"{folder}: no finished stage to report", *failures]))
     table = "\n".join(markdown_table(columns, rows))
     text = "\n\n".join([f"# {title}", table, *failures, *filter(None, about)])
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,6 +140,8 @@ def report(
         for stage in stages
         if stage.published.log and (run := stage.repeats) and run.summary()
     }
+    if rows:
+        write_results(folder / "results.csv", rows)
     write_report(
         folder,
         f"The {ladder} ladder" if ladder in SERIES else "A ladder",
@@ -154,7 +153,6 @@ def report(
         "![loss curves, measured over published](loss.png)" if curves else "",
         "\n".join(runs),
     )
-    write_results(folder / "results.csv", rows)
     over_first = {f"speed over {rows[0].stage}": [row.over_first for row in rows]}
     draw_factors(folder / "speed.png", [row.stage for row in rows], over_first)
     if curves:
@@ -215,7 +213,9 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
         memory = [side.peak_memory_mb for side in top.sides] if top else []
         if alone or top:
             rows.append(Worth(optimization, first.ratio, last.ratio, *memory))
-    failures = failures_of(chain(*pairs.values()))
+    failures = failures_of(itertools.chain(*pairs.values()))
+    if rows:
+        write_results(folder / "results.csv", rows)
     write_report(
         folder,
         f"What each optimization of {name} is worth",
@@ -226,7 +226,6 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
         "\n".join(dict.fromkeys(where)),
         "![factors with their intervals](worth.png)",
     )
-    write_results(folder / "results.csv", rows)
     series = {"switched on first": [r.first for r in rows], "last": [r.last for r in rows]}
     draw_factors(folder / "worth.png", [row.optimization for row in rows], series)
     return failures
@@ -244,7 +243,7 @@ def across(folders: Sequence[str], out: Path) -> None:
     for folder in folders:
         name = Path(folder).resolve().parent.name
         found[folder if name in found else name] = read_factors(Path(folder) / "results.csv")
-    stages = list(dict.fromkeys(chain(*found.values())))
+    stages = list(dict.fromkeys(itertools.chain(*found.values())))
     for i, name in enumerate(("A100, published", "one GPU, published"), start=1):
         found[name] = {
             stage: counterpart(config)
@@ -293,20 +292,21 @@ def read_factors(path: Path) -> dict[str, Ratio | None]:
 def draw_factors(
     path: Path, names: Sequence[str], series: Mapping[str, Sequence[Ratio | None]]
 ) -> None:
-    """Draw the factors of speed that each series has for each name, with their intervals."""
-    figure, axes = new_figure(figsize=(8, 1.5 + 0.3 * len(names)))
-    axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
-    for i, (label, factors) in enumerate(series.items()):
-        shift = 0.8 * ((i + 0.5) / len(series) - 0.5)  # so that points do not cover each other
-        known = {y + shift: factor for y, factor in enumerate(factors) if factor}
-        medians = [factor.median for factor in known.values()]
-        (points,) = axes.plot(medians, list(known), linestyle="", label=plain(label))
-        for y, factor in known.items():
-            axes.hlines(y, *factor.ends, color=points.get_color())
-    axes.axvline(1, color="0.4")
-    axes.set_yticks(range(len(names)), [plain(name) for name in names])
-    axes.invert_yaxis()
-    axes.set_xlabel("factor of speed")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=2)
-    save_picture(figure, path)
+    """Draw a bar for the factor of speed that each series has for each name, with its interval."""
+    colours = dict(zip(series, itertools.cycle(COLOURS), strict=False))
+    bars = [
+        (name, factor, colours[label])
+        for name, *factors in zip(names, *series.values(), strict=True)
+        for label, factor in zip(series, factors, strict=True)
+        if factor
+    ]
+    draw_bars(
+        path,
+        [name for name, *_ in bars],
+        [factor.median for _, factor, _ in bars],
+        [str(factor) for _, factor, _ in bars],
+        "factor of speed",
+        colours=[colour for *_, colour in bars],
+        meanings={colour: label for label, colour in colours.items()},
+        whiskers=[factor.ends for _, factor, _ in bars],
+    )

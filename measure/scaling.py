@@ -141,7 +141,7 @@ def write_report(
         "hardware": (ranks, [row["hardware"] for row in rows]),
     }
     panels = {f"tokens/s over those of {ranks[0]}": factors}
-    draw_panels(folder / "scaling.png", panels, "ranks", doubling=True)
+    draw_panels(folder / "scaling.png", panels, "ranks")
     versions = {"torch": torch.__version__, "device": device_name(device)}
     lines = [
         f"# {Path(name).stem}: the same batch on more ranks",

@@ -23,7 +23,7 @@ from runtime.report import machine
 from runtime.runlog import Row, curve, read_rows
 from runtime.signals import ENDS_WITH
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
 MPS = ("overfit", "dataloader", "weight_sharing", "init", "timing", "tf32", "cuda_bf16")
 GPU_MS = ("fp32", "tf32", "bf16", "compile", "flash", "vocab", "fused_adamw")
@@ -162,9 +162,8 @@ def with_bases(stages: Sequence[Stage]) -> list[tuple[Stage, Stage]]:
     pairs = []
     for before, stage in pairwise([stages[0], *stages]):
         name = read_yaml_mapping(stage.file).get("base")
-        file = find_config(name, stage.file.parent).resolve() if name else None
-        base = next((other for other in stages if other.file == file), before)
-        pairs.append((stage, base))
+        file = name and find_config(name, stage.file.parent).resolve()
+        pairs.append((stage, next((other for other in stages if other.file == file), before)))
     return pairs
 
 

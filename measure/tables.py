@@ -136,11 +136,11 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 def write_results(rows: Sequence[Row], folder: Path) -> None:
     """Write results.json and results.csv; pandas reads both."""
     write_whole(folder / "results.json", json.dumps(rows, indent=1) + "\n")
-    flat = []
-    for row in rows:
-        cells = {k: str(v).lower() if isinstance(v, bool) else v for k, v in row.items()}
-        flat.append({k: v for k, v in cells.items() if k != "times_s"})
-    write_csv(folder / "results.csv", flat)
+    lines = [
+        {k: json.dumps(v) if isinstance(v, bool) else v for k, v in row.items() if k != "times_s"}
+        for row in rows
+    ]
+    write_csv(folder / "results.csv", lines)
 
 
 def read_results(path: Path) -> tuple[Means, Row]:
@@ -280,17 +280,9 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_panels(
-    path: Path,
-    panels: Mapping[str, Mapping[str, Curve]],
-    xlabel: str,
-    ylabel: str = "",
-    *,
-    doubling: bool = False,
+    path: Path, panels: Mapping[str, Mapping[str, Curve]], xlabel: str, ylabel: str = ""
 ) -> None:
-    """Draw a panel for each title, up to four beside each other: x and y of labelled lines.
-
-    `doubling`: the next x is mostly twice the one before it, and y is drawn from 0.
-    """
+    """Draw a panel for each title, up to four beside each other: x and y of labelled lines."""
     width = min(4, len(panels))
     height = math.ceil(len(panels) / width)
     size = 4 * width, 3 * height
@@ -303,10 +295,6 @@ def draw_panels(
             axes.plot(*curve, markersize=3, alpha=0.7, label=plain(label))
         axes.set_title(title)
         axes.grid(alpha=0.3)
-        if doubling:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.set_ylim(bottom=0)
     grid[0, 0].legend()
     picture.supxlabel(xlabel)
     picture.supylabel(ylabel)
@@ -324,4 +312,4 @@ def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
         x = [row[name] for row in of_model]
         panels["tokens/s"][model] = x, [row["tokens_per_sec"] for row in of_model]
         panels["peak memory, MB"][model] = x, [row["peak_memory_mb"] for row in of_model]
-    draw_panels(path, panels, name, doubling=True)
+    draw_panels(path, panels, name)
