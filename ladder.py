@@ -9,14 +9,15 @@ python ladder.py --plot logs/a logs/b                 loss curves of any runs in
 """
 
 import sys
+from itertools import chain
 from pathlib import Path
 
 from config import Config
 from measure.comparison import Pair, ablation, compare_pairs, pairs_of
 from measure.interleaved import split_command_line
-from measure.ladder_report import across, failures_of, plot_runs, report, report_ablation
+from measure.ladder_report import across, plot_runs, report, report_ablation
 from measure.ratio import FEWEST
-from measure.stages import SERIES, bf16_note, make_stage, plan, probe, run_stages, runs_of
+from measure.stages import SERIES, make_stage, note_slow_bf16, plan, probe, run_stages, runs_of
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import sole_writer
@@ -63,8 +64,8 @@ def check(options: LadderOptions) -> None:
         raise UserError("--ablate takes one config, such as speedup10.yaml")
 
 
-def climb(options: LadderOptions, of_runs: list[str]) -> bool:
-    """Run the stages, interleave each with its base, and report; returns True if none failed."""
+def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
+    """Run the stages, interleave each with its base, and report; returns what failed."""
     ladder, stages = plan(options.stages, options.log_dir, of_runs)
     folder = Path(options.log_dir) / ladder
     device = {} if options.report_only else probe(stages[0].config.device)
@@ -75,37 +76,35 @@ def climb(options: LadderOptions, of_runs: list[str]) -> bool:
     elif ladder == "speedup" and (ranks or device.get("gpus", 1)) > 1:
         ddp = make_stage("ddp", "ddp", str(folder), of_runs)
         ddp.ranks = ranks or device["gpus"]
-        if ranks or ddp.has_corpus():
+        if ranks or any(Path(ddp.config.data_dir, ddp.config.dataset).glob("*.bin")):
             stages.append(ddp)
         else:
             print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
     pairs: list[Pair] = []
     if not options.report_only:
-        if note := bf16_note(stages, device.get("bf16_slowdown")):
-            print(note, flush=True)
+        note_slow_bf16(stages, device.get("bf16_slowdown"))
         with sole_writer(folder):
             run_stages(runs_of(stages), options.rerun)
             pairs = list(pairs_of(stages).values())
             if options.rounds:
                 compare_pairs(pairs, options.rounds, options.rerun, device)
-    report(ladder, stages, folder, pairs)
-    return not failures_of([*runs_of(stages), *pairs])
+    return report(ladder, stages, folder, pairs)
 
 
-def ablate(options: LadderOptions, of_runs: list[str]) -> bool:
-    """Compare and report the optimizations of a config; returns True if none failed."""
+def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
+    """Compare and report the optimizations of a config; returns what failed."""
     (config,) = options.stages
-    folder = Path(options.log_dir) / f"ablate_{Path(config).stem}"
-    device = make_stage("ablate", config, options.log_dir, of_runs).config.device
+    stem = Path(config).stem
+    folder = Path(options.log_dir) / f"ablate_{stem}"
+    device = make_stage("ablate", config, str(folder), of_runs).config.device
     pairs = ablation(config, of_runs, folder)
     if not pairs:
         raise UserError(f"{config}: has no optimization on, so there is nothing to switch off")
     folder.mkdir(parents=True, exist_ok=True)
-    both = [pair for two in pairs.values() for pair in two]
     if not options.report_only:
+        both = list(chain(*pairs.values()))
         compare_pairs(both, options.rounds, options.rerun, probe(device))
-    report_ablation(Path(config).stem, pairs, folder)
-    return not failures_of(both)
+    return report_ablation(stem, pairs, folder)
 
 
 def main(options: LadderOptions, of_runs: list[str]) -> None:
@@ -115,7 +114,7 @@ def main(options: LadderOptions, of_runs: list[str]) -> None:
         across(options.stages, Path(options.log_dir) / "across")
     elif options.plot:
         plot_runs(options.stages, Path("comparison.png"))
-    elif not (ablate if options.ablate else climb)(options, of_runs):
+    elif (ablate if options.ablate else climb)(options, of_runs):
         raise SystemExit(1)
 
 

@@ -1,24 +1,24 @@
 """Where a training step's time and memory go: its parts, its operators, its allocations."""
 
-import contextlib
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from config import Config
 from data.token_file import TokenFileError
-from measure.tables import about_machine, precision
+from measure.tables import about_machine, precision, show_table
 from measure.timing import Clock, in_fresh_process, is_mixed, set_up, settings
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_whole
-from runtime.report import Column, field, flops_rate, items, markdown_table, print_table
+from runtime.report import Column, field, flops_rate, items
 from train import Batches, Run, train_step
 
 # ---- the parts of a step
@@ -33,73 +33,41 @@ class Part(NamedTuple):
     tflops: float  # NaN where it has no matmuls
 
 
-class Marks:
-    """Adds the time since the last mark to a part, waiting for the device at each."""
-
-    def __init__(self, device: torch.device, clock: Clock):
-        self.device, self.clock = device, clock
-
-    def start(self) -> None:
-        """Forget all times; the first part begins now."""
-        self.seconds: dict[str, float] = {}  # by part, in the order of their first marks
-        synchronize(self.device)
-        self.last = self.clock()
-
-    def mark(self, part: str) -> None:
-        """Count the time since the last mark as the part's."""
-        synchronize(self.device)
-        now = self.clock()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
-        self.last = now
-
-    def batches(self, batches: Batches) -> Batches:
-        """Yield the batches, and mark the time that each one takes as that of the data."""
-        for batch in batches:
-            self.mark("data")
-            yield batch
-
-
-@contextlib.contextmanager
-def marked(model: GPT, marks: Marks) -> Iterator[None]:
-    """Mark the parts of the model's forward and backward passes while entered.
+def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]:
+    """Have `mark` called at the end of each part of the model's forward and backward passes.
 
     The residual stream runs through all parts: a part's forward ends where the stream has its
     result, its backward where the gradient reaches the stream before it. So the norm before
-    attention or MLP and the sum after it belong to them.
+    attention or MLP and the sum after it belong to them. Returns the hooks.
     """
 
-    def forward_ends(part: str) -> Callable[..., None]:
-        return lambda *_: marks.mark(part)
+    def ends(part: str) -> Callable[..., None]:
+        return lambda *_: mark(part)
 
     def backward_ends(part: str) -> Callable[..., None]:
         def watch(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
-            inputs[0].register_hook(lambda _: marks.mark(f"{part}, backward"))
+            inputs[0].register_hook(ends(f"{part}, backward"))
 
         return watch
 
     parts = model.transformer
-    handles = [parts.h[0].register_forward_pre_hook(forward_ends("embedding"))]
+    hooks = [
+        parts.h[0].register_forward_pre_hook(ends("embedding")),
+        parts.ln_f.register_forward_pre_hook(backward_ends("head and loss")),
+        model.register_forward_hook(ends("head and loss")),
+    ]
     for block in parts.h:
         assert isinstance(block, Block)
-        handles += [
+        hooks += [
             block.register_forward_pre_hook(backward_ends("attention")),
-            block.ln_2.register_forward_pre_hook(forward_ends("attention")),
+            block.ln_2.register_forward_pre_hook(ends("attention")),
             block.ln_2.register_forward_pre_hook(backward_ends("MLP")),
-            block.register_forward_hook(forward_ends("MLP")),
+            block.register_forward_hook(ends("MLP")),
         ]
-    handles += [
-        parts.ln_f.register_forward_pre_hook(backward_ends("head and loss")),
-        model.register_forward_hook(forward_ends("head and loss")),
-    ]
-    handles += [
-        embedding.weight.register_post_accumulate_grad_hook(forward_ends("embedding, backward"))
-        for embedding in (parts.wte, parts.wpe)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    for embedding in (parts.wte, parts.wpe):
+        hook = ends("embedding, backward")
+        hooks.append(embedding.weight.register_post_accumulate_grad_hook(hook))
+    return hooks
 
 
 def part_flops(config: Config, tokens: int) -> dict[str, float]:
@@ -118,29 +86,39 @@ def break_down(run: Run, steps: int, clock: Clock = time.perf_counter) -> list[P
 
     The part `backward` is all of the backward pass; the parts after it are what it consists of.
     """
-    marks = Marks(run.world.device, clock)
-    plain = dataclasses.replace(run, model=run.state.model, batches=marks.batches(run.batches))
-    of_steps = []  # seconds by part
-    with marked(run.state.model, marks):
-        for _ in range(1 + steps):
-            marks.start()
-            train_step(plain, 1)
-            marks.mark("optimizer")
-            of_steps.append(marks.seconds)
-    names = list(marks.seconds)
+    of_steps: list[dict[str, float]] = []  # seconds by part, in the order of their first marks
+    last = 0.0
+
+    def mark(part: str) -> None:
+        """Count the time since the last mark as the part's; waits for the device."""
+        nonlocal last
+        synchronize(run.world.device)
+        before, last = last, clock()
+        of_steps[-1][part] = of_steps[-1].get(part, 0.0) + last - before
+
+    def marked_batches() -> Batches:
+        for batch in run.batches:
+            mark("data")
+            yield batch
+
+    plain = dataclasses.replace(run, model=run.state.model, batches=marked_batches())
+    hooks = mark_parts(run.state.model, mark)
+    for _ in range(1 + steps):
+        of_steps.append({})
+        train_step(plain, 1)
+        mark("optimizer")
+    for hook in hooks:
+        hook.remove()
+    names = list(of_steps[-1])
     ms = {name: 1e3 * statistics.median(step[name] for step in of_steps[1:]) for name in names}
     total = sum(ms.values()) or 1.0
     flops = part_flops(run.config, run.config.batch_size * run.config.seq_len)
     of_backward = [name for name in names if name.endswith(", backward")]
     for quantity in (ms, flops):
         quantity["backward"] = sum(quantity.get(name, 0) for name in of_backward)
-    forward = ["data", "embedding", "attention", "MLP", "head and loss"]
-    return [
-        Part(
-            name, ms[name], ms[name] / total, flops.get(name, math.nan) / max(ms[name], 1e-9) / 1e9
-        )
-        for name in [*forward, "backward", *of_backward, "optimizer"]
-    ]
+    names.insert(names.index(of_backward[0]), "backward")
+    rates = {name: flops.get(name, math.nan) / max(ms[name], 1e-9) / 1e9 for name in names}
+    return [Part(name, ms[name], ms[name] / total, rates[name]) for name in names]
 
 
 def part_name(part: Part) -> str:
@@ -163,7 +141,7 @@ PART = [
 OPERATOR = items("operator", "calls", "ms", "share")  # ms: in itself, not in those that it calls
 
 
-def trace(run: Run, path: Path, rows: int = 12) -> list[tuple[str, ...]]:
+def trace(run: Run, path: Path) -> list[tuple[str, ...]]:
     """Write a Chrome trace of a step, after two of warm-up; returns rows of its operators."""
     device = run.world.device
     for _ in range(2):
@@ -183,7 +161,7 @@ def trace(run: Run, path: Path, rows: int = 12) -> list[tuple[str, ...]]:
     total = sum(ms for ms, *_ in operators) or 1.0
     return [
         (f"{name:.60}", f"{calls:,}", f"{ms:.1f}", f"{ms / total:.1%}")
-        for ms, calls, name in sorted(operators, reverse=True)[:rows]
+        for ms, calls, name in sorted(operators, reverse=True)[:12]
     ]
 
 
@@ -213,14 +191,14 @@ def inspect_models(
     """
     lines = ["# Where a training step's time goes", ""]
     for name, config in models:
-        label = f"{name}_{precision(is_mixed(config))}"
-        title = f"{name}, {precision(is_mixed(config))} precision, {config.batch_size} x "
-        title += f"{config.seq_len} tokens"
+        bits = precision(is_mixed(config))
+        title = f"{name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens"
+        print(title, flush=True)
         found, error = in_fresh_process(
-            inspect_model, wanted, config, label, title, folder, steps, from_corpus
+            inspect_model, wanted, config, folder, f"{name}_{bits}", steps, from_corpus
         )
         if error:
-            print(f"{title}: {error}")
+            print(error)
         lines += [f"## {title}", "", *(found or [error]), ""]
         write_whole(folder / "parts.md", "\n".join(lines))
 
@@ -228,15 +206,14 @@ def inspect_models(
 def inspect_model(
     wanted: Collection[str],
     config: Config,
-    label: str,
-    title: str,
     folder: Path,
+    label: str,
     steps: int,
     from_corpus: bool,
 ) -> list[str]:
     """Print and write what `inspect_models` says of one model; returns its part of the report.
 
-    Raises UserError for what this device cannot do.
+    Files are named after `label`. Raises UserError for what this device cannot do.
     """
     data = f"{config.data_dir}/{config.dataset}"
     try:
@@ -253,14 +230,12 @@ def inspect_model(
     if "breakdown" in wanted:
         if config.compile:
             print("note: the breakdown is of the uncompiled model: compiled, its parts are fused")
-        parts = break_down(run, steps)
-        print_table(f"{title}; data: {data if from_corpus else 'random tokens'}", PART, parts)
+        title = f"parts of a step; data: {data if from_corpus else 'random tokens'}"
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
-        lines += [*markdown_table(PART, parts), ""]
+        lines += show_table(title, PART, break_down(run, steps))
     if "trace" in wanted:
         if device.type == "mps":
             print("note: the trace has no Apple GPU: PyTorch's profiler does not see it")
         operators = trace(run, folder / f"trace_{label}.json.gz")
-        print_table(f"{title}: top operators", OPERATOR, operators)
-        lines += [*markdown_table(OPERATOR, operators), ""]
+        lines += show_table("top operators", OPERATOR, operators)
     return lines

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools import mem_tracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint.weights import build_model
@@ -24,14 +25,13 @@ from dataloader import open_corpus
 from kernels.loss import summed_loss
 from model import GPT
 from runtime.device import check_precision, device_name, matmul_dtype, matmul_tflops
-from runtime.errors import UserError
 from runtime.report import flops_rate
 from runtime.start import memory_left
 from runtime.world import World
 from train import setup, train_step
 
+Kind, Passing = mem_tracker._MemRefType, mem_tracker._ModState
 MB = 2**20
-MFUS = (0.3, 0.4, 0.5)  # that training reaches
 # A process on a CPU takes ALLOCATOR times its tensors, as the C library keeps gaps between buffers,
 # and CODE that is loaded after the model is built. Fitted to measured runs, which are in
 # logs/results/epyc-avx512bf16-2cores/estimate.txt: off by 15% at most.
@@ -58,8 +58,12 @@ def estimate(config: Config, world: World) -> None:
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
     tokens = config.max_steps * per_step
     flops = tokens * model.flops_per_token(config.seq_len)
-    notes = [*check_precision(world.device, tf32=config.tf32, bf16=config.bf16), *config.notes()]
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
+    for note in (
+        *check_precision(world.device, tf32=config.tf32, bf16=config.bf16),
+        *config.notes(),
+    ):
+        print(f"note: {note}")
     print(
         f"{config.run_name}: {model.num_parameters():,} parameters, on {ranks} x "
         f"{device_name(world.device)}"
@@ -70,17 +74,15 @@ def estimate(config: Config, world: World) -> None:
         f"compute: {flops:.3g} FLOPs, forward and backward; a large matmul reaches "
         f"{flops_rate(rate)} here, in {str(dtype).removeprefix('torch.')}"
     )
-    for mfu in MFUS:
+    for mfu in (0.3, 0.4, 0.5):  # what training reaches
         seconds = flops / (rate * 1e12 * ranks * mfu)
         print(
             f"at {mfu:.0%} MFU: {hours(seconds)}, "
             f"{seconds / config.max_steps:,.3f} s a step, {tokens / seconds:,.0f} tokens/s"
         )
-    print(describe_disk(config, moments["kept"].parameters + moments["kept"].optimizer))
-    moments = {name: at.of_run(config, ranks, model) for name, at in moments.items()}
-    lines, peak = describe_memory(config, world, moments)
-    print("\n".join([*lines, *(f"note: {note}" for note in notes)]))
-    print(f"estimated peak: {peak / MB:.0f} MB")
+    shards = ranks if config.fsdp else 1
+    print(describe_disk(config, shards * (moments["kept"].parameters + moments["kept"].optimizer)))
+    print_memory(config, world, moments)
 
 
 def hours(seconds: float) -> str:
@@ -138,60 +140,65 @@ class Moment:
         fixed = self.parameters + self.gradients + self.optimizer + self.gathered
         return fixed + batches * self.activations
 
-    def of_run(self, config: Config, ranks: int, model: GPT) -> "Moment":
-        """Return the moment in a compiled run, and on one of several ranks.
 
-        DDP keeps all gradients in its buckets. With FSDP a rank has 1/N of parameters, gradients
-        and optimizer state; whole are two blocks, the one that computes and the next, and what
-        is in no block, with its gradients.
-        """
-        activations = self.activations * (COMPILED if config.compile else 1)
-        gradients, gathered, shards, whole = self.gradients, 0.0, 1, 4.0 * model.num_parameters()
-        if config.fsdp and ranks > 1:
-            blocks = 4.0 * sum(p.numel() for p in model.transformer.h.parameters())
-            gathered, shards = 2 * (blocks / config.n_layer + whole - blocks), ranks
-        elif ranks > 1:
-            gradients = whole
-        parameters, gradients, optimizer = (
-            part / shards for part in (self.parameters, gradients, self.optimizer)
-        )
-        return Moment(parameters, gradients, optimizer, activations, gathered)
+def moment_of(
+    snapshots: dict[torch.device, dict[Any, int]], config: Config, world: World, model: GPT
+) -> Moment:
+    """Return a moment of a rank, compiled or not, from what an uncompiled process alone has.
+
+    DDP keeps all gradients in its buckets. With FSDP a rank has 1/N of parameters, gradients and
+    optimizer state; whole are two blocks, the one that computes and the next, and what is in no
+    block, with its gradients.
+    """
+    of = next(snapshot for at, snapshot in snapshots.items() if at.type == world.device.type)
+    shards = world.world_size if config.fsdp else 1
+    gradients, gathered = of[Kind.GRAD] / shards, 0.0
+    whole = 4 * model.num_parameters()
+    if shards > 1:
+        blocks = 4 * sum(p.numel() for p in model.transformer.h.parameters())
+        gathered = 2 * (blocks / config.n_layer + whole - blocks)
+    elif world.distributed:
+        gradients = whole
+    return Moment(
+        (of[Kind.PARAM] + of[Kind.BUFFER]) / shards,
+        gradients,
+        of[Kind.OPT] / shards,
+        (of[Kind.ACT] + of[Kind.TEMP]) * (COMPILED if config.compile else 1),
+        gathered,
+    )
 
 
-def describe_memory(
-    config: Config, world: World, moments: dict[str, Moment]
-) -> tuple[list[str], float]:
-    """Return lines on what each rank's memory goes to and the largest batch_size, and its peak in
-    bytes, which summary.json calls memory_growth_mb.
+def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> None:
+    """Print what each rank's memory goes to, the largest batch_size, and the rank's peak, which
+    summary.json calls memory_growth_mb.
     """
     device, ranks, kept = world.device, world.world_size, moments["kept"]
     worst = max(moments, key=lambda name: moments[name].total())
     tensors = moments[worst].total()
     peak = process_bytes(tensors, device)
     each = f"of each of {ranks} ranks" if ranks > 1 else "of the process"
-    beside = "the workspace of matmuls"
+    beside, left = "the workspace of matmuls", memory_left() / ranks
     if device.type == "cpu":
         beside = "loaded code, and gaps between buffers, which the allocator keeps"
-    lines = [
+    elif device.type == "cuda":
+        left = torch.cuda.mem_get_info(device)[0]
+    print(
         f"memory:  {each}: {kept.parameters / MB:,.0f} MB parameters, "
         f"{moments['clipping'].gradients / MB:,.0f} MB gradients, {kept.optimizer / MB:,.0f} MB "
-        f"optimizer state, {kept.activations / MB:,.0f} MB activations kept for the backward pass",
-        f"         {tensors / MB:,.0f} MB of tensors at the worst moment, in the {worst}",
-        f"         {(peak - tensors) / MB:,.0f} MB beside them: {beside}",
-    ]
+        f"optimizer state, {kept.activations / MB:,.0f} MB activations kept for the backward pass\n"
+        f"         {tensors / MB:,.0f} MB of tensors at the worst moment, in the {worst}\n"
+        f"         {(peak - tensors) / MB:,.0f} MB beside them: {beside}"
+    )
     if config.compile:
-        lines.append(
+        print(
             f"         compiled: activations are counted as {COMPILED} of an uncompiled run's, so "
             f"the peak may be off by a third"
         )
-    left = memory_left() / ranks
-    if device.type == "cuda":
-        left = torch.cuda.mem_get_info(device)[0]
     if math.isfinite(left):
         size = largest_batch(config, world, moments, left)
         fits = f"the largest batch_size that fits is {size:,}" if size else "no batch_size fits"
-        lines.append(f"batch:   {fits}, in the {left / MB:,.0f} MB that are left for a rank")
-    return lines, peak
+        print(f"batch:   {fits}, in the {left / MB:,.0f} MB that are left for a rank")
+    print(f"estimated peak: {peak / MB:.0f} MB")
 
 
 def process_bytes(tensors: float, device: torch.device) -> float:
@@ -209,25 +216,21 @@ def largest_batch(config: Config, world: World, moments: dict[str, Moment], left
         most = config.total_batch_tokens // (config.seq_len * world.world_size)
         sizes = [size for size in range(1, most + 1) if most % size == 0]
 
-    def is_too_large(size: int) -> bool:
+    def needed(size: int) -> float:
         tensors = max(at.total(size / config.batch_size) for at in moments.values())
-        return process_bytes(tensors, world.device) > left
+        return process_bytes(tensors, world.device)
 
-    fitting = bisect.bisect_left(sizes, True, key=is_too_large)
+    fitting = bisect.bisect(sizes, left, key=needed)
     return sizes[fitting - 1] if fitting else 0
 
 
 def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
     """Take two steps on fake tensors, as in an uncompiled run on one rank.
 
-    Returns the model, and the worst moment of each part of a step; "kept" is the end of the
-    forward pass. Raises UserError where PyTorch has no MemTracker.
+    Returns the model, and the worst moment of each part of a step of the run; "kept" is the end of
+    the forward pass.
     """
-    try:
-        from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _ModState
-    except ImportError as error:
-        raise UserError(f"--estimate: PyTorch {torch.__version__} is too old: {error}") from None
-    tracker, shape = MemTracker(), (config.batch_size, config.seq_len)
+    tracker, shape = mem_tracker.MemTracker(), (config.batch_size, config.seq_len)
     micro_steps = min(2, config.accumulation_steps(world.world_size))  # more are like the second
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -235,12 +238,6 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
         for size in [(1, 1)] * micro_steps + [shape] * micro_steps:
             tracker.reset_mod_stats()  # it follows one forward pass at a time
             yield torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
-
-    def moment(snapshots: dict[torch.device, dict[Any, int]]) -> Moment:
-        of = next(snapshot for at, snapshot in snapshots.items() if at.type == world.device.type)
-        kind = _MemRefType
-        parameters, activations = of[kind.PARAM] + of[kind.BUFFER], of[kind.ACT] + of[kind.TEMP]
-        return Moment(parameters, of[kind.GRAD], of[kind.OPT], activations)
 
     changed = {
         "compile": False,
@@ -252,14 +249,16 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
         train_step(run, 1)
         update = tracker.get_tracker_snapshot("peak")
         train_step(run, 2)
-    parts = tracker.memory_tracking[run.state.model].snapshots
-    return run.state.model, {
-        "forward pass": moment(parts[_ModState.PEAK_FW][-1]),
-        "backward pass": moment(parts[_ModState.PEAK_BW][-1]),
-        "clipping": moment(parts[_ModState.POST_BW][-1]),  # all gradients are there
-        "update": moment(update),
-        "kept": moment(parts[_ModState.POST_FW][-1]),
+    model = run.state.model
+    parts = tracker.memory_tracking[model].snapshots
+    worst = {
+        "forward pass": parts[Passing.PEAK_FW][-1],
+        "backward pass": parts[Passing.PEAK_BW][-1],
+        "clipping": parts[Passing.POST_BW][-1],  # all gradients are there
+        "update": update,
+        "kept": parts[Passing.POST_FW][-1],
     }
+    return model, {name: moment_of(at, config, world, model) for name, at in worst.items()}
 
 
 class Numberless(TorchDispatchMode):

@@ -1,46 +1,29 @@
 """Report a ladder, an ablation, and ladders of several machines: tables and pictures."""
 
 import csv
-import io
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from measure.comparison import (
-    COMPARED,
-    Pair,
-    compare,
-    published_factor,
-)
+from measure.comparison import COMPARED, Pair, compare, published_factor
 from measure.ratio import Ratio
-from measure.stages import (
-    SERIES,
-    Stage,
-    published,
-    published_rows,
-    runs_of,
-)
-from runtime.cli import CONFIG_DIR, read_yaml_mapping
+from measure.stages import SERIES, Stage, published, published_rows, runs_of
+from measure.tables import draw_panels, write_csv
 from runtime.errors import TrainingError, UserError
 from runtime.files import write_whole
 from runtime.report import (
-    BLUE,
     COLOURS,
-    MARKERS,
-    ORANGE,
     Column,
+    draw_bars,
     draw_losses,
     field,
     items,
     markdown_table,
-    new_figure,
-    plain,
     print_table,
-    save_picture,
 )
-from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, curve, read_rows
+from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 
 COLUMNS = [
     field("stage", "stage"),
@@ -57,7 +40,6 @@ COLUMNS = [
     field("MFU", "utilization", ".0%"),
     field("published tokens/s", "published_tokens_per_sec", ",.0f"),
 ]
-IN_TERMINAL = 9  # of them
 INTERVALS = (
     "In brackets: the interval that holds the true median with 95% confidence, from interleaved "
     'runs of both; "about 1" where it holds 1. A factor without brackets is of runs that came one '
@@ -95,18 +77,25 @@ def write_report(
     title: str,
     columns: Sequence[Column],
     rows: Sequence[Any],
+    failures: Sequence[str],
     *about: str,
-    failures: Sequence[str] = (),
 ) -> None:
-    """Print a table and the failures, and write them to report.md with paragraphs about them."""
+    """Print a table and the failures, and write them to report.md with paragraphs about them.
+
+    Raises UserError, or TrainingError after failures, if there are no rows.
+    """
+    if not rows:
+        kind = TrainingError if failures else UserError
+        raise kind("\n".join([f"{folder}: no finished stage to report", *failures]))
     table = "\n".join(markdown_table(columns, rows))
     text = "\n\n".join([f"# {title}", table, *failures, *filter(None, about)])
+    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "report.md", text + "\n")
-    print_table(title, columns[:IN_TERMINAL], rows)
+    print_table(title, columns, rows)
     print("\n".join([*failures, f"{folder}/report.md has this table, and there are pictures"]))
 
 
-def write_csv(path: Path, rows: Sequence[Any]) -> None:
+def write_results(path: Path, rows: Sequence[Any]) -> None:
     """Write the attributes of rows to a CSV file; a Ratio `x` takes x, x_low and x_high."""
     lines = []
     for row in rows:
@@ -117,11 +106,7 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
             else:
                 line[name] = value
         lines.append(line)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, dict.fromkeys(chain(*lines)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    write_whole(path, text.getvalue())
+    write_csv(path, lines)
 
 
 def failures_of(parts: Iterable[Stage | Pair]) -> list[str]:
@@ -132,65 +117,54 @@ def failures_of(parts: Iterable[Stage | Pair]) -> list[str]:
 # ---- a ladder
 
 
-def report(ladder: str, stages: Sequence[Stage], folder: Path, pairs: Sequence[Pair] = ()) -> None:
-    """Report what is finished, with speed.png and loss.png.
+def report(
+    ladder: str, stages: Sequence[Stage], folder: Path, pairs: Sequence[Pair] = ()
+) -> list[str]:
+    """Report what is finished, with speed.png and loss.png; returns what failed.
 
     Raises UserError, or TrainingError after failures, if nothing is finished.
     """
     rows = compare(stages)
     failures = failures_of([*runs_of(stages), *pairs])
-    if not rows:
-        kind = TrainingError if failures else UserError
-        raise kind("\n".join([f"{folder}: no finished stage to report", *failures]))
     runs = [
         f"- `{run.name}`: {s.steps} steps of {run.config.batch_size} x {run.config.seq_len} "
         f"tokens; {s.machine}, device {s.device}, torch {s.torch}, commit {s.git}, {s.started[:10]}"
         for run in runs_of(stages)
         if (s := run.summary())
     ]
-    curves = [s for s in stages if s.published.log and s.repeats and s.repeats.summary()]
-    write_csv(folder / "results.csv", rows)
+    curves = {
+        stage.name: {
+            "published": curve(published_rows(stage.published.log)),
+            "measured": curve(read_rows(run.folder / "log.csv")),
+        }
+        for stage in stages
+        if stage.published.log and (run := stage.repeats) and run.summary()
+    }
+    if rows:
+        write_results(folder / "results.csv", rows)
     write_report(
         folder,
         f"The {ladder} ladder" if ladder in SERIES else "A ladder",
         [column for column in COLUMNS if any(map(column.cell, rows))],
         rows,
+        failures,
         COLUMNS_EXPLAINED,
         "![speed of each stage over the first](speed.png)",
         "![loss curves, measured over published](loss.png)" if curves else "",
         "\n".join(runs),
-        failures=failures,
     )
     over_first = {f"speed over {rows[0].stage}": [row.over_first for row in rows]}
     draw_factors(folder / "speed.png", [row.stage for row in rows], over_first)
     if curves:
-        plot_losses(curves, folder / "loss.png")
-
-
-def plot_losses(stages: Sequence[Stage], path: Path) -> None:
-    """Draw a small picture for each stage with a published log, measured over published."""
-    height = -(-len(stages) // 4)
-    figure, grid = new_figure(height, 4, figsize=(12, 3 * height), squeeze=False, sharey=True)
-    for axes in grid.flat[len(stages) :]:
-        axes.axis("off")
-    for axes, stage in zip(grid.flat, stages, strict=False):
-        run = stage.repeats or stage
-        theirs = published_rows(str(stage.published.log))
-        axes.plot(*curve(theirs), color=ORANGE, linewidth=2.4, label="published")
-        axes.plot(*curve(read_rows(run.folder / "log.csv")), color=BLUE, label="measured")
-        axes.set_title(stage.name)
-        axes.grid(alpha=0.3)
-    grid[0, 0].legend()
-    figure.supxlabel("step")
-    figure.supylabel("loss, nats per token")
-    save_picture(figure, path)
+        draw_panels(folder / "loss.png", curves, "step", "loss, nats per token")
+    return failures
 
 
 def plot_runs(folders: Sequence[str], path: Path) -> None:
     """Draw the loss curves of any runs in one picture. Raises UserError for one without a log."""
     training, validation = {}, {}
     for folder in map(Path, folders):
-        training[str(folder)] = curve(read_rows(folder / "log.csv", LOG_COLUMNS))
+        training[str(folder)] = curve(read_rows(folder / "log.csv"))
         if (folder / "eval.csv").exists():
             rows = read_rows(folder / "eval.csv", EVAL_COLUMNS)
             validation[str(folder)] = curve(rows, "val_loss")
@@ -226,37 +200,38 @@ WORTH_EXPLAINED = (
 )
 
 
-def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path) -> None:
-    """Report two pairs for each optimization: on first, and on last. Raises UserError."""
+def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path) -> list[str]:
+    """Report two pairs for each optimization: on first, and on last; returns what failed.
+
+    Raises UserError, or TrainingError after failures, if nothing is compared.
+    """
     rows = []
     where: list[str] = []
     for optimization, (first, last) in pairs.items():
         alone, top = first.result(), last.result()
         where += [f"{r.machine}; device {r.device}, commit {r.git}" for r in (alone, top) if r]
         memory = [side.peak_memory_mb for side in top.sides] if top else []
-        rows.append(Worth(optimization, first.ratio, last.ratio, *memory))
-    failures = failures_of(chain(*pairs.values()))
-    if not where:
-        raise UserError("\n".join([f"{folder}: nothing to report", *failures]))
-    write_csv(folder / "results.csv", rows)
+        if alone or top:
+            rows.append(Worth(optimization, first.ratio, last.ratio, *memory))
+    failures = failures_of(itertools.chain(*pairs.values()))
+    if rows:
+        write_results(folder / "results.csv", rows)
     write_report(
         folder,
         f"What each optimization of {name} is worth",
         WORTH,
         rows,
+        failures,
         WORTH_EXPLAINED,
         "\n".join(dict.fromkeys(where)),
         "![factors with their intervals](worth.png)",
-        failures=failures,
     )
     series = {"switched on first": [r.first for r in rows], "last": [r.last for r in rows]}
     draw_factors(folder / "worth.png", [row.optimization for row in rows], series)
+    return failures
 
 
 # ---- several machines
-
-
-Factors = dict[str, Ratio | None]  # of each stage over the one that it changes
 
 
 def across(folders: Sequence[str], out: Path) -> None:
@@ -264,25 +239,26 @@ def across(folders: Sequence[str], out: Path) -> None:
 
     A machine is named after the parent of its ladder's folder. Raises UserError.
     """
-    found: dict[str, Factors] = {}
+    found: dict[str, dict[str, Ratio | None]] = {}  # factors of each stage over its base
     for folder in folders:
         name = Path(folder).resolve().parent.name
         found[folder if name in found else name] = read_factors(Path(folder) / "results.csv")
-    stages = list(dict.fromkeys(chain(*found.values())))
-    if not stages:
-        raise UserError(f"{', '.join(folders)}: no stage there has a base to be compared with")
+    stages = list(dict.fromkeys(itertools.chain(*found.values())))
     for i, name in enumerate(("A100, published", "one GPU, published"), start=1):
-        theirs = {stage: both[i] for stage, both in COUNTERPARTS.items() if stage in stages}
-        found[name] = {stage: counterpart(name) for stage, name in theirs.items() if name}
+        found[name] = {
+            stage: counterpart(config)
+            for stage, both in COUNTERPARTS.items()
+            if stage in stages and (config := both[i])
+        }
     series = {name: [factors.get(s) for s in stages] for name, factors in found.items()}
     names = [f"{s}: {COUNTERPARTS[s][0]}" if s in COUNTERPARTS else s for s in stages]
     rows = [[str(cell or "") for cell in row] for row in zip(names, *series.values(), strict=True)]
-    out.mkdir(parents=True, exist_ok=True)
     write_report(
         out,
         "What each optimization is worth where",
         items("stage", *series),
         rows,
+        [],
         f"The speed of each stage over that of the stage that it changes. {INTERVALS} Published: "
         "the same step in the a100 series and in the list of timings on one GPU "
         "(`logs/reference/`).",
@@ -292,45 +268,45 @@ def across(folders: Sequence[str], out: Path) -> None:
 
 
 def counterpart(config: str) -> Ratio | None:
-    """Return the published speed of a config in configs/ over that of its base."""
-    base = read_yaml_mapping(CONFIG_DIR / f"{config}.yaml")["base"]
-    theirs = published((Path(config).parent / Path(base).stem).as_posix())
-    factor = published_factor(published(config), theirs)
+    """Return the published speed of a config of a series over that of the one before it."""
+    series = SERIES[Path(config).parent.name]
+    before = series[series.index(config) - 1]
+    factor = published_factor(published(config), published(before))
     return Ratio(factor) if factor else None
 
 
-def read_factors(path: Path) -> Factors:
+def read_factors(path: Path) -> dict[str, Ratio | None]:
     """Read the factors over the base from a ladder's results.csv. Raises OSError and UserError."""
-    columns = ("over_base", "over_base_low", "over_base_high")
-    factors: Factors = {}
-    with open(path, newline="", encoding="utf-8") as file:
-        try:
-            for row in csv.DictReader(file):
-                values = [float(row[name]) for name in columns if row[name]]
-                if row["base"] != row["stage"]:
-                    factors[row["stage"]] = Ratio(*values) if values else None
-        except (KeyError, ValueError) as error:
-            raise UserError(f"{path}: is not the table of a ladder: {error}") from None
+    names = ("over_base", "over_base_low", "over_base_high")
+    factors = {}
+    try:
+        for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
+            values = [float(row[name]) for name in names if row[name]]
+            if row["base"] != row["stage"]:
+                factors[row["stage"]] = Ratio(*values) if values else None
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{path}: is not the table of a ladder: {error}") from None
     return factors
 
 
 def draw_factors(
     path: Path, names: Sequence[str], series: Mapping[str, Sequence[Ratio | None]]
 ) -> None:
-    """Draw the factors of speed that each series has for each name, with their intervals."""
-    figure, axes = new_figure(figsize=(8, 1.5 + 0.3 * len(names)))
-    axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
-    for i, (label, factors) in enumerate(series.items()):
-        shift = 0.8 * ((i + 0.5) / len(series) - 0.5)  # so that points do not cover each other
-        known = {y + shift: factor for y, factor in enumerate(factors) if factor}
-        medians = [factor.median for factor in known.values()]
-        (points,) = axes.plot(medians, list(known), linestyle="", label=plain(label))
-        for y, factor in known.items():
-            axes.hlines(y, *factor.ends, color=points.get_color())
-    axes.axvline(1, color="0.4")
-    axes.set_yticks(range(len(names)), [plain(name) for name in names])
-    axes.invert_yaxis()
-    axes.set_xlabel("factor of speed")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=2)
-    save_picture(figure, path)
+    """Draw a bar for the factor of speed that each series has for each name, with its interval."""
+    colours = dict(zip(series, itertools.cycle(COLOURS), strict=False))
+    bars = [
+        (name, factor, colours[label])
+        for name, *factors in zip(names, *series.values(), strict=True)
+        for label, factor in zip(series, factors, strict=True)
+        if factor
+    ]
+    draw_bars(
+        path,
+        [name for name, *_ in bars],
+        [factor.median for _, factor, _ in bars],
+        [str(factor) for _, factor, _ in bars],
+        "factor of speed",
+        colours=[colour for *_, colour in bars],
+        meanings={colour: label for label, colour in colours.items()},
+        whiskers=[factor.ends for _, factor, _ in bars],
+    )

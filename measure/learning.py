@@ -150,6 +150,7 @@ def report(
         "What these configs learn",
         items("config", "seed", "loss", "lower by", "tokens to the first's loss"),
         rows_of(sides, curves, ranks),
+        [],
         f"{machine()}; commit {git_commit()}. Validation loss at the end, in nats per token.",
         MEANING,
         "![validation losses](learning.png)",

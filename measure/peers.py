@@ -353,11 +353,11 @@ def report(found: Comparison, folder: Path) -> None:
         "Beside what people would take instead",
         COLUMNS,
         entries,
+        [f"failed: {line}" for line in found.failed],
         f"{machine()}; {versions}, commit {git_commit()}, {datetime.date.today()}. "
         f"{found.ours.name}: {described}.",
         MEANING,
         "![ours over each](peers.png)" if measured else "",
-        failures=[f"failed: {line}" for line in found.failed],
     )
     if measured:
         series = {f"tokens/s of {found.ours.name} over those of each": list(measured.values())}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_con
 from runtime.cli import CONFIG_DIR, ConfigError, find_config, parse, read_yaml_mapping
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
-from runtime.runlog import Row, read_rows
+from runtime.runlog import Row, curve, read_rows
 from runtime.signals import ENDS_WITH
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
 MPS = ("overfit", "dataloader", "weight_sharing", "init", "timing", "tf32", "cuda_bf16")
 GPU_MS = ("fp32", "tf32", "bf16", "compile", "flash", "vocab", "fused_adamw")
@@ -34,7 +34,7 @@ SERIES = {
     "mps": [f"mps/{name}" for name in MPS],
     "gpu_ms": [f"gpu_ms/{name}" for name in GPU_MS],
 }
-FIRST_TIMED = 6  # published times: medians from this step on
+NOT_TIMED = 5  # the first steps, which published times leave out
 # Times in these logs were read without waiting for the GPU: up to 1.9 million tokens/s, more than
 # ten times what an RTX 3080 can compute.
 UNSYNCHRONIZED = "rtx3080_speedup"
@@ -82,7 +82,7 @@ class Stage:
     side: list[str]  # its config, and options that change it
     config: Config
     file: Path  # of its config
-    published: Published = field(default_factory=Published)
+    published: Published = Published()
     # the run that repeats the published one: this stage's own, or one that does as the log says
     repeats: "Stage | None" = None
     ranks: int = 1
@@ -107,10 +107,6 @@ class Stage:
             f"--log_dir={self.config.log_dir}",
             f"--run_name={self.name}",
         ]
-
-    def has_corpus(self) -> bool:
-        """True if the token files of its dataset are there."""
-        return any((Path(self.config.data_dir) / self.config.dataset).glob("*.bin"))
 
     def summary(self) -> Summary | None:
         """Read the summary of the finished run with these very settings; None if there is none."""
@@ -140,23 +136,20 @@ def plan(names: Sequence[str], log_dir: str, of_runs: list[str]) -> tuple[str, l
     Raises UserError for an unknown config or wrong options.
     """
     ladder = names[0] if len(names) == 1 and names[0] in SERIES else "ladder"
-    stages: list[Stage] = []
+    folder, stages = f"{log_dir}/{ladder}", list[Stage]()
     for config in SERIES.get(ladder, names):
         stem = name = Path(config).stem
         if name in [stage.name for stage in stages]:
             name += f"_{len(stages) + 1}"
-        stage = make_stage(name, config, f"{log_dir}/{ladder}", of_runs)
+        stage = make_stage(name, config, folder, of_runs)
         as_logged = CONFIG_DIR / "as_logged" / f"{stem}.yaml"
         if stage.published.log and as_logged.is_file():
             # its note, whose settings this stage has, is not what really ran
             stage.repeats = None
             if ladder == "speedup":
-                twin = make_stage(
-                    f"as_logged_{stem}", str(as_logged), f"{log_dir}/{ladder}", of_runs
-                )
-                # an earlier stage may be the same run
-                same = [s for s in stages if settings(s.config) == settings(twin.config)]
-                stage.repeats = (same or [twin])[0]
+                twin = make_stage(f"as_logged_{stem}", str(as_logged), folder, of_runs)
+                same = (s for s in stages if settings(s.config) == settings(twin.config))
+                stage.repeats = next(same, twin)  # an earlier stage may be the same run
         stages.append(stage)
     return ladder, stages
 
@@ -169,9 +162,8 @@ def with_bases(stages: Sequence[Stage]) -> list[tuple[Stage, Stage]]:
     pairs = []
     for before, stage in pairwise([stages[0], *stages]):
         name = read_yaml_mapping(stage.file).get("base")
-        file = find_config(name, stage.file.parent).resolve() if name else None
-        base = next((other for other in stages if other.file == file), before)
-        pairs.append((stage, base))
+        file = name and find_config(name, stage.file.parent).resolve()
+        pairs.append((stage, next((other for other in stages if other.file == file), before)))
     return pairs
 
 
@@ -208,9 +200,10 @@ def make_stage(name: str, config: str, folder: str, of_runs: Sequence[str]) -> S
 
 def _same_training(a: Config, b: Config) -> bool:
     """True if two configs compute the same losses, up to where the shorter run ends."""
-    sections = (ModelConfig, DataConfig, OptimizationConfig)
-    names = {"seed", *(name for section in sections for name in section.model_fields)}
-    names -= {"data_dir", "max_steps"} if a.lr_schedule == "constant" else {"data_dir"}
+    fields = ModelConfig.model_fields | DataConfig.model_fields | OptimizationConfig.model_fields
+    names = {"seed", *fields} - {"data_dir"}
+    if a.lr_schedule == "constant":
+        names.remove("max_steps")
     return a.model_dump(include=names) == b.model_dump(include=names)
 
 
@@ -231,18 +224,16 @@ def published(config: str) -> Published:
         return Published()
     if log.startswith(UNSYNCHRONIZED):
         return Published(log)
-    rows = [row for step, row in published_rows(log).items() if step >= FIRST_TIMED]
-    return Published(log, _median(rows, "dt_ms"), _median(rows, "tokens_per_sec"))
+    medians: list[float | None] = []
+    for column in ("dt_ms", "tokens_per_sec"):
+        _, values = curve(published_rows(log), column)
+        medians.append(statistics.median(values[NOT_TIMED:]) if values else None)
+    return Published(log, *medians)
 
 
 def published_rows(log: str) -> dict[int, Row]:
     """Return the rows of a published log by step."""
     return read_rows(REFERENCE / f"{log}.csv")
-
-
-def _median(rows: Sequence[Row], column: str) -> float | None:
-    values = [value for row in rows if (value := row[column])]
-    return statistics.median(values) if values else None
 
 
 # ---- running
@@ -267,12 +258,12 @@ def run_stages(stages: Sequence[Stage], rerun: bool) -> None:
             print(f"failed: {stage.name}: {stage.error}", flush=True)
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str | None:
+def run_command(command: Sequence[str], environment: Mapping[str, str] = {}) -> str | None:
     """Run a command, which prints to our stdout; returns its error line if it fails.
 
     At Ctrl-C it is asked to stop, too, and KeyboardInterrupt is raised once it has.
     """
-    env = os.environ | {ENDS_WITH: str(os.getpid())} | dict(environment or {})
+    env = os.environ | environment | {ENDS_WITH: str(os.getpid())}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(command, stderr=errors, env=env)
         try:
@@ -288,15 +279,15 @@ def probe(device: str) -> dict[str, Any]:
     """Ask a fresh process about the device; see measure/probe.py. Empty if that fails."""
     command = [sys.executable, "-m", "measure.probe", device]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return {} if done.returncode else dict(json.loads(done.stdout))
+    return dict(json.loads(done.stdout or "{}"))
 
 
-def bf16_note(stages: Sequence[Stage], slowdown: float | None) -> str | None:
-    """Return a note on the stages that emulated bfloat16 makes slow, if there are any."""
-    names = [stage.name for stage in stages if stage.config.bf16]
-    if not slowdown or not names:
-        return None
-    return (
-        f"note: matmuls in bf16 take {slowdown:.1f} times as long as in fp32 on this machine, "
-        f"which makes {', '.join(names)} slow; `-- --no-bf16` goes without"
-    )
+def note_slow_bf16(stages: Sequence[Stage], slowdown: float | None) -> None:
+    """Print which stages are slow because this machine emulates bfloat16, if any are."""
+    names = ", ".join(stage.name for stage in stages if stage.config.bf16)
+    if slowdown and names:
+        print(
+            f"note: matmuls in bf16 take {slowdown:.1f} times as long as in fp32 on this machine, "
+            f"which makes {names} slow; `-- --no-bf16` goes without",
+            flush=True,
+        )

@@ -7,7 +7,9 @@ FIGURES (None where the pass failed), error, times_s, and the settings of `timin
 import csv
 import datetime
 import io
+import itertools
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from runtime.report import (
     MARKERS,
     ORANGE,
     Column,
+    Curve,
     draw_bars,
     flops_rate,
     git_commit,
@@ -83,12 +86,11 @@ def figure(heading: str, name: str, style: str = "") -> Column:
     return Column(heading, lambda row: "" if row[name] is None else format(row[name], style))
 
 
-MIXED = Column("mixed", lambda row: "yes" if row["mixed_precision"] else "no")
 KEY = [
     figure("size", "size"),
     figure("computation", "computation"),
     figure("warm", "warmup_steps"),
-    MIXED,
+    Column("mixed", lambda row: "yes" if row["mixed_precision"] else "no"),
 ]
 MEAN = Column("mean, s", lambda row: row["error"] or f"{row['mean_s']:.4g}")
 TOKENS_PER_SEC = figure("tokens/s", "tokens_per_sec", ",.0f")
@@ -113,20 +115,32 @@ def scan_columns(name: str) -> list[Column]:
     return [Column("", describe_row), figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
 
 
+def show_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
+    """Print a table; returns its lines in markdown, for a report."""
+    print_table(title, columns, rows)
+    return [*markdown_table(columns, rows), ""]
+
+
 # ---- files
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows to a CSV file, with a column for every key."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, dict.fromkeys(itertools.chain(*rows)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue())
 
 
 def write_results(rows: Sequence[Row], folder: Path) -> None:
     """Write results.json and results.csv; pandas reads both."""
     write_whole(folder / "results.json", json.dumps(rows, indent=1) + "\n")
-    lines = io.StringIO()
-    names = dict.fromkeys(name for row in rows for name in row if name != "times_s")
-    writer = csv.DictWriter(lines, list(names), extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        values = row.items()
-        writer.writerow({k: str(v).lower() if isinstance(v, bool) else v for k, v in values})
-    write_whole(folder / "results.csv", lines.getvalue())
+    lines = [
+        {k: json.dumps(v) if isinstance(v, bool) else v for k, v in row.items() if k != "times_s"}
+        for row in rows
+    ]
+    write_csv(folder / "results.csv", lines)
 
 
 def read_results(path: Path) -> tuple[Means, Row]:
@@ -153,18 +167,18 @@ def ratios(means: Means) -> dict[str, float]:
     No warm-up over the most, and of rows with that: mixed over full, backward over forward.
     """
     most = max((key[2] for key in means), default=0)
-    pairs: list[tuple[str, float, Key]] = []  # name, mean, and what it is over
+    found: dict[str, float] = {}
     for (size, computation, warmup, mixed), mean in means.items():
         what, bits = f"{size} {computation}", precision(mixed)
+        bases: dict[str, Key] = {}  # what the mean is divided by
         if warmup == 0 < most:
-            name = f"warm-up 0 over {most}: {what}, {bits}"
-            pairs.append((name, mean, (size, computation, most, mixed)))
+            bases[f"warm-up 0 over {most}: {what}, {bits}"] = size, computation, most, mixed
         if warmup == most and mixed:
-            pairs.append((f"mixed over full: {what}", mean, (size, computation, most, False)))
+            bases[f"mixed over full: {what}"] = size, computation, most, False
         if warmup == most and computation == "backward":
-            name = f"backward over forward: {size}, {bits}"
-            pairs.append((name, mean, (size, "forward", most, mixed)))
-    return {name: mean / means[base] for name, mean, base in sorted(pairs) if base in means}
+            bases[f"backward over forward: {size}, {bits}"] = size, "forward", most, mixed
+        found |= {name: mean / means[base] for name, base in bases.items() if base in means}
+    return dict(sorted(found.items()))
 
 
 def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> list[str]:
@@ -172,15 +186,18 @@ def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> 
 
     `about_them` is what is known of how theirs were measured. Returns the report's section.
     """
-    shared = [row for row in rows if key_of(row) in theirs]
     columns = [
         *KEY,
         figure("mean here, s", "mean_s", ".4g"),
-        Column("there, s", lambda row: f"{theirs[key_of(row)]:.4g}"),
-        Column("here / there", lambda row: f"{row['mean_s'] / theirs[key_of(row)]:.3f}"),
+        figure("there, s", "there_s", ".4g"),
+        figure("here / there", "over_there", ".3f"),
     ]
-    print_table(f"beside {place}", columns, shared)
-    lines = [f"## Beside {place}", "", *markdown_table(columns, shared), ""]
+    shared = [
+        row | {"there_s": mean, "over_there": row["mean_s"] / mean}
+        for row in rows
+        if (mean := theirs.get(key_of(row)))
+    ]
+    lines = [f"## Beside {place}", "", *show_table(f"beside {place}", columns, shared)]
     for name in ("batch_size", "seq_len", "vocab_size", "compile", "flash", "fp16", "device"):
         here, there = str(rows[0][name]), str(about_them.get(name, rows[0][name]))
         if here.lower() != there.lower():
@@ -189,8 +206,7 @@ def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> 
     ours, their = ratios({key_of(row): row["mean_s"] for row in rows}), ratios(theirs)
     both = [(name, f"{ours[name]:.3f}", f"{their[name]:.3f}") for name in ours if name in their]
     if both:
-        print_table("ratios within each", items("ratio", "here", "there"), both)
-        lines += [*markdown_table(items("ratio", "here", "there"), both), ""]
+        lines += show_table("ratios within each", items("ratio", "here", "there"), both)
     return lines
 
 
@@ -217,17 +233,16 @@ def spread_section(rows: Sequence[Row], published: str) -> list[str]:
     Empty if nothing was measured with and without. `published`: what others have found.
     """
     by_warmup = sorted(rows, key=lambda row: row["warmup_steps"])
-    least = {describe_row(row): row for row in reversed(by_warmup)}
-    most = {describe_row(row): row for row in by_warmup}
-    pairs = [(least[name]["std_s"], row["std_s"]) for name, row in most.items()]
+    most = {describe_row(row): row["std_s"] for row in by_warmup}
+    least = {describe_row(row): row["std_s"] for row in reversed(by_warmup)}
     if least == most:
         return []
-    lowered = sum(warm < cold for cold, warm in pairs)
-    quotient = statistics.median([cold / max(warm, 1e-12) for cold, warm in pairs])
+    lowered = sum(most[name] < std for name, std in least.items())
+    quotient = statistics.median(std / max(most[name], 1e-12) for name, std in least.items())
     return [
         "## What warm-up does to the spread",
         "",
-        f"{published}Here warm-up lowers the std in {lowered} of {len(pairs)} measurements; the "
+        f"{published}Here warm-up lowers the std in {lowered} of {len(most)} measurements; the "
         f"median quotient, least over most warm-up, is {quotient:.3g}.",
         "",
     ]
@@ -258,41 +273,43 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
         means,
         [f"{mean:.3g}" for mean in means],
         "seconds per pass: mean, and one standard deviation",
-        [(row["mean_s"] - row["std_s"], row["mean_s"] + row["std_s"]) for row in rows],
+        whiskers=[(row["mean_s"] - row["std_s"], row["mean_s"] + row["std_s"]) for row in rows],
         colours=[ORANGE if row["mixed_precision"] else BLUE for row in rows],
         meanings={BLUE: "full precision", ORANGE: "mixed precision"},
     )
 
 
 def draw_panels(
-    path: Path, xlabel: str, panels: Mapping[str, Mapping[str, tuple[list[int], list[float]]]]
+    path: Path, panels: Mapping[str, Mapping[str, Curve]], xlabel: str, ylabel: str = ""
 ) -> None:
-    """Draw panels side by side, by the label of their y axis: x and y of labelled lines."""
-    picture, grid = new_figure(1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False)
-    for axes, (ylabel, lines) in zip(grid[0], panels.items(), strict=True):
+    """Draw a panel for each title, up to four beside each other: x and y of labelled lines."""
+    width = min(4, len(panels))
+    height = math.ceil(len(panels) / width)
+    size = 4 * width, 3 * height
+    picture, grid = new_figure(height, width, figsize=size, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
         axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
-        for label, (x, y) in lines.items():
-            axes.plot(x, y, label=plain(label))
-        ticks = sorted({value for x, _ in lines.values() for value in x})
-        axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, map(str, ticks))
-        axes.set_ylim(bottom=0)
+        for label, curve in lines.items():
+            axes.plot(*curve, markersize=3, alpha=0.7, label=plain(label))
+        axes.set_title(title)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    grid[0, 0].legend()
+    picture.supxlabel(xlabel)
+    picture.supylabel(ylabel)
     save_picture(picture, path)
 
 
 def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
-    """Draw tokens/s and peak memory over the option `name`, a line for each model."""
+    """Draw tokens/s and peak memory over the option `name`, a line for each model.
 
-    def lines(quantity: str) -> dict[str, tuple[list[int], list[float]]]:
-        found: dict[str, tuple[list[int], list[float]]] = {}
-        for row in rows:
-            x, y = found.setdefault(describe_row(row), ([], []))
-            x.append(row[name])
-            y.append(row[quantity])
-        return found
-
-    both = {"tokens/s": "tokens_per_sec", "peak memory, MB": "peak_memory_mb"}
-    draw_panels(path, name, {label: lines(quantity) for label, quantity in both.items()})
+    The rows are sorted by model.
+    """
+    panels: dict[str, dict[str, Curve]] = {"tokens/s": {}, "peak memory, MB": {}}
+    for model, group in itertools.groupby(rows, describe_row):
+        of_model = list(group)
+        x = [row[name] for row in of_model]
+        panels["tokens/s"][model] = x, [row["tokens_per_sec"] for row in of_model]
+        panels["peak memory, MB"][model] = x, [row["peak_memory_mb"] for row in of_model]
+    draw_panels(path, panels, name)

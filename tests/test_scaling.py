@@ -1,16 +1,17 @@
 """The same batch on more ranks: real runs of a tiny model."""
 
 import json
+import re
 
 import pytest
 import torch
 
 import bench
 from measure import interleaved
-from measure.scaling import check_ranks, split
+from measure.scaling import split
 from runtime.cli import parse
 from runtime.errors import UserError
-from tests.conftest import CPU, TINY
+from tests.conftest import TINY
 
 
 def command_line(*arguments):
@@ -60,44 +61,43 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--scaling", "1,2"], "scaling needs a config, whose corpus it trains on"),
-        (["--config", "CONFIG", "--scaling", "2"], "at least two numbers of ranks, such as 1,2"),
-        (["--config", "CONFIG", "--scaling", "1,0"], "scaling: input should be greater than or"),
+        ("--scaling 1,2", "scaling needs a config, whose corpus it trains on"),
+        ("--config CONFIG --scaling 2", "at least two numbers of ranks, such as 1,2"),
+        ("--config CONFIG --scaling 1,0", "scaling: input should be greater than or"),
         (
-            ["--config", "CONFIG", "--scaling", "1,2", "--scan", "batch_size=1,2"],
-            "scan has no effect with scaling",
+            "--config CONFIG --scaling 1,2 --scan batch_size=1,2",
+            "scan and scaling exclude each other",
         ),
-        (["--config", "CONFIG", "--scaling", "1,2", "--steps", "3"], "steps has no effect with"),
-        (["--rounds", "9", "--total_batch_tokens", "64"], "rounds has no effect without scaling"),
+        ("--config CONFIG --scaling 1,2 --steps 3", "steps has no effect with"),
+        ("--rounds 9 --total_batch_tokens 64", "rounds has no effect without scaling"),
         (
-            ["--config", "CONFIG", "--scaling", "1,3"],
-            "--scaling 3: the 4 sequences of a step (128 tokens) do not divide among 3 ranks; "
-            "nearest that work: 2 or 4",
+            "--config CONFIG --scaling 1,3",
+            "--scaling 3: the 4 sequences of a step do not divide among 3 ranks; choose divisors "
+            "of 4",
         ),
-        (["--config", "CONFIG", "--scaling", "1,8"], "among 8 ranks; nearest that work: 4"),
+        ("--config CONFIG --scaling 1,8", "do not divide among 8 ranks"),
         (
-            ["--config", "CONFIG", "--scaling", "1,2", "--total_batch_tokens", "100"],
+            "--config CONFIG --scaling 1,2 --total_batch_tokens 100",
             "total_batch_tokens 100 is not a multiple",
         ),
     ],
 )
 def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tiny_yaml, tmp_path):
-    words = [str(tiny_yaml) if word == "CONFIG" else word for word in arguments]
-    with pytest.raises(UserError) as error:
+    words = arguments.replace("CONFIG", str(tiny_yaml)).split()
+    with pytest.raises(UserError, match=re.escape(message)):
         command_line(*words, "--log_dir", tmp_path / "logs")
-    assert message in str(error.value)
     assert not (tmp_path / "logs").exists()
 
 
-def test_more_ranks_than_gpus_are_an_error_and_so_is_torchrun(tiny_config, monkeypatch):
-    config = tiny_config(batch_size=8)
+def test_more_ranks_than_gpus_are_an_error_and_so_is_torchrun(tiny_yaml, monkeypatch):
+    given = ("--config", tiny_yaml, "--scaling", "1,4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match="--scaling 4: each rank takes a GPU, and there are 2 here"):
-        check_ranks([1, 4], config, torch.device("cuda"))
-    check_ranks([1, 2], config, torch.device("cuda"))
+    with pytest.raises(UserError, match="4 ranks, but 2 CUDA devices; start at most one for each"):
+        command_line(*given, "--device", "cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="run it without torchrun"):
-        check_ranks([1, 2], config, CPU)
+        command_line(*given)
 
 
 def test_a_batch_is_split_into_the_largest_micro_steps_that_fit(tiny_config):
