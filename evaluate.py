@@ -107,11 +107,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         if world.rank == 0:
             print(text, flush=True)
 
-    # one answer for all ranks: the run may be training, and save meanwhile
-    folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
-    state = read_json(folder / STATE) if (folder / STATE).is_file() else {}
-    check_options(options, state)
-    model = load_model(str(folder)).to(world.device)
+    folder, state, model = read_model(options, world)
     trained = state.get("config", {})  # empty for weights that are no run's
     precision = trained if options.bf16 is None else {"bf16": options.bf16}
     dtype = matmul_dtype(bf16=precision.get("bf16", False), fp16=precision.get("fp16", False))
@@ -139,34 +135,28 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     validation = open_validation(options, state, model.config, world, say)
     autocast = autocast_to(dtype, world.device)
     if validation:
-        corpus, stream, tokens = validation
+        _, stream, tokens = validation
         loss = validation_loss(model, stream, batch_size, tokens, world, autocast)
-        results["validation"] = {
-            "corpus": str(corpus),
-            "tokens": count_sequences(stream, tokens) * stream.seq_len,
-            "seq_len": stream.seq_len,
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 700)),
-        }
+        results["validation"] = describe_loss(loss, *validation)
         say(VALIDATION.format(**results["validation"]))
     if file:
-        at_once = batch_size * model.config.block_size
-        scores = score(model, items, at_once, world, autocast)
+        scores = score(model, items, batch_size * model.config.block_size, world, autocast)
         results["hellaswag"] = {"file": str(file)} | scores
-        say(f"HellaSwag, {scores['items']:,} items, each score with its 95% interval:")
-        for metric, meaning in METRICS.items():
-            share, (low, high) = scores[metric].values()
-            say(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
+        say(describe_scores(scores))
     if options.json and world.rank == 0:
         write_whole(Path(options.json), json.dumps(results, indent=1, allow_nan=False) + "\n")
     return results
 
 
-def check_options(options: EvaluateOptions, state: dict[str, Any]) -> None:
-    """Raise UserError if there is nothing to evaluate on, or no place for the results.
+def read_model(options: EvaluateOptions, world: World) -> tuple[Path, dict[str, Any], GPT]:
+    """Return the folder of the weights, what its checkpoint.json holds (nothing for weights that
+    are no run's), and the model on its device.
 
-    `state`: what checkpoint.json holds; empty for weights that are no run's.
+    Raises UserError, also if there is nothing to evaluate on, or no place for the results.
     """
+    # one answer for all ranks: the run may be training, and save meanwhile
+    folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
+    state = read_json(folder / STATE) if (folder / STATE).is_file() else {}
     if not (state or options.dataset or options.hellaswag):
         raise ConfigError(
             f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
@@ -174,6 +164,29 @@ def check_options(options: EvaluateOptions, state: dict[str, Any]) -> None:
         )
     if options.json and not Path(options.json).absolute().parent.is_dir():
         raise UserError(f"--json {options.json}: cannot be written: its folder is not there")
+    return folder, state, load_model(str(folder)).to(world.device)
+
+
+def describe_loss(
+    loss: float, corpus: Path, stream: TokenStream, tokens: int | None
+) -> dict[str, Any]:
+    """Return what --json holds of a validation loss."""
+    return {
+        "corpus": str(corpus),
+        "tokens": count_sequences(stream, tokens) * stream.seq_len,
+        "seq_len": stream.seq_len,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700)),
+    }
+
+
+def describe_scores(scores: dict[str, Any]) -> str:
+    """Return lines on HellaSwag's scores."""
+    lines = [f"HellaSwag, {scores['items']:,} items, each score with its 95% interval:"]
+    for metric, meaning in METRICS.items():
+        share, (low, high) = scores[metric].values()
+        lines.append(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
+    return "\n".join(lines)
 
 
 def find_hellaswag(options: EvaluateOptions, model: GPT, trained: dict[str, Any]) -> Path | None:
