@@ -8,7 +8,6 @@ scores in HellaSwag. The processes that torchrun starts share the work.
 import functools
 import json
 import math
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from runtime.cli import ConfigError, Name, Options, Positive
-from runtime.errors import TrainingError, UserError, reported
+from runtime.errors import UserError, reported
 from runtime.start import start
 
 with warnings.catch_warnings():
@@ -64,17 +63,15 @@ if __name__ == "__main__":
     OPTIONS = start(EvaluateOptions, description=__doc__, positional="run")
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from checkpoint.files import STATE, read_json
 from checkpoint.resume import check_same_tokens
 from checkpoint.weights import find_weights, load_model
 from data.hellaswag import download
 from data.prepare import is_there, prepare_if_missing
-from data.tokenizer import get_encoding
 from dataloader import TokenStream, is_validation, open_corpus
 from inference.hellaswag import METRICS, read_questions, score
+from inference.sampling import encode
 from inference.validation import count_sequences, validation_loss
 from model import GPT, GPTConfig
 from runtime.device import (
@@ -91,6 +88,14 @@ from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
 Say = Callable[[str], None]
+RESULTS = (
+    "{weights}: {parameters:,} parameters, {dtype}, batch_size {batch_size}; device {device}, "
+    "processes: {processes}"
+)
+VALIDATION = (
+    "{corpus}: validation loss {loss:.4f} nats per token, perplexity {perplexity:,.2f}, over "
+    "{tokens:,} tokens in sequences of {seq_len}"
+)
 
 
 def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
@@ -105,7 +110,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
     folder, state, model = read_model(options, world)
     trained = state.get("config", {})  # empty for weights that are no run's
-    dtype = choose_dtype(options, trained)
+    precision = trained if options.bf16 is None else {"bf16": options.bf16}
+    dtype = matmul_dtype(bf16=precision.get("bf16", False), fp16=precision.get("fp16", False))
     mixed = dtype != torch.float32
     autocast = functools.partial(torch.autocast, world.device.type, dtype=dtype, enabled=mixed)
     batch_size = options.batch_size or trained.get("batch_size", 4)
@@ -120,10 +126,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         "batch_size": batch_size,
         "torch": torch.__version__,
     }
-    say(
-        "{weights}: {parameters:,} parameters, {dtype}, batch_size {batch_size}; device {device}, "
-        "processes: {processes}".format(**results)
-    )
+    say(RESULTS.format(**results))
     make_repeatable(world.device)
     tf32, bf16 = trained.get("tf32", False), dtype == torch.bfloat16
     torch.set_float32_matmul_precision("high" if tf32 and has_tf32(world.device) else "highest")
@@ -132,28 +135,17 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
     # all that is read, before anything is computed: mistakes are told at once
     file = world.on_rank0(lambda: find_hellaswag(options, model, trained))
-    questions = read_questions(file, model.config.block_size, world) if file else []
+    items = read_questions(file, world) if file else []
     validation = open_validation(options, state, model.config, world, say)
-    is_shown = world.rank == 0 and sys.stderr.isatty()
-    progress = functools.partial(track, console=Console(stderr=True), disable=not is_shown)
     if validation:
-        corpus, stream, tokens = validation
-        shown = functools.partial(progress, description="validation loss")
-        loss = validation_loss(model, stream, batch_size, tokens, world, autocast, shown)
-        results["validation"] = describe_loss(loss, corpus, stream, tokens)
-        say(
-            "{corpus}: validation loss {loss:.4f} nats per token, perplexity {perplexity:,.2f}, "
-            "over {tokens:,} tokens in sequences of {seq_len}".format(**results["validation"])
-        )
+        _, stream, tokens = validation
+        loss = validation_loss(model, stream, batch_size, tokens, world, autocast)
+        results["validation"] = describe_loss(loss, *validation)
+        say(VALIDATION.format(**results["validation"]))
     if file:
-        shown = functools.partial(progress, description="HellaSwag")
-        at_once = batch_size * model.config.block_size
-        scores = score(model, questions, at_once, world, autocast, shown)
-        results["hellaswag"] = {"file": str(file), "items": scores.items} | scores.with_intervals()
-        say(f"HellaSwag, {scores.items:,} items, each score with its 95% interval:")
-        for metric, meaning in METRICS.items():
-            share, (low, high) = results["hellaswag"][metric].values()
-            say(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
+        scores = score(model, items, batch_size * model.config.block_size, world, autocast)
+        results["hellaswag"] = {"file": str(file)} | scores
+        say(describe_scores(scores))
     if options.json and world.rank == 0:
         write_whole(Path(options.json), json.dumps(results, indent=1, allow_nan=False) + "\n")
     return results
@@ -161,7 +153,9 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
 def read_model(options: EvaluateOptions, world: World) -> tuple[Path, dict[str, Any], GPT]:
     """Return the folder of the weights, what its checkpoint.json holds (nothing for weights that
-    are no run's), and the model on its device. Raises UserError.
+    are no run's), and the model on its device.
+
+    Raises UserError, also if there is nothing to evaluate on, or no place for the results.
     """
     # one answer for all ranks: the run may be training, and save meanwhile
     folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
@@ -179,11 +173,7 @@ def read_model(options: EvaluateOptions, world: World) -> tuple[Path, dict[str, 
 def describe_loss(
     loss: float, corpus: Path, stream: TokenStream, tokens: int | None
 ) -> dict[str, Any]:
-    """Return what --json holds of a validation loss. Raises TrainingError if it is not finite."""
-    if not math.isfinite(loss):
-        raise TrainingError(
-            f"the validation loss is {loss}: the weights are damaged or have diverged"
-        )
+    """Return what --json holds of a validation loss."""
     return {
         "corpus": str(corpus),
         "tokens": count_sequences(stream, tokens) * stream.seq_len,
@@ -193,23 +183,20 @@ def describe_loss(
     }
 
 
-def choose_dtype(options: EvaluateOptions, trained: dict[str, Any]) -> torch.dtype:
-    """Return the dtype of matmuls: that of --bf16, else of the run."""
-    if options.bf16 is not None:
-        return matmul_dtype(bf16=options.bf16)
-    return matmul_dtype(bf16=trained.get("bf16", False), fp16=trained.get("fp16", False))
+def describe_scores(scores: dict[str, Any]) -> str:
+    """Return lines on HellaSwag's scores."""
+    lines = [f"HellaSwag, {scores['items']:,} items, each score with its 95% interval:"]
+    for metric, meaning in METRICS.items():
+        share, (low, high) = scores[metric].values()
+        lines.append(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
+    return "\n".join(lines)
 
 
 def find_hellaswag(options: EvaluateOptions, model: GPT, trained: dict[str, Any]) -> Path | None:
     """Return the file that --hellaswag means, if any; downloads it if asked to."""
     if options.hellaswag is None:
         return None
-    n_vocab = get_encoding().n_vocab
-    if model.config.n_vocab != n_vocab:
-        raise UserError(
-            f"--hellaswag: a vocabulary of {model.config.n_vocab} is not that of GPT-2's "
-            f"tokenizer, {n_vocab}"
-        )
+    encode(model, "")  # raises UserError for another vocabulary than GPT-2's
     if options.hellaswag == "download":
         return download(options.data_dir or trained.get("data_dir", "data"))
     return Path(options.hellaswag)
@@ -230,17 +217,18 @@ def open_validation(
         return None
     own = trained if dataset == trained.get("dataset") else {}
     seq_len = options.seq_len or trained.get("seq_len", config.block_size)
+    fraction = options.val_fraction
+    if fraction is None:
+        fraction = own.get("val_fraction", 0.0)
     if seq_len > config.block_size:
         raise ConfigError(
             f"--seq_len {seq_len}: longer than the model's context, {config.block_size}"
         )
-    fraction = options.val_fraction
-    if fraction is None:
-        fraction = own.get("val_fraction", 0.0)
     places = [options.data_dir] if options.data_dir else [trained.get("data_dir", "data"), "data"]
+    folders = [Path(place) / dataset for place in places]
     try:
-        folders = [Path(place) / dataset for place in places]
-        folder = world.on_rank0(lambda: find_corpus(folders, say))
+        folder = world.on_rank0(lambda: next(filter(is_there, folders), folders[-1]))
+        world.on_rank0(lambda: prepare_if_missing(folder, say))
         rest, stream = world.raise_on_all(
             lambda: open_split(folder, seq_len, config.n_vocab, fraction)
         )
@@ -257,29 +245,16 @@ def open_validation(
     return folder, stream, options.tokens or own.get("eval_tokens")
 
 
-def find_corpus(folders: list[Path], say: Say) -> Path:
-    """Return the first folder that has token files, else the last, if a small corpus can be
-    prepared there. Raises UserError.
-    """
-    folder = next(filter(is_there, folders), folders[-1])
-    prepare_if_missing(folder, say)
-    return folder
-
-
 def open_split(
     folder: Path, seq_len: int, n_vocab: int, fraction: float
 ) -> tuple[TokenStream, TokenStream]:
     """Open a corpus and its validation split. Raises UserError if that is less than a sequence."""
     rest, stream = open_corpus(folder, seq_len, n_vocab, fraction)
-    if not stream.tokens:
-        raise UserError(
-            f"{folder}: nothing to validate on: it has no *_val_*.bin file; say which share of its "
-            f"tokens to take, off the tail: --val_fraction 0.1, or 1 for all of them"
-        )
     if not len(stream):
         raise UserError(
-            f"{folder}: {stream.tokens:,} tokens for validation make no sequence of {seq_len}; "
-            f"lower --seq_len or raise --val_fraction"
+            f"{folder}: {stream.tokens:,} tokens for validation make no sequence of {seq_len}: "
+            f"without *_val_*.bin files, give the share of its tokens to take, off the tail, such "
+            f"as --val_fraction 0.1, or 1 for all; or lower --seq_len"
         )
     return rest, stream
 

@@ -55,29 +55,26 @@ class SampleOptions(Options):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        given = self.model_fields_set
-        pairs = [("prompt_file", "prompt")]
-        if self.interactive:
-            pairs += [("prompt_file", "interactive"), ("num_samples", "interactive")]
-        if problems := [
-            (name, f"{name} and {other} exclude each other; leave one out")
-            for name, other in pairs
-            if {name, other} <= given
-        ]:
-            raise ContradictionError(problems)
+        given = {name for name in self.model_fields_set if getattr(self, name)}
+        pairs = ("prompt_file", "prompt"), ("prompt_file", "interactive")
+        for name, other in (*pairs, ("num_samples", "interactive")):
+            if {name, other} <= given:
+                problem = f"{name} and {other} exclude each other; leave one out"
+                raise ContradictionError([(name, problem)])
         return self
 
     def notes(self) -> list[str]:
         """Return a line for each option that has no effect with the others."""
-        notes, given = [], self.model_fields_set
-        if self.temperature == 0:
-            names = [name for name in ("top_k", "top_p", "seed") if name in given]
-            notes = [f"{name} has no effect: temperature is 0" for name in names]
-            if self.num_samples > 1:
-                notes.append("temperature is 0: all texts of a prompt are the same")
-        if self.interactive and "batch_size" in given:
-            notes.append("batch_size has no effect: interactive has one text")
-        return notes
+        without_effect = {
+            "temperature is 0": ("top_k", "top_p", "seed") if self.temperature == 0 else (),
+            "interactive has one text": ("batch_size",) if self.interactive else (),
+        }
+        return [
+            f"{name} has no effect: {reason}"
+            for reason, names in without_effect.items()
+            for name in names
+            if name in self.model_fields_set
+        ]
 
     def advice(self) -> dict[str, str]:
         """Return what may help at each kind of failure that runtime/errors.py tells apart."""
@@ -93,8 +90,6 @@ if __name__ == "__main__":
     OPTIONS = start(SampleOptions, description=__doc__, positional="run")
 
 import contextlib
-import io
-import itertools
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -105,7 +100,7 @@ import torch
 from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT
 from inference.sampling import Decode, chooser, decode_stream, encode, next_logits, seeded, stream
-from runtime.device import check_compiler, check_precision, choose_device
+from runtime.device import check_compiler, check_precision, choose_device, matmul_dtype
 
 SEPARATOR = "\n---\n"  # between two texts
 
@@ -113,42 +108,48 @@ SEPARATOR = "\n---\n"  # between two texts
 class Sampler:
     """Draw texts from the model of a command's options; count tokens and seconds."""
 
-    def __init__(self, options: SampleOptions):
-        """Raise UserError for what cannot be loaded and what this device cannot do."""
+    def __init__(self, options: SampleOptions, at_once: int):
+        """Load the model; with --compile, compile decoding for `at_once` texts.
+
+        Raises UserError for what cannot be loaded and what this device cannot do.
+        """
         device = choose_device(options.device)
         notes = options.notes() + check_precision(device, bf16=options.bf16)
         notes += check_compiler(device) if options.compile else []
         for note in notes:
-            print(f"note: {note}", file=sys.stderr, flush=True)
-        self.options, self.tokens, self.seconds = options, 0, 0.0
-        self.model = load_model(options.run, options.log_dir).to(
-            device, torch.bfloat16 if options.bf16 else torch.float32
-        )
+            print(f"note: {note}", file=sys.stderr)
+        self.options, self.at_once, self.tokens, self.seconds = options, at_once, 0, 0.0
+        dtype = matmul_dtype(bf16=options.bf16)
+        self.model = load_model(options.run, options.log_dir).to(device, dtype)
         encode(self.model, "")  # fails now rather than at the first prompt
-        self.compiled: dict[int, Decode] = {}  # by the number of texts
-
-    def compile(self, batch_size: int) -> None:
-        """Compile decoding for so many texts at a time, and say how long that took."""
-        decode = torch.compile(next_logits, dynamic=False, fullgraph=True)
-        start = time.perf_counter()
-        for _ in stream(self.model, [[END_OF_TEXT]] * batch_size, 8, None, lambda *_: 0, decode):
-            pass  # the second token is the first to be decoded
-        seconds = time.perf_counter() - start
-        print(f"note: compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
-        self.compiled[batch_size] = decode
+        self.decode: Decode | None = None
+        if options.compile:
+            self.decode = torch.compile(next_logits, dynamic=False, fullgraph=True)
+            start = time.perf_counter()
+            texts = [[END_OF_TEXT] for _ in range(at_once)]
+            # the second token is the first to be decoded
+            list(stream(self.model, texts, 2, None, lambda *_: 0, self.decode))
+            seconds = time.perf_counter() - start
+            print(f"note: compiled in {seconds:.0f} s", file=sys.stderr)
 
     def draw(
-        self, prompts: Sequence[list[int]], generators: Sequence[torch.Generator]
-    ) -> Iterator[list[int | None]]:
-        """Yield the tokens that continue the prompts, as `stream` does. Raises UserError."""
-        o = self.options
-        choose = chooser(generators, o.temperature, o.top_k, o.top_p, o.repetition_penalty)
-        decode = self.compiled.get(len(prompts))
-        steps = stream(self.model, prompts, o.max_new_tokens, END_OF_TEXT, choose, decode)
+        self, texts: Sequence[list[int]], generators: Sequence[torch.Generator]
+    ) -> Iterator[list[str | None]]:
+        """Continue the texts, as `stream` does; yield what each step adds. Raises UserError."""
+        settings = {"temperature", "top_k", "top_p", "repetition_penalty"}
+        choose = chooser(generators, **self.options.model_dump(include=settings))
+        decode = self.decode if len(texts) == self.at_once else None
+        count = self.options.max_new_tokens
+        return decode_stream(
+            self.timed(stream(self.model, texts, count, END_OF_TEXT, choose, decode))
+        )
+
+    def timed(self, steps: Iterable[list[int | None]]) -> Iterator[list[int | None]]:
+        """Pass the steps on; count their tokens and the seconds that they take."""
         start = time.perf_counter()
         for tokens in steps:
             self.seconds += time.perf_counter() - start
-            self.tokens += sum(token is not None for token in tokens)
+            self.tokens += len(tokens) - tokens.count(None)
             yield tokens
             start = time.perf_counter()
 
@@ -176,8 +177,9 @@ def in_order(texts: Sequence[str], steps: Iterable[list[str | None]]) -> Iterato
     has ended.
     """
     waiting, at = list(texts), 0
-    nothing: list[str | None] = [""] * len(texts)
-    for pieces in itertools.chain([nothing], steps):
+    yield waiting[0]
+    waiting[0] = ""
+    for pieces in steps:
         waiting = [text + (piece or "") for text, piece in zip(waiting, pieces, strict=True)]
         while pieces[at] is None and at + 1 < len(waiting):
             yield waiting[at] + SEPARATOR
@@ -189,17 +191,14 @@ def in_order(texts: Sequence[str], steps: Iterable[list[str | None]]) -> Iterato
 
 def print_texts(sampler: Sampler, prompts: Sequence[str]) -> None:
     """Print num_samples texts of each prompt as they are drawn, in this order."""
-    o = sampler.options
-    texts = [(prompt, o.seed + i) for prompt in prompts for i in range(o.num_samples)]
-    if o.compile:
-        sampler.compile(min(o.batch_size, len(texts)))
+    o, n = sampler.options, sampler.at_once
+    texts = [(prompt, seeded(o.seed + i)) for prompt in prompts for i in range(o.num_samples)]
     try:
-        for first in range(0, len(texts), o.batch_size):
-            batch, seeds = zip(*texts[first : first + o.batch_size], strict=True)
+        for first in range(0, len(texts), n):
+            batch, generators = zip(*texts[first : first + n], strict=True)
             show(SEPARATOR if first else "")
-            encoded = [encode(sampler.model, prompt) for prompt in batch]
-            tokens = sampler.draw(encoded, [seeded(seed) for seed in seeds])
-            for piece in in_order(batch, decode_stream(tokens)):
+            steps = sampler.draw([encode(sampler.model, text) for text in batch], generators)
+            for piece in in_order(batch, steps):
                 show(piece)
     finally:
         show("\n")  # also where Ctrl-C or an error ends this in the middle of a line
@@ -211,20 +210,17 @@ def converse(sampler: Sampler) -> None:
     Each line continues the text so far; an empty one lets the model continue by itself. What the
     context cannot hold, with room for an answer, is forgotten.
     """
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
+    sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # lets a typed line be edited
-    o, context = sampler.options, list[int]()
+    o, context, typed = sampler.options, list[int](), sys.stdin.isatty()
     block_size, generator = sampler.model.config.block_size, seeded(o.seed)
-    if o.compile:
-        sampler.compile(1)
     given = [o.prompt] if "prompt" in o.model_fields_set else []
     while True:
         try:
-            line = given.pop() if given else input("> " if sys.stdin.isatty() else "")
+            line = given.pop() if given else input("> " if typed else "")
         except (EOFError, KeyboardInterrupt):
-            show("\n" if sys.stdin.isatty() else "")
+            show("\n" if typed else "")
             return
         if not context:
             context = encode(sampler.model, line)
@@ -232,32 +228,25 @@ def converse(sampler: Sampler) -> None:
             context += encode(sampler.model, line if context[-1] == END_OF_TEXT else f"\n{line}")
         context = context[-max(block_size - o.max_new_tokens, block_size // 2, 1) :]
         with contextlib.suppress(KeyboardInterrupt):  # ends the answer
-            for (piece,) in decode_stream(added_to(context, sampler.draw([context], [generator]))):
+            for (piece,) in sampler.draw([context], [generator]):
                 show(piece or "")
         show("\n")
-
-
-def added_to(context: list[int], steps: Iterable[list[int | None]]) -> Iterator[list[int | None]]:
-    """Pass the steps of one text on, and append its tokens to the context."""
-    for tokens in steps:
-        context += [token for token in tokens if token is not None]
-        yield tokens
 
 
 def main(options: SampleOptions) -> None:
     """Print the texts. Raises UserError."""
     prompts = [options.prompt] if options.prompt_file is None else read_prompts(options.prompt_file)
-    sampler = Sampler(options)
-    with reported("stdout", advice=options.advice()):
-        if options.interactive:
-            converse(sampler)
-        else:
-            print_texts(sampler, prompts)
+    texts = 1 if options.interactive else len(prompts) * options.num_samples
+    sampler = Sampler(options, min(options.batch_size, texts))
+    if options.interactive:
+        converse(sampler)
+    else:
+        print_texts(sampler, prompts)
     speed = sampler.tokens / max(sampler.seconds, 1e-9)
     drawn = f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: {speed:.1f} tokens/s"
-    print(drawn, file=sys.stderr, flush=True)
+    print(drawn, file=sys.stderr)
 
 
 if __name__ == "__main__":
-    with reported(OPTIONS.run, advice=OPTIONS.advice()):
+    with reported("stdout", advice=OPTIONS.advice()):
         main(OPTIONS)

@@ -1,14 +1,17 @@
 """What a run does with its model between two steps: validation loss, HellaSwag, a sample."""
 
+import contextlib
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.save import hint
 from config import Config
-from data.hellaswag import default_path
+from data.hellaswag import Item, default_path
 from data.tokenizer import get_encoding
 from dataloader import TokenStream, is_validation
-from inference.hellaswag import read_questions, score
+from inference.hellaswag import METRICS, read_questions, score
 from inference.sampling import sample_text
 from inference.validation import Autocast, validation_loss
 from model import GPT
@@ -17,23 +20,23 @@ from runtime.runlog import RunFolder
 from runtime.world import World
 
 
+@dataclass
 class Evaluation:
     """Evaluate and sample a run's plain model where it is due; log what comes out.
 
     Plain: torch.compile would compile again for each new shape. All ranks have to call each of its
-    methods.
+    methods. Raises UserError if what will be needed is missing: tokens, HellaSwag, the tokenizer.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        model: GPT,
-        val: TokenStream,
-        autocast: Autocast,
-        folder: RunFolder,
-    ):
-        """Raise UserError if what will be needed is missing: tokens, HellaSwag, the tokenizer."""
+    config: Config
+    world: World
+    model: GPT
+    val: TokenStream
+    autocast: Autocast
+    folder: RunFolder
+
+    def __post_init__(self) -> None:
+        config, val = self.config, self.val
         if config.sample_every:
             get_encoding()
         corpus = f"{config.data_dir}/{config.dataset}"
@@ -44,14 +47,13 @@ class Evaluation:
                 f"(now {config.val_fraction:g}), such as to 0.1, or add a *_val_*.bin file"
             )
         if config.val_fraction and val.spans and is_validation(val.spans[0].path):
-            folder.message(
+            self.folder.message(
                 f"note: val_fraction has no effect: {corpus} has validation files of its own"
             )
-        self.config, self.world, self.model, self.val = config, world, model, val
-        self.autocast, self.folder = autocast, folder
-        items = Path(config.hellaswag_file or default_path(config.data_dir))
-        on = config.hellaswag_every > 0
-        self.questions = read_questions(items, config.block_size, world) if on else []
+        self.items: list[Item] = []
+        if config.hellaswag_every:
+            file = Path(config.hellaswag_file or default_path(config.data_dir))
+            self.items = read_questions(file, self.world)
         self.figures: dict[int, dict[str, float]] = {}  # by step and column of eval.csv
 
     def resume(self) -> None:
@@ -72,19 +74,9 @@ class Evaluation:
             return math.inf
         figures = self.figures.setdefault(step, {})
         if "val_loss" not in figures:
-            loss = validation_loss(
-                self.model,
-                self.val,
-                config.batch_size,
-                config.eval_tokens,
-                self.world,
-                self.autocast,
-            )
-            if not math.isfinite(loss):
-                raise TrainingError(
-                    f"step {step}: the validation loss is {loss}; "
-                    f"{hint(self.folder.path, config.lr)}"
-                )
+            counts = config.batch_size, config.eval_tokens
+            with self.hinted(step):
+                loss = validation_loss(self.model, self.val, *counts, self.world, self.autocast)
             figures["val_loss"] = loss
             self.folder.log_evaluation(step, config.max_steps, val_loss=loss)
         return figures["val_loss"]
@@ -93,18 +85,23 @@ class Evaluation:
         """Score the model in HellaSwag if it is due. Raises TrainingError if it has diverged."""
         config = self.config
         figures = self.figures.setdefault(step, {})
-        is_done = any(name.startswith("hellaswag_") for name in figures)
-        if is_done or not self.is_due(config.hellaswag_every, step):
-            return
-        tokens_at_once = config.batch_size * config.seq_len  # takes less memory than a step
+        is_scored = any(name.startswith("hellaswag_") for name in figures)
+        if not is_scored and self.is_due(config.hellaswag_every, step):
+            tokens_at_once = config.batch_size * config.seq_len  # takes less memory than a step
+            with self.hinted(step):
+                scores = score(self.model, self.items, tokens_at_once, self.world, self.autocast)
+            shares = {f"hellaswag_{name}": scores[name]["score"] for name in METRICS}
+            figures |= shares
+            self.folder.log_evaluation(step, config.max_steps, **shares)
+
+    @contextlib.contextmanager
+    def hinted(self, step: int) -> Iterator[None]:
+        """Add the step, and what to do, to the error of a model that has diverged."""
         try:
-            scores = score(self.model, self.questions, tokens_at_once, self.world, self.autocast)
+            yield
         except TrainingError as error:
-            raise TrainingError(
-                f"step {step}: {error}; {hint(self.folder.path, config.lr)}"
-            ) from None
-        figures |= scores.shares()
-        self.folder.log_evaluation(step, config.max_steps, **scores.shares())
+            advice = hint(self.folder.path, self.config.lr)
+            raise TrainingError(f"step {step}: {error}; {advice}") from None
 
     def sample(self, step: int) -> None:
         """Log a text that the model writes, if it is due. Draws from a generator of its own."""

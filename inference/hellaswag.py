@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.hellaswag import ENDINGS, Item, read_items
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.validation import Autocast, Progress, evaluating
+from inference.validation import Autocast, evaluating, with_progress
 from model import GPT
 from runtime.errors import TrainingError
 from runtime.start import trim_memory_if_short
@@ -38,50 +38,17 @@ class Row(NamedTuple):
 ANY_ROW = Row(bytes(4), 1)  # two tokens
 
 
-class Question(NamedTuple):
-    """An item in tokens: a row per ending in the harness's wording, then one in the file's own."""
-
-    item: Item
-    rows: list[Row]
-
-
-class Scores(NamedTuple):
-    """How many of the items a model gets right, by each way of comparing their endings."""
-
-    items: int
-    right: dict[str, int]  # by the name of a metric
-
-    def shares(self) -> dict[str, float]:
-        """Return the shares that are right, by column of eval.csv."""
-        return {f"hellaswag_{metric}": right / self.items for metric, right in self.right.items()}
-
-    def interval(self, metric: str) -> tuple[float, float]:
-        """Return Wilson's 95% interval of a share, for all items that could have been asked."""
-        n, p, z = self.items, self.right[metric] / self.items, 1.959964
-        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
-
-    def with_intervals(self) -> dict[str, dict[str, Any]]:
-        """Return the share and its interval for each metric, as evaluate.py's --json has them."""
-        return {
-            metric: {"score": right / self.items, "interval": self.interval(metric)}
-            for metric, right in self.right.items()
-        }
-
-
-def read_questions(path: Path, block_size: int, world: World) -> list[Question]:
-    """Return this rank's share of a file's items, for a model with this context.
+def read_questions(path: Path, world: World) -> list[Item]:
+    """Return this rank's share of a file's items.
 
     Only rank 0 needs the file. All ranks have to call this. Raises UserError if the file cannot be
     read or is not of HellaSwag's form.
     """
-    items = world.on_rank0(lambda: read_items(path))
-    own = items[world.rank :: world.world_size]
-    return [Question(item, rows_of(item, block_size)) for item in own]
+    return world.on_rank0(lambda: read_items(path))[world.rank :: world.world_size]
 
 
 def rows_of(item: Item, block_size: int) -> list[Row]:
-    """Tokenize an item's endings, in both wordings.
+    """Tokenize an item's endings: four rows in the harness's wording, then four in the file's own.
 
     The beginning of a text that is longer than the model's context is left out.
     """
@@ -110,7 +77,6 @@ def ending_losses(
     tokens_at_once: int,
     world: World,
     autocast: Autocast = contextlib.nullcontext,
-    progress: Progress = iter,
 ) -> list[float]:
     """Return the loss in nats, summed, of each row's scored tokens.
 
@@ -119,10 +85,10 @@ def ending_losses(
     call this, each with its own rows: all take part in as many batches, which FSDP needs.
     """
     batches = make_batches(rows, tokens_at_once)
-    most = max(world.gather(len(batches)))
+    batches += [[ANY_ROW]] * (max(world.gather(len(batches))) - len(batches))
     losses: dict[Row, float] = {}
     with evaluating(model):
-        for batch in progress(batches + [[ANY_ROW]] * (most - len(batches))):
+        for batch in with_progress(batches, "HellaSwag", world):
             trim_memory_if_short()
             x, y = (t.to(world.device) for t in inputs_and_targets(batch))  # (B, T) each
             scored = y >= 0
@@ -159,48 +125,59 @@ def inputs_and_targets(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     return x, pad_sequence(targets, batch_first=True, padding_value=-1)
 
 
-def choices(question: Question, losses: Sequence[float]) -> dict[str, int]:
-    """Return the ending that each metric takes, given the losses of the question's rows.
+def choices(item: Item, rows: Sequence[Row], losses: Sequence[float]) -> dict[str, int]:
+    """Return the ending that each metric takes, given the item's rows and their losses.
 
     The first of those that tie. An ending without text is never taken per unit of its length.
     """
-    endings, harness, plain = question.item.endings, losses[:ENDINGS], losses[ENDINGS:]
-
-    def likeliest(losses: Sequence[float], lengths: Sequence[int]) -> int:
-        pairs = zip(losses, lengths, strict=True)
-        per_unit = [loss / length if length else math.inf for loss, length in pairs]
-        return per_unit.index(min(per_unit))
-
-    return {
-        "acc": likeliest(harness, [1] * ENDINGS),
-        "acc_norm": likeliest(harness, [len(text) for text in endings]),
-        "acc_bytes": likeliest(harness, [len(text.encode(errors="replace")) for text in endings]),
-        "acc_token": likeliest(plain, [row.scored for row in question.rows[ENDINGS:]]),
+    lengths = {
+        "acc": [1] * ENDINGS,
+        "acc_norm": [len(ending) for ending in item.endings],
+        "acc_bytes": [len(ending.encode(errors="replace")) for ending in item.endings],
+        "acc_token": [row.scored for row in rows[ENDINGS:]],
     }
+    taken = {}
+    for metric, units in lengths.items():
+        of_metric = losses[ENDINGS:] if metric == "acc_token" else losses[:ENDINGS]
+        per_unit = [loss / n if n else math.inf for loss, n in zip(of_metric, units, strict=True)]
+        taken[metric] = per_unit.index(min(per_unit))
+    return taken
+
+
+def interval(right: int, items: int) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a share, for all items that could have been asked."""
+    n, p, z = items, right / items, 1.959964
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
 def score(
     model: GPT,
-    questions: Sequence[Question],
+    items: Sequence[Item],
     tokens_at_once: int,
     world: World,
     autocast: Autocast = contextlib.nullcontext,
-    progress: Progress = iter,
-) -> Scores:
-    """Score the model over the questions of all ranks. All have to call this, and get the same.
+) -> dict[str, Any]:
+    """Score the model over the items of all ranks. All have to call this, and get the same.
 
-    `tokens_at_once` as for `ending_losses`. Raises TrainingError if a loss is not finite.
+    Returns the number of items, and for each metric the share that is right and its interval, as
+    evaluate.py's --json has them. `tokens_at_once` as for `ending_losses`. Raises TrainingError if
+    a loss is not finite.
     """
-    rows = [row for question in questions for row in question.rows]
-    losses = ending_losses(model, rows, tokens_at_once, world, autocast, progress)
-    right = dict.fromkeys(METRICS, 0)
-    for i, question in enumerate(questions):
-        of_question = losses[i * 2 * ENDINGS : (i + 1) * 2 * ENDINGS]
-        for metric, choice in choices(question, of_question).items():
-            right[metric] += choice == question.item.label
+    rows = [row for item in items for row in rows_of(item, model.config.block_size)]
+    losses = ending_losses(model, rows, tokens_at_once, world, autocast)
     if not math.isfinite(world.sum(sum(losses))):
         raise TrainingError(
             "HellaSwag: the model's losses are not finite: its weights are damaged or have diverged"
         )
-    total = {metric: round(world.sum(n)) for metric, n in right.items()}
-    return Scores(round(world.sum(len(questions))), total)
+    right = dict.fromkeys(METRICS, 0)
+    for i, item in enumerate(items):
+        own = slice(i * 2 * ENDINGS, (i + 1) * 2 * ENDINGS)
+        for metric, choice in choices(item, rows[own], losses[own]).items():
+            right[metric] += choice == item.label
+    total = round(world.sum(len(items)))
+    scores: dict[str, Any] = {"items": total}
+    for metric in METRICS:
+        n = round(world.sum(right[metric]))
+        scores[metric] = {"score": n / total, "interval": interval(n, total)}
+    return scores

@@ -3,7 +3,8 @@
 import codecs
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from data.tokenizer import END_OF_TEXT, get_encoding
 from inference.kv_cache import KVCache
+from inference.validation import Autocast, evaluating
 from model import GPT
 from runtime.errors import UserError
 
@@ -35,21 +37,22 @@ def filter_logits(
 
     Each option is as transformers defines it, in the order in which transformers applies them.
     """
-    scores = penalize_repetition(logits, text, repetition_penalty)
-    return keep_nucleus(keep_top_k(scores, temperature, top_k), top_p)
-
-
-def penalize_repetition(logits: Tensor, text: list[int], penalty: float) -> Tensor:
-    """Make the tokens of the text less likely in logits (V,), if the penalty is above 1.
-
-    Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers this
-    multiplies a negative logit by it, as dividing would make its token likelier.
-    """
-    if penalty == 1:
-        return logits
-    seen = torch.tensor(list(set(text)))
-    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return logits.index_copy(0, seen, penalized[seen])
+    # Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers this
+    # multiplies a negative logit by it, as dividing would make its token likelier.
+    if repetition_penalty != 1:
+        seen = torch.tensor(list(set(text)))
+        of_seen, penalty = logits[seen], repetition_penalty
+        penalized = torch.where(of_seen > 0, of_seen / penalty, of_seen * penalty)
+        logits = logits.index_copy(0, seen, penalized)
+    scores = keep_top_k(logits, temperature, top_k)
+    # Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1: the fewest
+    # likeliest tokens, at least one, whose probabilities add up to top_p.
+    if top_p < 1:
+        ordered = scores[scores > -math.inf].sort(descending=True).values
+        p = F.softmax(ordered, dim=-1)
+        n = int((p.cumsum(-1) - p < top_p).sum())  # tokens before which top_p is not reached
+        scores = scores.masked_fill(scores < ordered[max(n, 1) - 1], -math.inf)
+    return scores
 
 
 def keep_top_k(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
@@ -66,20 +69,6 @@ def keep_top_k(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
     return scores.masked_fill(logits < least, -math.inf)
 
 
-def keep_nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest likeliest tokens, at least one, whose probabilities add up to top_p.
-
-    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1. The other
-    scores (V,) become -inf.
-    """
-    if top_p == 1:
-        return scores
-    ordered = scores[scores > -math.inf].sort(descending=True).values
-    p = F.softmax(ordered, dim=-1)
-    n = int((p.cumsum(-1) - p < top_p).sum())  # tokens before which top_p is not reached
-    return scores.masked_fill(scores < ordered[max(n, 1) - 1], -math.inf)
-
-
 def draw(scores: Tensor, generator: torch.Generator) -> int:
     """Draw a token with the probabilities that the softmax of the scores (V,) gives."""
     return int(torch.multinomial(F.softmax(scores, dim=-1), 1, generator=generator))
@@ -90,20 +79,12 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def chooser(
-    generators: Sequence[torch.Generator],
-    temperature: float,
-    top_k: int | None,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
-) -> Choose:
-    """Make a `Choose` that draws each text from its own generator: it is what it would be alone."""
+def chooser(generators: Sequence[torch.Generator], **settings: Any) -> Choose:
+    """Make a `Choose` that draws each text from its own generator: it is what it would be alone.
 
-    def choose(logits: Tensor, row: int, text: list[int]) -> int:
-        scores = filter_logits(logits, text, temperature, top_k, top_p, repetition_penalty)
-        return draw(scores, generators[row])
-
-    return choose
+    `settings`: those of `filter_logits`.
+    """
+    return lambda logits, row, text: draw(filter_logits(logits, text, **settings), generators[row])
 
 
 # ---- growing texts
@@ -122,51 +103,46 @@ def next_logits(model: GPT, idx: Tensor, cache: KVCache, positions: Tensor, ends
 @torch.no_grad()
 def stream(
     model: GPT,
-    prompts: Sequence[list[int]],
+    texts: Sequence[list[int]],
     max_new_tokens: int,
     stop_token: int | None,
     choose: Choose,
     decode: Decode | None = None,
 ) -> Iterator[list[int | None]]:
-    """Continue prompts of any lengths together: yield a token for each, step after step.
+    """Continue prompts of any lengths together: yield a token for each, step after step, and
+    append it to its prompt.
 
     None for texts that have ended, at stop_token. Each text gets the logits that it gets alone.
-    Past block_size tokens, the model reads the last block_size. `decode`: a compiled
-    `next_logits`, for one token of each text and always the same shapes. Raises ValueError for an
-    empty prompt, UserError for weights that make no probabilities.
+    Past block_size tokens, the model, which is in evaluation mode, reads the last block_size.
+    `decode`: a compiled `next_logits`, for one token of each text and always the same shapes.
+    Raises ValueError for an empty prompt, UserError for weights that make no probabilities.
     """
-    if not all(prompts):
+    if not all(texts):
         raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
-    context, was_training = model.config.block_size, model.training
-    texts, unfinished = [list(prompt) for prompt in prompts], list(range(len(prompts)))
+    context, device = model.config.block_size, model.lm_head.weight.device
     longest = max(map(len, texts)) + max_new_tokens
     cache = KVCache(model, len(texts), context if decode else min(context, longest))
-    size = cache.span
-    model.eval()
-    try:
-        for step in range(max_new_tokens):
-            windows = [text[-context:] for text in texts]
-            # Prefill reads the windows, decoding the last tokens. Positions are absolute: once a
-            # window slides, every key and value changes, and each step is a prefill.
-            decoding = step > 0 and max(len(texts[row]) for row in unfinished) <= context
-            compute = decode if decode and decoding else next_logits
-            cache.span = size if compute is decode else max(map(len, windows))
-            device = model.lm_head.weight.device
-            idx, positions, ends = ragged_batch(windows, decoding, device)
-            logits = compute(model, idx, cache, positions, ends).float().cpu()  # (B, V)
-            if not logits.isfinite().all():
-                raise UserError(
-                    "the model's logits are not finite: its weights are damaged or have diverged"
-                )
-            new = {row: choose(logits[row], row, texts[row]) for row in unfinished}
-            for row, token in new.items():
-                texts[row].append(token)
-            yield [new.get(row) for row in range(len(texts))]
-            unfinished = [row for row, token in new.items() if token != stop_token]
-            if not unfinished:
-                break
-    finally:
-        model.train(was_training)
+    size, unfinished = cache.span, list(range(len(texts)))
+    for step in range(max_new_tokens):
+        windows = [text[-context:] for text in texts]
+        # Prefill reads the windows, decoding the last tokens. Positions are absolute: once a
+        # window slides, every key and value changes, and each step is a prefill.
+        decoding = step > 0 and max(len(texts[row]) for row in unfinished) <= context
+        compute = decode if decode and decoding else next_logits
+        cache.span = size if compute is decode else max(map(len, windows))
+        idx, positions, ends = ragged_batch(windows, decoding, device)
+        logits = compute(model, idx, cache, positions, ends).float().cpu()  # (B, V)
+        if not logits.isfinite().all():
+            raise UserError(
+                "the model's logits are not finite: its weights are damaged or have diverged"
+            )
+        new = {row: choose(logits[row], row, texts[row]) for row in unfinished}
+        for row, token in new.items():
+            texts[row].append(token)
+        yield [new.get(row) for row in range(len(texts))]
+        unfinished = [row for row, token in new.items() if token != stop_token]
+        if not unfinished:
+            return
 
 
 def ragged_batch(
@@ -200,10 +176,12 @@ def generate(
     Ends early when every row has drawn stop_token; rows that end first are filled with it. Returns
     (B, T + number of new tokens). The rest as for `stream`.
     """
-    choose = chooser([generator or seeded(0)] * len(idx), temperature, top_k)
-    for step in stream(model, idx.tolist(), max_new_tokens, stop_token, choose):
-        new = [stop_token if token is None else token for token in step]
-        idx = torch.cat((idx, idx.new_tensor(new)[:, None]), dim=1)
+    generators = [generator or seeded(0)] * len(idx)
+    choose = chooser(generators, temperature=temperature, top_k=top_k)
+    with evaluating(model):
+        for step in stream(model, idx.tolist(), max_new_tokens, stop_token, choose):
+            new = [stop_token if token is None else token for token in step]
+            idx = torch.cat((idx, idx.new_tensor(new)[:, None]), dim=1)
     return idx
 
 
@@ -235,13 +213,12 @@ def decode_stream(steps: Iterable[list[int | None]]) -> Iterator[list[str | None
     def piece(token: int | None, decoder: codecs.IncrementalDecoder) -> str | None:
         if token is None:
             return None
-        if token == END_OF_TEXT:
-            return decoder.decode(b"", final=True)
-        return decoder.decode(encoding.decode_single_token_bytes(token))
+        ends = token == END_OF_TEXT
+        return decoder.decode(b"" if ends else encoding.decode_single_token_bytes(token), ends)
 
     for tokens in steps:
         decoders = decoders or [codecs.getincrementaldecoder("utf-8")("replace") for _ in tokens]
-        yield [piece(token, decoder) for token, decoder in zip(tokens, decoders, strict=True)]
+        yield list(map(piece, tokens, decoders))
     yield [decoder.decode(b"", final=True) for decoder in decoders]
 
 
@@ -251,7 +228,7 @@ def sample_text(
     max_new_tokens: int,
     seed: int,
     agree: Callable[[int], int] = int,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    autocast: Autocast = nullcontext,
 ) -> str:
     """Return a text that begins with the prompt and ends at its <|endoftext|>, if it gets there.
 
@@ -259,13 +236,11 @@ def sample_text(
     have to draw the same text, and on different processors rounding may let them draw others.
     Raises UserError.
     """
-    choose = chooser([seeded(seed)], temperature=0.8, top_k=50)
-    with autocast():
-        steps = stream(
-            model,
-            [encode(model, prompt)],
-            max_new_tokens,
-            END_OF_TEXT,
-            lambda *given: agree(choose(*given)),
-        )
+    draw_own = chooser([seeded(seed)], temperature=0.8, top_k=50)
+
+    def choose(*given: Any) -> int:
+        return agree(draw_own(*given))
+
+    with evaluating(model), autocast():
+        steps = stream(model, [encode(model, prompt)], max_new_tokens, END_OF_TEXT, choose)
         return prompt + "".join(piece or "" for (piece,) in decode_stream(steps))

@@ -1,20 +1,23 @@
 """The validation loss: the mean over the same tokens each time, each exactly once."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from dataloader import TokenStream
 from model import GPT
+from runtime.errors import TrainingError
 from runtime.start import trim_memory_if_short
 from runtime.world import World
 
 T = TypeVar("T")
 Autocast = Callable[[], contextlib.AbstractContextManager]
-# Iterates over batches and shows how many are done.
-Progress = Callable[[list[T]], Iterable[T]]
 
 
 @contextlib.contextmanager
@@ -29,6 +32,13 @@ def evaluating(model: GPT) -> Iterator[None]:
         model.train(was_training)
 
 
+def with_progress(batches: Sequence[T], name: str, world: World) -> Iterable[T]:
+    """Yield the batches; on a terminal, show meanwhile how many are done."""
+    if world.rank or not sys.stderr.isatty():
+        return batches
+    return track(batches, name, console=Console(stderr=True), transient=True)
+
+
 def validation_loss(
     model: GPT,
     stream: TokenStream,
@@ -36,19 +46,19 @@ def validation_loss(
     tokens: int | None,
     world: World,
     autocast: Autocast = contextlib.nullcontext,
-    progress: Progress = iter,
 ) -> float:
     """Return the mean loss in nats per token over the first `tokens` of the stream (none: all), in
     whole sequences, at least one.
 
     Give the model without torch.compile, which would compile again for the last, smaller batch.
-    All ranks have to call this; all get the mean over all.
+    All ranks have to call this; all get the mean over all. Raises TrainingError if it is not
+    finite.
     """
     sequences = count_sequences(stream, tokens)
     own, most = range(world.rank, sequences, world.world_size), -(-sequences // world.world_size)
     total = 0.0
     with evaluating(model):
-        for first in progress([*range(0, most, batch_size)]):
+        for first in with_progress(range(0, most, batch_size), "validation loss", world):
             trim_memory_if_short()
             batch = own[first : first + batch_size]
             # With FSDP a rank without sequences has to take part all the same: with one that does
@@ -57,7 +67,12 @@ def validation_loss(
             with autocast():
                 loss = model(x, y)
             total += loss.item() * len(batch)
-    return world.sum(total) / sequences
+    mean = world.sum(total) / sequences
+    if not math.isfinite(mean):
+        raise TrainingError(
+            f"the validation loss is {mean}: the weights are damaged or have diverged"
+        )
+    return mean
 
 
 def count_sequences(stream: TokenStream, tokens: int | None) -> int:

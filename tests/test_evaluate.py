@@ -3,13 +3,16 @@ evaluate.py as a command.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
+import io
 import itertools
 import json
 import math
 import random
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -27,19 +30,18 @@ from data.tokenizer import END_OF_TEXT, get_encoding
 from evaluate import EvaluateOptions
 from inference.hellaswag import (
     METRICS,
-    Question,
     Row,
-    Scores,
     choices,
     ending_losses,
+    interval,
     read_questions,
     rows_of,
     score,
 )
 from model import GPT, GPTConfig
-from runtime.cli import ConfigError
+from runtime.cli import ConfigError, parse
 from runtime.errors import TrainingError, UserError
-from tests.conftest import ALONE, flags, run, run_ranks, tokens_in, transformers_pair
+from tests.conftest import ALONE, flags, run_ranks, tokens_in, transformers_pair
 from tests.test_train import rows
 from train import train
 
@@ -114,58 +116,36 @@ def their_tokenizer():
 
 
 @torch.no_grad()
-def their_losses(theirs, context: list[int], ending: list[int]) -> list[float]:
-    """transformers' loss of each token of the ending: one text alone, cut from the left to what the
-    model can read.
-    """
+def their_loss(theirs, context: list[int], ending: list[int]) -> float:
+    """transformers' loss of an ending; the text is cut from the left to what the model can read."""
     tokens = (context + ending)[-CONTEXT - 1 :]
     logits = theirs(torch.tensor([tokens[:-1]])).logits[0]
     losses = F.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
-    return losses[-len(ending) :].tolist()
+    return losses[-len(ending) :].sum().item()
 
 
 def rows_in(file: Path) -> list[Row]:
-    return [row for question in read_questions(file, CONTEXT, ALONE) for row in question.rows]
+    return [row for item in read_items(file) for row in rows_of(item, CONTEXT)]
 
 
 # ---- against transformers
 
 
-def test_losses_and_choices_equal_those_of_transformers_text_by_text(pair, file, their_tokenizer):
+def test_losses_equal_those_of_transformers_text_by_text(pair, file, their_tokenizer):
     ours, theirs, _ = pair
-    questions, encode = read_questions(file, CONTEXT, ALONE), their_tokenizer.encode
-    losses = iter(ending_losses(ours, rows_in(file), 4 * CONTEXT, ALONE))
-    lines = file.open(encoding="utf-8")
-    for question, values in zip(questions, map(json.loads, lines), strict=True):
-        query = f"{values['activity_label']}: {values['ctx_a']} {values['ctx_b'].capitalize()}"
-        start = len(encode(clean(query).rstrip()))
-        endings = [*map(clean, values["endings"])]
-        wholes = [encode(f"{clean(query)} {ending}") for ending in endings]
-        harness = [
-            sum(their_losses(theirs, whole[:start] or [END_OF_TEXT], whole[start:]))
-            for whole in wholes
-        ]
-        plain = [
-            their_losses(theirs, encode(values["ctx"]), encode(f" {ending}"))
-            for ending in values["endings"]
-        ]
-        of_item = [next(losses) for _ in range(8)]
-        assert of_item == pytest.approx([*harness, *map(sum, plain)], abs=1e-4), values
-        sizes = {
-            "acc": [1] * 4,
-            "acc_norm": [len(ending) or 1e-9 for ending in endings],  # no text is never taken
-            "acc_bytes": [len(ending.encode()) or 1e-9 for ending in endings],
-        }
-        expected = {
-            metric: least([loss / n for loss, n in zip(harness, lengths, strict=True)])
-            for metric, lengths in sizes.items()
-        }
-        expected["acc_token"] = least([sum(parts) / len(parts) for parts in plain])
-        assert choices(question, of_item) == expected
-
-
-def least(losses: list[float]) -> int:
-    return losses.index(min(losses))
+    encode, expected = their_tokenizer.encode, []
+    for values in map(json.loads, file.open(encoding="utf-8")):
+        query = clean(
+            f"{values['activity_label']}: {values['ctx_a']} {values['ctx_b'].capitalize()}"
+        )
+        start = len(encode(query.rstrip()))
+        wholes = [encode(f"{query} {clean(ending)}") for ending in values["endings"]]
+        texts = [(whole[:start] or [END_OF_TEXT], whole[start:]) for whole in wholes]
+        texts += [(encode(values["ctx"]), encode(f" {ending}")) for ending in values["endings"]]
+        expected += [their_loss(theirs, *text) for text in texts]
+    assert ending_losses(ours, rows_in(file), 4 * CONTEXT, ALONE) == pytest.approx(
+        expected, abs=1e-4
+    )
 
 
 # ---- what is scored
@@ -239,24 +219,19 @@ def test_batches_and_their_padding_change_nothing(tokens_at_once, pair, file):
 
 def test_endings_that_are_the_same_tie_and_the_first_is_taken(pair, tmp_path):
     items = [item(i, endings=["the same"] * 4, label=i % 4) for i in range(8)]
-    questions = read_questions(write_items(tmp_path / "same.jsonl", items), CONTEXT, ALONE)
-    assert score(pair[0], questions, 70, ALONE) == (8, dict.fromkeys(METRICS, 2))
+    scores = score(pair[0], read_items(write_items(tmp_path / "same.jsonl", items)), 70, ALONE)
+    assert scores["items"] == 8
+    assert [scores[metric]["score"] for metric in METRICS] == [0.25] * 4
 
 
 def test_each_metric_divides_by_its_own_length_and_no_text_at_all_is_never_taken():
     endings = ["日本", "doggy", "a longer one", ""]
-    question = Question(
-        Item("x", endings, "x", endings, 0),
-        [Row(b"", scored) for scored in (9, 9, 9, 9, 6, 2, 3, 1)],
-    )
+    rows = [Row(b"", scored) for scored in (9, 9, 9, 9, 6, 2, 3, 1)]
     # sums: 6, 5, 18, 4; per character: 3, 1, 1.5; per byte: 1, 1, 1.5; per token of the plain text:
     # 1.5, 2, 1, 9
-    assert choices(question, [6.0, 5.0, 18.0, 4.0, 9.0, 4.0, 3.0, 9.0]) == {
-        "acc": 3,
-        "acc_norm": 1,
-        "acc_bytes": 0,
-        "acc_token": 2,
-    }
+    losses = [6.0, 5.0, 18.0, 4.0, 9.0, 4.0, 3.0, 9.0]
+    expected = {"acc": 3, "acc_norm": 1, "acc_bytes": 0, "acc_token": 2}
+    assert choices(Item("x", endings, "x", endings, 0), rows, losses) == expected
 
 
 def test_rows_of_a_padded_vocabulary_take_no_part(pair, file):
@@ -292,19 +267,15 @@ def test_a_model_that_has_diverged_is_an_error_and_no_score(file):
     model = GPT(GPTConfig(1, 2, 16, CONTEXT))
     torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
     with pytest.raises(TrainingError, match="losses are not finite"):
-        score(model, read_questions(file, CONTEXT, ALONE), 200, ALONE)
+        score(model, read_questions(file, ALONE), 200, ALONE)
 
 
 @pytest.mark.parametrize(
-    ("items", "right", "expected"),
-    [
-        (10, 0, (0, 0.27753)),
-        (10, 5, (0.23659, 0.76341)),
-        (10042, 2967, (0.28662, 0.30445)),
-    ],
+    ("right", "items", "expected"),
+    [(0, 10, (0, 0.27753)), (5, 10, (0.23659, 0.76341)), (2967, 10042, (0.28662, 0.30445))],
 )
-def test_the_interval_is_wilsons(items, right, expected):
-    assert Scores(items, {"acc": right}).interval("acc") == pytest.approx(expected, abs=1e-4)
+def test_the_interval_is_wilsons(right, items, expected):
+    assert interval(right, items) == pytest.approx(expected, abs=1e-4)
 
 
 # ---- the file
@@ -353,17 +324,9 @@ def test_a_file_that_is_missing_empty_or_none_is_one_line(name, said, tmp_path):
         read_items(tmp_path / name)
 
 
-class Answer:
-    def __init__(self, content):
-        self.content = content
-
-    def read(self):
-        return self.content
-
-
 def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monkeypatch):
     content = json.dumps(item()).encode()
-    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: Answer(content))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: io.BytesIO(content))
     with pytest.raises(UserError, match=f"SHA-256 .*, expected {data.hellaswag.SHA256}"):
         download(str(tmp_path))
     assert not any(tmp_path.iterdir())
@@ -375,14 +338,9 @@ def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monke
 
 
 def test_without_a_network_the_file_and_its_place_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "urllib.request.urlopen",
-        lambda *_, **__: (_ for _ in ()).throw(OSError("no route")),
-    )
-    with pytest.raises(
-        UserError,
-        match=rf"hellaswag_val.jsonl \(OSError: no route\); .*put it at {tmp_path}/hellaswag/hella",
-    ):
+    monkeypatch.setenv("https_proxy", "http://localhost:9")  # where nothing answers
+    said = rf"hellaswag_val.jsonl \(URLError: .*put it at {tmp_path}/hellaswag/hella"
+    with pytest.raises(UserError, match=said):
         download(str(tmp_path))
 
 
@@ -417,24 +375,24 @@ def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_co
 
 
 def test_scoring_changes_no_step_and_takes_no_time_of_one(scored_config, monkeypatch):
-    now, calls = itertools.count(), []
+    now = itertools.count()
 
     def slow(*given):
-        calls.append([next(now) for _ in range(1000)])
-        return score(*given)
+        return [next(now) for _ in range(1000)] and score(*given)
 
     monkeypatch.setattr(inference.evaluation, "score", slow)
+    monkeypatch.setattr("train.time", types.SimpleNamespace(perf_counter=lambda: float(next(now))))
     scored, plain = (
-        scored_config(run_name=name, dropout=0.1, hellaswag_every=every)
-        for name, every in (("scored", 2), ("plain", 0))
+        scored_config(run_name=f"every{every}", dropout=0.1, hellaswag_every=every)
+        for every in (2, 0)
     )
     for config in (scored, plain):
-        train(config, ALONE, clock=lambda: float(next(now)))
-    assert len(calls) == 4
+        train(config, ALONE)
+    assert next(now) > 4000  # it was scored four times
     # from one reading of the clock to the next
     assert {row["dt_ms"] for row in rows(scored)} == {"1000.000"}
     assert rows(scored) == rows(plain)
-    assert not Path(f"{plain.log_dir}/plain/eval.csv").exists()
+    assert not Path(f"{plain.log_dir}/every0/eval.csv").exists()
 
 
 def test_a_resumed_run_scores_each_step_once_and_an_older_eval_csv_gains_the_columns(scored_config):
@@ -458,55 +416,43 @@ def test_a_resumed_run_scores_each_step_once_and_an_older_eval_csv_gains_the_col
 
 def test_a_run_from_before_hellaswag_goes_on_with_it(scored_config):
     options = {"eval_every": 2, "val_fraction": 0.1}
-    train(scored_config(**options, max_steps=4, hellaswag_every=0), ALONE)
-    path = Path(f"{scored_config().log_dir}/train/eval.csv")
-    before = path.read_text().splitlines()
-    assert before[0] == "step,val_loss"
+    config = scored_config(**options, max_steps=4, hellaswag_every=0)
+    train(config, ALONE)
+    before = rows(config, "eval.csv")
+    assert list(before[0]) == COLUMNS[:2]
     train(scored_config(**options, resume="auto"), ALONE)
-    header, *after = path.read_text().splitlines()
-    assert header.split(",") == COLUMNS
-    assert [line.partition(",,")[0] for line in after[:2]] == before[1:3]
-    assert [bool(line.split(",")[2]) for line in after] == [
-        False,
-        False,
-        True,
-        True,
-    ]  # also at step 4, where it went on
+    after = rows(config, "eval.csv")
+    assert list(after[0]) == COLUMNS
+    losses = [[row["val_loss"] for row in part] for part in (before, after)]
+    assert losses[1][:3] == losses[0]
+    # also at step 4, where it went on
+    assert [bool(row["hellaswag_acc"]) for row in after] == [False, False, True, True]
 
 
 def test_the_items_are_found_again_where_a_run_is_resumed_from_another_folder(
-    scored_config, tmp_path, monkeypatch, capsys
+    scored_config, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     train(scored_config(hellaswag_file="few.jsonl", max_steps=2), ALONE)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    resumed = load_config(resume=f"{scored_config().log_dir}/train", max_steps=4, device="cpu")
+    resumed = load_config(resume=str(tmp_path / "logs/train"), max_steps=4, device="cpu")
     assert train(resumed, ALONE)["steps"] == 4
-    monkeypatch.chdir(tmp_path)
-    train(scored_config(hellaswag_file="few.jsonl", max_steps=6, resume="auto"), ALONE)
-    assert "hellaswag_file" not in capsys.readouterr().out
 
 
 def test_a_run_on_two_processes_has_the_scores_of_one(scored_config, tmp_path):
-    alone, both = (
-        scored_config(run_name=name, max_steps=1, batch_size=n)
-        for name, n in (("alone", 4), ("both", 2))
-    )
+    alone, both = (scored_config(run_name=f"b{n}", max_steps=1, batch_size=n) for n in (4, 2))
     train(alone, ALONE)
     done = run_ranks(2, "train.py", *flags(both), cwd=tmp_path)
     assert [process.returncode for process in done] == [0, 0], done[0].stderr
-    assert (
-        rows(both, "eval.csv")[0] == rows(alone, "eval.csv")[0]
-    )  # five items, three on one process and two on the other
+    # five items, three on one process and two on the other
+    assert rows(both, "eval.csv")[0] == rows(alone, "eval.csv")[0]
 
 
 def test_without_its_file_a_run_does_not_begin(scored_config):
     config = scored_config(hellaswag_file=None)
-    with pytest.raises(
-        UserError,
-        match=rf"/hellaswag/hellaswag_val.jsonl: no such file; .*--data_dir {config.data_dir}$",
-    ):
+    said = rf"/hellaswag/hellaswag_val.jsonl: no such file; .*--data_dir {config.data_dir}$"
+    with pytest.raises(UserError, match=said):
         train(config, ALONE)
     assert not Path(config.log_dir, "train").exists()
     path = Path(config.data_dir, "hellaswag/hellaswag_val.jsonl")
@@ -537,9 +483,9 @@ def evaluated(**options) -> dict:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"eval_tokens": 100},
         {"flash": True, "loss_chunks": 3, "dropout": 0.3, "tie_weights": True},
+        {"bf16": True},
     ],
 )
 def test_a_runs_loss_is_bit_for_bit_what_the_run_logged_last(options, tiny_config):
@@ -548,75 +494,46 @@ def test_a_runs_loss_is_bit_for_bit_what_the_run_logged_last(options, tiny_confi
     once, again = (evaluated(run="train", log_dir=config.log_dir) for _ in range(2))
     assert once["validation"]["loss"] == again["validation"]["loss"] == logged
     assert once["validation"]["perplexity"] == math.exp(logged)
-    assert once["validation"]["tokens"] == (96 if options.get("eval_tokens") else 768)
+    assert once["validation"]["tokens"] == (96 if "eval_tokens" in options else 768)
     assert once["step"] == 6
-
-
-def test_bf16_is_that_of_the_run_unless_it_is_given(tiny_config):
-    config = tiny_config(eval_every=6, val_fraction=0.2, bf16=True)
-    logged = train(config, ALONE)["val_loss"]
-    of_run, fp32 = (
-        evaluated(run="train", log_dir=config.log_dir, bf16=bf16) for bf16 in (None, False)
-    )
-    assert (of_run["validation"]["loss"], of_run["dtype"], fp32["dtype"]) == (
-        logged,
-        "bfloat16",
-        "float32",
-    )
-    assert fp32["validation"]["loss"] != logged
+    assert once["dtype"] == ("bfloat16" if "bf16" in options else "float32")
+    if "bf16" in options:
+        fp32 = evaluated(run="train", log_dir=config.log_dir, bf16=False)
+        assert fp32["dtype"] == "float32"
+        assert fp32["validation"]["loss"] != logged
 
 
 def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp_path, capsys):
     ours, theirs, folder = pair
-    options = {
-        "run": str(folder),
-        "dataset": "tiny",
-        "data_dir": str(corpus),
-        "val_fraction": 1,
-        "tokens": 640,
-    }
-    results = evaluated(**options, hellaswag=str(file), json=str(tmp_path / "out.json"))
+    options = {"dataset": "tiny", "data_dir": str(corpus), "val_fraction": 1, "tokens": 640}
+    saved = tmp_path / "out.json"
+    results = evaluated(run=str(folder), **options, hellaswag=str(file), json=str(saved))
     out = capsys.readouterr().out
     tokens = tokens_in(next((corpus / "tiny").glob("*.bin")))[:641].astype("int64")
+    x, y = (torch.from_numpy(part).view(10, CONTEXT) for part in (tokens[:-1], tokens[1:]))
     with torch.no_grad():
-        losses = [
-            F.cross_entropy(theirs(x[None, :-1]).logits[0], x[1:]).item()
-            for x in (torch.from_numpy(tokens[i : i + CONTEXT + 1]) for i in range(0, 640, CONTEXT))
-        ]
-    assert results["validation"]["loss"] == pytest.approx(sum(losses) / 10, abs=1e-4)
-    right = score(ours, read_questions(file, CONTEXT, ALONE), 10**6, ALONE).right
-    assert {metric: results["hellaswag"][metric]["score"] for metric in METRICS} == {
-        metric: count / 19 for metric, count in right.items()
-    }
-    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(results))
+        loss = F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten()).item()
+    assert results["validation"]["loss"] == pytest.approx(loss, abs=1e-4)
+    scores = score(ours, read_items(file), 10**6, ALONE)
+    assert results["hellaswag"] == {"file": str(file)} | scores
+    assert json.loads(saved.read_text()) == json.loads(json.dumps(results))
     assert f"validation loss {results['validation']['loss']:.4f} nats per token, perplexity" in out
     assert "HellaSwag, 19 items" in out
 
 
 def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, tmp_path):
-    _, _, folder = pair
-    command = [
-        "evaluate.py",
-        folder,
-        "--dataset",
-        "tiny",
-        "--data_dir",
-        corpus,
-        "--val_fraction",
-        "0.5",
-        "--hellaswag",
-        file,
-        "--device",
-        "cpu",
-    ]
-    alone = run(*command, "--json", "alone.json", cwd=tmp_path)
-    both = run_ranks(2, *command, "--json", "both.json", "--batch_size", "3", cwd=tmp_path)
-    assert [done.returncode for done in (alone, *both)] == [0, 0, 0], alone.stderr + both[0].stderr
-    assert both[1].stdout == ""
-    one, both = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "both"))
-    assert one["hellaswag"] == both["hellaswag"]
-    assert one["validation"].pop("loss") == pytest.approx(both["validation"].pop("loss"), rel=1e-6)
-    assert (one["processes"], both["processes"]) == (1, 2)
+    options = {"dataset": "tiny", "data_dir": str(corpus), "val_fraction": 0.5}
+    options |= {"hellaswag": str(file)}
+    one = evaluated(run=str(pair[2]), **options)
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += ["--device", "cpu", "--json", "both.json", "--batch_size", "3"]
+    done = run_ranks(2, "evaluate.py", pair[2], *words, cwd=tmp_path)
+    assert [process.returncode for process in done] == [0, 0], done[0].stderr
+    assert done[1].stdout == ""
+    both = json.loads((tmp_path / "both.json").read_text())
+    assert json.loads(json.dumps(one["hellaswag"])) == both["hellaswag"]
+    assert both["validation"]["loss"] == pytest.approx(one["validation"]["loss"], rel=1e-6)
+    assert both["processes"] == 2
 
 
 def test_a_run_whose_corpus_is_gone_or_changed_says_so(
@@ -624,24 +541,22 @@ def test_a_run_whose_corpus_is_gone_or_changed_says_so(
 ):
     config = tiny_config(val_fraction=0.2, vocab_size=50257, n_layer=1)
     train(config, ALONE)
-    options = {"run": "train", "log_dir": config.log_dir}
+    evaluate_run = functools.partial(evaluated, run="train", log_dir=config.log_dir)
     (path,) = (corpus / "tiny").glob("*.bin")
     good = path.read_bytes()
     path.write_bytes(good[:-100] + bytes(100))
-    evaluated(**options)
-    assert (
-        "note" not in capsys.readouterr().out
-    )  # only the end has changed, which the run did not train on
+    evaluate_run()
+    # only the end has changed, which the run did not train on
+    assert "note" not in capsys.readouterr().out
     path.write_bytes(good[:1024] + good[1026:] + good[1024:1026])
-    evaluated(**options)
-    assert (
-        f"note: {corpus}/tiny is not the corpus that the run trained on" in capsys.readouterr().out
-    )
+    evaluate_run()
+    said = f"note: {corpus}/tiny is not the corpus that the run trained on"
+    assert said in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     shutil.rmtree(corpus)
     with pytest.raises(UserError, match="no such corpus"):
-        evaluated(**options)
-    assert "validation" not in evaluated(**options, hellaswag=str(file))
+        evaluate_run()
+    assert "validation" not in evaluate_run(hellaswag=str(file))
     assert "note: no validation loss: data/tiny: no such corpus" in capsys.readouterr().out
 
 
@@ -656,47 +571,38 @@ def test_a_corpus_that_was_moved_with_the_project_is_found(
     assert evaluated(run=f"{config.log_dir}/train")["validation"]["loss"] == logged
 
 
+ON_TINY = "HF --dataset tiny"
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("words", "said"),
     [
-        (["none"], "none: no such run"),
-        (["HF"], "HF: evaluate it on what? Name a corpus, --dataset NAME"),
+        ("none", "none: no such run"),
+        ("HF", "HF: evaluate it on what? Name a corpus, --dataset NAME"),
+        (ON_TINY, "without *_val_*.bin files, give the share of its tokens"),
+        (f"{ON_TINY} --val_fraction 0.001", "4 tokens for validation make no sequence of 64"),
         (
-            ["HF", "--dataset", "tiny"],
-            "no *_val_*.bin file; say which share of its tokens to take, off the tail: "
-            "--val_fraction 0.1",
-        ),
-        (
-            ["HF", "--dataset", "tiny", "--val_fraction", "0.001"],
-            "4 tokens for validation make no sequence of 64; lower --seq_len",
-        ),
-        (
-            ["HF", "--dataset", "tinny"],
+            "HF --dataset tinny",
             "no such corpus (a folder of *.bin token files); did you mean tiny?",
         ),
+        (f"{ON_TINY} --seq_len 65", "--seq_len 65: longer than the model's context, 64"),
+        ("HF --hellaswag none.jsonl", "none.jsonl: no such file; HellaSwag's validation split is"),
         (
-            ["HF", "--dataset", "tiny", "--seq_len", "65"],
-            "--seq_len 65: longer than the model's context, 64",
-        ),
-        (
-            ["HF", "--hellaswag", "none.jsonl"],
-            "none.jsonl: no such file; HellaSwag's validation split is downloaded",
-        ),
-        (
-            ["HF", "--hellaswag", "items.jsonl", "--json", "none/out.json"],
+            "HF --hellaswag items.jsonl --json none/out.json",
             "--json none/out.json: cannot be written",
         ),
-        (["HF", "--val_fraction", "2"], "--val_fraction: input should be less than or equal to 1"),
-        (["--dataset", "tiny"], "the following arguments are required: run"),
+        ("HF --val_fraction 2", "--val_fraction: input should be less than or equal to 1"),
+        ("--dataset tiny", "the following arguments are required: run"),
     ],
 )
-def test_mistakes_of_the_command_are_one_line(options, said, pair, corpus, file, tmp_path):
-    (tmp_path / "HF").symlink_to(pair[2])
-    done = run("evaluate.py", *options, "--device", "cpu", cwd=tmp_path)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert said in line
+def test_mistakes_of_the_command_are_one_line(words, said, pair, corpus, file, monkeypatch):
+    monkeypatch.chdir(file.parent)
+    Path("HF").symlink_to(pair[2])
+    with pytest.raises(UserError) as mistake:
+        evaluate.evaluate(parse(EvaluateOptions, words.split(), positional="run"), ALONE)
+    assert mistake.value.status == 2
+    assert said in str(mistake.value)
+    assert "\n" not in str(mistake.value)
 
 
 def test_a_model_of_another_vocabulary_cannot_be_scored(tiny_config, file):

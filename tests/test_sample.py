@@ -4,6 +4,7 @@ command, a conversation.
 
 import functools
 import io
+import re
 import signal
 import subprocess
 import sys
@@ -67,12 +68,9 @@ def options(*words):
     [
         {},
         {"top_k": 5},
-        {"top_k": 10**6},
-        {"top_p": 0.7},
-        {"top_p": 1e-9},
-        {"repetition_penalty": 1.3},
+        {"top_k": 10**6, "top_p": 1e-9},
+        {"top_p": 0.7, "temperature": 0.3},
         {"repetition_penalty": 0.5},
-        {"temperature": 0.3},
         {"temperature": 1.7, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2},
     ],
     ids=str,
@@ -109,10 +107,10 @@ def test_greedy_texts_with_a_penalty_are_those_of_transformers_generate(run_fold
     assert alone(ours, idx[0].tolist(), 25, repetition_penalty=penalty) == expected[0, 3:].tolist()
 
 
-def alone(model, prompt, n, temperature=0, top_k=None, seed=0, **settings):
-    """The n tokens that continue a prompt."""
-    choose = chooser([seeded(seed)], temperature, top_k, **settings)
-    return [token for (token,) in stream(model, [prompt], n, None, choose)]
+def alone(model, prompt, n, seed=0, **settings):
+    """The n tokens that continue a prompt, by default the likeliest."""
+    choose = chooser([seeded(seed)], **{"temperature": 0, "top_k": None} | settings)
+    return [token for (token,) in stream(model, [[*prompt]], n, None, choose)]
 
 
 @pytest.mark.parametrize("settings", [(1.0, None, 1e-300), (0, 3, 1e-9), (0, 3, 1.0)])
@@ -132,7 +130,7 @@ def test_prompts_of_different_lengths_each_get_what_they_get_alone_also_where_th
     model = tiny_model(flash=flash, init="gpt2")
     settings = {"temperature": temperature, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
     choose = chooser([seeded(row) for row in range(5)], **settings)
-    together = zip(*stream(model, PROMPTS, 40, None, choose), strict=True)
+    together = zip(*stream(model, [[*p] for p in PROMPTS], 40, None, choose), strict=True)
     for row, drawn in enumerate(together):
         assert [*drawn] == alone(model, PROMPTS[row], 40, seed=row, **settings)
 
@@ -141,8 +139,8 @@ def test_each_text_stops_at_its_own_end_and_the_others_go_on(tiny_model):
     model = tiny_model(init="gpt2")
     texts = [alone(model, prompt, 40, temperature=1.0) for prompt in PROMPTS]
     stop = texts[3][4]  # soon, and past the context's end
-    choose = chooser([seeded(0) for _ in PROMPTS], 1.0, None)
-    together = zip(*stream(model, PROMPTS, 40, stop, choose), strict=True)
+    choose = chooser([seeded(0) for _ in PROMPTS], temperature=1.0, top_k=None)
+    together = zip(*stream(model, [[*p] for p in PROMPTS], 40, stop, choose), strict=True)
     for drawn, text in zip(together, texts, strict=True):
         until = text.index(stop) + 1 if stop in text else 40
         assert [*drawn] == text[:until] + [None] * (len(drawn) - until)
@@ -157,10 +155,11 @@ def test_the_compiled_step_gives_the_same_tokens_and_is_compiled_once(tiny_model
 
     torch._dynamo.reset()
     decode = torch.compile(next_logits, dynamic=False, fullgraph=True, backend=count)
-    choose = chooser([seeded(0)] * 2, 0, None)
+    choose = chooser([seeded(0)] * 2, temperature=0, top_k=None)
     for prompts in ([[1, 2, 3], [4]], [[7], [8, 9]]):
         plain, compiled = (
-            [*stream(model, prompts, 12, None, choose, function)] for function in (None, decode)
+            [*stream(model, [[*p] for p in prompts], 12, None, choose, function)]
+            for function in (None, decode)
         )
         assert plain == compiled
     assert len(graphs) == 1
@@ -248,15 +247,16 @@ def test_a_file_of_prompts_gives_each_line_its_texts_whatever_the_batch(
     ],
 )
 def test_a_file_of_prompts_that_cannot_be_used_is_one_line_with_status_2(
-    content, message, run_folder
+    content, message, tmp_path
 ):
+    path = tmp_path / "prompts.txt"
     if content is not None:
-        (run_folder / "prompts.txt").write_bytes(content)
-    done = run("sample.py", "model", "--prompt_file", "prompts.txt", cwd=run_folder)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --prompt_file prompts.txt: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(message)) as mistake:
+        read_prompts(str(path))
+    assert mistake.value.status == 2
+    assert str(mistake.value).startswith(f"--prompt_file {path}: ")
+    assert "\n" not in str(mistake.value)
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,8 @@ def test_options_that_exclude_each_other_or_are_out_of_range(words, message):
 
 
 def test_options_without_effect_are_told():
-    assert options("--temperature", 0, "--top_p", 0.5, "--num_samples", 2).notes() == [
-        "top_p has no effect: temperature is 0",
-        "temperature is 0: all texts of a prompt are the same",
+    assert options("--temperature", 0, "--top_p", 0.5).notes() == [
+        "top_p has no effect: temperature is 0"
     ]
     assert options("--temperature", 0).notes() == options("--top_p", 0.5).notes() == []
 
