@@ -59,13 +59,13 @@ class Published:
 class Summary(BaseModel, allow_inf_nan=False):
     """Hold what a report needs of a run's summary.json."""
 
-    steps: int
     median_dt_ms: float = Field(gt=0)
     median_tokens_per_sec: float = Field(gt=0)
     first_step_s: float
     peak_memory_mb: float
     utilization: float
     final_loss: float | None
+    steps: int
     machine: str
     device: str
     torch: str

@@ -17,7 +17,7 @@ import pytest
 
 import ladder
 import runtime.report as reports
-from measure import comparison, interleaved, ladder_report, stages
+from measure import comparison, interleaved, ladder_report, stages, tables
 from measure.interleaved import SideError
 from measure.ratio import Ratio, median_ratio, product
 from runtime.cli import parse
@@ -255,7 +255,7 @@ def test_a_ladder_of_which_no_stage_could_run_has_failed_and_one_not_run_is_a_mi
 def test_a_table_that_cannot_be_printed_costs_no_report(tmp_path, monkeypatch):
     (stage,) = plan("baseline", folder=tmp_path)
     fake_run(stage)
-    monkeypatch.setattr(ladder_report, "print_table", Mock(side_effect=OSError("full")))
+    monkeypatch.setattr(tables, "print_table", Mock(side_effect=OSError("full")))
     with pytest.raises(OSError, match="full"):
         ladder_report.report("ladder", [stage], tmp_path)
     assert {"report.md", "results.csv"} <= set(os.listdir(tmp_path))
@@ -444,12 +444,12 @@ def test_a_run_as_logged_lends_its_curve_and_unsynchronized_times_are_not_compar
         fake_run(stage, 100.0 * 2**i)
     fake_run(found[2].repeats)
     baseline, _, speedup2, speedup3 = comparison.compare(found)
-    assert (speedup2.stage, speedup3.stage) == ("speedup2", "speedup3")
-    assert speedup2.loss_difference
-    assert speedup3.loss_difference is None, "its twin did not run"
-    assert (speedup3.over_base, speedup3.over_first) == (Ratio(2.0), Ratio(8.0))
-    assert baseline.published_tokens_per_sec == pytest.approx(11_570, rel=0.01)
-    assert speedup2.published_tokens_per_sec is None
+    assert (speedup2["stage"], speedup3["stage"]) == ("speedup2", "speedup3")
+    assert speedup2["loss_difference"]
+    assert speedup3["loss_difference"] is None, "its twin did not run"
+    assert (speedup3["over_base"], speedup3["over_first"]) == (Ratio(2.0), Ratio(8.0))
+    assert baseline["published_tokens_per_sec"] == pytest.approx(11_570, rel=0.01)
+    assert speedup2["published_tokens_per_sec"] is None
     ladder_report.report("speedup", found, tmp_path / "speedup")
     assert "as logged" in (tmp_path / "speedup/report.md").read_text()
     assert (tmp_path / "speedup/loss.png").is_file()
@@ -463,7 +463,9 @@ def test_published_factors_are_shown_where_published_times_can_be_used(tmp_path,
         found = plan(series, folder=tmp_path)
         for stage in found:
             fake_run(stage)
-        factors[series] = {row.stage: row.published_over_base for row in comparison.compare(found)}
+        factors[series] = {
+            row["stage"]: row["published_over_base"] for row in comparison.compare(found)
+        }
         ladder_report.report(series, found, tmp_path / series)
         has_column = "| published |" in (tmp_path / series / "report.md").read_text()
         assert has_column is (series != "speedup")

@@ -66,7 +66,7 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
         ("--config CONFIG --scaling 1,0", "scaling: input should be greater than or"),
         (
             "--config CONFIG --scaling 1,2 --scan batch_size=1,2",
-            "scan and scaling exclude each other",
+            "scan has no effect with scaling",
         ),
         ("--config CONFIG --scaling 1,2 --steps 3", "steps has no effect with"),
         ("--rounds 9 --total_batch_tokens 64", "rounds has no effect without scaling"),
