@@ -86,6 +86,13 @@ def fake_run(stage, rate=100.0):
     (stage.folder / "summary.json").write_text(json.dumps(summary))
 
 
+def finished(*configs, folder):
+    stages = plan(*configs, folder=folder)
+    for stage in stages:
+        fake_run(stage)
+    return stages
+
+
 def fake_comparison(pair, factor):
     """What interleaved runs leave, without any."""
     turns = [{"peak_memory_mb": 10.0 * factor}]
@@ -126,8 +133,7 @@ def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, folder, capsys, fork
 
 
 def test_a_run_whose_schedule_ends_at_a_rate_that_is_not_set_counts_as_finished(tmp_path):
-    (stage,) = plan("quickstart", folder=tmp_path)
-    fake_run(stage)  # whose config.yaml says min_lr
+    (stage,) = finished("quickstart", folder=tmp_path)  # whose config.yaml says min_lr
     assert stage.config.min_lr is None
     assert stage.summary()
 
@@ -221,8 +227,7 @@ def test_a_stages_name_may_begin_with_a_dash(rungs, tmp_path):
     ids=lambda damage: str(damage)[:30],
 )
 def test_a_stage_whose_summary_is_damaged_counts_as_not_finished(damage, tmp_path):
-    (stage,) = plan("baseline", folder=tmp_path)
-    fake_run(stage)
+    (stage,) = finished("baseline", folder=tmp_path)
     path, summary = stage.folder / "summary.json", stage.summary()
     assert summary
     if isinstance(damage, tuple):
@@ -253,8 +258,7 @@ def test_a_ladder_of_which_no_stage_could_run_has_failed_and_one_not_run_is_a_mi
 
 
 def test_a_table_that_cannot_be_printed_costs_no_report(tmp_path, monkeypatch):
-    (stage,) = plan("baseline", folder=tmp_path)
-    fake_run(stage)
+    (stage,) = finished("baseline", folder=tmp_path)
     monkeypatch.setattr(tables, "print_table", Mock(side_effect=OSError("full")))
     with pytest.raises(OSError, match="full"):
         ladder_report.report("ladder", [stage], tmp_path)
@@ -365,9 +369,7 @@ def test_stages_are_compared_with_the_one_whose_file_theirs_names(tmp_path):
 
 
 def test_a_config_is_not_compared_with_itself(tmp_path, monkeypatch):
-    found = plan("speedup1", "speedup1", folder=tmp_path)
-    for stage in found:
-        fake_run(stage)
+    found = finished("speedup1", "speedup1", folder=tmp_path)
     pairs = comparison.pairs_of(found).values()
     monkeypatch.setattr(comparison, "run_rounds", None)  # is not called
     comparison.compare_pairs(list(pairs), 6, False, {})
@@ -460,9 +462,7 @@ def test_published_factors_are_shown_where_published_times_can_be_used(tmp_path,
         monkeypatch.setattr(ladder_report, name, Mock())
     factors = {}
     for series in stages.SERIES:
-        found = plan(series, folder=tmp_path)
-        for stage in found:
-            fake_run(stage)
+        found = finished(series, folder=tmp_path)
         factors[series] = {
             row["stage"]: row["published_over_base"] for row in comparison.compare(found)
         }
