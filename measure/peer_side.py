@@ -170,7 +170,7 @@ def train_peer(options: PeerConfig, requests: Requests) -> None:
     batches = prefetch(loader, device, range(1, options.max_steps))
     losses: list[float] = []
 
-    def training_step(_: None) -> None:
+    def training_step(nothing: None) -> None:
         loss = torch.zeros((), device=device)
         for _ in range(loader.accumulation):
             x, y = next(batches)
