@@ -167,9 +167,8 @@ if __name__ == "__main__":
 from measure.breakdown import inspect_models
 from measure.scaling import measure_scaling
 from measure.tables import (
+    COLUMNS,
     PUBLISHED_SPREAD,
-    REPORTED,
-    SHOWN,
     Means,
     Row,
     about_machine,
@@ -182,13 +181,12 @@ from measure.tables import (
     read_results,
     scan_columns,
     spread_section,
+    write_report,
     write_results,
 )
 from measure.timing import Job, empty_row, time_job
 from runtime.device import choose_device
 from runtime.errors import TrainingError, UserError, reported
-from runtime.files import write_whole
-from runtime.report import markdown_table, print_table
 
 # ---- what is timed
 
@@ -273,32 +271,25 @@ def time_grid(
     rows = sorted(time_jobs(jobs, folder), key=lambda row: row["mean_s"] or math.inf)
     measured = [row for row in rows if not row["error"]]
     write_results(rows, folder)
-    print_table("seconds per pass", SHOWN, rows)
-    notes = [f"note: {note}" for note in sorted({row["notes"] for row in measured} - {""})]
-    for note in notes:
-        print(note)
     draw_times(measured, folder / "times.png")
-    lines = [
-        "# Forward, backward and both",
-        "",
+    sections = [spread_section(measured, "" if options.config else PUBLISHED_SPREAD)]
+    if options.compare:
+        sections.append(compare(measured, options.compare, theirs, PROFILE | about_them))
+    if not options.config:
+        sections.append(published_section(measured[0], PROFILE | {"steps": 5}))
+    write_report(
+        folder / "report.md",
+        "Seconds per pass: forward, backward and both",
+        COLUMNS,
+        rows,
+        [f"note: {note}" for note in sorted({row["notes"] for row in measured} - {""})],
         about_machine(measured[0]),
-        "",
-        *markdown_table(REPORTED, rows),
-        "",
         "Rows that differ in warm-up only are of the same passes: one leaves out the first of "
         "them. std: the population's. MFU: against the measured matmul rate. MB: peak memory, of "
         "the GPU's tensors on CUDA, else of the process.",
-        *notes,
-        "",
         "![seconds per pass](times.png)",
-        "",
-        *spread_section(measured, "" if options.config else PUBLISHED_SPREAD),
-    ]
-    if options.compare:
-        lines += compare(measured, options.compare, theirs, PROFILE | about_them)
-    if not options.config:
-        lines += published_section(measured[0], PROFILE | {"steps": 5})
-    write_whole(folder / "report.md", "\n".join(lines).rstrip("\n") + "\n")
+        *sections,
+    )
 
 
 # ---- the scan: one option's values, up to out of memory
@@ -312,12 +303,16 @@ def scan(options: BenchOptions, jobs: Sequence[Job], folder: Path) -> None:
     name, _ = parse_scan(options.scan or "")
     rows = time_jobs(jobs, folder)
     measured = sorted((row for row in rows if not row["error"]), key=describe_row)
-    print_table(f"over {name}", scan_columns(name), measured)
     draw_scan(name, measured, folder / "scan.png")
-    ends = [f"{describe_row(row)}: {row['error']} at {row[name]}." for row in rows if row["error"]]
-    lines = [f"# Over {name}", "", about_machine(measured[0]), ""]
-    lines += [*markdown_table(scan_columns(name), measured), "", *ends]
-    write_whole(folder / "scan.md", "\n".join([*lines, "![over the values](scan.png)"]) + "\n")
+    write_report(
+        folder / "scan.md",
+        f"Over {name}",
+        scan_columns(name),
+        measured,
+        [f"{describe_row(row)}: {row['error']} at {row[name]}." for row in rows if row["error"]],
+        about_machine(measured[0]),
+        "![over the values](scan.png)",
+    )
 
 
 # ---- the command

@@ -1,36 +1,25 @@
 """Where a training step's time and memory go: its parts, its operators, its allocations."""
 
 import dataclasses
-import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from config import Config
 from data.token_file import TokenFileError
-from measure.tables import about_machine, precision, show_table
+from measure.tables import FLOP_RATE, Row, about_machine, precision, show_table
 from measure.timing import Clock, in_fresh_process, is_mixed, set_up, settings
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_whole
-from runtime.report import Column, field, flops_rate, items
+from runtime.report import Column, field, items
 from train import Batches, Run, train_step
 
 # ---- the parts of a step
-
-
-class Part(NamedTuple):
-    """A part of a training step."""
-
-    part: str
-    ms: float
-    share: float
-    tflops: float  # NaN where it has no matmuls
 
 
 def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]:
@@ -81,10 +70,11 @@ def part_flops(config: Config, tokens: int) -> dict[str, float]:
     return forward | {f"{part}, backward": 2 * flops for part, flops in forward.items()}
 
 
-def break_down(run: Run, steps: int, clock: Clock = time.perf_counter) -> list[Part]:
+def break_down(run: Run, steps: int, clock: Clock = time.perf_counter) -> list[Row]:
     """Return the parts of a step of the uncompiled model, medians over `steps` after one step more.
 
     The part `backward` is all of the backward pass; the parts after it are what it consists of.
+    `tflops` is None for a part without matmuls.
     """
     of_steps: list[dict[str, float]] = []  # seconds by part, in the order of their first marks
     last = 0.0
@@ -117,21 +107,24 @@ def break_down(run: Run, steps: int, clock: Clock = time.perf_counter) -> list[P
     for quantity in (ms, flops):
         quantity["backward"] = sum(quantity.get(name, 0) for name in of_backward)
     names.insert(names.index(of_backward[0]), "backward")
-    rates = {name: flops.get(name, math.nan) / max(ms[name], 1e-9) / 1e9 for name in names}
-    return [Part(name, ms[name], ms[name] / total, rates[name]) for name in names]
+    rates = {name: count / max(ms[name], 1e-9) / 1e9 for name, count in flops.items()}
+    return [
+        {"part": name, "ms": ms[name], "share": ms[name] / total, "tflops": rates.get(name)}
+        for name in names
+    ]
 
 
-def part_name(part: Part) -> str:
+def part_name(part: Row) -> str:
     """Return the part's name, indented if it is one of the backward pass."""
-    name = part.part.removesuffix(", backward")
-    return name if name == part.part else f"  of which {name}"
+    name = part["part"].removesuffix(", backward")
+    return name if name == part["part"] else f"  of which {name}"
 
 
 PART = [
     Column("part", part_name),
     field("ms", "ms", ".1f"),
     field("share", "share", ".1%"),
-    Column("FLOP rate", lambda part: "" if math.isnan(part.tflops) else flops_rate(part.tflops)),
+    FLOP_RATE,
 ]
 
 

@@ -21,6 +21,7 @@ from measure.stages import (
     training_config,
     with_bases,
 )
+from measure.tables import Row
 from runtime.files import write_whole
 from runtime.report import machine
 from runtime.runlog import read_rows
@@ -29,6 +30,10 @@ COMPARED = range(11, 51)  # steps over which loss curves are compared
 HEADROOM = 1.25  # of memory, for what a process needs besides its peak
 Curve = Mapping[int, Mapping[str, Any]]  # rows of a log by step
 ON_ANOTHER_GPU = "cuda_bf16"  # the log of a stage whose base ran on an Apple GPU
+
+
+# what a row has of a run's summary; no final loss where the last step was left out
+SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
 
 
 # ---- interleaved runs
@@ -162,30 +167,9 @@ def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tup
 # ---- the stages in figures
 
 
-@dataclass
-class StageRow:
-    """Hold the figures of a finished stage. Losses in nats per token, memory in MiB."""
-
-    stage: str
-    ms_per_step: float
-    tokens_per_sec: float
-    base: str
-    over_base: Ratio | None  # interleaved, else of the tokens/s; None if the base has not run
-    rounds: int  # interleaved
-    published_over_base: float | None
-    over_first: Ratio  # a product of interleaved factors, else of the tokens/s
-    first_step_s: float
-    peak_memory_mb: float
-    utilization: float
-    final_loss: float | None  # None where the last step was left out
-    steps: int
-    published_tokens_per_sec: float | None
-    loss_difference: float | None  # from the published curve
-
-
-def compare(stages: Sequence[Stage]) -> list[StageRow]:
-    """Return a row for each finished stage."""
-    rows: dict[str, StageRow] = {}
+def compare(stages: Sequence[Stage]) -> list[Row]:
+    """Return a row for each finished stage. Losses in nats per token, memory in MiB."""
+    rows: dict[str, Row] = {}
     pairs = pairs_of(stages)
     for stage, base in with_bases(stages):
         summary = stage.summary()
@@ -194,30 +178,27 @@ def compare(stages: Sequence[Stage]) -> list[StageRow]:
         rate = summary.median_tokens_per_sec
         first, before = next(iter(rows.values()), None), rows.get(base.name)
         result = pairs[stage.name].result() if stage.name in pairs else None
-        over_base = Ratio(rate / before.tokens_per_sec) if before else None
-        over_first = Ratio(rate / first.tokens_per_sec) if first else Ratio(1.0)
+        over_base = Ratio(rate / before["tokens_per_sec"]) if before else None
+        over_first = Ratio(rate / first["tokens_per_sec"]) if first else Ratio(1.0)
         if result:
             over_base = median_ratio(result.factors)
             # a product, where interleaved factors lead all the way from the first stage
-            if before and (before is first or before.over_first.low):
-                over_first = product([before.over_first, over_base])
-        rows[stage.name] = StageRow(
-            stage=stage.name,
-            ms_per_step=summary.median_dt_ms,
-            tokens_per_sec=rate,
-            base=base.name,
-            over_base=Ratio(1.0) if stage is base else over_base,
-            rounds=len(result.factors) if result else 0,
-            published_over_base=published_factor(stage.published, base.published),
-            over_first=over_first,
-            first_step_s=summary.first_step_s,
-            peak_memory_mb=summary.peak_memory_mb,
-            utilization=summary.utilization,
-            final_loss=summary.final_loss,
-            steps=summary.steps,
-            published_tokens_per_sec=stage.published.tokens_per_sec,
-            loss_difference=published_difference(stage),
-        )
+            if before and (before is first or before["over_first"].low):
+                over_first = product([before["over_first"], over_base])
+        rows[stage.name] = {
+            "stage": stage.name,
+            "ms_per_step": summary.median_dt_ms,
+            "tokens_per_sec": rate,
+            "base": base.name,
+            # interleaved, else of the tokens/s; None if the base has not run
+            "over_base": Ratio(1.0) if stage is base else over_base,
+            "rounds": len(result.factors) if result else 0,
+            "published_over_base": published_factor(stage.published, base.published),
+            "over_first": over_first,
+            **summary.model_dump(include=SUMMARIZED),
+            "published_tokens_per_sec": stage.published.tokens_per_sec,
+            "loss_difference": published_difference(stage),  # from the published curve
+        }
     return list(rows.values())
 
 

@@ -85,7 +85,7 @@ run_peers() {
     local batch_size more=("${peers[@]}")
     for batch_size in "${batches[@]}"; do
         part peers $(($1 / ${#batches[@]})) "$python" -m measure.peers --config "$config" --batch_size "$batch_size" \
-            --log_dir "$logs/b$batch_size" --no-starts --no-settings "${rounds[@]}" "${more[@]}"
+            --log_dir "$logs/b$batch_size" --no-settings "${rounds[@]}" "${more[@]}"
         more=("${peers[@]}" --no-baseline)  # one is enough: with all its scores in fp32 a large batch has no room
     done
 }

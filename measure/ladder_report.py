@@ -3,25 +3,19 @@
 import csv
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from measure.comparison import COMPARED, Pair, compare, published_factor
 from measure.ratio import Ratio
 from measure.stages import SERIES, Stage, published, published_rows, runs_of
-from measure.tables import draw_panels, write_csv
-from runtime.errors import TrainingError, UserError
-from runtime.files import write_whole
+from measure.tables import Row, draw_panels, write_csv, write_report
+from runtime.errors import UserError
 from runtime.report import (
     COLOURS,
-    Column,
     draw_bars,
     draw_losses,
     field,
     items,
-    markdown_table,
-    print_table,
 )
 from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 
@@ -72,43 +66,6 @@ COUNTERPARTS = {
 }
 
 
-def write_report(
-    folder: Path,
-    title: str,
-    columns: Sequence[Column],
-    rows: Sequence[Any],
-    failures: Sequence[str],
-    *about: str,
-) -> None:
-    """Print a table and the failures, and write them to report.md with paragraphs about them.
-
-    Raises UserError, or TrainingError after failures, if there are no rows.
-    """
-    if not rows:
-        kind = TrainingError if failures else UserError
-        raise kind("\n".join([f"{folder}: no finished stage to report", *failures]))
-    table = "\n".join(markdown_table(columns, rows))
-    text = "\n\n".join([f"# {title}", table, *failures, *filter(None, about)])
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "report.md", text + "\n")
-    print_table(title, columns, rows)
-    print("\n".join([*failures, f"{folder}/report.md has this table, and there are pictures"]))
-
-
-def write_results(path: Path, rows: Sequence[Any]) -> None:
-    """Write the attributes of rows to a CSV file; a Ratio `x` takes x, x_low and x_high."""
-    lines = []
-    for row in rows:
-        line: dict[str, Any] = {}
-        for name, value in vars(row).items():
-            if isinstance(value, Ratio):
-                line |= {name: value.median, f"{name}_low": value.low, f"{name}_high": value.high}
-            else:
-                line[name] = value
-        lines.append(line)
-    write_csv(path, lines)
-
-
 def failures_of(parts: Iterable[Stage | Pair]) -> list[str]:
     """Return a line for each stage or pair that failed."""
     return [f"failed: {part.name}: {part.error}" for part in parts if part.error]
@@ -141,9 +98,9 @@ def report(
         if stage.published.log and (run := stage.repeats) and run.summary()
     }
     if rows:
-        write_results(folder / "results.csv", rows)
+        write_csv(folder / "results.csv", rows)
     write_report(
-        folder,
+        folder / "report.md",
         f"The {ladder} ladder" if ladder in SERIES else "A ladder",
         [column for column in COLUMNS if any(map(column.cell, rows))],
         rows,
@@ -153,8 +110,8 @@ def report(
         "![loss curves, measured over published](loss.png)" if curves else "",
         "\n".join(runs),
     )
-    over_first = {f"speed over {rows[0].stage}": [row.over_first for row in rows]}
-    draw_factors(folder / "speed.png", [row.stage for row in rows], over_first)
+    over_first = {f"speed over {rows[0]['stage']}": [row["over_first"] for row in rows]}
+    draw_factors(folder / "speed.png", [row["stage"] for row in rows], over_first)
     if curves:
         draw_panels(folder / "loss.png", curves, "step", "loss, nats per token")
     return failures
@@ -173,17 +130,6 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
 
 
 # ---- an ablation
-
-
-@dataclass
-class Worth:
-    """Hold an optimization's factor of speed, switched on first and last. Memory in MiB."""
-
-    optimization: str
-    first: Ratio | None
-    last: Ratio | None
-    memory_mb_without: float | None = None  # with all others on
-    memory_mb_with: float | None = None
 
 
 WORTH = [
@@ -205,19 +151,20 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
 
     Raises UserError, or TrainingError after failures, if nothing is compared.
     """
-    rows = []
+    rows: list[Row] = []
     where: list[str] = []
     for optimization, (first, last) in pairs.items():
         alone, top = first.result(), last.result()
         where += [f"{r.machine}; device {r.device}, commit {r.git}" for r in (alone, top) if r]
-        memory = [side.peak_memory_mb for side in top.sides] if top else []
+        without, everything = (s.peak_memory_mb for s in top.sides) if top else (None, None)
         if alone or top:
-            rows.append(Worth(optimization, first.ratio, last.ratio, *memory))
+            row = {"optimization": optimization, "first": first.ratio, "last": last.ratio}
+            rows.append(row | {"memory_mb_without": without, "memory_mb_with": everything})
     failures = failures_of(itertools.chain(*pairs.values()))
     if rows:
-        write_results(folder / "results.csv", rows)
+        write_csv(folder / "results.csv", rows)
     write_report(
-        folder,
+        folder / "report.md",
         f"What each optimization of {name} is worth",
         WORTH,
         rows,
@@ -226,8 +173,8 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
         "\n".join(dict.fromkeys(where)),
         "![factors with their intervals](worth.png)",
     )
-    series = {"switched on first": [r.first for r in rows], "last": [r.last for r in rows]}
-    draw_factors(folder / "worth.png", [row.optimization for row in rows], series)
+    series = {"switched on first": [r["first"] for r in rows], "last": [r["last"] for r in rows]}
+    draw_factors(folder / "worth.png", [row["optimization"] for row in rows], series)
     return failures
 
 
@@ -254,7 +201,7 @@ def across(folders: Sequence[str], out: Path) -> None:
     names = [f"{s}: {COUNTERPARTS[s][0]}" if s in COUNTERPARTS else s for s in stages]
     rows = [[str(cell or "") for cell in row] for row in zip(names, *series.values(), strict=True)]
     write_report(
-        out,
+        out / "report.md",
         "What each optimization is worth where",
         items("stage", *series),
         rows,

@@ -37,7 +37,7 @@ if __name__ == "__main__":
     OWN, OF_ALL = split_command_line(sys.argv[1:])
     OPTIONS = start(LearningOptions, OWN, description=__doc__, positional="sides")
 
-from measure.ladder_report import write_report
+from measure.tables import write_report
 from runtime.device import choose_device
 from runtime.errors import TrainingError, UserError, reported
 from runtime.launch import launch
@@ -146,7 +146,7 @@ def report(
 ) -> None:
     """Print and write what the runs have learned: report.md and a picture."""
     write_report(
-        folder,
+        folder / "report.md",
         "What these configs learn",
         items("config", "seed", "loss", "lower by", "tokens to the first's loss"),
         rows_of(sides, curves, ranks),

@@ -168,8 +168,9 @@ def train_peer(options: PeerConfig, requests: Requests) -> None:
     (optimizer,), _ = make_optimizers(model, options)
     loader = open_loader(options)
     batches = prefetch(loader, device, range(1, options.max_steps))
+    losses: list[float] = []
 
-    def training_step() -> float:
+    def training_step(nothing: None) -> None:
         loss = torch.zeros((), device=device)
         for _ in range(loader.accumulation):
             x, y = next(batches)
@@ -181,13 +182,11 @@ def train_peer(options: PeerConfig, requests: Requests) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        losses.append(loss.item())
 
     def take_steps(count: int) -> dict[str, Any]:
-        losses: list[float] = []
-        step = lambda _: losses.append(training_step())  # noqa: E731
         return {
-            "seconds": time_passes(lambda: None, step, count, device),
+            "seconds": time_passes(lambda: None, training_step, count, device),
             "tokens": count * options.tokens_per_step(1),
             "loss": losses[-1],
             "peak_memory_mb": peak_memory_mb(device),

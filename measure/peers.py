@@ -12,15 +12,12 @@ system). That shows what our code gains and what these settings gain.
 """
 
 import datetime
-import itertools
 import json
 import math
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from dataclasses import field as dataclass_field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,9 +36,10 @@ from measure.interleaved import (
     say,
     training_side,
 )
-from measure.ladder_report import draw_factors, write_report
+from measure.ladder_report import draw_factors
 from measure.options import given, optional_fields, to_flags
-from measure.ratio import FEWEST, Ratio
+from measure.ratio import FEWEST
+from measure.tables import Row, write_report
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import aside, write_whole
@@ -49,6 +47,7 @@ from runtime.report import field, git_commit, machine
 from runtime.start import start
 
 TRANSFORMERS = "transformers"
+Group = list[dict[str, Any]]  # the rounds of sides that were interleaved, ours first
 WITH_SETTINGS = " + our settings"  # after a peer's name
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
 TOLERANCE, ROUNDED_TOLERANCE = 2e-4, 5e-3
@@ -83,10 +82,6 @@ class WhatOptions(Options):
     """also baseline.yaml"""
     settings: bool = True
     """also each peer with train.py's process settings"""
-    starts: bool = True
-    """also the time from a process's start to the end of its first step, with an empty and with a
-    filled compile cache
-    """
     rounds: int = Field(20, ge=FEWEST)
     """rounds at most"""
     width: float = Field(WIDTH, ge=0, le=1)
@@ -97,24 +92,6 @@ class WhatOptions(Options):
 
 class PeersOptions(Overrides, WhatOptions):
     """All options of a comparison with peers."""
-
-
-@dataclass
-class Entry:
-    """A side, and its figures."""
-
-    name: str
-    side: Side
-    rates: list[float] = dataclass_field(default_factory=list)  # tokens/s of each round
-    tokens_per_sec: float | None = None
-    cold_s: float | None = None
-    warm_s: float | None = None
-    first_step_s: float | None = None
-    peak_memory_mb: float | None = None
-    ours_over: Ratio | None = None
-    over_plain: Ratio | None = None  # gain of our settings
-    memory_ratio: float | None = None
-    error: str = ""
 
 
 # ---- the sides
@@ -133,23 +110,26 @@ def our_config(options: PeersOptions) -> Config:
     return config
 
 
+def peer_name(path: str) -> str:
+    """Return a peer's name in the tables: the file's and its folder's."""
+    return "/".join(Path(path).resolve().parts[-2:])
+
+
 def peer_paths(options: PeersOptions) -> dict[str, str]:
-    """Return the peers to compare with by their names in the tables, the file's and its folder's.
+    """Return the peers to compare with by their names.
 
     Raises UserError for a file that is missing, or named twice.
     """
     peers = {TRANSFORMERS: TRANSFORMERS} if find_spec(TRANSFORMERS) else {}
     for path in options.peer:
-        resolved = Path(path).resolve()
-        name = "/".join(resolved.parts[-2:])
-        if name in peers:
+        if (name := peer_name(path)) in peers:
             raise UserError(f"--peer: {name} is named twice; names are the file's and its folder's")
-        if not resolved.is_file():
+        if not Path(path).is_file():
             raise UserError(
                 f"--peer {path}: no such file; a peer is a Python file with GPT and GPTConfig, "
                 "such as nanoGPT's model.py"
             )
-        peers[name] = str(resolved)
+        peers[name] = path
     return peers
 
 
@@ -194,10 +174,10 @@ def compare_losses(name: str, loss: float, ours: float, config: Config, toleranc
 
 def plan(
     options: PeersOptions, config: Config, peers: Mapping[str, str], place: Path
-) -> list[list[Side]]:
-    """Return groups of sides: ours alone, then those to be interleaved with it.
+) -> tuple[Side, list[list[Side]]]:
+    """Return our side, and the groups of sides to be interleaved with it.
 
-    Groups are small, as each side keeps its memory.
+    Groups are small, as each side keeps its memory. `place`: the weights that `check_peers` wrote.
     """
 
     def flags(file: str, names: Iterable[str], weights: str) -> list[str]:
@@ -205,7 +185,7 @@ def plan(
         return ["--config", file, *to_flags(values | {"init_from": f"{place}/{weights}"})]
 
     chosen = flags(options.config, Overrides.model_fields, "tied")
-    groups = [[training_side(Path(options.config).stem, chosen)]]
+    groups = []
     for peer, path in peers.items():
         sides = {peer: [*chosen, "--peer", path]}
         if options.settings:
@@ -216,163 +196,106 @@ def plan(
         shape = ("n_layer", "n_head", "n_embd", "block_size", "device", "seed")
         plain = flags("baseline.yaml", [*DataConfig.model_fields, *shape], "untied")
         groups.append([training_side("baseline", plain)])
-    if options.starts:  # each with its own compile cache
-        for i, side in enumerate(itertools.chain(*groups)):
-            # no name in the path: white space would break torch.compile's calls of g++
-            side.environment["TORCHINDUCTOR_CACHE_DIR"] = str(place / "caches" / str(i))
-    return groups
+    return training_side(Path(options.config).stem, chosen), groups
 
 
 # ---- measuring
 
 
-class Comparison:
-    """The sides and what is measured of them."""
+def interleave(ours: Side, group: Sequence[Side], options: PeersOptions, config: Config) -> Group:
+    """Interleave our side with a group. Raises SideError, also if first losses differ."""
 
-    def __init__(
-        self, options: PeersOptions, config: Config, peers: Mapping[str, str], place: Path
-    ):
-        """`place`: a folder with the weights that `check_peers` wrote, and for compile caches."""
-        self.options, self.config, self.peers = options, config, peers
-        groups = plan(options, config, peers, place)
-        (self.ours,), *self.groups = [[Entry(side.name, side) for side in each] for each in groups]
-        self.entries = {entry.name: entry for entry in (self.ours, *itertools.chain(*self.groups))}
-        self.first_loss: float | None = None  # ours
-        self.rounds: list[list[dict[str, Any]]] = []  # the answers of each group's sides
-
-    @property
-    def failed(self) -> list[str]:
-        """Why sides failed."""
-        return [entry.error for entry in self.entries.values() if entry.error]
-
-    def check(self, side: Side) -> None:
-        """Note a side's first step, and compare its loss with ours. Raises SideError."""
-        first, entry, config = side.answers[0], self.entries[side.name], self.config
-        entry.first_step_s = entry.first_step_s or first["seconds"][0]
-        self.first_loss = self.first_loss or first["loss"]
+    def check(side: Side) -> None:
+        loss, our_loss = side.answers[0]["loss"], ours.answers[0]["loss"]
         tolerance = ROUNDED_TOLERANCE if config.bf16 or config.tf32 else TOLERANCE
-        compare_losses(side.name, first["loss"], self.first_loss, config, tolerance)
+        compare_losses(side.name, loss, our_loss, config, tolerance)
 
-    def measure(self) -> Iterator[None]:
-        """Measure the starts and then each group, and yield after each.
+    sides = [ours, *group]
+    rates = run_rounds(sides, options.rounds, options.width, check=check)
+    return [
+        {"side": side.name, "tokens_per_sec": rates[side.name], "turns": side.answers}
+        for side in sides
+    ]
 
-        A peer that fails loses only its own group. Raises SideError if ours fails.
-        """
-        if self.options.starts:
-            for entry in self.entries.values():
-                self.attempt(self.start, [entry])
-            yield
-        for group in self.groups:
-            self.attempt(self.interleave, group)
-            yield
 
-    def attempt(self, measure: Callable[[Sequence[Entry]], None], entries: Sequence[Entry]) -> None:
-        """Measure those entries that have not failed; note it if one does now."""
-        try:
-            if able := [entry for entry in entries if not entry.error]:
-                measure(able)
-        except SideError as error:
-            if error.name == self.ours.name:
-                raise
-            self.entries[error.name].error = str(error)
-            say(f"failed: {error}")
-
-    def start(self, entries: Sequence[Entry]) -> None:
-        """Time starts to the end of the first step, with an empty and a filled compile cache."""
-        for entry in entries:
-            seconds = []
-            for _ in range(2):
-                begun = time.perf_counter()
-                with entry.side as side:
-                    side.train()
-                    seconds.append(time.perf_counter() - begun)
-                self.check(side)
-            entry.cold_s, entry.warm_s = seconds
-            say(
-                f"{entry.name}: {entry.cold_s:.1f} s to the end of the first step with an empty "
-                f"compile cache, {entry.warm_s:.1f} s with a filled one"
-            )
-
-    def interleave(self, group: Sequence[Entry]) -> None:
-        """Interleave our side with those of a group."""
-        entries, options = [self.ours, *group], self.options
-        sides = [entry.side for entry in entries]
-        rates = run_rounds(sides, options.rounds, options.width, check=self.check)
-        self.rounds.append(
-            [
-                {"side": side.name, "tokens_per_sec": rates[side.name], "turns": side.answers}
-                for side in sides
-            ]
-        )
-        memory = {side.name: side.answers[-1]["peak_memory_mb"] for side in sides}
-        for entry in entries:
-            entry.rates += rates[entry.name]
-            entry.tokens_per_sec = statistics.median(entry.rates)
-            entry.peak_memory_mb = memory[entry.name]
-        for entry in group:
-            entry.ours_over = ratio_of(rates, self.ours.name, entry.name)
-            entry.memory_ratio = memory[self.ours.name] / memory[entry.name]
-        for with_settings in group[1:]:
-            with_settings.over_plain = ratio_of(rates, with_settings.name, group[0].name)
+def rows_of(groups: Sequence[Group]) -> list[Row]:
+    """Return the figures of each side. Every group begins with ours, then comes the plain peer."""
+    rows: dict[str, Row] = {}
+    for group in groups:
+        rates = {side["side"]: side["tokens_per_sec"] for side in group}
+        memory = {side["side"]: side["turns"][-1]["peak_memory_mb"] for side in group}
+        ours, plain, *_ = rates
+        for side in group:
+            name = side["side"]
+            figures = {
+                "side": name,
+                "tokens_per_sec": statistics.median(rates[name]),
+                "ours_over": ratio_of(rates, ours, name) if name != ours else None,
+                "over_plain": None if name in (ours, plain) else ratio_of(rates, name, plain),
+                "peak_memory_mb": memory[name],
+                "memory_ratio": memory[ours] / memory[name] if name != ours else None,
+                "first_step_s": side["turns"][0]["seconds"][0],
+            }
+            rows.setdefault(name, figures)
+    return list(rows.values())
 
 
 # ---- the report
 
 COLUMNS = [
-    field("side", "name"),
+    field("side", "side"),
     field("tokens/s", "tokens_per_sec", ",.0f"),
     field("ours over it", "ours_over"),
     field("our settings", "over_plain"),
     field("MB", "peak_memory_mb", ",.0f"),
     field("MB, ours over its", "memory_ratio", ".2f"),
     field("first step, s", "first_step_s", ".1f"),
-    field("cold start, s", "cold_s", ".1f"),
-    field("warm start, s", "warm_s", ".1f"),
 ]
 MEANING = (
     "Ours over it: tokens/s of our side, the first, over the side's, the median of the rounds' "
     "ratios, with its 95% interval. Our settings: likewise the peer with them over the peer "
-    "without. tokens/s: the median of a side's own rounds. MB: peak memory, of the GPU's tensors "
-    "on CUDA, else of the process; and that of ours over the side's. Cold and warm start: from the "
-    "process's start to the end of the first step, with an empty and with a filled compile cache. "
-    "First step: of the cold start, or of the first round where starts were not timed."
+    "without. tokens/s: the median of a side's own rounds, of ours in the first group. MB: peak "
+    "memory, of the GPU's tensors on CUDA, else of the process; and that of ours over the side's. "
+    "First step: with what it compiles, unless the compile cache has it."
 )
 
 
-def report(found: Comparison, folder: Path) -> None:
-    """Report what is known so far: report.md, results.json and, once there are rates, peers.png."""
-    config, entries = found.config, list(found.entries.values())
+def report(
+    groups: Sequence[Group],
+    failed: Sequence[str],
+    options: PeersOptions,
+    config: Config,
+    folder: Path,
+) -> None:
+    """Report the groups that are measured: report.md, results.json and peers.png."""
     versions = ", ".join(
         f"{name} {version(name)}" for name in ("torch", TRANSFORMERS) if find_spec(name)
     )
     shown = ("batch_size", "seq_len", "n_layer", "n_head", "n_embd", "bf16", "compile")
     described = ", ".join(f"{name} {getattr(config, name)}" for name in shown)
-    measured = {entry.name: entry.ours_over for entry in entries if entry.ours_over}
+    ours, *others = rows = rows_of(groups)
     write_report(
-        folder,
+        folder / "report.md",
         "Beside what people would take instead",
         COLUMNS,
-        entries,
-        [f"failed: {line}" for line in found.failed],
+        rows,
+        [f"failed: {line}" for line in failed],
         f"{machine()}; {versions}, commit {git_commit()}, {datetime.date.today()}. "
-        f"{found.ours.name}: {described}.",
+        f"{ours['side']}: {described}.",
         MEANING,
-        "![ours over each](peers.png)" if measured else "",
+        "![ours over each](peers.png)",
     )
-    if measured:
-        series = {f"tokens/s of {found.ours.name} over those of each": list(measured.values())}
-        draw_factors(folder / "peers.png", list(measured), series)
-    chosen = found.options.model_dump(mode="json", exclude={"log_dir", "data_dir"})
-    times = ("cold_s", "warm_s", "first_step_s")
+    series = {f"tokens/s of {ours['side']} over those of each": [r["ours_over"] for r in others]}
+    draw_factors(folder / "peers.png", [row["side"] for row in others], series)
     results = {
         "machine": machine(),
         "git": git_commit(),
         "versions": versions,
-        "options": chosen | {"peer": [name for name in found.peers if name != TRANSFORMERS]},
+        "options": options.model_dump(mode="json", exclude={"log_dir", "data_dir"})
+        | {"peer": [peer_name(path) for path in options.peer]},
         "left_out": LEFT_OUT,
-        "starts": [{"side": e.name} | {name: getattr(e, name) for name in times} for e in entries],
-        "in_turn": found.rounds,
-        "failed": found.failed,
+        "in_turn": groups,
+        "failed": failed,
     }
     write_whole(folder / "results.json", json.dumps(results, indent=1) + "\n")
 
@@ -391,11 +314,21 @@ def main(options: PeersOptions) -> None:
             folder.rename(moved := aside(folder))
             say(f"note: {folder} is now {moved}")
         folder.mkdir(parents=True)
-        found = Comparison(options, config, peers, Path(place))
-        for _ in found.measure():
-            report(found, folder)
-    if found.failed:
-        raise TrainingError("\n".join(found.failed))
+        ours, planned = plan(options, config, peers, Path(place))
+        groups: list[Group] = []
+        failed: list[str] = []
+        for group in planned:
+            try:
+                groups.append(interleave(ours, group, options, config))
+            except SideError as error:
+                if error.name == ours.name:
+                    raise
+                failed.append(str(error))
+                say(f"failed: {error}")
+            if groups:
+                report(groups, failed, options, config, folder)
+    if failed:
+        raise TrainingError("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from measure.interleaved import (
 )
 from measure.options import to_flags
 from measure.ratio import Ratio
-from measure.tables import Row, about_machine, draw_panels, figure, show_table
+from measure.tables import Row, about_machine, draw_panels, write_report
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.launch import Launch, launch
-from runtime.report import Column, git_commit, machine
+from runtime.report import Column, field, git_commit, machine
 from runtime.start import cores
 
 
@@ -78,7 +78,7 @@ def measure_scaling(
     for row in rows:
         row["hardware"] = row["used"] / rows[0]["used"]
         row["efficiency"] = row["over_first"]["median"] / row["hardware"]
-    write_report(rows, name, folder, device, len(rates[sides[0].name]))
+    report(rows, name, folder, device, len(rates[sides[0].name]))
 
 
 def row_of(config: Config, device: torch.device, side: Side, rates: Rates) -> Row:
@@ -110,13 +110,13 @@ def row_of(config: Config, device: torch.device, side: Side, rates: Rates) -> Ro
 # ---- the report
 
 COLUMNS = [
-    figure("ranks", "ranks"),
-    figure("threads", "threads"),
+    field("ranks", "ranks"),
+    field("threads", "threads"),
     Column("batch", lambda row: f"{row['batch_size']} x {row['micro_steps']}"),
-    figure("tokens/s", "tokens_per_sec", ",.0f"),
-    figure("x first", "x_first"),
-    figure("efficiency", "efficiency", ".0%"),
-    figure("MB each", "memory_mb", ",.0f"),
+    field("tokens/s", "tokens_per_sec", ",.0f"),
+    field("x first", "x_first"),
+    field("efficiency", "efficiency", ".0%"),
+    field("MB each", "memory_mb", ",.0f"),
 ]
 MEANING = (
     "batch: sequences of a micro-step x micro-steps, of each rank. tokens/s: of all ranks, the "
@@ -126,11 +126,8 @@ MEANING = (
 )
 
 
-def write_report(
-    rows: Sequence[Row], name: str, folder: Path, device: torch.device, rounds: int
-) -> None:
+def report(rows: Sequence[Row], name: str, folder: Path, device: torch.device, rounds: int) -> None:
     """Print the figures and write them: report.md, results.json and a picture."""
-    table = show_table(f"{rows[0]['tokens']:,} tokens a step, {rounds} rounds", COLUMNS, rows)
     ranks = [row["ranks"] for row in rows]
     factors = {
         "measured": (ranks, [row["over_first"]["median"] for row in rows]),
@@ -139,18 +136,17 @@ def write_report(
     panels = {f"tokens/s over those of {ranks[0]}": factors}
     draw_panels(folder / "scaling.png", panels, "ranks")
     versions = {"torch": torch.__version__, "device": device_name(device)}
-    lines = [
-        f"# {Path(name).stem}: the same batch on more ranks",
-        "",
+    write_report(
+        folder / "report.md",
+        f"{Path(name).stem}: the same batch on more ranks",
+        COLUMNS,
+        rows,
+        [],
         f"{about_machine(rows[0] | versions)} {rows[0]['tokens']:,} tokens a "
         f"step, {rounds} interleaved rounds after the first {LEFT_OUT}.",
-        "",
-        *table,
         MEANING,
-        "",
         "![tokens/s](scaling.png)",
-    ]
-    write_whole(folder / "report.md", "\n".join(lines) + "\n")
+    )
     results = {
         "machine": machine(),
         "git": git_commit(),

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -59,13 +59,13 @@ class Published:
 class Summary(BaseModel, allow_inf_nan=False):
     """Hold what a report needs of a run's summary.json."""
 
-    steps: int
     median_dt_ms: float = Field(gt=0)
     median_tokens_per_sec: float = Field(gt=0)
     first_step_s: float
     peak_memory_mb: float
     utilization: float
     final_loss: float | None
+    steps: int
     machine: str
     device: str
     torch: str
@@ -258,12 +258,12 @@ def run_stages(stages: Sequence[Stage], rerun: bool) -> None:
             print(f"failed: {stage.name}: {stage.error}", flush=True)
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str] = {}) -> str | None:
+def run_command(command: Sequence[str]) -> str | None:
     """Run a command, which prints to our stdout; returns its error line if it fails.
 
     At Ctrl-C it is asked to stop, too, and KeyboardInterrupt is raised once it has.
     """
-    env = os.environ | environment | {ENDS_WITH: str(os.getpid())}
+    env = os.environ | {ENDS_WITH: str(os.getpid())}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(command, stderr=errors, env=env)
         try:

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import UserError
+from measure.ratio import Ratio
+from runtime.errors import TrainingError, UserError
 from runtime.files import write_whole
 from runtime.report import (
     BLUE,
@@ -25,6 +26,7 @@ from runtime.report import (
     Column,
     Curve,
     draw_bars,
+    field,
     flops_rate,
     git_commit,
     items,
@@ -81,38 +83,31 @@ def about_machine(about: Mapping[str, Any]) -> str:
 # ---- columns
 
 
-def figure(heading: str, name: str, style: str = "") -> Column:
-    """Make a column of a row's value; empty where it has none."""
-    return Column(heading, lambda row: "" if row[name] is None else format(row[name], style))
-
-
 KEY = [
-    figure("size", "size"),
-    figure("computation", "computation"),
-    figure("warm", "warmup_steps"),
+    field("size", "size"),
+    field("computation", "computation"),
+    field("warm", "warmup_steps"),
     Column("mixed", lambda row: "yes" if row["mixed_precision"] else "no"),
 ]
-MEAN = Column("mean, s", lambda row: row["error"] or f"{row['mean_s']:.4g}")
-TOKENS_PER_SEC = figure("tokens/s", "tokens_per_sec", ",.0f")
-RATES = [
-    Column("FLOP rate", lambda row: "" if row["error"] else flops_rate(row["tflops"])),
-    figure("MFU", "utilization", ".0%"),
-]
-PEAK_MEMORY = figure("MB", "peak_memory_mb", ",.0f")
-REPORTED = [
+TOKENS_PER_SEC = field("tokens/s", "tokens_per_sec", ",.0f")
+FLOP_RATE = Column(
+    "FLOP rate", lambda row: "" if row["tflops"] is None else flops_rate(row["tflops"])
+)
+RATES = [FLOP_RATE, field("MFU", "utilization", ".0%")]
+PEAK_MEMORY = field("MB", "peak_memory_mb", ",.0f")
+COLUMNS = [
     *KEY,
-    MEAN,
-    *(figure(name, f"{name}_s", ".4g") for name in ("median", "std", "min", "max", "total")),
+    Column("mean, s", lambda row: row["error"] or f"{row['mean_s']:.4g}"),
+    *RATES,  # so far what 80 characters of a terminal hold
+    *(field(name, f"{name}_s", ".4g") for name in ("median", "std", "min", "max", "total")),
     TOKENS_PER_SEC,
-    *RATES,
     PEAK_MEMORY,
 ]
-SHOWN = [*KEY, MEAN, *RATES]  # what 80 characters of a terminal hold
 
 
 def scan_columns(name: str) -> list[Column]:
     """Return the columns of a scan over the option `name`."""
-    return [Column("", describe_row), figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
+    return [Column("", describe_row), field(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
 
 
 def show_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
@@ -124,23 +119,55 @@ def show_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> li
 # ---- files
 
 
+def write_report(
+    path: Path,
+    title: str,
+    columns: Sequence[Column],
+    rows: Sequence[Any],
+    remarks: Sequence[str],
+    *about: str,
+) -> None:
+    """Print a table and remarks, such as failures, and write them, with paragraphs about them.
+
+    Raises UserError, or TrainingError with the remarks, if there are no rows.
+    """
+    if not rows:
+        kind = TrainingError if remarks else UserError
+        raise kind("\n".join([f"{path.parent}: no finished stage to report", *remarks]))
+    table = "\n".join(markdown_table(columns, rows))
+    text = "\n\n".join([f"# {title}", table, *remarks, *filter(None, about)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text + "\n")
+    print_table(title, columns, rows)
+    print("\n".join([*remarks, f"{path} has this table, and there are pictures"]))
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows to a CSV file, with a column for every key."""
+    """Write rows to a CSV file, with a column for every key.
+
+    Booleans are written as JSON has them; a Ratio `x` takes the columns x, x_low and x_high.
+    """
+    lines: list[Row] = []
+    for row in rows:
+        lines.append({})
+        for name, value in row.items():
+            if isinstance(value, Ratio):
+                ends = {f"{name}_low": value.low, f"{name}_high": value.high}
+                lines[-1] |= {name: value.median} | ends
+            else:
+                lines[-1][name] = json.dumps(value) if isinstance(value, bool) else value
     text = io.StringIO()
-    writer = csv.DictWriter(text, dict.fromkeys(itertools.chain(*rows)), lineterminator="\n")
+    writer = csv.DictWriter(text, dict.fromkeys(itertools.chain(*lines)), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(lines)
     write_whole(path, text.getvalue())
 
 
 def write_results(rows: Sequence[Row], folder: Path) -> None:
     """Write results.json and results.csv; pandas reads both."""
     write_whole(folder / "results.json", json.dumps(rows, indent=1) + "\n")
-    lines = [
-        {k: json.dumps(v) if isinstance(v, bool) else v for k, v in row.items() if k != "times_s"}
-        for row in rows
-    ]
-    write_csv(folder / "results.csv", lines)
+    without_times = [{k: v for k, v in row.items() if k != "times_s"} for row in rows]
+    write_csv(folder / "results.csv", without_times)
 
 
 def read_results(path: Path) -> tuple[Means, Row]:
@@ -181,16 +208,16 @@ def ratios(means: Means) -> dict[str, float]:
     return dict(sorted(found.items()))
 
 
-def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> list[str]:
+def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> str:
     """Print measured rows beside those of the file `place`, and the ratios within each.
 
     `about_them` is what is known of how theirs were measured. Returns the report's section.
     """
     columns = [
         *KEY,
-        figure("mean here, s", "mean_s", ".4g"),
-        figure("there, s", "there_s", ".4g"),
-        figure("here / there", "over_there", ".3f"),
+        field("mean here, s", "mean_s", ".4g"),
+        field("there, s", "there_s", ".4g"),
+        field("here / there", "over_there", ".3f"),
     ]
     shared = [
         row | {"there_s": mean, "over_there": row["mean_s"] / mean}
@@ -207,7 +234,7 @@ def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> 
     both = [(name, f"{ours[name]:.3f}", f"{their[name]:.3f}") for name in ours if name in their]
     if both:
         lines += show_table("ratios within each", items("ratio", "here", "there"), both)
-    return lines
+    return "\n".join(lines).rstrip()
 
 
 # ---- warm-up, and the published profile
@@ -227,7 +254,7 @@ PUBLISHED_CODE = [
 ]
 
 
-def spread_section(rows: Sequence[Row], published: str) -> list[str]:
+def spread_section(rows: Sequence[Row], published: str) -> str:
     """Return the report's section on what the most warm-up does to the std of a measurement.
 
     Empty if nothing was measured with and without. `published`: what others have found.
@@ -236,29 +263,24 @@ def spread_section(rows: Sequence[Row], published: str) -> list[str]:
     most = {describe_row(row): row["std_s"] for row in by_warmup}
     least = {describe_row(row): row["std_s"] for row in reversed(by_warmup)}
     if least == most:
-        return []
+        return ""
     lowered = sum(most[name] < std for name, std in least.items())
     quotient = statistics.median(std / max(most[name], 1e-12) for name, std in least.items())
-    return [
-        "## What warm-up does to the spread",
-        "",
+    return (
+        "## What warm-up does to the spread\n\n"
         f"{published}Here warm-up lowers the std in {lowered} of {len(most)} measurements; the "
-        f"median quotient, least over most warm-up, is {quotient:.3g}.",
-        "",
-    ]
+        f"median quotient, least over most warm-up, is {quotient:.3g}."
+    )
 
 
-def published_section(row: Row, profile: Mapping[str, Any]) -> list[str]:
+def published_section(row: Row, profile: Mapping[str, Any]) -> str:
     """Return the report's section on what is not like the published code, with other options."""
-    return [
-        *PUBLISHED_CODE,
-        *(
-            f"- {name}: {row[name]} here, {value} there."
-            for name, value in profile.items()
-            if row[name] != value
-        ),
-        "",
+    differing = [
+        f"- {name}: {row[name]} here, {value} there."
+        for name, value in profile.items()
+        if row[name] != value
     ]
+    return "\n".join([*PUBLISHED_CODE, *differing])
 
 
 # ---- pictures

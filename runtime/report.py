@@ -74,13 +74,8 @@ class Column:
 
 
 def field(heading: str, name: str, style: str = "") -> Column:
-    """Make a column that formats an attribute of each row, as in ",.0f"; None is left empty."""
-
-    def cell(row: Any) -> str:
-        value = getattr(row, name)
-        return "" if value is None else format(value, style)
-
-    return Column(heading, cell)
+    """Make a column that formats a value of each row, as in ",.0f"; None is left empty."""
+    return Column(heading, lambda row: "" if row[name] is None else format(row[name], style))
 
 
 def items(*headings: str) -> list[Column]:

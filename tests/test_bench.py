@@ -61,6 +61,9 @@ def tiny_job(computation="forward_backward", warmup_steps=(0, 2), steps=3, **opt
 MEASURED = dict.fromkeys(tables.FIGURES, 1.0) | {"device": "cpu"}
 
 
+PART = {"part": "MLP", "ms": 1.0, "share": 0.5}
+
+
 def row(**figures):
     """A measured row, of which most figures are 1."""
     return timing.empty_row(tiny_job(), 0) | MEASURED | figures
@@ -93,13 +96,8 @@ def test_figures_follow_from_the_clock(computation, share):
     cold, warm = measure(tiny_job(computation), clock=ticks.__next__)
     assert (cold["warmup_steps"], warm["warmup_steps"]) == (0, 2)
     assert (cold["times_s"], warm["times_s"]) == ([8.0, 4.0, 2.0], [2.0, 1.0, 3.0])
-    assert [warm[f"{name}_s"] for name in ("mean", "median", "min", "max", "total")] == [
-        2,
-        2,
-        1,
-        3,
-        6,
-    ]
+    figures = {"mean_s": 2, "median_s": 2, "min_s": 1, "max_s": 3, "total_s": 6}
+    assert warm.items() >= figures.items()
     assert (warm["std_s"], warm["steps"]) == (statistics.pstdev([1, 2, 3]), 3)
     assert (warm["tokens_per_sec"], warm["n_layer"]) == (2 * 32 / 2.0, 2)
     # 2 blocks of 12 C^2 + 13 C, the last norm, the tied-size head of 128 rows; 2 operations each
@@ -171,10 +169,8 @@ def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(tmp_pa
     assert error == "out of memory: the system killed the process"
 
     rows = timing.time_job(tiny_job(batch_size=2**40))  # more than there is
-    assert [(each["error"], each["warmup_steps"]) for each in rows] == [
-        ("out of memory", 0),
-        ("out of memory", 2),
-    ]
+    failed = [(each["error"], each["warmup_steps"]) for each in rows]
+    assert failed == [("out of memory", 0), ("out of memory", 2)]
     rows += timing.time_job(tiny_job())
     tables.write_results(rows, tmp_path)
     means, first = tables.read_results(tmp_path / "results.json")
@@ -219,22 +215,16 @@ def test_a_training_config_gives_model_batch_and_precision():
 def test_the_table_is_whole_in_80_columns(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     wide = row(size="medium", computation="forward_backward", mean_s=0.01234, tflops=654.32)
-    print_table("", tables.SHOWN, [wide])
+    print_table("", tables.COLUMNS, [wide])
     printed = capsys.readouterr().out.splitlines()
-    for cells in ([c.cell(wide) for c in tables.SHOWN], [c.heading for c in tables.SHOWN]):
+    shown = tables.COLUMNS[:7]
+    for cells in ([c.cell(wide) for c in shown], [c.heading for c in shown]):
         assert any(all(cell in line for cell in cells) for line in printed), "it has wrapped"
 
 
-@pytest.mark.parametrize(
-    "columns", [tables.REPORTED, tables.SHOWN, tables.scan_columns("batch_size"), breakdown.PART]
-)
-def test_rates_below_one_tflops_are_shown_in_gflops(columns):
-    slow = (
-        breakdown.Part("MLP", 1.0, 0.5, 0.0042) if columns is breakdown.PART else row(tflops=0.0042)
-    )
-    table = "\n".join(markdown_table(columns, [slow]))
-    assert "| 4.2 GFLOP/s |" in table
-    assert "TFLOP/s" not in table
+def test_rates_below_one_tflops_are_shown_in_gflops():
+    table = markdown_table([*tables.COLUMNS, *breakdown.PART], [row(tflops=0.0042, **PART)])
+    assert table[-1].count("| 4.2 GFLOP/s |") == 2
 
 
 def test_the_report_of_the_profile_tells_the_spread_and_what_is_not_as_published(
@@ -334,13 +324,13 @@ def test_the_breakdown_finds_a_planted_slow_part(module, seconds, slow):
     work, clock = set_up(tiny_job(tie_weights=True).config), [0.0]
     part = work.state.model.transformer.h[1].get_submodule(module)
     part.register_forward_hook(lambda *args: Slow.apply(args[-1], clock, seconds))
-    found = {part.part: part for part in break_down(work, steps=2, clock=lambda: clock[0])}
+    found = {part["part"]: part for part in break_down(work, steps=2, clock=lambda: clock[0])}
     assert list(found) == [
         *("data", "embedding", "attention", "MLP", "head and loss", "backward"),
         *("head and loss, backward", "MLP, backward", "attention, backward"),
         *("embedding, backward", "optimizer"),
     ]
-    parts = {name: (part.ms, part.share) for name, part in found.items() if part.ms}
+    parts = {name: (part["ms"], part["share"]) for name, part in found.items() if part["ms"]}
     assert parts == {name: (pytest.approx(60), pytest.approx(1)) for name in slow}
 
 

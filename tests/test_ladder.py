@@ -17,7 +17,7 @@ import pytest
 
 import ladder
 import runtime.report as reports
-from measure import comparison, interleaved, ladder_report, stages
+from measure import comparison, interleaved, ladder_report, stages, tables
 from measure.interleaved import SideError
 from measure.ratio import Ratio, median_ratio, product
 from runtime.cli import parse
@@ -86,6 +86,13 @@ def fake_run(stage, rate=100.0):
     (stage.folder / "summary.json").write_text(json.dumps(summary))
 
 
+def finished(*configs, folder):
+    stages = plan(*configs, folder=folder)
+    for stage in stages:
+        fake_run(stage)
+    return stages
+
+
 def fake_comparison(pair, factor):
     """What interleaved runs leave, without any."""
     turns = [{"peak_memory_mb": 10.0 * factor}]
@@ -126,8 +133,7 @@ def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, folder, capsys, fork
 
 
 def test_a_run_whose_schedule_ends_at_a_rate_that_is_not_set_counts_as_finished(tmp_path):
-    (stage,) = plan("quickstart", folder=tmp_path)
-    fake_run(stage)  # whose config.yaml says min_lr
+    (stage,) = finished("quickstart", folder=tmp_path)  # whose config.yaml says min_lr
     assert stage.config.min_lr is None
     assert stage.summary()
 
@@ -221,8 +227,7 @@ def test_a_stages_name_may_begin_with_a_dash(rungs, tmp_path):
     ids=lambda damage: str(damage)[:30],
 )
 def test_a_stage_whose_summary_is_damaged_counts_as_not_finished(damage, tmp_path):
-    (stage,) = plan("baseline", folder=tmp_path)
-    fake_run(stage)
+    (stage,) = finished("baseline", folder=tmp_path)
     path, summary = stage.folder / "summary.json", stage.summary()
     assert summary
     if isinstance(damage, tuple):
@@ -253,9 +258,8 @@ def test_a_ladder_of_which_no_stage_could_run_has_failed_and_one_not_run_is_a_mi
 
 
 def test_a_table_that_cannot_be_printed_costs_no_report(tmp_path, monkeypatch):
-    (stage,) = plan("baseline", folder=tmp_path)
-    fake_run(stage)
-    monkeypatch.setattr(ladder_report, "print_table", Mock(side_effect=OSError("full")))
+    (stage,) = finished("baseline", folder=tmp_path)
+    monkeypatch.setattr(tables, "print_table", Mock(side_effect=OSError("full")))
     with pytest.raises(OSError, match="full"):
         ladder_report.report("ladder", [stage], tmp_path)
     assert {"report.md", "results.csv"} <= set(os.listdir(tmp_path))
@@ -365,9 +369,7 @@ def test_stages_are_compared_with_the_one_whose_file_theirs_names(tmp_path):
 
 
 def test_a_config_is_not_compared_with_itself(tmp_path, monkeypatch):
-    found = plan("speedup1", "speedup1", folder=tmp_path)
-    for stage in found:
-        fake_run(stage)
+    found = finished("speedup1", "speedup1", folder=tmp_path)
     pairs = comparison.pairs_of(found).values()
     monkeypatch.setattr(comparison, "run_rounds", None)  # is not called
     comparison.compare_pairs(list(pairs), 6, False, {})
@@ -444,12 +446,12 @@ def test_a_run_as_logged_lends_its_curve_and_unsynchronized_times_are_not_compar
         fake_run(stage, 100.0 * 2**i)
     fake_run(found[2].repeats)
     baseline, _, speedup2, speedup3 = comparison.compare(found)
-    assert (speedup2.stage, speedup3.stage) == ("speedup2", "speedup3")
-    assert speedup2.loss_difference
-    assert speedup3.loss_difference is None, "its twin did not run"
-    assert (speedup3.over_base, speedup3.over_first) == (Ratio(2.0), Ratio(8.0))
-    assert baseline.published_tokens_per_sec == pytest.approx(11_570, rel=0.01)
-    assert speedup2.published_tokens_per_sec is None
+    assert (speedup2["stage"], speedup3["stage"]) == ("speedup2", "speedup3")
+    assert speedup2["loss_difference"]
+    assert speedup3["loss_difference"] is None, "its twin did not run"
+    assert (speedup3["over_base"], speedup3["over_first"]) == (Ratio(2.0), Ratio(8.0))
+    assert baseline["published_tokens_per_sec"] == pytest.approx(11_570, rel=0.01)
+    assert speedup2["published_tokens_per_sec"] is None
     ladder_report.report("speedup", found, tmp_path / "speedup")
     assert "as logged" in (tmp_path / "speedup/report.md").read_text()
     assert (tmp_path / "speedup/loss.png").is_file()
@@ -460,10 +462,10 @@ def test_published_factors_are_shown_where_published_times_can_be_used(tmp_path,
         monkeypatch.setattr(ladder_report, name, Mock())
     factors = {}
     for series in stages.SERIES:
-        found = plan(series, folder=tmp_path)
-        for stage in found:
-            fake_run(stage)
-        factors[series] = {row.stage: row.published_over_base for row in comparison.compare(found)}
+        found = finished(series, folder=tmp_path)
+        factors[series] = {
+            row["stage"]: row["published_over_base"] for row in comparison.compare(found)
+        }
         ladder_report.report(series, found, tmp_path / series)
         has_column = "| published |" in (tmp_path / series / "report.md").read_text()
         assert has_column is (series != "speedup")

@@ -6,21 +6,23 @@ import sys
 import pytest
 import torch
 
-from measure import interleaved
+from measure import interleaved, peers
 from measure.peer_side import build_peer
 from measure.peers import (
     ROUNDED_TOLERANCE,
     TOLERANCE,
+    TRANSFORMERS,
     WITH_SETTINGS,
-    Comparison,
     PeersOptions,
     check_peers,
     compare_losses,
     main,
     our_config,
+    plan,
+    rows_of,
 )
 from runtime.cli import parse
-from runtime.errors import UserError
+from runtime.errors import TrainingError, UserError
 from runtime.start import parse_command_line
 
 # a small file in nanoGPT's manner
@@ -124,11 +126,6 @@ def options(corpus):
     return PeersOptions(**SIZES, dataset="tiny", data_dir=str(corpus))
 
 
-def comparison(options, place):
-    """The sides of a comparison with transformers."""
-    return Comparison(options, our_config(options), {"transformers": "transformers"}, place)
-
-
 def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer, tmp_path):
     config, paths = our_config(options), ["transformers", peer(), "model.py"]  # the last one: ours
     check_peers({path: path for path in paths}, config, tmp_path)
@@ -210,58 +207,44 @@ def test_rounding_explains_more_in_bf16_and_padding_only_a_higher_loss(options):
 
 
 def answering(loss=10.0, seconds=0.5):
-    """The command of a side that answers at once; its loss is higher if it finds its cache."""
+    """The command of a side that answers at once."""
     code = (
-        "import json, os, pathlib\n"
-        "cache = pathlib.Path(os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
-        f"answer = {{'asleep': True, 'loss': {loss} + cache.exists() / 1e3, 'peak_memory_mb': 1}}\n"
-        "cache.mkdir(parents=True, exist_ok=True)\n"
+        "import json\n"
         "for steps in map(int, open(0)):\n"
-        f"    figures = {{'seconds': [{seconds}] * steps, 'tokens': 7 * steps}}\n"
-        "    print(json.dumps(answer | figures), flush=True)"
+        f"    figures = {{'seconds': [{seconds}] * steps, 'tokens': 7 * steps, 'loss': {loss}}}\n"
+        "    print(json.dumps({'asleep': True, 'peak_memory_mb': 1} | figures), flush=True)"
     )
     return [sys.executable, "-c", code]
 
 
-def test_a_side_whose_first_loss_differs_is_left_out_and_the_others_are_not(options, tmp_path):
-    found = comparison(options.model_copy(update={"rounds": 6}), tmp_path)
-    names = ["speedup10", "transformers", f"transformers{WITH_SETTINGS}", "baseline"]
-    assert list(found.entries) == names
-    ours, plain, with_settings, baseline = entries = found.entries.values()
-    how = ({}, {"loss": 10.2}, {"seconds": 1.0}, {"seconds": 2.0})
-    for entry, figures in zip(entries, how, strict=True):
-        entry.side.command = answering(**figures)
-    for _ in found.measure():
-        pass
-    assert found.failed == [plain.error]
-    assert plain.error.startswith("transformers: its first loss is 10.2")
-    assert plain.ours_over is None
-    assert with_settings.ours_over.median == 2
-    assert baseline.ours_over.median == 4
-    assert ours.rates == [14.0] * 12
-    assert all(entry.cold_s > 0 and entry.warm_s > 0 for entry in (ours, with_settings, baseline))
-
-
-def test_sides_differ_in_their_settings_and_in_their_compile_caches_alone(options, tmp_path):
-    found = comparison(options, tmp_path)
-    (plain, with_settings), _ = found.groups
-    assert with_settings.side.command == [*plain.side.command, "--process_settings"]
-    caches = {e.side.environment["TORCHINDUCTOR_CACHE_DIR"] for e in found.entries.values()}
-    assert len(caches) == 4
-    assert not any(" " in cache for cache in caches)  # torch.compile cannot call g++ with such
-
-
-def test_starts_are_timed_with_an_empty_and_then_with_the_filled_compile_cache(options, tmp_path):
-    found = comparison(options, tmp_path)
-    found.ours.side.command = answering()
-    found.start([found.ours])
-    assert (found.first_loss, found.ours.side.answers[0]["loss"]) == (10, 10.001)
+def test_a_side_whose_first_loss_differs_costs_its_group_alone(options, tmp_path, monkeypatch):
+    options = options.model_copy(update={"rounds": 6, "log_dir": str(tmp_path)})
+    ours, groups = plan(options, our_config(options), {TRANSFORMERS: TRANSFORMERS}, tmp_path)
+    (plain, with_settings), (baseline,) = groups
+    assert with_settings.command == [*plain.command, "--process_settings"]
+    ours.command, plain.command = answering(), answering(loss=10.2)
+    with_settings.command, baseline.command = answering(seconds=1.0), answering(seconds=2.0)
+    monkeypatch.setattr(peers, "plan", lambda *_: (ours, [[plain], [baseline, with_settings]]))
+    with pytest.raises(TrainingError, match=r"^transformers: its first loss is 10.2"):
+        main(options)
+    found = json.loads((tmp_path / "peers/results.json").read_text())
+    assert found["failed"][0].startswith("transformers: its first loss is 10.2")
+    first, second, third = rows_of(found["in_turn"])
+    assert [row["side"] for row in (first, second, third)] == [
+        "speedup10",
+        "baseline",
+        f"{TRANSFORMERS}{WITH_SETTINGS}",
+    ]
+    assert (first["tokens_per_sec"], first["ours_over"]) == (14, None)
+    assert (second["ours_over"].median, second["over_plain"]) == (4, None)
+    assert (third["ours_over"].median, third["over_plain"].median) == (2, 2)
+    assert (third["first_step_s"], third["memory_ratio"]) == (1, 1)
 
 
 def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked):
     monkeypatch.setattr(interleaved, "TURN_SECONDS", 0.01)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    less = {"starts": False, "baseline": False, "settings": False, "rounds": 6, "width": 1.0}
+    less = {"baseline": False, "settings": False, "rounds": 6, "width": 1.0}
     more = {"peer": (peer(),), "log_dir": str(tmp_path / "logs")}
     main(options.model_copy(update=less | more))
     folder, name = tmp_path / "logs/peers", f"{tmp_path.name}/model.py"

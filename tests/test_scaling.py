@@ -6,17 +6,11 @@ import re
 import pytest
 import torch
 
-import bench
 from measure import interleaved
 from measure.scaling import split
-from runtime.cli import parse
 from runtime.errors import UserError
 from tests.conftest import TINY
-
-
-def command_line(*arguments):
-    """What bench.py does with these arguments."""
-    bench.main(parse(bench.BenchOptions, [str(argument) for argument in arguments]))
+from tests.test_bench import command_line
 
 
 @pytest.fixture
