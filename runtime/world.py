@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from runtime.device import device_name
 from runtime.errors import TrainingError, UserError, foreseen, kind_of_failure
 from runtime.launch import Launch, contradiction, launch
 from runtime.report import code_version
@@ -171,11 +172,8 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
 def _compare(device: torch.device, started: Launch, alike: Mapping[str, Any]) -> World:
     """Gather what the ranks have to have alike. Raises UserError on all ranks if they do not."""
     world = World(device, started.rank, started.world_size)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    needs, wants = (
-        {**alike, "PyTorch": str(torch.__version__)},
-        {"code": code_version(), "GPU": gpu},
-    )
+    needs = {**alike, "PyTorch": str(torch.__version__)}
+    wants = {"code": code_version(), "GPU": device_name(device)}
     needed, wanted, calls = zip(*world.gather((needs, wants, started.call)), strict=True)
     if problems := _differences("need", needed):
         raise UserError("\n".join(problems))
