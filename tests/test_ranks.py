@@ -17,13 +17,7 @@ from runtime.world import World, joined_world
 from tests.conftest import CPU, ROOT, ended, flags, run_ranks, start_ranks, wait_for
 from tests.test_resume import log, needs_proc
 
-WHOLE = {
-    "WORLD_SIZE": "2",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-}
+WHOLE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
@@ -72,24 +66,15 @@ def test_a_rank_left_over_from_another_call_does_not_count_where_there_is_one_pr
         assert world == World(CPU)
 
 
-def test_a_port_that_another_program_has_is_one_error_that_names_it(environment):
+@pytest.mark.parametrize(("rank", "reason"), [("0", ".*port"), ("1", ".*imed out")])
+def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, environment, capfd):
+    """Rank 0 finds that another program has the port; rank 1, that nobody answers there."""
     with socket.socket(socket.AF_INET6) as taken:
         taken.bind(("::", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        environment(MASTER_PORT=str(port))
-        cannot_join(TrainingError, rf"2 ranks of this run cannot meet at localhost:{port}: .*port")
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_rank_whose_others_do_not_come_says_so_at_once_and_gives_up(rank, environment, capfd):
-    with socket.socket() as any_free:
-        any_free.bind(("localhost", 0))
-        address = f"localhost:{any_free.getsockname()[1]}"
-    environment(RANK=rank, MASTER_PORT=address.partition(":")[2])
-    cannot_join(TrainingError, f"2 ranks of this run cannot meet at {address}: .*imed out")
-    waits = f"rank {rank} waits at {address} for the other ranks, 2 in all, for up to 1 s"
-    assert capfd.readouterr().err.startswith(waits)
+        port = str(taken.getsockname()[1])
+        environment(RANK=rank, MASTER_PORT=port)
+        cannot_join(TrainingError, f"2 ranks of this run cannot meet at localhost:{port}: {reason}")
+    assert capfd.readouterr().err.startswith(f"rank {rank} waits at localhost:{port} for the other")
 
 
 # ---- one of them fails
