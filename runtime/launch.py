@@ -20,10 +20,8 @@ class Launch:
     local_world_size: int = 1  # ranks of this machine
     agents: int = 1  # machines: each has a torchrun
     call: str | None = None  # tells one call of torchrun from another, the same through restarts
-    attempt: str = ""  # tells one start of the ranks by torchrun from the next, "" where unneeded
-    host: str = ""  # address of the store where the ranks meet
-    port: int = 0
-    hosts_store: bool = False  # else torchrun keeps the store
+    attempt: str = ""  # which start of the ranks, if torchrun keeps their store through all of them
+    address: str = ""  # of the store where the ranks meet
 
 
 def launch() -> Launch:
@@ -34,22 +32,16 @@ def launch() -> Launch:
     if world_size < 2:  # a RANK would be left over from another call
         return Launch(call=call)
     agents = _number("GROUP_WORLD_SIZE", 1)
-    rank = _number("RANK", 0)
-    # torchrun counts restarts on each machine for itself. A setting that several machines need for
-    # restarts makes a new store each time; without it, one machine's count tells attempts apart.
-    has_new_store = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    torchrun_keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Launch(
-        rank,
-        _number("LOCAL_RANK", 0),
-        world_size,
+        rank=_number("RANK", 0),
+        local_rank=_number("LOCAL_RANK", 0),
+        world_size=world_size,
         local_world_size=_number("LOCAL_WORLD_SIZE", max(1, world_size // agents)),
         agents=agents,
         call=call,
-        attempt="" if has_new_store else restarts,
-        host=os.environ.get("MASTER_ADDR", ""),
-        port=_number("MASTER_PORT", 0),
-        hosts_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if torchrun_keeps_store else "",
+        address=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
     )
 
 
@@ -61,13 +53,13 @@ def _number(name: str, default: int) -> int:
 def contradiction() -> str | None:
     """Say what is wrong with an environment that no torchrun makes; None if it is right."""
     names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
-    size, rank, host, port = values = [os.environ.get(name, "") for name in names]
+    found = {name: os.environ.get(name, "") for name in names}
+    size, rank, host, port = found.values()
     if size in ("", "1"):
         return None
     with contextlib.suppress(ValueError):
         if 0 <= int(rank) < int(size) and host and 0 < int(port) < 2**16:
             return None
-    found = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
     return (
         f"the environment contradicts itself: {found}; start several ranks with torchrun, or one "
         f"after: unset WORLD_SIZE"

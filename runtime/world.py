@@ -1,27 +1,27 @@
 """The ranks of a run: one process, or those that torchrun started."""
 
 import contextlib
+import dataclasses
 import datetime
-import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
+from runtime.device import device_name
 from runtime.errors import TrainingError, UserError, foreseen, kind_of_failure
 from runtime.launch import Launch, contradiction, launch
 from runtime.report import code_version
 from runtime.signals import killed_by_ctrl_c
 
 T = TypeVar("T")
-SAY_AFTER = 10.0  # seconds after which a rank that waits for others to join says so, and for whom
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class World:
     """This process's device and its place among the ranks of the run."""
 
@@ -57,17 +57,16 @@ class World:
 
         All ranks have to call this.
         """
-        result: Any = None
-        error: Exception | None = None
+        outcome: Any = None
         if self.rank == 0:
             try:
-                result = function()
-            except Exception as raised:
-                error = raised
-        result, error = self.broadcast((result, error))
-        if error is not None:
-            raise error
-        return result
+                outcome = function()
+            except Exception as error:
+                outcome = error
+        outcome = self.broadcast(outcome)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def raise_on_all(self, function: Callable[[], T]) -> T:
         """Call `function` on all ranks; if it raises UserError or OSError on any, all raise it.
@@ -84,7 +83,7 @@ class World:
             if error:
                 error.rank = self.rank
         for raised_there in self.gather(error):
-            if raised_there is not None:
+            if raised_there:
                 raise raised_there
         return result
 
@@ -100,14 +99,13 @@ class World:
         """Return True if the flag is set on any rank. All ranks have to call this."""
         return self.sum(flag) > 0
 
-    def all_reduce_metrics(self, loss: Tensor, norm: Tensor) -> tuple[float, float]:
+    def all_reduce_metrics(self, loss: Tensor, norm: Tensor) -> list[float]:
         """Return the means of loss and norm over all ranks, by one all-reduce and one read."""
         metrics = torch.stack((loss.float(), norm.float()))
         if self.distributed:
             dist.all_reduce(metrics)  # a sum: gloo has no average
             metrics /= self.world_size
-        mean_loss, mean_norm = metrics.tolist()
-        return mean_loss, mean_norm
+        return metrics.tolist()
 
 
 @contextlib.contextmanager
@@ -138,125 +136,73 @@ def joined_world(
 
 
 def _join(device: torch.device, started: Launch, timeout: float) -> None:
-    """Meet all ranks at a store, and join them in PyTorch's process group."""
-    on_gpu, limit = device.type == "cuda", datetime.timedelta(seconds=timeout)
-    if on_gpu:
-        torch.cuda.set_device(device)
-    try:
-        store = dist.TCPStore(
-            started.host,
-            started.port,
-            is_master=started.hosts_store,
-            timeout=limit,
-            wait_for_workers=False,
-            multi_tenant=True,
+    """Join all ranks in PyTorch's process group. Raises TrainingError if they cannot meet."""
+    if started.local_rank == 0 and not (started.call or started.attempt):
+        print(
+            f"rank {started.rank} waits at {started.address} for the other ranks, "
+            f"{started.world_size} in all, for up to {timeout:g} s (--timeout); if this process "
+            f"was started alone by mistake: unset WORLD_SIZE",
+            file=sys.stderr,
         )
-        # torchrun may keep its store, and so what an earlier attempt has left there
-        own = dist.PrefixStore(f"train {started.attempt}", store)
-        own.set(f"device of {started.rank}", device.type)
-        _meet(own, started, timeout)
-        # compared before joining: ranks on a GPU cannot join others on a CPU, but wait in vain
-        devices = [own.get(f"device of {rank}").decode() for rank in range(started.world_size)]
-        if problems := _differences("need", [{"kind of device": kind} for kind in devices]):
-            raise UserError(problems[0])
+    limit = datetime.timedelta(seconds=timeout)
+    gpu = device if device.type == "cuda" else None
+    if gpu:
+        torch.cuda.set_device(gpu)
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=limit))
+        # torchrun may keep its store through restarts, with what earlier ranks have left there
+        store = dist.PrefixStore(f"attempt {started.attempt}", store)
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=own,
-            rank=started.rank,
-            world_size=started.world_size,
+            "nccl" if gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
             timeout=limit,
-            device_id=device if on_gpu else None,
+            device_id=gpu,
         )
     except (RuntimeError, ValueError) as error:  # of many classes
-        raise _cannot_meet(started, kind_of_failure(error)[1]) from None
-
-
-def _meet(store: "dist.Store", started: Launch, timeout: float) -> None:
-    """Wait until all ranks have come to the store."""
-    if store.add(f"rank {started.rank}", 1) > 1:
-        raise UserError(
-            f"rank {started.rank} has come to {_place(started)} twice: two runs on one port (give "
-            f"each run its own --master_port, or its own --rdzv_endpoint and --rdzv_id), two "
-            f"machines with one --node_rank, or ranks that torchrun has started again with its "
-            f"old store (export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines)"
-        )
-    ranks = range(started.world_size)
-
-    def missing(seconds: float) -> str:
-        """Wait for all ranks; returns those that have not come."""
-        with contextlib.suppress(dist.DistStoreError):
-            store.wait([f"rank {rank}" for rank in ranks], datetime.timedelta(seconds=seconds))
-        return describe_ranks([rank for rank in ranks if not store.check([f"rank {rank}"])])
-
-    said_after = min(SAY_AFTER, timeout)
-    if (absent := missing(said_after)) and started.local_rank == 0:
-        print(
-            f"rank {started.rank} waits at {_place(started)} for {absent} of "
-            f"{started.world_size} for up to {timeout:g} s (--timeout); if this process was "
-            f"started alone by mistake: unset WORLD_SIZE",
-            file=sys.stderr,
-            flush=True,
-        )
-    if absent and (absent := missing(max(timeout - said_after, 0.1))):
-        raise _cannot_meet(started, f"{absent} did not come within {timeout:g} s")
-
-
-def _place(started: Launch) -> str:
-    return f"{started.host}:{started.port}"
-
-
-def _cannot_meet(started: Launch, problem: str) -> TrainingError:
-    return TrainingError(
-        f"the {started.world_size} ranks of this run cannot meet at {_place(started)}: {problem}. "
-        f"All of them have to run and to reach that address, whose port no other program may have, "
-        f"by the network interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if set"
-    )
+        raise TrainingError(
+            f"the {started.world_size} ranks of this run cannot meet at {started.address}: "
+            f"{kind_of_failure(error)[1]}. All of them have to run, on the same kind of device, "
+            f"and to reach that address, whose port no other program may have, by the network "
+            f"interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if set"
+        ) from None
 
 
 def _compare(device: torch.device, started: Launch, alike: Mapping[str, Any]) -> World:
     """Gather what the ranks have to have alike. Raises UserError on all ranks if they do not."""
     world = World(device, started.rank, started.world_size)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    own = (
-        {**alike, "PyTorch": str(torch.__version__)},
-        {"code": code_version(), "GPU": gpu},
-        started.call,
-    )
-    needed, wanted, calls = zip(*world.gather(own), strict=True)
+    needs = {**alike, "PyTorch": str(torch.__version__)}
+    wants = {"code": code_version(), "GPU": device_name(device)}
+    needed, wanted, calls = zip(*world.gather((needs, wants, started.call)), strict=True)
     if problems := _differences("need", needed):
         raise UserError("\n".join(problems))
-    torchruns = tuple(sorted({call for call in calls if call}))
-    notes = tuple(_differences("should have", wanted))
-    return World(device, started.rank, started.world_size, torchruns, notes)
+    notes = _differences("should have", wanted)
+    return dataclasses.replace(world, calls=tuple(sorted({*calls} - {None})), notes=tuple(notes))
 
 
 def _differences(kind: str, everyones: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line for each item that the ranks do not have alike: which has which value."""
     lines = []
-    for name in dict.fromkeys(itertools.chain(*everyones)):
+    for name in everyones[0]:
         ranks_with: dict[str, list[int]] = {}
         for rank, own in enumerate(everyones):
             ranks_with.setdefault(str(own.get(name)), []).append(rank)
-        (first, _), *others = ranks_with.items()
-        elsewhere = [f"{value} on {describe_ranks(ranks)}" for value, ranks in others]
-        if elsewhere:
-            lines.append(
-                f"{name}: all ranks {kind} the same, but it is {first} on rank 0 and "
-                f"{' and '.join(elsewhere)}"
-            )
+        if len(ranks_with) > 1:
+            values = [
+                f"{value} on {describe_ranks(having)}" for value, having in ranks_with.items()
+            ]
+            lines.append(f"{name}: all ranks {kind} the same, but it is {' and '.join(values)}")
     return lines
 
 
 def describe_ranks(ranks: Collection[int]) -> str:
-    """Name ranks briefly, such as `rank 1` or `ranks 1, 3 and 8-15`; "" for none."""
-    if not ranks:
-        return ""
+    """Name ranks briefly, such as `rank 1` or `ranks 1, 3, 8-15`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
         else:
-            spans.append([rank, rank])
-    *most, last = [str(first) if first == end else f"{first}-{end}" for first, end in spans]
-    listed = f"{', '.join(most)} and {last}" if most else last
+            spans.append([rank])
+    listed = ", ".join("-".join(map(str, span)) for span in spans)
     return f"ranks {listed}" if len(ranks) > 1 else f"rank {listed}"

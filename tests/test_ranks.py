@@ -17,13 +17,7 @@ from runtime.world import World, joined_world
 from tests.conftest import CPU, ROOT, ended, flags, run_ranks, start_ranks, wait_for
 from tests.test_resume import log, needs_proc
 
-WHOLE = {
-    "WORLD_SIZE": "2",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-}
+WHOLE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
@@ -52,19 +46,14 @@ def cannot_join(error, match, timeout=1):
         {"WORLD_SIZE": "0"},
         {"RANK": ""},
         {"MASTER_ADDR": "", "MASTER_PORT": ""},
-        {"RANK": "one"},
         {"RANK": "2"},
         {"MASTER_PORT": "99999"},
-        {"MASTER_PORT": "http"},
     ],
 )
 def test_an_environment_that_contradicts_itself_is_an_error_at_once(changes, environment):
     environment(**changes)
-    found = ", ".join(f"{name}='{value}'" for name, value in changes.items())
-    cannot_join(
-        UserError,
-        f"contradicts itself: .*{found}.*; start several ranks with torchrun, or one after: unset ",
-    )
+    found = str(changes)[1:-1]
+    cannot_join(UserError, f"itself: .*{found}.*; start several ranks with torchrun, or one after")
 
 
 @pytest.mark.parametrize("size", ["", "1"])
@@ -77,13 +66,15 @@ def test_a_rank_left_over_from_another_call_does_not_count_where_there_is_one_pr
         assert world == World(CPU)
 
 
-def test_a_port_that_another_program_has_is_one_error_that_names_it(environment):
+@pytest.mark.parametrize(("rank", "reason"), [("0", ".*port"), ("1", ".*imed out")])
+def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, environment, capfd):
+    """Rank 0 finds that another program has the port; rank 1, that nobody answers there."""
     with socket.socket(socket.AF_INET6) as taken:
         taken.bind(("::", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        environment(MASTER_PORT=str(port))
-        cannot_join(TrainingError, rf"2 ranks of this run cannot meet at localhost:{port}: .*port")
+        port = str(taken.getsockname()[1])
+        environment(RANK=rank, MASTER_PORT=port)
+        cannot_join(TrainingError, f"2 ranks of this run cannot meet at localhost:{port}: {reason}")
+    assert capfd.readouterr().err.startswith(f"rank {rank} waits at localhost:{port} for the other")
 
 
 # ---- one of them fails

@@ -550,7 +550,7 @@ ON_FIRST = """if True:
             else:
                 raise AssertionError("nothing was raised")
         metrics = world.all_reduce_metrics(torch.tensor(1.0 + world.rank), torch.tensor(3.0))
-        assert metrics == ((n + 1) / 2, 3.0)
+        assert metrics == [(n + 1) / 2, 3.0]
         assert (world.any(world.rank == n - 1), world.any(False)) == (True, False)
         world.on_rank0(lambda: fail(TokenFileError("the last")))
 """
