@@ -72,7 +72,7 @@ from data.prepare import is_there, prepare_if_missing
 from dataloader import TokenStream, is_validation, open_corpus
 from inference.hellaswag import METRICS, read_questions, score
 from inference.sampling import encode
-from inference.validation import count_sequences, validation_loss
+from inference.validation import Autocast, count_sequences, validation_loss
 from model import GPT, GPTConfig
 from runtime.device import (
     check_precision,
@@ -110,10 +110,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
     folder, state, model = read_model(options, world)
     trained = state.get("config", {})  # empty for weights that are no run's
-    precision = trained if options.bf16 is None else {"bf16": options.bf16}
-    dtype = matmul_dtype(bf16=precision.get("bf16", False), fp16=precision.get("fp16", False))
-    mixed = dtype != torch.float32
-    autocast = functools.partial(torch.autocast, world.device.type, dtype=dtype, enabled=mixed)
+    dtype = choose_dtype(options, trained)
     batch_size = options.batch_size or trained.get("batch_size", 4)
     results: dict[str, Any] = {
         "run": options.run,
@@ -128,9 +125,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     }
     say(RESULTS.format(**results))
     make_repeatable(world.device)
-    tf32, bf16 = trained.get("tf32", False), dtype == torch.bfloat16
-    torch.set_float32_matmul_precision("high" if tf32 and has_tf32(world.device) else "highest")
-    for note in check_precision(world.device, tf32=tf32, bf16=bf16):
+    autocast, notes = set_precision(world.device, dtype, tf32=trained.get("tf32", False))
+    for note in notes:
         say(f"note: {note}")
 
     # all that is read, before anything is computed: mistakes are told at once
@@ -149,6 +145,22 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     if options.json and world.rank == 0:
         write_whole(Path(options.json), json.dumps(results, indent=1, allow_nan=False) + "\n")
     return results
+
+
+def choose_dtype(options: EvaluateOptions, trained: dict[str, Any]) -> torch.dtype:
+    """Return the dtype of matmuls: that of --bf16, else the run's."""
+    precision = trained if options.bf16 is None else {"bf16": options.bf16}
+    return matmul_dtype(bf16=precision.get("bf16", False), fp16=precision.get("fp16", False))
+
+
+def set_precision(
+    device: torch.device, dtype: torch.dtype, *, tf32: bool
+) -> tuple[Autocast, list[str]]:
+    """Set the process's precision as train.setup does; returns its autocast, and notes."""
+    torch.set_float32_matmul_precision("high" if tf32 and has_tf32(device) else "highest")
+    mixed = dtype != torch.float32
+    autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=mixed)
+    return autocast, check_precision(device, tf32=tf32, bf16=dtype == torch.bfloat16)
 
 
 def read_model(options: EvaluateOptions, world: World) -> tuple[Path, dict[str, Any], GPT]:
