@@ -168,7 +168,6 @@ from measure.breakdown import inspect_models
 from measure.scaling import measure_scaling
 from measure.tables import (
     COLUMNS,
-    PUBLISHED_SPREAD,
     Means,
     Row,
     about_machine,
@@ -177,10 +176,8 @@ from measure.tables import (
     draw_scan,
     draw_times,
     key_of,
-    published_section,
     read_results,
     scan_columns,
-    spread_section,
     write_report,
     write_results,
 )
@@ -272,11 +269,9 @@ def time_grid(
     measured = [row for row in rows if not row["error"]]
     write_results(rows, folder)
     draw_times(measured, folder / "times.png")
-    sections = [spread_section(measured, "" if options.config else PUBLISHED_SPREAD)]
+    beside = ""
     if options.compare:
-        sections.append(compare(measured, options.compare, theirs, PROFILE | about_them))
-    if not options.config:
-        sections.append(published_section(measured[0], PROFILE | {"steps": 5}))
+        beside = compare(measured, options.compare, theirs, PROFILE | about_them)
     write_report(
         folder / "report.md",
         "Seconds per pass: forward, backward and both",
@@ -288,7 +283,7 @@ def time_grid(
         "them. std: the population's. MFU: against the measured matmul rate. MB: peak memory, of "
         "the GPU's tensors on CUDA, else of the process.",
         "![seconds per pass](times.png)",
-        *sections,
+        beside,
     )
 
 

@@ -162,29 +162,6 @@ def ragged_batch(
     )
 
 
-def generate(
-    model: GPT,
-    idx: Tensor,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
-    stop_token: int | None = None,
-) -> Tensor:
-    """Continue the tokens idx (B, T), all rows drawing from one generator (default: seed 0).
-
-    Ends early when every row has drawn stop_token; rows that end first are filled with it. Returns
-    (B, T + number of new tokens). The rest as for `stream`.
-    """
-    generators = [generator or seeded(0)] * len(idx)
-    choose = chooser(generators, temperature=temperature, top_k=top_k)
-    with evaluating(model):
-        for step in stream(model, idx.tolist(), max_new_tokens, stop_token, choose):
-            new = [stop_token if token is None else token for token in step]
-            idx = torch.cat((idx, idx.new_tensor(new)[:, None]), dim=1)
-    return idx
-
-
 # ---- text
 
 

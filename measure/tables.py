@@ -10,7 +10,6 @@ import io
 import itertools
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -235,52 +234,6 @@ def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> 
     if both:
         lines += show_table("ratios within each", items("ratio", "here", "there"), both)
     return "\n".join(lines).rstrip()
-
-
-# ---- warm-up, and the published profile
-
-PUBLISHED_SPREAD = (
-    "The published notes time forward and backward of the small model without warm-up at a mean of "
-    "0.260 s and a std of 0.077 s (the first pass took 0.414 s), and after one step of warm-up at "
-    "0.221 s and 0.0003 s: the reason to warm up. "
-)
-PUBLISHED_CODE = [
-    "## What is not like the published code",
-    "",
-    "- Device: a GPU there that its notes do not name. Seconds do not carry over, ratios may.",
-    "- Tokens: random in both, but from another generator.",
-    "- Mixed precision: float16 autocast there; here as fp16 and bf16 in results.json say.",
-    "- Warm-up: rows that differ in it are of the same passes here, not there.",
-]
-
-
-def spread_section(rows: Sequence[Row], published: str) -> str:
-    """Return the report's section on what the most warm-up does to the std of a measurement.
-
-    Empty if nothing was measured with and without. `published`: what others have found.
-    """
-    by_warmup = sorted(rows, key=lambda row: row["warmup_steps"])
-    most = {describe_row(row): row["std_s"] for row in by_warmup}
-    least = {describe_row(row): row["std_s"] for row in reversed(by_warmup)}
-    if least == most:
-        return ""
-    lowered = sum(most[name] < std for name, std in least.items())
-    quotient = statistics.median(std / max(most[name], 1e-12) for name, std in least.items())
-    return (
-        "## What warm-up does to the spread\n\n"
-        f"{published}Here warm-up lowers the std in {lowered} of {len(most)} measurements; the "
-        f"median quotient, least over most warm-up, is {quotient:.3g}."
-    )
-
-
-def published_section(row: Row, profile: Mapping[str, Any]) -> str:
-    """Return the report's section on what is not like the published code, with other options."""
-    differing = [
-        f"- {name}: {row[name]} here, {value} there."
-        for name, value in profile.items()
-        if row[name] != value
-    ]
-    return "\n".join([*PUBLISHED_CODE, *differing])
 
 
 # ---- pictures

@@ -26,6 +26,8 @@ import measure.summary
 from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
+from inference.sampling import chooser, seeded, stream
+from inference.validation import evaluating
 from model import GPT, GPTConfig
 from runtime.device import NOTED_SLOWDOWN, bf16_slowdown, matmul_tflops
 from runtime.errors import UserError
@@ -236,9 +238,9 @@ def _be(
     """Become the command `python <command>`: a script, `-m module` or `-c code`. `streams`: what
     the descriptors 0 to 2 are.
     """
-    for descriptor, stream in streams.items():
-        os.dup2(stream.fileno(), descriptor)
-        stream.close()
+    for descriptor, file in streams.items():
+        os.dup2(file.fileno(), descriptor)
+        file.close()
     # the fork server's own were made for other files
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
@@ -481,3 +483,20 @@ def refused(message: str) -> Any:
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test work in a folder of its own, with relative paths."""
     monkeypatch.chdir(tmp_path)
+
+
+def generate(
+    model: GPT,
+    idx: torch.Tensor,
+    count: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Continue the tokens idx (B, T) by `count`, all rows drawing from one generator."""
+    choose = chooser([generator or seeded(0)] * len(idx), temperature=temperature, top_k=top_k)
+    texts = idx.tolist()
+    with evaluating(model):
+        for _ in stream(model, texts, count, None, choose):
+            pass
+    return torch.tensor(texts, device=idx.device)

@@ -227,25 +227,6 @@ def test_rates_below_one_tflops_are_shown_in_gflops():
     assert table[-1].count("| 4.2 GFLOP/s |") == 2
 
 
-def test_the_report_of_the_profile_tells_the_spread_and_what_is_not_as_published(
-    tmp_path, monkeypatch
-):
-    def timed(job):
-        stds = {0: 0.5, 1: 0.25, 3: 0.125}
-        return [timing.empty_row(job, n) | MEASURED | {"std_s": stds[n]} for n in job.warmup_steps]
-
-    monkeypatch.setattr(bench, "time_job", timed)
-    given = ("--size", "small", "--warmup_steps", "0,1,3", "--batch_size", 2)
-    command_line(*given, "--log_dir", tmp_path)
-    (path,) = tmp_path.glob("bench/*/report.md")
-    _, spread, unlike = path.read_text().split("\n## ")
-    assert "mean of 0.260 s and a std of 0.077 s" in spread
-    assert "lowers the std in 6 of 6 measurements; the median quotient" in spread
-    assert "is 4." in spread
-    assert "batch_size: 2 here, 16 there" in unlike
-    assert "init" not in unlike
-
-
 def test_ratios_are_of_the_rows_that_differ_in_one_thing():
     means = {
         ("small", "forward", 0, False): 4.0,

@@ -24,10 +24,9 @@ from checkpoint.weights import build_model, load_model
 from config import load_config
 from data.tokenizer import get_encoding
 from inference.export_folder import export
-from inference.sampling import generate
 from model import GPT, GPTConfig
 from runtime.errors import UserError
-from tests.conftest import ALONE, flags, run, run_from_nothing
+from tests.conftest import ALONE, flags, generate, run, run_from_nothing
 from tests.test_peers import PEER
 from train import train
 

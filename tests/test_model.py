@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from checkpoint.files import CheckpointError
 from checkpoint.weights import load_model, load_weights
 from config import load_config
-from inference.sampling import draw, generate, keep_top_k, seeded
+from inference.sampling import draw, keep_top_k, seeded
 from kernels import attention
 from model import GPT, GPTConfig
-from tests.conftest import transformers_pair
+from tests.conftest import generate, transformers_pair
 
 close = torch.testing.assert_close
 

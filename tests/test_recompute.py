@@ -7,9 +7,8 @@ import torch
 from torch._functorch import config as functorch_config
 
 from checkpoint.weights import load_model
-from inference.sampling import generate
 from runtime.device import recompute_cheap_operations
-from tests.conftest import ALONE, COMPILED
+from tests.conftest import ALONE, COMPILED, generate
 from tests.test_resume import folder_of, log
 from train import train
 

@@ -29,14 +29,13 @@ from checkpoint.save import emergency_save
 from checkpoint.state import read_state
 from config import Config, load_config
 from data.token_file import TokenFileError
-from inference.sampling import generate
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, parse
 from runtime.errors import TrainingError, UserError, kind_of_failure, reported
 from runtime.runlog import RunFolder, duration
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
-from tests.conftest import ALONE, CPU, ROOT, TINY, at_step, flags, run
+from tests.conftest import ALONE, CPU, ROOT, TINY, at_step, flags, generate, run
 from tests.test_resume import evals, folder_of, log, newest, same_end
 from train import train
 

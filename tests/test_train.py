@@ -26,7 +26,6 @@ from checkpoint.weights import build_model
 from config import Config, Rung, load_config
 from data.token_file import TokenFileError
 from dataloader import open_corpus
-from inference.sampling import generate
 from inference.validation import validation_loss
 from measure.summary import mfu
 from model import GPT, GPTConfig
@@ -41,7 +40,7 @@ from runtime.device import (
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import RunFolder
 from runtime.world import World
-from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, run_ranks
+from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, generate, run_ranks
 from train import setup, train, train_step
 
 
