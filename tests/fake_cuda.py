@@ -84,6 +84,10 @@ class OnGPU(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OnGPU({self.on_cpu})"
 
+    def tolist(self) -> Any:
+        """Read the values, by one copy."""
+        return self.cpu().tolist()
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -148,7 +152,9 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
     if not to_gpu:
         return result
     # an operation in place returns its own argument
-    return tree_map_only(Tensor, lambda tensor: known.get(id(tensor)) or OnGPU(tensor), result)
+    for tensor in tensors_of(result):
+        known.setdefault(id(tensor), OnGPU(tensor))
+    return tree_map_only(Tensor, lambda tensor: known[id(tensor)], result)
 
 
 def attention(
@@ -170,7 +176,7 @@ def pinned(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def fake_cuda(compiler: bool = False):
     """Make cuda:0 a fake H200; yields the list of host waits. `compiler`: torch.compile is real."""
-    mode, generator = CountWaits(), torch.Generator
+    mode = CountWaits()
     random_state = torch.zeros(16, dtype=torch.uint8)
     answers: dict[str, Any] = {
         "is_available": True,
@@ -186,7 +192,13 @@ def fake_cuda(compiler: bool = False):
         "mem_get_info": (140 * GIB, 140 * GIB),
         "get_rng_state": random_state,
     }
-    nothing = ("set_device", "set_rng_state", "empty_cache", "reset_peak_memory_stats", "_lazy_init")
+    nothing = (
+        "set_device",
+        "set_rng_state",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "_lazy_init",
+    )
     with contextlib.ExitStack() as stack:
 
         def put(owner: Any, name: str, value: Any) -> None:
@@ -199,7 +211,6 @@ def fake_cuda(compiler: bool = False):
         for name in ("Stream", "Event", "current_stream", "default_stream"):
             put(torch.cuda, name, lambda *_, **__: stream)
         put(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
-        put(torch, "Generator", lambda *_: generator())
         put(F, "scaled_dot_product_attention", attention)
         put(Tensor, "pin_memory", pinned)
         if not compiler:
