@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,23 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 GPU = torch.device("cuda", 0)
 GIB = 2**30
-H200 = SimpleNamespace(
-    name="NVIDIA H200",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    total_memory=140 * GIB,
-    warp_size=32,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472,
-    L2_cache_size=60 * 2**20,
-    gcnArchName="",
-    is_integrated=False,
-)
+NAME = "NVIDIA H200"
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
@@ -50,7 +35,7 @@ def environment(folder: Path) -> dict[str, str] | None:
     home, guard = Path(torch.__file__).parent, folder / "guard.so"
     source = Path(__file__).with_name("fake_cuda_guard.cpp")
     libraries = [f"-L{home}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]
-    options = ["-std=c++20", "-shared", "-fPIC", f"-I{home}/include", "-o", guard]
+    options: list[str | Path] = ["-std=c++20", "-shared", "-fPIC", f"-I{home}/include", "-o", guard]
     subprocess.run([compiler, *options, source, *libraries], check=True)
     return {"LD_PRELOAD": str(guard)}
 
@@ -62,7 +47,7 @@ class OnGPU(Tensor):
 
     def __new__(cls, on_cpu: Tensor) -> "OnGPU":
         """Wrap a tensor; both have the same shape, strides and dtype."""
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls,
             on_cpu.shape,
             strides=on_cpu.stride(),
@@ -88,10 +73,12 @@ class OnGPU(Tensor):
         """Read the values, by one copy."""
         return self.cpu().tolist()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Compute outside of the mode, where waits are not counted."""
         return compute(func, args, kwargs or {})
 
@@ -174,8 +161,8 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def fake_cuda(compiler: bool = False):
-    """Make cuda:0 a fake H200; yields the list of host waits. `compiler`: torch.compile is real."""
+def fake_cuda() -> Iterator[list[str]]:
+    """Make cuda:0 a fake H200; yields the list of host waits. torch.compile does nothing."""
     mode = CountWaits()
     random_state = torch.zeros(16, dtype=torch.uint8)
     answers: dict[str, Any] = {
@@ -183,9 +170,9 @@ def fake_cuda(compiler: bool = False):
         "is_initialized": True,
         "device_count": 1,
         "current_device": 0,
-        "get_device_name": H200.name,
+        "get_device_name": NAME,
         "get_device_capability": (9, 0),
-        "get_device_properties": H200,
+        "get_device_properties": SimpleNamespace(name=NAME, major=9, minor=0),
         "is_bf16_supported": True,
         "is_current_stream_capturing": False,
         "max_memory_allocated": 0,
@@ -213,13 +200,11 @@ def fake_cuda(compiler: bool = False):
         put(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
         put(F, "scaled_dot_product_attention", attention)
         put(Tensor, "pin_memory", pinned)
-        if not compiler:
-            put(torch, "compile", lambda function, **_: function)
-        kinds = torch.utils._foreach_utils._foreach_supported_types
-        put(torch.utils._foreach_utils, "_foreach_supported_types", kinds)
+        put(torch, "compile", lambda function, **_: function)
+        kinds: list[Any] = torch.utils._foreach_utils._foreach_supported_types
         kinds.append(OnGPU)
+        stack.callback(kinds.remove, OnGPU)
         torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device) copies
+        stack.callback(torch._C._set_only_lift_cpu_tensors, False)
         stack.enter_context(mode)
         yield mode.waits
-    kinds.remove(OnGPU)
-    torch._C._set_only_lift_cpu_tensors(False)

@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp16 and fused_adamw": {"fp16": True, "fused_adamw": True},
     "fused_adamw": {"fused_adamw": True, "decay_matrices_only": True},
     "loss_chunks": {"loss_chunks": 4, "tie_weights": True, "bf16": True},
-    "recompute": {"recompute": True, "dropout": 0.1},
+    "recompute": {"recompute": True},
     "without flash": {"flash": False},
     "muon": {"optimizer": "muon"},
     "grad_clip": {"grad_clip": 0.1},
@@ -53,7 +53,7 @@ def run_all(place: Path) -> dict[str, Any]:
     the last step.
     """
     write_tiny_corpus(place)
-    options = OPTIONS | {"resume": {"optimizer": "muon", "dropout": 0.1, "fp16": True}}
+    options = OPTIONS | {"resume": {"optimizer": "muon", "dropout": 0.1, "flash": False}}
     return {name: run_pair(place, name, **chosen) for name, chosen in options.items()}
 
 
@@ -126,16 +126,26 @@ class OfEight(World):
         return [value] * self.world_size
 
 
+def all_reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket of gradients over the ranks, as DDP does."""
+    dist.all_reduce(bucket.buffer())
+    done = torch.futures.Future[torch.Tensor]()
+    done.set_result(bucket.buffer())
+    return done
+
+
 @pytest.mark.parametrize("options", [{}, {"total_batch_tokens": 2048}, {"fsdp": True}], ids=str)
 def test_ddp_and_fsdp_take_steps_among_eight_ranks(tiny_config, options: dict[str, Any]) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         run = train.setup(tiny_config(**options), OfEight(CPU, 0, 8))
+        if isinstance(run.model, DistributedDataParallel):
+            run.model.register_comm_hook(None, all_reduce)  # the fake group's own gives no result
         before = [p.detach().clone() for p in run.state.model.parameters()]
         results = [train.train_step(run, step) for step in (1, 2)]
     finally:
         dist.destroy_process_group()
-    after = list(run.state.model.parameters())
+    after: list[Any] = list(run.state.model.parameters())
     assert np.isfinite(results).all()
     if options.get("fsdp"):
         assert sum(p.to_local().numel() for p in after) < run.state.model.num_parameters() / 7
