@@ -78,9 +78,9 @@ from runtime.device import (
     check_precision,
     choose_device,
     device_name,
-    has_tf32,
     make_repeatable,
     matmul_dtype,
+    usable_precision,
 )
 from runtime.files import write_whole
 from runtime.launch import launch
@@ -128,9 +128,10 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     }
     say(RESULTS.format(**results))
     make_repeatable(world.device)
-    tf32, bf16 = trained.get("tf32", False), dtype == torch.bfloat16
-    torch.set_float32_matmul_precision("high" if tf32 and has_tf32(world.device) else "highest")
-    for note in check_precision(world.device, tf32=tf32, bf16=bf16):
+    wanted = "high" if trained.get("tf32") else trained.get("matmul_precision", "highest")
+    torch.set_float32_matmul_precision(usable_precision(world.device, wanted))
+    is_bf16 = dtype == torch.bfloat16
+    for note in check_precision(world.device, matmul_precision=wanted, bf16=is_bf16):
         say(f"note: {note}")
 
     # all that is read, before anything is computed: mistakes are told at once

@@ -250,7 +250,8 @@ class Comparison:
         first, entry, config = side.answers[0], self.entries[side.name], self.config
         entry.first_step_s = entry.first_step_s or first["seconds"][0]
         self.first_loss = self.first_loss or first["loss"]
-        tolerance = ROUNDED_TOLERANCE if config.bf16 or config.tf32 else TOLERANCE
+        rounded = config.bf16 or config.tf32 or config.matmul_precision != "highest"
+        tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
         compare_losses(side.name, first["loss"], self.first_loss, config, tolerance)
 
     def measure(self) -> Iterator[None]:

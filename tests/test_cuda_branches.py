@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -61,12 +62,12 @@ def run_pair(place: Path, name: str, **options: Any) -> dict[str, Any]:
     """Do what `run_all` does for one set of options."""
     marks: list[int] = []
     at = functools.partial(
-        tiny_run, place, max_steps=STEPS, keep_last=1, **({"flash": True} | options)
+        tiny_run, place, max_steps=STEPS, keep_last=1, **{"flash": True, **options}
     )
     try:
         train.train(at(run_name=f"{name} cpu", compile=False), World(CPU))
         with fake_cuda() as waits:
-            first = {"run_name": name}
+            first: dict[str, Any] = {"run_name": name}
             if name == "resume":
                 train.train(at(device="cuda", max_steps=STEPS - 1, **first), World(GPU))
                 first = {"resume": name}
@@ -75,7 +76,8 @@ def run_pair(place: Path, name: str, **options: Any) -> dict[str, Any]:
                 marks.append(len(waits))
                 return time.perf_counter()
 
-            train.train(at(device="cuda", **first), World(GPU), clock=clock)
+            with patch.object(train, "time", types.SimpleNamespace(perf_counter=clock)):
+                train.train(at(device="cuda", **first), World(GPU))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     # The clock is read at the beginning, before and after each step, and at the end.
