@@ -168,8 +168,12 @@ class OptimizationConfig(Options):
 class SpeedConfig(Options):
     """speed (all off by default; each is one rung of the ladder)"""
 
+    matmul_precision: Annotated[Literal["highest", "high", "medium"], Rung()] = "highest"
+    """precision of fp32 matmuls: highest (fp32), high (TF32, on NVIDIA GPUs since Ampere), medium
+    (inputs rounded to bf16, on CPUs with AMX)
+    """
     tf32: Switch = False
-    """TF32 matrix products (CUDA, Ampere or newer)"""
+    """short for --matmul_precision high: TF32 matmuls"""
     bf16: Switch = False
     """bfloat16 autocast; weights stay fp32"""
     fp16: Switch = False
@@ -326,6 +330,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 f"real_vocab_size {self.n_vocab} is more than vocab_size {self.vocab_size}; it may "
                 f"be at most vocab_size",
             )
+        if self.tf32 and self.matmul_precision != "highest":
+            yield "tf32", "tf32 is short for matmul_precision high; leave one of the two out"
         if self.bf16 and self.fp16:
             yield "fp16", "bf16 and fp16 exclude each other; choose one"
         if self.final_lr() > self.lr:
@@ -362,6 +368,12 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             self.accumulation_steps(world_size)
         except ContradictionError as error:
             yield from error.problems
+
+    def on_device(self, kind: str) -> Self:
+        """Return the config with what `none` stands for on this kind of device."""
+        if self.recompute_cheap is not None:
+            return self
+        return self.model_copy(update={"recompute_cheap": kind == "cpu"})
 
     @property
     def n_vocab(self) -> int:

@@ -78,9 +78,9 @@ from runtime.device import (
     check_precision,
     choose_device,
     device_name,
-    has_tf32,
     make_repeatable,
     matmul_dtype,
+    usable_precision,
 )
 from runtime.files import write_whole
 from runtime.launch import launch
@@ -125,7 +125,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     }
     say(RESULTS.format(**results))
     make_repeatable(world.device)
-    autocast, notes = set_precision(world.device, dtype, tf32=trained.get("tf32", False))
+    wanted = "high" if trained.get("tf32") else trained.get("matmul_precision", "highest")
+    autocast, notes = set_precision(world.device, dtype, wanted)
     for note in notes:
         say(f"note: {note}")
 
@@ -154,13 +155,13 @@ def choose_dtype(options: EvaluateOptions, trained: dict[str, Any]) -> torch.dty
 
 
 def set_precision(
-    device: torch.device, dtype: torch.dtype, *, tf32: bool
+    device: torch.device, dtype: torch.dtype, matmul_precision: str
 ) -> tuple[Autocast, list[str]]:
     """Set the process's precision as train.setup does; returns its autocast, and notes."""
-    torch.set_float32_matmul_precision("high" if tf32 and has_tf32(device) else "highest")
-    mixed = dtype != torch.float32
+    torch.set_float32_matmul_precision(usable_precision(device, matmul_precision))
+    mixed, is_bf16 = dtype != torch.float32, dtype == torch.bfloat16
     autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=mixed)
-    return autocast, check_precision(device, tf32=tf32, bf16=dtype == torch.bfloat16)
+    return autocast, check_precision(device, matmul_precision=matmul_precision, bf16=is_bf16)
 
 
 def read_model(options: EvaluateOptions, world: World) -> tuple[Path, dict[str, Any], GPT]:

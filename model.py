@@ -247,7 +247,7 @@ class GPT(nn.Module):
         # Cross-entropy of a target is -log of the probability that the model gives it. Autocast
         # computes it in fp32.
         logits = F.linear(x, self.lm_head.weight, self.padding)  # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def num_parameters(self) -> int:
         """Count the parameters; a shared matrix counts once."""

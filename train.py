@@ -43,12 +43,12 @@ from runtime.device import (
     choose_device,
     ddp_options,
     describe_device,
-    has_tf32,
     make_repeatable,
     matmul_dtype,
     memory_before_mb,
     recompute_cheap_operations,
     synchronize,
+    usable_precision,
 )
 from runtime.errors import reported
 from runtime.launch import launch
@@ -100,11 +100,10 @@ def setup(
     # The times below are those of logs/reference/gpu_ms.csv: GPT-2 (124M) on one GPU, each
     # optimization on top of those before it. What they are worth here, ladder.py measures.
 
-    # TF32: the tensor cores multiply fp32 numbers, rounded to 10 bits of mantissa, and add up in
-    # fp32. 1000 -> 333 ms a step. PyTorch keeps this setting for the whole process, so it is set
-    # in every run, on or off.
-    tf32 = config.tf32 and has_tf32(device)
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    # TF32 (`high`): the tensor cores multiply fp32 numbers, rounded to 10 bits of mantissa, and add
+    # up in fp32. 1000 -> 333 ms a step. `medium` does the same with bf16 on CPUs that have AMX.
+    # PyTorch keeps this setting for the whole process, so it is set in every run.
+    torch.set_float32_matmul_precision(usable_precision(device, fp32_precision(config)))
 
     # Mixed precision: forward and loss do their matmuls in bf16, which has fp32's range with half
     # the bytes to move. 333 -> 300 ms. Softmax, norms and the loss add up many small numbers and
@@ -134,7 +133,7 @@ def setup(
     # Activation checkpointing of what costs little: a compiled backward pass recomputes norms,
     # GELU and casts instead of keeping their results. (--recompute, of whole blocks, is in
     # model.py.)
-    recompute_cheap_operations(config.recompute_cheap, device)
+    recompute_cheap_operations(bool(config.on_device(device.type).recompute_cheap))
 
     # AdamW with its weight-decay groups; with fused_adamw one kernel updates all parameters,
     # 93 -> 90 ms. Flash attention (130 -> 97 ms) and the padded vocabulary (97 -> 93 ms) are in
@@ -158,11 +157,16 @@ def setup(
     return Run(config, world, state, trained, autocast, accumulation, batches, val, notes)
 
 
+def fp32_precision(config: Config) -> str:
+    """Return the precision of fp32 matmuls, as PyTorch names it; `tf32` is short for `high`."""
+    return "high" if config.tf32 else config.matmul_precision
+
+
 def check_device(
     config: Config, device: torch.device, dtype: torch.dtype, accumulation: int
 ) -> list[str]:
     """Return notes on options that do less here than one might expect; UserError: cannot run."""
-    notes = check_precision(device, tf32=config.tf32, bf16=config.bf16)
+    notes = check_precision(device, matmul_precision=fp32_precision(config), bf16=config.bf16)
     if config.compile:
         notes += check_compiler(device, config.compile_mode, accumulation)
     if config.flash:
@@ -307,7 +311,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     run = setup(config, world, resumed)
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
-    for line in (*run.notes, config.describe_optimizations(world.world_size)):
+    optimizations = config.on_device(world.device.type).describe_optimizations(world.world_size)
+    for line in (*run.notes, optimizations):
         folder.message(line)
 
     # Until here nothing is written. From here on the folder is this run's alone, a signal ends

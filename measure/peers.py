@@ -207,7 +207,8 @@ def interleave(ours: Side, group: Sequence[Side], options: PeersOptions, config:
 
     def check(side: Side) -> None:
         loss, our_loss = side.answers[0]["loss"], ours.answers[0]["loss"]
-        tolerance = ROUNDED_TOLERANCE if config.bf16 or config.tf32 else TOLERANCE
+        rounded = config.bf16 or config.tf32 or config.matmul_precision != "highest"
+        tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
         compare_losses(side.name, loss, our_loss, config, tolerance)
 
     sides = [ours, *group]

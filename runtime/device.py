@@ -83,7 +83,7 @@ def make_repeatable(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def recompute_cheap_operations(wanted: bool | None, device: torch.device) -> None:
+def recompute_cheap_operations(wanted: bool) -> None:
     """Let a compiled backward pass recompute norms, GELU, casts and residual sums, or keep them.
 
     This is activation checkpointing of what costs little: GPT-2 (124M) trains in a sixth less
@@ -92,8 +92,8 @@ def recompute_cheap_operations(wanted: bool | None, device: torch.device) -> Non
     """
     from torch._functorch import config
 
-    keep = not (device.type == "cpu" if wanted is None else wanted)
-    config.ban_recompute_materialized_backward = config.ban_recompute_used_far_apart = keep
+    config.ban_recompute_materialized_backward = not wanted
+    config.ban_recompute_used_far_apart = not wanted
 
 
 def ddp_options(device: torch.device) -> dict[str, Any]:
@@ -116,12 +116,21 @@ def matmul_dtype(*, bf16: bool = False, fp16: bool = False) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
 
 
-def has_tf32(device: torch.device) -> bool:
-    """Return True if the device has TF32 matmuls: NVIDIA GPUs since Ampere."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+def usable_precision(device: torch.device, wanted: str) -> str:
+    """Return the precision of fp32 matmuls that the device can offer: `wanted`, or `highest`.
+
+    `high` is TF32 on NVIDIA GPUs since Ampere. `medium` is the same there; on a CPU oneDNN rounds
+    the inputs to bf16, where it has AMX (with AVX-512 alone it stays in fp32).
+    """
+    has_less = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu" and wanted == "medium":
+        has_less = torch.cpu.get_capabilities().get("amx_bf16", False)
+    return wanted if has_less else "highest"
 
 
-def check_precision(device: torch.device, *, tf32: bool = False, bf16: bool = False) -> list[str]:
+def check_precision(
+    device: torch.device, *, matmul_precision: str = "highest", bf16: bool = False
+) -> list[str]:
     """Return notes on precisions that do not pay here. Raises UserError for one that is missing."""
     on_gpu = device.type == "cuda"
     if bf16 and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -129,8 +138,11 @@ def check_precision(device: torch.device, *, tf32: bool = False, bf16: bool = Fa
             f"--bf16: {device_name(device)} has no bfloat16; run without it, or train with --fp16"
         )
     notes = []
-    if tf32 and not has_tf32(device):
-        notes.append(f"tf32 has no effect on {device_name(device)}: fp32 matmuls stay fp32")
+    if usable_precision(device, matmul_precision) != matmul_precision:
+        name = "tf32" if matmul_precision == "high" else "matmul_precision medium"
+        notes.append(f"{name} has no effect on {device_name(device)}: fp32 matmuls stay fp32")
+        if usable_precision(device, "medium") == "medium":
+            notes[-1] += "; --matmul_precision medium multiplies in bf16 here"
     if bf16 and device.type == "cpu" and (factor := bf16_slowdown(device)) > NOTED_SLOWDOWN:
         notes.append(
             f"bf16 is slow here: a matmul takes {factor:.1f} times as long as in fp32, because "

@@ -57,8 +57,9 @@ data: {dataset: pydocs, batch_size: 4, seq_len: 1024, total_batch_tokens: null, 
 optimization: {optimizer: adamw, lr: 3.0e-4, min_lr: null, warmup_steps: 0, lr_schedule: constant,
   betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0.01, decay_matrices_only: false, grad_clip: 0.0,
   max_steps: 50}
-speed: {tf32: false, bf16: false, fp16: false, compile: false, compile_mode: default, flash: false,
-  fused_adamw: false, fsdp: false, recompute: false, recompute_cheap: null, loss_chunks: 1}
+speed: {matmul_precision: highest, tf32: false, bf16: false, fp16: false, compile: false,
+  compile_mode: default, flash: false, fused_adamw: false, fsdp: false, recompute: false,
+  recompute_cheap: null, loss_chunks: 1}
 run: {device: auto, seed: 1337, run_name: null, log_dir: logs, log_every: 1, eval_every: 0,
   eval_tokens: null, sample_every: 0, sample_prompt: The, checkpoint_every: 0}
 """)
@@ -628,7 +629,10 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
     }
     assert not changes(config, config.model_copy(update=settings))
     off = config.describe_optimizations(1).partition("; off: ")[2]
-    assert off == "optimizer, fp16, fsdp, recompute, recompute_cheap, loss_chunks, several ranks"
+    assert off == (
+        "optimizer, matmul_precision, fp16, fsdp, recompute, recompute_cheap, loss_chunks, "
+        "several ranks"
+    )
 
 
 def test_the_recipe_of_124m_is_the_one_that_is_known():

@@ -7,6 +7,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from checkpoint.weights import load_model
+from config import load_config
 from runtime.device import recompute_cheap_operations
 from tests.conftest import ALONE, COMPILED, generate
 from tests.test_resume import folder_of, log
@@ -102,5 +103,9 @@ def test_cheap_operations_are_recomputed_by_default_on_a_cpu_in_the_same_run(
 
     for device, by_default in (("cpu", True), ("cuda", False)):
         for wanted, recomputes in ((None, by_default), (not by_default, not by_default)):
-            recompute_cheap_operations(wanted, torch.device(device))
+            config = load_config(recompute_cheap=wanted, compile=True).on_device(device)
+            assert ("recompute_cheap" in config.describe_optimizations(1).split("; off")[0]) == (
+                recomputes
+            )
+            recompute_cheap_operations(bool(config.recompute_cheap))
             assert [getattr(functorch_config, name) for name in BANS] == [not recomputes] * 2

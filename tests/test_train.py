@@ -35,6 +35,7 @@ from runtime.device import (
     bf16_slowdown,
     check_attention,
     check_compiler,
+    check_precision,
     matmul_tflops,
 )
 from runtime.errors import TrainingError, UserError
@@ -147,7 +148,13 @@ def test_tf32_sets_the_precision_of_the_process_in_every_run_where_the_device_ha
         return torch.get_float32_matmul_precision()
 
     assert precision(tf32=True) == "highest"  # a CPU has none
-    monkeypatch.setattr(train_module, "has_tf32", lambda device: device == CPU)
+    has_amx = {"amx_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has_amx)
+    assert [precision(matmul_precision="medium"), precision(tf32=True)] == ["medium", "highest"]
+    assert "medium multiplies in bf16 here" in check_precision(CPU, matmul_precision="high")[0]
+    has_amx.clear()
+    assert precision(matmul_precision="medium") == "highest"
+    monkeypatch.setattr(train_module, "usable_precision", lambda device, wanted: wanted)
     assert [precision(tf32=True), precision()] == ["high", "highest"]
 
 

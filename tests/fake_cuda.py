@@ -1,0 +1,210 @@
+"""A `cuda:0` for PyTorch's CPU build, so that code takes its CUDA branches without a GPU.
+
+Its tensors say that they are on cuda:0 and compute on the CPU: numbers are real. It notes each
+time that the host would wait for the device, and refuses operations across devices, as CUDA does.
+The process has to be started with `environment(...)`.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+GPU = torch.device("cuda", 0)
+GIB = 2**30
+NAME = "NVIDIA H200"
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+def environment(folder: Path) -> dict[str, str] | None:
+    """Compile the guard; returns what a process with the fake device needs. None: no compiler."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))), None)
+    if not compiler:
+        return None
+    home, guard = Path(torch.__file__).parent, folder / "guard.so"
+    source = Path(__file__).with_name("fake_cuda_guard.cpp")
+    libraries = [f"-L{home}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]
+    options: list[str | Path] = ["-std=c++20", "-shared", "-fPIC", f"-I{home}/include", "-o", guard]
+    subprocess.run([compiler, *options, source, *libraries], check=True)
+    return {"LD_PRELOAD": str(guard)}
+
+
+class OnGPU(Tensor):
+    """A tensor that says it is on cuda:0, and is on the CPU."""
+
+    on_cpu: Tensor
+
+    def __new__(cls, on_cpu: Tensor) -> "OnGPU":
+        """Wrap a tensor; both have the same shape, strides and dtype."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            on_cpu.shape,
+            strides=on_cpu.stride(),
+            storage_offset=on_cpu.storage_offset(),
+            dtype=on_cpu.dtype,
+            device=GPU,
+        )
+        self.on_cpu = on_cpu
+        return self
+
+    # swapped, not replaced, by nn.Module.to: a tied matrix stays one
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["on_cpu"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> "OnGPU":
+        return OnGPU(inner["on_cpu"])
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnGPU({self.on_cpu})"
+
+    def tolist(self) -> Any:
+        """Read the values, by one copy."""
+        return self.cpu().tolist()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute outside of the mode, where waits are not counted."""
+        return compute(func, args, kwargs or {})
+
+
+class CountWaits(TorchDispatchMode):
+    """Send operations to the fake device; `waits` names those for which the host would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave DTensors to their own class, which computes with those that they consist of."""
+        if any(kind not in (Tensor, torch.nn.Parameter, OnGPU) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if waits_for_device(func, args, kwargs):
+            self.waits.append(func.__name__)
+        return compute(func, args, kwargs)
+
+
+def tensors_of(*values: Any) -> list[Tensor]:
+    """Return all tensors in arguments."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def is_on_gpu(args: Any, kwargs: Any) -> bool:
+    """Return True if the result of an operation is on the fake device."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"]).type == "cuda"
+    return any(isinstance(tensor, OnGPU) for tensor in tensors_of(args, kwargs))
+
+
+def waits_for_device(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return True for a read, a result whose shape is read, and a copy that blocks."""
+    on_gpu = [isinstance(tensor, OnGPU) for tensor in tensors_of(args, kwargs)]
+    if func in COPIES:
+        source = tensors_of(args)[-1]
+        places = {*on_gpu, is_on_gpu(args, kwargs)}
+        asked = kwargs.get("non_blocking") or args[2:3] == (True,)
+        pinned = isinstance(source, OnGPU) or hasattr(source, "pinned")
+        return len(places) == 2 and not (asked and pinned)
+    depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags}
+    return any(on_gpu) and bool(depends)
+
+
+def compute(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute on the CPU. Raises RuntimeError for tensors on several devices, as CUDA would."""
+    tensors, to_gpu = tensors_of(args, kwargs), is_on_gpu(args, kwargs)
+    on_cpu = [tensor for tensor in tensors if not isinstance(tensor, OnGPU)]
+    if func not in COPIES and len(on_cpu) < len(tensors) and any(t.dim() for t in on_cpu):
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device")
+    known = {id(tensor.on_cpu): tensor for tensor in tensors if isinstance(tensor, OnGPU)}
+    args, kwargs = tree_map_only(OnGPU, lambda tensor: tensor.on_cpu, (args, kwargs))
+    if kwargs.get("device") is not None:
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    result = func(*args, **kwargs)
+    if not to_gpu:
+        return result
+    # an operation in place returns its own argument
+    for tensor in tensors_of(result):
+        known.setdefault(id(tensor), OnGPU(tensor))
+    return tree_map_only(Tensor, lambda tensor: known[id(tensor)], result)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False
+) -> Tensor:
+    """Compute scaled_dot_product_attention by one fused operator, which autocast casts for."""
+    if q.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(q, k, v, dropout_p, is_causal)[0]
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Mark a tensor as in pinned memory."""
+    tensor.pinned = True  # type: ignore[attr-defined]
+    return tensor
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[list[str]]:
+    """Make cuda:0 a fake H200; yields the list of host waits. torch.compile does nothing."""
+    mode = CountWaits()
+    random_state = torch.zeros(16, dtype=torch.uint8)
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": NAME,
+        "get_device_capability": (9, 0),
+        "get_device_properties": SimpleNamespace(name=NAME, major=9, minor=0),
+        "is_bf16_supported": True,
+        "is_current_stream_capturing": False,
+        "max_memory_allocated": 0,
+        "mem_get_info": (140 * GIB, 140 * GIB),
+        "get_rng_state": random_state,
+    }
+    nothing = (
+        "set_device",
+        "set_rng_state",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "_lazy_init",
+    )
+    with contextlib.ExitStack() as stack:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(patch.object(owner, name, value))
+
+        for name, answer in (answers | dict.fromkeys(nothing)).items():
+            put(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+        put(torch.cuda, "synchronize", lambda *_: mode.waits.append("synchronize"))
+        stream = MagicMock(**{"synchronize.side_effect": torch.cuda.synchronize})
+        for name in ("Stream", "Event", "current_stream", "default_stream"):
+            put(torch.cuda, name, lambda *_, **__: stream)
+        put(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
+        put(F, "scaled_dot_product_attention", attention)
+        put(Tensor, "pin_memory", pinned)
+        put(torch, "compile", lambda function, **_: function)
+        kinds: list[Any] = torch.utils._foreach_utils._foreach_supported_types
+        kinds.append(OnGPU)
+        stack.callback(kinds.remove, OnGPU)
+        torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device) copies
+        stack.callback(torch._C._set_only_lift_cpu_tensors, False)
+        stack.enter_context(mode)
+        yield mode.waits

@@ -1,0 +1,163 @@
+"""Training on a CUDA device that is faked, and on a fake process group of 8."""
+
+import csv
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import train
+from runtime.world import World
+from tests.conftest import CPU, ROOT, tiny_run, write_tiny_corpus
+from tests.fake_cuda import GPU, environment, fake_cuda
+
+STEPS = 3
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "tf32": {"tf32": True},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "fp16 and fused_adamw": {"fp16": True, "fused_adamw": True},
+    "fused_adamw": {"fused_adamw": True, "decay_matrices_only": True},
+    "loss_chunks": {"loss_chunks": 4, "tie_weights": True, "bf16": True},
+    "recompute": {"recompute": True},
+    "without flash": {"flash": False},
+    "muon": {"optimizer": "muon"},
+    "grad_clip": {"grad_clip": 0.1},
+    "micro-steps": {"total_batch_tokens": 256, "vocab_size": 256, "real_vocab_size": 100},
+    "compile": {"compile": True},
+}
+# Loss and norm are read together; the clock waits before and after the step. With fp16 the loss
+# scaler asks whether a gradient overflowed, and its scale is read.
+WAITS = ["_to_copy.default", "synchronize", "synchronize"]
+MORE_WAITS = {"fp16": 2, "fp16 and fused_adamw": 1}
+
+
+def run_all(place: Path) -> dict[str, Any]:
+    """Train with each set of options on the CPU and on the fake GPU.
+
+    Returns the error, or the host waits of a whole step and the losses on both; for `resume`, of
+    the last step.
+    """
+    write_tiny_corpus(place)
+    options = OPTIONS | {"resume": {"optimizer": "muon", "dropout": 0.1, "flash": False}}
+    return {name: run_pair(place, name, **chosen) for name, chosen in options.items()}
+
+
+def run_pair(place: Path, name: str, **options: Any) -> dict[str, Any]:
+    """Do what `run_all` does for one set of options."""
+    marks: list[int] = []
+    at = functools.partial(
+        tiny_run, place, max_steps=STEPS, keep_last=1, **{"flash": True, **options}
+    )
+    try:
+        train.train(at(run_name=f"{name} cpu", compile=False), World(CPU))
+        with fake_cuda() as waits:
+            first: dict[str, Any] = {"run_name": name}
+            if name == "resume":
+                train.train(at(device="cuda", max_steps=STEPS - 1, **first), World(GPU))
+                first = {"resume": name}
+
+            def clock() -> float:
+                marks.append(len(waits))
+                return time.perf_counter()
+
+            with patch.object(train, "time", types.SimpleNamespace(perf_counter=clock)):
+                train.train(at(device="cuda", **first), World(GPU))
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    # The clock is read at the beginning, before and after each step, and at the end.
+    logs = [place / "logs" / run / "log.csv" for run in (f"{name} cpu", name)]
+    losses = [[float(row["loss"]) for row in csv.DictReader(log.open())] for log in logs]
+    return {"waits": sorted(waits[slice(*marks[1:4:2])]), "losses": losses}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    place = tmp_path_factory.mktemp("fake_cuda")
+    variables = environment(place)
+    if variables is None:
+        pytest.skip("needs a C++ compiler, for the fake CUDA device")
+    with (place / "printed").open("w") as printed:
+        subprocess.run(
+            [sys.executable, "-m", "tests.test_cuda_branches", place],
+            env=os.environ | variables,
+            cwd=ROOT,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
+    result = place / "result.json"
+    assert result.exists(), (place / "printed").read_text()
+    return json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "resume"])
+def test_on_a_gpu_a_run_has_the_losses_of_a_cpu_and_waits_only_where_it_must(
+    runs: dict[str, Any], name: str
+) -> None:
+    result = runs[name]
+    if name == "compile" and "needs Triton" in result.get("error", ""):
+        pytest.skip("needs the package triton")
+    assert "error" not in result, result["error"]
+    on_cpu, on_gpu = result["losses"]
+    assert on_gpu == pytest.approx(on_cpu, abs=1e-4)
+    if name != "resume":
+        reads = ["_local_scalar_dense.default"] * MORE_WAITS.get(name, 0)
+        assert result["waits"] == reads + WAITS
+
+
+class OfEight(World):
+    """Rank 0 of eight alike, of which only this one is there."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what all would give."""
+        return [value] * self.world_size
+
+
+def all_reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket of gradients over the ranks, as DDP does."""
+    dist.all_reduce(bucket.buffer())
+    done = torch.futures.Future[torch.Tensor]()
+    done.set_result(bucket.buffer())
+    return done
+
+
+@pytest.mark.parametrize("options", [{}, {"total_batch_tokens": 2048}, {"fsdp": True}], ids=str)
+def test_ddp_and_fsdp_take_steps_among_eight_ranks(tiny_config, options: dict[str, Any]) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        run = train.setup(tiny_config(**options), OfEight(CPU, 0, 8))
+        if isinstance(run.model, DistributedDataParallel):
+            run.model.register_comm_hook(None, all_reduce)  # the fake group's own gives no result
+        before = [p.detach().clone() for p in run.state.model.parameters()]
+        results = [train.train_step(run, step) for step in (1, 2)]
+    finally:
+        dist.destroy_process_group()
+    after: list[Any] = list(run.state.model.parameters())
+    assert np.isfinite(results).all()
+    if options.get("fsdp"):
+        assert sum(p.to_local().numel() for p in after) < run.state.model.num_parameters() / 7
+        assert isinstance(run.model, FSDPModule)
+    else:
+        assert isinstance(run.model, DistributedDataParallel)
+        assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert run.accumulation == (2 if "total_batch_tokens" in options else 1)
+
+
+if __name__ == "__main__":
+    with patch("measure.summary.matmul_tflops", lambda *_, **__: 700.0):
+        Path(sys.argv[1], "result.json").write_text(json.dumps(run_all(Path(sys.argv[1]))))
