@@ -244,8 +244,8 @@ class GPT(nn.Module):
             # Chunked cross-entropy: the logits of all tokens, the largest tensor, never exist.
             n_vocab, chunks = self.config.n_vocab, self.config.loss_chunks
             return chunked_cross_entropy(x, self.lm_head.weight, targets, n_vocab, chunks)
-        # Cross-entropy of a target is -log of the probability that the model gives it. Autocast
-        # computes it in fp32.
+        # Cross-entropy of a target is -log of the probability that the model gives it. It has to be
+        # in fp32, which autocast sees to on a CPU, but not on CUDA.
         logits = F.linear(x, self.lm_head.weight, self.padding)  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
