@@ -5,6 +5,7 @@ happens.
 import math
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -170,6 +171,7 @@ def test_after_kills_tensorboard_has_each_step_once_with_the_logs_values(
     for rows in (13, 22):  # killed between two checkpoints, twice
         with ended([start("train.py", *flags(config), cwd=tmp_path)]) as (process,):
             wait_for(lambda rows=rows: log.exists() and log.read_text().count("\n") > rows, process)
+        time.sleep(1.1)  # TensorBoard reads event files by their names, which have whole seconds
     train(config, ALONE)
     assert len(list(here.glob("events.*"))) == 3
     same(tensorboard(here)[0], here)
