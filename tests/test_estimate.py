@@ -188,12 +188,15 @@ def test_the_largest_batch_that_is_said_to_fit_is_the_largest_that_does(tiny_con
         assert largest_batch(config, ALONE, moments, memory) == largest, "it divides the 48"
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True, "flash": True}], ids=str)
-def test_a_run_grows_by_what_was_estimated(options, tiny_config, tmp_path):
-    """Within a quarter, which half of ALLOCATOR, or one and a half times it, is not."""
-    sizes = {"n_layer": 3, "n_embd": 128, "vocab_size": 8192, "batch_size": 15, "seq_len": 256}
-    config = tiny_config(**sizes, block_size=256, max_steps=5, keep_last=0, **options)
-    done = run("train.py", *flags(config), cwd=tmp_path, OMP_NUM_THREADS="1")
+def test_a_run_grows_by_what_was_estimated(tiny_config, tmp_path):
+    """Within a quarter, which half of ALLOCATOR, or one and a half times it, is not.
+
+    With the C library's caches the gaps between buffers vary by half from run to run.
+    """
+    sizes = {"n_layer": 3, "n_embd": 128, "vocab_size": 50257, "seq_len": 128, "block_size": 256}
+    config = tiny_config(**sizes, max_steps=5, keep_last=0)
+    settings = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    done = run("train.py", *flags(config), cwd=tmp_path, **settings)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "logs/train/summary.json").read_text())
     estimated = process_bytes(peak(config), CPU) / MB
