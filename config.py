@@ -19,6 +19,9 @@ from runtime.cli import ContradictionError, Name, Options, load, show, to_yaml
 
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
 
+# Modes of torch.compile that record CUDA graphs, and what each is without them
+WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
 
 @dataclass(frozen=True)
 class Rung:
@@ -358,22 +361,26 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 "fsdp and optimizer muon exclude each other: Muon's matrices have to be whole; use "
                 "adamw, or several processes without fsdp",
             )
-        if self.fsdp and self.compile and self.compile_mode in ("reduce-overhead", "max-autotune"):
-            yield (
-                "fsdp",
-                f"fsdp and compile_mode {self.compile_mode} exclude each other: its CUDA graphs "
-                f"need weights that stay where they are; use default or max-autotune-no-cudagraphs",
-            )
         try:
             self.accumulation_steps(world_size)
         except ContradictionError as error:
             yield from error.problems
 
-    def on_device(self, kind: str) -> Self:
-        """Return the config with what `none` stands for on this kind of device."""
-        if self.recompute_cheap is not None:
-            return self
-        return self.model_copy(update={"recompute_cheap": kind == "cpu"})
+    def on_device(self, kind: str, world_size: int) -> Self:
+        """Return the config as it acts on this kind of device: `none` has become a value, and
+        torch.compile records CUDA graphs only where they are safe.
+
+        Graphs would overwrite accumulated gradients, and need weights that stay where they are.
+        With several ranks or chunks of the loss they are not known to be right:
+        github.com/pytorch/pytorch/issues/140395.
+        """
+        changed: dict[str, Any] = {}
+        if self.recompute_cheap is None:
+            changed["recompute_cheap"] = kind == "cpu"
+        alone = world_size == self.loss_chunks == self.accumulation_steps(world_size) == 1
+        if kind == "cuda" and not alone:
+            changed["compile_mode"] = WITHOUT_GRAPHS.get(self.compile_mode, self.compile_mode)
+        return self.model_copy(update=changed)
 
     @property
     def n_vocab(self) -> int:

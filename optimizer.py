@@ -17,7 +17,8 @@ def make_optimizers(
     """Build AdamW over all parameters; or Muon for the blocks' matrices and AdamW for the rest.
 
     Each parameter is in exactly one group, and each group has `lr_factor`: its learning rate over
-    the step's. Returns the optimizers, and lines that count the parameters with and without decay.
+    the step's. Returns the optimizers, and lines that count all parameters, and those with and
+    without decay.
     """
     params = dict(model.named_parameters())  # a tied matrix comes once
     hidden: dict[str, Tensor] = {}
@@ -47,6 +48,7 @@ def make_optimizers(
         for group in optimizer.param_groups:
             group["lr_factor"] = group["lr"] / config.lr
     return optimizers, [
+        f"{sum(p.numel() for p in params.values()):,} parameters",
         count_parameters("decayed", [*decayed, *hidden.values()]),
         count_parameters("non-decayed", plain),
     ]

@@ -90,12 +90,12 @@ def setup(
     device, memory_before = world.device, memory_before_mb(world.device)
     make_repeatable(device)
     torch.manual_seed(config.seed)
-    checkpoint = resumed.folder if resumed else None
-    config, model = world.raise_on_all(lambda: build_model(config, checkpoint))
+    saved = resumed.folder if resumed else None
+    config, model = world.raise_on_all(lambda: build_model(config, saved))
     torch.manual_seed(config.seed + world.rank)  # from here on for dropout, where ranks differ
-    accumulation = config.accumulation_steps(world.world_size)
     dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
-    notes = check_device(config, device, dtype, accumulation)
+    acting = config.on_device(device.type, world.world_size)
+    notes = check_device(config, acting, device, dtype)
 
     # The times below are those of logs/reference/gpu_ms.csv: GPT-2 (124M) on one GPU, each
     # optimization on top of those before it. What they are worth here, ladder.py measures.
@@ -108,15 +108,16 @@ def setup(
     # Mixed precision: forward and loss do their matmuls in bf16, which has fp32's range with half
     # the bytes to move. 333 -> 300 ms. Softmax, norms and the loss add up many small numbers and
     # stay in fp32, and so do weights, gradients and optimizer state.
-    mixed = dtype != torch.float32
-    autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=mixed)
+    autocast = functools.partial(
+        torch.autocast, device.type, dtype=dtype, enabled=dtype != torch.float32
+    )
     # fp16 has less range: small gradients would be 0, so the scaler multiplies the loss, divides
     # the gradients, and leaves a step out whose gradients overflow.
     scaler = torch.amp.GradScaler(device.type, enabled=config.fp16)
 
     trained: Any = model
     if config.fsdp and world.distributed:
-        shard(model, config, world)
+        shard(model, acting, world)
     else:
         if model.lm_head.weight.device.type != device.type:  # fake tensors cannot be moved
             model.to(device)
@@ -125,7 +126,7 @@ def setup(
         # Evaluation, sampling and checkpoints use the plain module, which shares its weights:
         # nothing is compiled again for their shapes, and names stay plain.
         if config.compile:
-            trained = torch.compile(model, mode=config.compile_mode)
+            trained = torch.compile(model, mode=acting.compile_mode)
         # DDP: each rank computes its share of the batch. Gradients are averaged over the ranks,
         # bucket by bucket, while the backward pass still computes the next ones.
         if world.distributed:
@@ -133,12 +134,12 @@ def setup(
     # Activation checkpointing of what costs little: a compiled backward pass recomputes norms,
     # GELU and casts instead of keeping their results. (--recompute, of whole blocks, is in
     # model.py.)
-    recompute_cheap_operations(bool(config.on_device(device.type).recompute_cheap))
+    recompute_cheap_operations(bool(acting.recompute_cheap))
 
     # AdamW with its weight-decay groups; with fused_adamw one kernel updates all parameters,
     # 93 -> 90 ms. Flash attention (130 -> 97 ms) and the padded vocabulary (97 -> 93 ms) are in
     # model.py.
-    optimizers, groups = make_optimizers(model, config)
+    optimizers, counts = make_optimizers(model, config)
     state = State(model, optimizers, scaler, memory_before)
 
     # Batches: threads read the next ones while the device computes. Which sequences a batch has
@@ -152,9 +153,18 @@ def setup(
         if resumed:
             restore(resumed, state, config, world)
         batches = prefetch(loader, device, range(state.step + 1, config.max_steps + 1))
-    parameters = f"{model.num_parameters():,} parameters"
-    notes = [describe_device(device, world.world_size), parameters, *groups, *notes]
-    return Run(config, world, state, trained, autocast, accumulation, batches, val, notes)
+    notes = [describe_device(device, world.world_size), *counts, *notes]
+    return Run(
+        config,
+        world,
+        state,
+        trained,
+        autocast,
+        config.accumulation_steps(world.world_size),
+        batches,
+        val,
+        notes,
+    )
 
 
 def fp32_precision(config: Config) -> str:
@@ -163,12 +173,12 @@ def fp32_precision(config: Config) -> str:
 
 
 def check_device(
-    config: Config, device: torch.device, dtype: torch.dtype, accumulation: int
+    config: Config, acting: Config, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     """Return notes on options that do less here than one might expect; UserError: cannot run."""
     notes = check_precision(device, matmul_precision=fp32_precision(config), bf16=config.bf16)
     if config.compile:
-        notes += check_compiler(device, config.compile_mode, accumulation)
+        notes += check_compiler(device, config.compile_mode, acting.compile_mode)
     if config.flash:
         B, T, head_size = config.batch_size, config.seq_len, config.n_embd // config.n_head
         blocked = config.compile and blocked_is_faster(device, dtype, T)
@@ -311,8 +321,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     run = setup(config, world, resumed)
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
-    optimizations = config.on_device(world.device.type).describe_optimizations(world.world_size)
-    for line in (*run.notes, optimizations):
+    acting = config.on_device(world.device.type, world.world_size)
+    for line in (*run.notes, acting.describe_optimizations(world.world_size)):
         folder.message(line)
 
     # Until here nothing is written. From here on the folder is this run's alone, a signal ends

@@ -16,7 +16,6 @@ from runtime.errors import UserError
 from runtime.launch import Launch
 from runtime.start import resident_memory
 
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 NOTED_SLOWDOWN = 1.5  # of bf16 against fp32; less may be noise
 
 
@@ -151,17 +150,11 @@ def check_precision(
     return notes
 
 
-def check_compiler(device: torch.device, mode: str = "default", micro_steps: int = 1) -> list[str]:
-    """Return notes on torch.compile in this mode, with `micro_steps` of gradient accumulation.
+def check_compiler(device: torch.device, mode: str = "default", acting: str = "") -> list[str]:
+    """Return notes on torch.compile in this mode, of which `acting` is what can be used here.
 
-    Raises UserError where it would find no compiler, or would compute wrong gradients.
+    Raises UserError where it would find no compiler.
     """
-    if mode in CUDA_GRAPH_MODES and device.type == "cuda" and micro_steps > 1:
-        raise UserError(
-            f"compile_mode {mode} with {micro_steps} micro-steps: its CUDA graphs would overwrite "
-            f"the accumulated gradients; use default or max-autotune-no-cudagraphs, or a "
-            f"batch_size that makes one micro-step"
-        )
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     if device.type == "cpu":
@@ -186,6 +179,11 @@ def check_compiler(device: torch.device, mode: str = "default", micro_steps: int
     ]
     if mode == "reduce-overhead" and device.type != "cuda":
         notes.append(f"compile_mode {mode} has no effect without CUDA: it records CUDA graphs")
+    if acting not in ("", mode):
+        notes.append(
+            f"compile_mode {mode} runs as {acting}: CUDA graphs are for one rank, one micro-step "
+            f"and one chunk of the loss"
+        )
     return notes
 
 

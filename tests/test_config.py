@@ -625,7 +625,7 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
         "grad_clip": 1.0,
         "shuffle": True,
         "decay_matrices_only": True,
-        "compile_mode": "max-autotune-no-cudagraphs",  # with micro-steps, graphs would be refused
+        "compile_mode": "max-autotune-no-cudagraphs",
     }
     assert not changes(config, config.model_copy(update=settings))
     off = config.describe_optimizations(1).partition("; off: ")[2]

@@ -103,7 +103,7 @@ def test_cheap_operations_are_recomputed_by_default_on_a_cpu_in_the_same_run(
 
     for device, by_default in (("cpu", True), ("cuda", False)):
         for wanted, recomputes in ((None, by_default), (not by_default, not by_default)):
-            config = load_config(recompute_cheap=wanted, compile=True).on_device(device)
+            config = load_config(recompute_cheap=wanted, compile=True).on_device(device, 1)
             assert ("recompute_cheap" in config.describe_optimizations(1).split("; off")[0]) == (
                 recomputes
             )

@@ -3,12 +3,10 @@ stops it.
 """
 
 import csv
-import importlib.util
 import itertools
 import json
 import math
 import re
-import shutil
 import statistics
 from collections import namedtuple
 from pathlib import Path
@@ -23,7 +21,7 @@ import runtime.device
 import train as train_module
 from checkpoint.files import CheckpointError
 from checkpoint.weights import build_model
-from config import Config, Rung, load_config
+from config import WITHOUT_GRAPHS, Config, Rung, load_config
 from data.token_file import TokenFileError
 from dataloader import open_corpus
 from inference.validation import validation_loss
@@ -192,23 +190,22 @@ def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(tiny_config):
     assert column(on_gpu) == pytest.approx(column(on_cpu), rel=1e-4)
 
 
-def test_cuda_graphs_and_accumulation_are_refused_and_max_autotune_goes_without_them(monkeypatch):
-    cuda = torch.device("cuda")  # none is needed to say so
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # Triton
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    for mode in ("reduce-overhead", "max-autotune"):
-        said = (
-            rf"compile_mode {mode} with 2 micro-steps: its CUDA graphs would overwrite the "
-            r"accumulated gradients; use default or max-autotune-no-cudagraphs"
-        )
-        with pytest.raises(UserError, match=said):
-            check_compiler(cuda, mode, 2)
-        assert len(check_compiler(cuda, mode, 1)) == 1  # how long it takes
-    for mode in ("default", "max-autotune-no-cudagraphs"):
-        assert len(check_compiler(cuda, mode, 2)) == 1
-    # no CUDA graphs on a CPU
-    assert len(check_compiler(CPU, "max-autotune", 2)) == 1
-    assert "no effect without CUDA" in check_compiler(CPU, "reduce-overhead", 2)[1]
+@pytest.mark.parametrize("options", [{"loss_chunks": 2}, {"total_batch_tokens": 256}, {}], ids=str)
+@pytest.mark.parametrize("mode", WITHOUT_GRAPHS)
+def test_cuda_graphs_are_for_one_rank_one_micro_step_and_one_chunk_of_the_loss(
+    mode, options, tiny_config
+):
+    config = tiny_config(compile=True, compile_mode=mode, **options)
+    ranks = 1 if options else 2
+    acting = config.on_device("cuda", ranks).compile_mode
+    assert acting == WITHOUT_GRAPHS[mode]
+    assert f"{mode} runs as {acting}: " in check_compiler(CPU, mode, acting)[-1]
+    assert tiny_config(compile_mode=mode).on_device("cuda", 1).compile_mode == mode
+    assert config.on_device("cpu", ranks).compile_mode == mode
+
+
+def test_a_mode_that_only_records_cuda_graphs_has_no_effect_on_a_cpu():
+    assert "no effect without CUDA" in check_compiler(CPU, "reduce-overhead")[1]
 
 
 def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(
