@@ -3,7 +3,9 @@ process that started this one.
 """
 
 import contextlib
+import math
 import os
+import select
 import signal
 import threading
 import time
@@ -24,6 +26,7 @@ SIGNALS = (
 )
 COPY = 1.0  # seconds in which torchrun passes on a Ctrl-C that this process has got already
 STUCK = 3.0  # seconds that a process has to answer a second signal
+UNHEARD = 30.0  # seconds, or three steps, that one of several ranks has to answer a first one
 
 # In the environment: the number of the process that this one ends with, see end_with.
 ENDS_WITH = "RUN_ENDS_WITH_PROCESS"
@@ -114,12 +117,14 @@ class StopRequest:
     Before the first step nothing can be lost: a process alone ends at once, and one of several
     ranks in `end_early`, together with the others. From `begin_steps` on, the run ends after its
     step; a second signal acts as it would outside, except SIGXCPU, which comes again by itself.
-    nohup keeps SIGHUP ignored.
+    A rank that hears no signal, because it waits for one that died, ends all the same. nohup keeps
+    SIGHUP ignored.
     """
 
     def __init__(self) -> None:
         self.received: float | None = None  # time.monotonic() of the first signal
         self._has_begun = False  # the first step
+        self._patience = math.inf  # seconds that a signal may stay unheard
         self._handlers: dict[signal.Signals, Any] = {}  # those from before
         self._pipe: int | None = None  # Python writes the numbers of signals there
 
@@ -145,9 +150,11 @@ class StopRequest:
             os.close(self._pipe)
             self._pipe = None
 
-    def begin_steps(self) -> None:
-        """Stop after the current step from now on."""
+    def begin_steps(self, step_seconds: float) -> None:
+        """Stop after the current step from now on, which takes about `step_seconds`."""
         self._has_begun = True
+        if launch().world_size > 1:
+            self._patience = max(UNHEARD, 3 * step_seconds)
 
     def end_early(self, asked: bool) -> None:
         """End the run before its first step if any rank was asked to stop. Raises Stopped."""
@@ -170,23 +177,31 @@ class StopRequest:
             signal.raise_signal(number)
 
     def _end_if_stuck(self, pipe: int) -> None:
-        """End the process if a second signal gets no answer.
+        """End the process if a first signal stays unheard, or a second one gets no answer.
 
         Python answers none while PyTorch waits for another rank, or the system for a disk.
         """
-        first = None
-        while number := os.read(pipe, 1):
-            now = time.monotonic()
-            if number[0] not in SIGNALS:
-                continue
-            first = first or now
-            if now - first > COPY and number[0] != signal.SIGXCPU:
-                time.sleep(STUCK)
-                if self._handlers:  # not left yet
-                    say_at_once("error: stopped while waiting for another rank, a device or a disk")
-                    os._exit(128 + number[0])
-                break
-        os.close(pipe)
+        first, number = math.inf, 0  # time of the first signal; the last signal
+        with open(pipe, "rb", buffering=0) as signals:
+            while True:
+                left = first + self._patience - time.monotonic()
+                unheard = self.received is None and math.isfinite(left)
+                if not select.select([signals], [], [], max(0.0, left) if unheard else None)[0]:
+                    if self.received is None:
+                        break
+                    continue
+                if not (read := signals.read(1)):
+                    return
+                if read[0] in SIGNALS:
+                    number, now = read[0], time.monotonic()
+                    first = min(first, now)
+                    if now - first > COPY and number != signal.SIGXCPU:
+                        time.sleep(STUCK)
+                        if not self._handlers:  # left
+                            return
+                        break
+        say_at_once("error: stopped while waiting for another rank, a device or a disk")
+        os._exit(128 + number)
 
 
 def end_unfinished(summary: Mapping[str, Any], stop: StopRequest) -> None:

@@ -177,12 +177,35 @@ def test_a_second_ctrl_c_ends_a_rank_that_waits_for_another_one(tiny_config, tmp
     assert waiting.returncode == 130
 
 
+DEAF = """if True:
+    import ctypes, os, signal, threading
+    import runtime.signals
+    runtime.signals.UNHEARD = 0.5
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    with runtime.signals.StopRequest() as stop:
+        stop.begin_steps(0.1)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        # Python hears no signal in here, as where NCCL waits for a rank that died
+        libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_one_of_several_ranks_that_hears_no_signal_ends_all_the_same():
+    environment = {**WHOLE, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", DEAF], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert "stopped while waiting for another rank" in ran.stderr
+    assert ran.returncode == 128 + signal.SIGTERM
+
+
 ASKED = """if True:
     import time
     from pathlib import Path
     from runtime.signals import StopRequest, end_with
     with StopRequest() as stop:
-        stop.begin_steps()
+        stop.begin_steps(1.0)
         end_with()
         Path("ready").touch()
         while stop.received is None:

@@ -408,7 +408,7 @@ def test_a_signal_to_one_process_stops_and_saves_on_all_and_says_how_to_go_on(
 
 def test_a_second_signal_acts_at_once():
     with StopRequest() as stop:
-        stop.begin_steps()
+        stop.begin_steps(1.0)
         signal.raise_signal(signal.SIGINT)
         assert stop.received is not None
         stop.received -= 2  # later than torchrun's copy of the same Ctrl-C
