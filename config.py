@@ -70,7 +70,9 @@ class ModelConfig(Options):
     n_embd: Shape = 768
     """width of the residual stream"""
     block_size: Shape = 1024
-    """longest context, in tokens: the number of learned positions"""
+    """longest context, in tokens: the number of learned positions; fewer than those of init_from
+    keep its first ones
+    """
     vocab_size: Annotated[Size, Rung("padded vocabulary", lambda config: config.n_vocab), FIXED] = (
         50257
     )

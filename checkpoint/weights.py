@@ -18,6 +18,8 @@ from runtime.cli import ConfigError, load
 from runtime.errors import in_a_line
 from runtime.runlog import all_checkpoints
 
+POSITIONS = "transformer.wpe.weight"
+
 
 def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config, GPT]:
     """Build the model, fresh or with the weights of `checkpoint` or of `init_from`.
@@ -32,6 +34,8 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
     if not checkpoint:
         given = config.model_dump(include=config.model_fields_set)
         fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
+        # A shorter context keeps the first positions.
+        fixed["block_size"] = min(theirs.block_size, given.get("block_size", theirs.block_size))
         check_given(given, fixed, f"init_from {config.init_from}")
         vocabulary = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size}
         # The path that the name means now: tomorrow it may mean another run.
@@ -41,6 +45,7 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
             f"vocab_size {config.vocab_size} makes {config.n_vocab} tokens, but init_from {path} "
             f"has {theirs.n_vocab}; leave vocab_size and real_vocab_size out"
         )
+    weights[POSITIONS] = weights[POSITIONS][: config.block_size]
     return config, _model_with(weights, GPTConfig.of(config), path)
 
 

@@ -647,6 +647,19 @@ def test_init_from_a_run_goes_on_with_its_weights_in_its_shape_and_refuses_anoth
             build_model(tiny_config(shape={}, init_from="a", **options))
 
 
+def test_a_smaller_block_size_keeps_the_first_positions_of_init_from(tiny_config):
+    run(tiny_config(run_name="a", max_steps=1))
+    options = {"shape": {}, "init_from": "a", "seq_len": 8}
+    whole, cropped = (
+        build_model(tiny_config(**options, **size))[1].eval() for size in ({}, {"block_size": 8})
+    )
+    assert (whole.config.block_size, cropped.config.block_size) == (32, 8)
+    idx = torch.arange(16).view(2, 8)
+    assert torch.equal(whole(idx), cropped(idx))
+    with pytest.raises(ConfigError, match="block_size 64 contradicts init_from a, which has 32"):
+        build_model(tiny_config(**options, block_size=64))
+
+
 def test_a_run_that_starts_from_the_run_it_moves_aside_can_be_repeated(tiny_config):
     run(tiny_config(max_steps=1))
     run(tiny_config(max_steps=2, init_from="train"))
