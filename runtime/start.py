@@ -30,7 +30,7 @@ def start(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
     values = parse_command_line(options, argv, **how)
     end_with()  # the command that started this one, if there is one
     end_at_ctrl_c()  # torch is imported next: an exception would be lost in there
-    set_up_process()
+    set_up_process(getattr(values, "device", "auto"))
     return values
 
 
@@ -45,24 +45,27 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **ho
         return parse(options, sys.argv[1:] if argv is None else argv, **how)
 
 
-def set_up_process() -> None:
+def set_up_process(device: str = "auto") -> None:
     """Set what has to be set before torch is imported. What the user has set stands."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks in warnings
     share_cores()
-    retain_freed_memory()
+    if device == "cpu" or not Path("/dev/nvidiactl").exists():  # that of NVIDIA's driver
+        retain_freed_memory()
     choose_compile_cache()
 
 
 def share_cores() -> None:
-    """Give PyTorch as many threads as this rank's share of the machine's cores.
+    """Give PyTorch and the workers of torch.compile this rank's share of the machine's cores.
 
     Without this, each of several ranks would take all cores, or under torchrun one.
     """
     ranks = launch().local_world_size
-    if ranks > 1 and not threads_are_chosen():
+    if ranks > 1:
         # the parent started all ranks; they may have been bound to cores of their own since
-        share = min(cores(), cores(os.getppid()) // ranks)
-        os.environ["OMP_NUM_THREADS"] = str(max(1, share))
+        share = str(max(1, min(cores(), cores(os.getppid()) // ranks)))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
+        if not threads_are_chosen():
+            os.environ["OMP_NUM_THREADS"] = share
 
 
 def cores(pid: int = 0, system: Path = Path("/")) -> int:

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,12 +21,14 @@ def environment(monkeypatch):
         for name in (
             "OMP_NUM_THREADS",
             "TORCHELASTIC_RUN_ID",
+            "TORCHINDUCTOR_COMPILE_THREADS",
             "TORCHINDUCTOR_CACHE_DIR",
             "TORCH_CPP_LOG_LEVEL",
             "TORCH_HOME",
             "XDG_CACHE_HOME",
         ):
-            monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv(name, "")  # so that it is as it was after the test
+            monkeypatch.delenv(name)
         monkeypatch.setenv("GLIBC_TUNABLES", "")  # leaves this process's allocator as it is
         for name, value in given.items():
             monkeypatch.setenv(name, value)
@@ -70,6 +73,17 @@ def test_buffers_that_a_step_frees_are_not_faulted_in_again_by_the_next():
     )
     smaller_caches = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}  # as docs/running.md has it
     assert printed_by(CHURN, "settled", **smaller_caches) < 100
+
+
+def test_the_allocator_is_left_alone_where_a_gpu_computes(environment, monkeypatch):
+    retained = []
+    monkeypatch.setattr(runtime.start, "retain_freed_memory", lambda: retained.append(device))
+    for has_driver in (True, False):
+        environment(TORCHINDUCTOR_CACHE_DIR="kept")
+        monkeypatch.setattr(Path, "exists", lambda path, there=has_driver: there)
+        for device in ("auto", "cuda", "cpu"):
+            set_up_process(device)
+    assert retained == ["cpu", "auto", "cuda", "cpu"]
 
 
 # MB that the process has beyond what it began with, once 64 buffers of 4 MB have been freed but for
@@ -195,7 +209,8 @@ def test_a_process_has_its_share_of_the_8_cores_of_its_machine(
     environment(WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=local_world_size)
     monkeypatch.setattr(runtime.start, "cores", lambda pid=0: 8 if pid else own)
     share_cores()
-    assert os.environ.get("OMP_NUM_THREADS") == threads
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        assert os.environ.get(name) == threads
 
 
 def test_two_threads_of_one_core_are_one_core(tmp_path, monkeypatch):
