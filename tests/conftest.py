@@ -60,9 +60,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for name in ("TORCHINDUCTOR_VEC_ISA_OK", "TORCHINDUCTOR_COMPILE_THREADS"):
     os.environ.setdefault(name, "1")
 
-torch.set_num_threads(
-    1
-)  # a tiny model gains nothing from more, and loses much where another program takes a core
+# A tiny model gains nothing from more, and loses much where another program takes a core.
+torch.set_num_threads(1)
 
 
 # half of the time; begun first, so that at the end of several workers' tests none waits for a long
@@ -122,9 +121,8 @@ def transformers_pair(folder: Path, **sizes: Any) -> tuple[GPT, Any]:
 
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
-    for p in (
-        theirs.parameters()
-    ):  # away from the tiny init, so that every term matters and choices are clear
+    # Away from the tiny init, so that every term matters and choices are clear.
+    for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.2)
     theirs.save_pretrained(folder)
     return load_model(str(folder)), theirs
