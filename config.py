@@ -295,7 +295,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     def _wrong_names(self, run_name_is_given: bool) -> Iterator[tuple[str, str]]:
         """Yield what is wrong with the run's name: the option to blame, and a message."""
         name, resume = str(self.run_name), self.resume
-        if Path(name).name != name or name == "..":
+        if Path(name).name != name or name == ".." or not name.isprintable():
             yield (
                 "run_name",
                 f"run_name {name!r} is not a plain folder name; set log_dir to the folder above it",

@@ -136,7 +136,7 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     if source in HUGGING_FACE:
         return download(source)
     path = find_folder(source, log_dir) or Path(source)
-    if path.suffix == ".pt" or any((path / name).is_file() for name in (STATE, "config.json")):
+    if path.is_file() or any((path / name).is_file() for name in (STATE, "config.json")):
         return path
     if path.is_dir() and (checkpoints := all_checkpoints(run_and_checkpoint(path)[0])):
         return checkpoints[-1]

@@ -197,6 +197,7 @@ FLAG_MISTAKES = """
 --run_name a/b => --run_name: .. 'a/b' .. log_dir
 --run_name . => --run_name: .. '.' .. log_dir
 --run_name .. => --run_name: .. '..' .. log_dir
+--run_name a\x07 => --run_name: .. 'a\\x07' .. log_dir
 --sample_every 5 --vocab_size 256 => --sample_every: .. vocab_size .. 50257
 --config => --config: expected one argument
 --config speedup99 => speedup99: no such config file .. did you mean speedup9?

@@ -621,7 +621,7 @@ def test_an_earlier_run_is_moved_aside_not_overwritten_unless_the_new_one_cannot
     with pytest.raises(TokenFileError, match="no such corpus"):
         run(tiny_config(dataset="missing"))
     with pytest.raises(CheckpointError, match="no such run"):
-        run(tiny_config(init_from="missing"))
+        run(tiny_config(init_from="missing.pt"))
     seeds = {
         path.name: load_config(str(path / "config.yaml")).seed for path in here.parent.iterdir()
     }
