@@ -94,6 +94,7 @@ def setup(
     config, model = world.raise_on_all(lambda: build_model(config, saved))
     torch.manual_seed(config.seed + world.rank)  # from here on for dropout, where ranks differ
     dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+    # What this device and so many ranks make of the options.
     acting = config.on_device(device.type, world.world_size)
     notes = check_device(config, acting, device, dtype)
 
