@@ -3,7 +3,6 @@ moved project, odd names.
 """
 
 import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -22,14 +21,13 @@ from data.prepare import prepare_if_missing
 from data.sources import BadRecords, find_source, read_pieces
 from data.text import TextOptions
 from data.token_file import write_corpus, write_token_file
-from data.tokenizer import END_OF_TEXT, get_encoding, size
+from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import DataLoader, open_corpus
 from runtime.files import lock_file, sole_writer
 from tests.conftest import (
     ALONE,
     ROOT,
     TINY,
-    at_step,
     ended,
     refused,
     run,
@@ -114,21 +112,6 @@ def test_of_two_texts_for_one_name_the_second_is_refused_at_once_and_none_is_los
     out, _ = being_written.communicate()
     assert f"{len(tokens_of())} tokens in data/mine" in out
     assert get_encoding().decode(tokens_of()[1:]) == "It was a bright cold day in April."
-    assert names() == ["mine"]
-
-
-def test_of_many_writers_at_one_moment_exactly_one_says_that_it_wrote(tmp_path):
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path\n"
-        "from data.token_file import write_corpus\n"
-        "write_corpus(Path('data/mine'), [[int(sys.argv[1])] * 9]); print(sys.argv[1])"
-    )
-    with ended([start("-c", code, str(i), cwd=tmp_path) for i in range(6)]) as writers:
-        all_printed = [writer.communicate() for writer in writers]
-    (winner,) = [out for out, _ in all_printed if out]
-    assert tokens_of() == [int(winner)] * 9
-    for out, err in all_printed:
-        assert out or "is there already" in err or "another process is writing this corpus" in err
     assert names() == ["mine"]
 
 
@@ -335,11 +318,6 @@ def test_end_of_text_in_a_text_stays_text_and_is_told_once(capsys):
     assert capsys.readouterr().err == "tokenized a.txt: 25 kB\n"
 
 
-def test_the_size_of_a_text_is_told_in_kb_or_mb():
-    sizes = {1: "0.001 kB", 12_345: "12.3 kB", 99_999: "100 kB", 100_000: "0.1 MB"}
-    assert {n: size(n) for n in sizes} == sizes
-
-
 # ---- a corpus that is touched, or changed, while in use
 
 
@@ -382,22 +360,6 @@ def test_a_file_whose_content_stays_the_same_can_be_touched_while_in_use(touch, 
             read()
     change_the_last_token(path)  # restored
     assert all_read() == expected
-
-
-def test_a_run_goes_on_through_touches_of_its_corpus_to_the_same_losses(tiny_config, monkeypatch):
-    def losses(name):
-        config = tiny_config(run_name=name, max_steps=8, eval_every=4, val_fraction=0.2)
-        train(config, ALONE)
-        rows = Path(config.log_dir, name, "log.csv").read_text().splitlines()
-        return [row.split(",")[:2] for row in rows]
-
-    undisturbed = losses("undisturbed")
-    (path,) = TINY_CORPUS.glob("*.bin")
-    # of the ways to do it, those that leave no moment without the file: it is read ahead in a
-    # thread
-    touches = itertools.cycle([TOUCHES["touched"], TOUCHES["replaced by its like"]])
-    at_step(monkeypatch, lambda *_: next(touches)(path) and None)
-    assert losses("touched") == undisturbed
 
 
 # ---- a project that was moved
