@@ -72,6 +72,11 @@ LONG = [
 ]
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the workers of `-n auto`: half of the time tests wait for processes and for time."""
+    return len(os.sched_getaffinity(0)) + 2
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG)
     if not torch.cuda.is_available():
