@@ -60,17 +60,13 @@ class Evaluation:
         """Take over what the run's folder has of earlier calls: nothing is evaluated twice."""
         self.figures = self.world.broadcast(self.folder.evaluations())
 
-    def is_due(self, every: int, step: int) -> bool:
-        """Return True after every so many steps (0: never), and after the last."""
-        return every > 0 and (step % every == 0 or step >= self.config.max_steps)
-
     def validate(self, step: int) -> float:
         """Return the validation loss after this step, in nats per token; infinity if not due.
 
         Raises TrainingError if it is not finite.
         """
         config = self.config
-        if not self.is_due(config.eval_every, step):
+        if not config.is_due(config.eval_every, step):
             return math.inf
         figures = self.figures.setdefault(step, {})
         if "val_loss" not in figures:
@@ -86,7 +82,7 @@ class Evaluation:
         config = self.config
         figures = self.figures.setdefault(step, {})
         is_scored = any(name.startswith("hellaswag_") for name in figures)
-        if not is_scored and self.is_due(config.hellaswag_every, step):
+        if not is_scored and config.is_due(config.hellaswag_every, step):
             tokens_at_once = config.batch_size * config.seq_len  # takes less memory than a step
             with self.hinted(step):
                 scores = score(self.model, self.items, tokens_at_once, self.world, self.autocast)
@@ -106,7 +102,7 @@ class Evaluation:
     def sample(self, step: int) -> None:
         """Log a text that the model writes, if it is due. Draws from a generator of its own."""
         config = self.config
-        if step and self.is_due(config.sample_every, step):
+        if step and config.is_due(config.sample_every, step):
             text = sample_text(
                 self.model,
                 config.sample_prompt,

@@ -146,9 +146,10 @@ def choices(item: Item, rows: Sequence[Row], losses: Sequence[float]) -> dict[st
 
 def interval(right: int, items: int) -> tuple[float, float]:
     """Return Wilson's 95% interval of a share, for all items that could have been asked."""
-    n, p, z = items, right / items, 1.959964
-    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+    z = 1.959964
+    n, wrong = items + z * z, items - right
+    middle, half = (right + z * z / 2) / n, z / n * math.sqrt(right * wrong / items + z * z / 4)
+    return middle - half, middle + half
 
 
 def score(

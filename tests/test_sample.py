@@ -267,7 +267,8 @@ def test_a_file_of_prompts_that_cannot_be_used_is_one_line_with_status_2(
         (["--interactive", "--num_samples", "2"], "num_samples and interactive exclude each other"),
         (["--top_p", "0"], "--top_p: input should be greater than 0"),
         (["--top_p", "1.1"], "--top_p: input should be less than or equal to 1"),
-        (["--repetition_penalty", "0"], "--repetition_penalty: input should be greater than 0"),
+        # so small that the penalized logits, and then the probabilities, would overflow
+        (["--repetition_penalty", "1e-40"], "--repetition_penalty: input should be greater than"),
     ],
 )
 def test_options_that_exclude_each_other_or_are_out_of_range(words, message):
