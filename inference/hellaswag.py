@@ -108,7 +108,7 @@ def make_batches(rows: Sequence[Row], tokens_at_once: int) -> list[list[Row]]:
     while rest:
         n = max(1, tokens_at_once // (len(rest[0].tokens) // 2 - 1))
         batches.append(rest[:n])
-        rest = rest[n:]
+        del rest[:n]
     return batches
 
 
@@ -178,7 +178,7 @@ def score(
             right[metric] += choice == item.label
     total = round(world.sum(len(items)))
     scores: dict[str, Any] = {"items": total}
-    for metric in METRICS:
-        n = round(world.sum(right[metric]))
+    for metric, of_rank in right.items():
+        n = round(world.sum(of_rank))
         scores[metric] = {"score": n / total, "interval": interval(n, total)}
     return scores

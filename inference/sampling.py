@@ -203,11 +203,9 @@ def sample_text(
     have to draw the same text, and on different processors rounding may let them draw others.
     Raises UserError.
     """
-    draw_own = chooser([seeded(seed)], temperature=0.8, top_k=50)
-
-    def choose(*given: Any) -> int:
-        return agree(draw_own(*given))
-
+    own, text = chooser([seeded(seed)], temperature=0.8, top_k=50), encode(model, prompt)
     with evaluating(model), autocast():
-        steps = stream(model, [encode(model, prompt)], max_new_tokens, END_OF_TEXT, choose)
+        steps = stream(
+            model, [text], max_new_tokens, END_OF_TEXT, lambda *given: agree(own(*given))
+        )
         return prompt + "".join(piece or "" for (piece,) in decode_stream(steps))
