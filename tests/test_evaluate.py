@@ -168,30 +168,6 @@ def test_a_text_is_worded_as_the_harness_and_as_build_nanogpt_word_it(tmp_path):
     assert texts_of(rows[5]) == ("the file's own  words [step]", "  is  flat")
 
 
-@pytest.mark.parametrize(
-    ("context", "expected"),
-    [
-        ("It is", ("It is", " so")),
-        ("It is ", ("It is", "  so")),
-        ("", ("<|endoftext|>", " so")),  # an empty context is the end of another text
-        (" ", ("<|endoftext|>", "  so")),
-    ],
-)
-def test_an_ending_begins_with_its_space_and_takes_over_the_one_at_the_contexts_end(
-    context, expected
-):
-    rows = rows_of(Item(context, ["so"] * 4, context.strip(), ["so"] * 4, 0), 99)
-    assert texts_of(rows[0]) == expected
-    assert texts_of(rows[4]) == (expected[0], " so")
-
-
-def test_a_long_text_loses_its_beginning_and_an_ending_longer_than_the_context_its_own():
-    item = Item("A" + " cat" * 50, ["x" + " dog" * 19] * 4, "A", [" dog" * 40] * 4, 0)
-    rows = rows_of(item, 30)  # 31 tokens: 30 are read and 30 predicted
-    assert texts_of(rows[0]) == (" cat" * 11, " x" + " dog" * 19)
-    assert rows[4].scored == 30
-
-
 def test_endings_that_are_the_same_tie_and_the_first_is_taken(pair, tmp_path):
     items = [item(i, endings=["the same"] * 4, label=i % 4) for i in range(8)]
     scores = score(pair[0], read_items(write_items(tmp_path / "same.jsonl", items)), 70, ALONE)
@@ -322,23 +298,19 @@ def test_scoring_changes_no_step(scored_config):
     assert losses[0] == losses[1]
 
 
-def test_a_resumed_run_scores_each_step_once_and_an_older_eval_csv_gains_the_columns(scored_config):
-    options = {"eval_every": 2, "val_fraction": 0.1, "run_name": "resumed"}
-    straight = scored_config(**options | {"run_name": "straight"})
-    train(straight, ALONE)
-    whole = Path(f"{straight.log_dir}/straight/eval.csv").read_text()
-    path = Path(f"{straight.log_dir}/resumed/eval.csv")
-    train(scored_config(**options, max_steps=4), ALONE)
-    torn = path.read_text().rstrip("0123456789.\n").removesuffix(",0")
-    path.write_text(torn)
-    train(scored_config(**options, resume="auto"), ALONE)
-    assert path.read_text() == whole
-    # killed between the validation loss and the scores of the last step of all
+def test_a_resumed_run_scores_each_step_once_and_completes_a_row(scored_config):
+    options = {"eval_every": 2, "val_fraction": 0.1, "max_steps": 4}
+    config = scored_config(**options)
+    path = Path(config.log_dir, "train/eval.csv")
+    train(config, ALONE)
+    whole = path.read_text()
     *lines, last = whole.splitlines()
-    path.write_text("\n".join([*lines, ",".join(last.split(",")[:2]) + ",,,,"]) + "\n")
-    (path.parent / "summary.json").unlink()
-    assert train(scored_config(**options, resume="auto"), ALONE)["hellaswag_acc"] is not None
-    assert path.read_text() == whole
+    torn, not_scored = last[:-9], ",".join(last.split(",")[:2]) + ",,,,"
+    for row in (torn, not_scored):
+        path.write_text("\n".join([*lines, f"{row}\n"]))
+        (path.parent / "summary.json").unlink()
+        assert train(scored_config(**options, resume="auto"), ALONE)["hellaswag_acc"] is not None
+        assert path.read_text() == whole
 
 
 def test_without_its_file_a_run_does_not_begin(scored_config):
