@@ -133,8 +133,9 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     path = find_folder(source, log_dir) or Path(source)
     if path.suffix == ".pt" or any((path / name).is_file() for name in (STATE, "config.json")):
         return path
-    if path.is_dir() and (checkpoints := all_checkpoints(run_and_checkpoint(path)[0])):
-        return checkpoints[-1]
+    run, _ = run_and_checkpoint(path)
+    if path.is_dir() and (found := [*all_checkpoints(run, "best"), *all_checkpoints(run)]):
+        return found[-1]  # the best only if no other is left
     runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
     raise CheckpointError(
         f"{source}: no such run with a checkpoint (one is saved at its end, or by "

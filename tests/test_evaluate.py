@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import random
 import shutil
 from pathlib import Path
@@ -447,3 +448,17 @@ def test_mistakes_of_the_command_are_one_line(words, said, pair, corpus, file, m
         evaluate.evaluate(parse(EvaluateOptions, words.split(), positional="run"), ALONE)
     assert said in str(mistake.value)
     assert "\n" not in str(mistake.value)
+
+
+def test_results_go_into_a_pipe_and_to_the_file_that_a_link_leads_to(pair, file, tmp_path):
+    """A device, such as /dev/null, is like a pipe: a file that replaced it would break much."""
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    link.symlink_to("linked")
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    for place in (fifo, link):
+        evaluated(run=str(pair[2]), hellaswag=str(file), json=str(place))
+    results = (tmp_path / "linked").read_text()
+    assert json.loads(results)["hellaswag"]["items"] == 13
+    assert os.read(reader, 10**5).decode() == results
+    assert (fifo.is_fifo(), link.is_symlink()) == (True, True)

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,12 +21,12 @@ import checkpoint.files
 import checkpoint.weights
 from checkpoint.files import CheckpointError
 from checkpoint.resume import find_checkpoint
-from checkpoint.weights import build_model, load_model
+from checkpoint.weights import build_model, find_weights, load_model
 from config import load_config
 from data.tokenizer import get_encoding
 from inference.export_folder import export, write_tokenizer
 from model import GPT, GPTConfig
-from runtime.errors import UserError
+from runtime.files import MARK, sole_writer
 from tests.conftest import ALONE, flags, generate, refused, run, transformers_pair
 from tests.test_peers import PEER
 from train import train
@@ -223,13 +224,36 @@ def test_a_folder_that_is_there_is_never_written_to(tiny_config, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/kept").touch()
     for name in ("full", "full/kept"):
-        with pytest.raises(UserError, match="is there already; choose another name"):
+        with refused("is there already; choose another name"):
             exported(config, name)
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["kept"]
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     assert exported(config, "link")[0].is_symlink()
     assert (tmp_path / "empty/README.md").exists()
+
+
+def test_a_folder_that_has_the_name_of_an_unfinished_one_is_not_deleted(tmp_path):
+    """Nor by `sole_writer`, which deletes what a writer that was killed has left."""
+    unfinished = tmp_path / f"out.{os.getpid()}.tmp"
+    (unfinished / "mine").mkdir(parents=True)
+    path = save(tmp_path / "ckpt.pt", nanogpt())
+    with pytest.raises(FileExistsError, match=unfinished.name):
+        export(path, tmp_path / "out")
+    with sole_writer(tmp_path / "out"):
+        assert (unfinished / "mine").exists()
+    (unfinished / MARK).touch()
+    with sole_writer(tmp_path / "out"):
+        assert not unfinished.exists()
+    export(path, tmp_path / "out")
+    assert not (tmp_path / "out" / MARK).exists()
+
+
+def test_a_place_where_no_folder_can_be_made_is_not_taken_for_one_that_is_being_written(tmp_path):
+    with pytest.raises(FileNotFoundError, match="No such file or directory: '/proc/x"):
+        export(save(tmp_path / "ckpt.pt", nanogpt()), Path("/proc/x"))
+    with pytest.raises(FileNotFoundError), sole_writer(Path("/proc/x")):
+        pass
 
 
 # ---- in: nanoGPT's and build-nanogpt's .pt
@@ -407,3 +431,12 @@ def test_a_file_where_a_folder_belongs_says_what_to_give_and_the_other_way_round
     for place in (tmp_path, tmp_path / "model.safetensors"):
         with refused(r"no such run with a checkpoint.* or \.pt file of nanoGPT"):
             load_model(str(place))
+
+
+def test_a_runs_best_checkpoint_is_taken_where_no_other_is_left(tiny_config):
+    config = tiny_config(max_steps=2, eval_every=2, val_fraction=0.2)
+    train(config, ALONE)
+    checkpoints = Path(config.log_dir, "train/checkpoints")
+    assert find_weights("train", config.log_dir) == checkpoints / "step_000002"
+    shutil.rmtree(checkpoints / "step_000002")
+    assert find_weights("train", config.log_dir) == checkpoints / "best_000002"
