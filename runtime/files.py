@@ -121,6 +121,7 @@ def locked(path: Path, patience: float) -> Iterator[bool]:
     Afterwards the file is gone, and so are parents made for it that are empty. Raises
     filelock.Timeout after `patience` seconds (-1: never), OSError if the file cannot be made.
     """
+    path = path.absolute()
     made = missing_parents(path)
     lock = filelock.FileLock(path, is_singleton=True)
     try:
