@@ -36,6 +36,7 @@ class Row(NamedTuple):
 
 
 ANY_ROW = Row(bytes(4), 1)  # two tokens
+NOTHING = 1e-9  # length of an ending without text: none is worse per unit of its length
 
 
 def read_questions(path: Path, world: World) -> list[Item]:
@@ -130,18 +131,16 @@ def choices(item: Item, rows: Sequence[Row], losses: Sequence[float]) -> dict[st
 
     The first of those that tie. An ending without text is never taken per unit of its length.
     """
-    lengths = {
-        "acc": [1] * ENDINGS,
-        "acc_norm": [len(ending) for ending in item.endings],
-        "acc_bytes": [len(ending.encode(errors="replace")) for ending in item.endings],
-        "acc_token": [row.scored for row in rows[ENDINGS:]],
+    harness, plain = np.reshape(losses, (2, ENDINGS))
+    characters = [len(ending) or NOTHING for ending in item.endings]
+    in_bytes = [len(ending.encode(errors="replace")) or NOTHING for ending in item.endings]
+    per_unit = {
+        "acc": harness,
+        "acc_norm": harness / characters,
+        "acc_bytes": harness / in_bytes,
+        "acc_token": plain / [row.scored for row in rows[ENDINGS:]],
     }
-    taken = {}
-    for metric, units in lengths.items():
-        of_metric = losses[ENDINGS:] if metric == "acc_token" else losses[:ENDINGS]
-        per_unit = [loss / n if n else math.inf for loss, n in zip(of_metric, units, strict=True)]
-        taken[metric] = per_unit.index(min(per_unit))
-    return taken
+    return {metric: int(values.argmin()) for metric, values in per_unit.items()}
 
 
 def interval(right: int, items: int) -> tuple[float, float]:
