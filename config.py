@@ -420,6 +420,10 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """List the packages that follow the run."""
         return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
 
+    def is_due(self, every: int, step: int) -> bool:
+        """Return True after every so many steps (0: never), and after the last."""
+        return every > 0 and (step % every == 0 or step >= self.max_steps)
+
     def final_lr(self) -> float:
         """Return the learning rate that a decaying schedule ends at (`min_lr`, or lr / 10)."""
         return self.lr / 10 if self.min_lr is None else self.min_lr

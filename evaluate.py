@@ -64,9 +64,11 @@ if __name__ == "__main__":
 
 import torch
 
-from checkpoint.files import STATE, read_json
+from checkpoint.files import STATE
 from checkpoint.resume import check_same_tokens
+from checkpoint.state import SavedState, read_state
 from checkpoint.weights import find_weights, load_model
+from config import Config
 from data.hellaswag import download
 from data.prepare import is_there, prepare_if_missing
 from dataloader import TokenStream, is_validation, open_corpus
@@ -108,14 +110,17 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         if world.rank == 0:
             print(text, flush=True)
 
-    folder, state, model = read_model(options, world)
-    trained = state.get("config", {})  # empty for weights that are no run's
-    dtype = choose_dtype(options, trained)
-    batch_size = options.batch_size or trained.get("batch_size", 4)
+    folder, saved, model = read_model(options, world)
+    # the run's options; for weights that are no run's, the defaults without a corpus
+    no_run = {"dataset": "", "seq_len": model.config.block_size}
+    trained = Config.model_construct(**(saved.config if saved else no_run))
+    make_repeatable(world.device)
+    dtype, autocast, notes = set_precision(options, trained, world.device)
+    batch_size = options.batch_size or trained.batch_size
     results: dict[str, Any] = {
         "run": options.run,
         "weights": str(folder),
-        "step": state.get("step"),
+        "step": saved.step if saved else None,
         "parameters": model.num_parameters(),
         "device": device_name(world.device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -124,20 +129,23 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         "torch": torch.__version__,
     }
     say(RESULTS.format(**results))
-    make_repeatable(world.device)
-    wanted = "high" if trained.get("tf32") else trained.get("matmul_precision", "highest")
-    autocast, notes = set_precision(world.device, dtype, wanted)
     for note in notes:
         say(f"note: {note}")
 
     # all that is read, before anything is computed: mistakes are told at once
     file = world.on_rank0(lambda: find_hellaswag(options, model, trained))
     items = read_questions(file, world) if file else []
-    validation = open_validation(options, state, model.config, world, say)
+    validation = open_validation(options, trained, saved, model.config, world, say)
     if validation:
-        _, stream, tokens = validation
+        corpus, stream, tokens = validation
         loss = validation_loss(model, stream, batch_size, tokens, world, autocast)
-        results["validation"] = describe_loss(loss, *validation)
+        results["validation"] = {
+            "corpus": str(corpus),
+            "tokens": count_sequences(stream, tokens) * stream.seq_len,
+            "seq_len": stream.seq_len,
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700)),
+        }
         say(VALIDATION.format(**results["validation"]))
     if file:
         scores = score(model, items, batch_size * model.config.block_size, world, autocast)
@@ -148,52 +156,40 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     return results
 
 
-def choose_dtype(options: EvaluateOptions, trained: dict[str, Any]) -> torch.dtype:
-    """Return the dtype of matmuls: that of --bf16, else the run's."""
-    precision = trained if options.bf16 is None else {"bf16": options.bf16}
-    return matmul_dtype(bf16=precision.get("bf16", False), fp16=precision.get("fp16", False))
-
-
 def set_precision(
-    device: torch.device, dtype: torch.dtype, matmul_precision: str
-) -> tuple[Autocast, list[str]]:
-    """Set the process's precision as train.setup does; returns its autocast, and notes."""
-    torch.set_float32_matmul_precision(usable_precision(device, matmul_precision))
-    mixed, is_bf16 = dtype != torch.float32, dtype == torch.bfloat16
-    autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=mixed)
-    return autocast, check_precision(device, matmul_precision=matmul_precision, bf16=is_bf16)
+    options: EvaluateOptions, trained: Config, device: torch.device
+) -> tuple[torch.dtype, Autocast, list[str]]:
+    """Set the process's precision as train.setup does, that of --bf16 or the run's.
+
+    Returns the dtype of matmuls, autocast, and notes.
+    """
+    bf16, fp16 = trained.bf16, trained.fp16
+    if options.bf16 is not None:
+        bf16, fp16 = options.bf16, False
+    dtype = matmul_dtype(bf16=bf16, fp16=fp16)
+    wanted = "high" if trained.tf32 else trained.matmul_precision
+    torch.set_float32_matmul_precision(usable_precision(device, wanted))
+    autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=bf16 or fp16)
+    return dtype, autocast, check_precision(device, matmul_precision=wanted, bf16=bf16)
 
 
-def read_model(options: EvaluateOptions, world: World) -> tuple[Path, dict[str, Any], GPT]:
-    """Return the folder of the weights, what its checkpoint.json holds (nothing for weights that
-    are no run's), and the model on its device.
+def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState | None, GPT]:
+    """Return the folder of the weights, what its checkpoint.json holds (None for weights that are
+    no run's), and the model on its device.
 
     Raises UserError, also if there is nothing to evaluate on, or no place for the results.
     """
     # one answer for all ranks: the run may be training, and save meanwhile
     folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
-    state = read_json(folder / STATE) if (folder / STATE).is_file() else {}
-    if not (state or options.dataset or options.hellaswag):
+    saved = read_state(folder, STATE) if (folder / STATE).is_file() else None
+    if not (saved or options.dataset or options.hellaswag):
         raise ConfigError(
             f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
             f"--hellaswag FILE or --hellaswag download"
         )
     if options.json and not Path(options.json).absolute().parent.is_dir():
         raise UserError(f"--json {options.json}: cannot be written: its folder is not there")
-    return folder, state, load_model(str(folder)).to(world.device)
-
-
-def describe_loss(
-    loss: float, corpus: Path, stream: TokenStream, tokens: int | None
-) -> dict[str, Any]:
-    """Return what --json holds of a validation loss."""
-    return {
-        "corpus": str(corpus),
-        "tokens": count_sequences(stream, tokens) * stream.seq_len,
-        "seq_len": stream.seq_len,
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700)),
-    }
+    return folder, saved, load_model(str(folder)).to(world.device)
 
 
 def describe_scores(scores: dict[str, Any]) -> str:
@@ -205,71 +201,67 @@ def describe_scores(scores: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def find_hellaswag(options: EvaluateOptions, model: GPT, trained: dict[str, Any]) -> Path | None:
+def find_hellaswag(options: EvaluateOptions, model: GPT, trained: Config) -> Path | None:
     """Return the file that --hellaswag means, if any; downloads it if asked to."""
     if options.hellaswag is None:
         return None
     encode(model, "")  # raises UserError for another vocabulary than GPT-2's
     if options.hellaswag == "download":
-        return download(options.data_dir or trained.get("data_dir", "data"))
+        return download(options.data_dir or trained.data_dir)
     return Path(options.hellaswag)
 
 
 def open_validation(
-    options: EvaluateOptions, state: dict[str, Any], config: GPTConfig, world: World, say: Say
+    options: EvaluateOptions,
+    trained: Config,
+    saved: SavedState | None,
+    config: GPTConfig,
+    world: World,
+    say: Say,
 ) -> tuple[Path, TokenStream, int | None] | None:
     """Return the corpus that the options mean, its validation split, and the number of tokens that
     the loss is the mean of (none: all).
 
     None without a corpus, or where a run's own cannot be had and nobody asked for it.
     """
-    trained = state.get("config", {})
-    if not (dataset := options.dataset or trained.get("dataset")):
+    dataset = options.dataset or trained.dataset
+    if not dataset:
         for name in {"tokens", "seq_len", "val_fraction"} & options.model_fields_set:
             say(f"note: {name} has no effect without a validation loss")
         return None
-    own = trained if dataset == trained.get("dataset") else {}
-    seq_len = options.seq_len or trained.get("seq_len", config.block_size)
-    fraction = options.val_fraction
-    if fraction is None:
-        fraction = own.get("val_fraction", 0.0)
+    own = trained if dataset == trained.dataset else Config.model_construct()
+    seq_len = options.seq_len or trained.seq_len
+    fraction = own.val_fraction if options.val_fraction is None else options.val_fraction
     if seq_len > config.block_size:
         raise ConfigError(
             f"--seq_len {seq_len}: longer than the model's context, {config.block_size}"
         )
-    places = [options.data_dir] if options.data_dir else [trained.get("data_dir", "data"), "data"]
+    places = [options.data_dir] if options.data_dir else [trained.data_dir, "data"]
     folders = [Path(place) / dataset for place in places]
     try:
         folder = world.on_rank0(lambda: next(filter(is_there, folders), folders[-1]))
         world.on_rank0(lambda: prepare_if_missing(folder, say))
         rest, stream = world.raise_on_all(
-            lambda: open_split(folder, seq_len, config.n_vocab, fraction)
+            lambda: open_corpus(folder, seq_len, config.n_vocab, fraction)
         )
+        check_same_tokens(str(folder), rest.fingerprint() + stream.fingerprint(), world)
+        if not len(stream):
+            raise UserError(
+                f"{folder}: {stream.tokens:,} tokens for validation make no sequence of {seq_len}: "
+                f"without *_val_*.bin files, give the share of its tokens to take, off the tail, "
+                f"such as --val_fraction 0.1, or 1 for all; or lower --seq_len"
+            )
     except UserError as error:
         if options.dataset or not options.hellaswag:
             raise
         say(f"note: no validation loss: {error}")
         return None
-    check_same_tokens(str(folder), rest.fingerprint() + stream.fingerprint(), world)
     if options.val_fraction is not None and is_validation(stream.spans[0].path):
         say(f"note: val_fraction has no effect: {folder} has validation files of its own")
-    if fraction == own.get("val_fraction") and rest.fingerprint() != state["corpus"]:
+    is_split_of_run = own is trained and fraction == own.val_fraction
+    if saved and is_split_of_run and rest.fingerprint() != saved.corpus:
         say(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
-    return folder, stream, options.tokens or own.get("eval_tokens")
-
-
-def open_split(
-    folder: Path, seq_len: int, n_vocab: int, fraction: float
-) -> tuple[TokenStream, TokenStream]:
-    """Open a corpus and its validation split. Raises UserError if that is less than a sequence."""
-    rest, stream = open_corpus(folder, seq_len, n_vocab, fraction)
-    if not len(stream):
-        raise UserError(
-            f"{folder}: {stream.tokens:,} tokens for validation make no sequence of {seq_len}: "
-            f"without *_val_*.bin files, give the share of its tokens to take, off the tail, such "
-            f"as --val_fraction 0.1, or 1 for all; or lower --seq_len"
-        )
-    return rest, stream
+    return folder, stream, options.tokens or own.eval_tokens
 
 
 def main(options: EvaluateOptions) -> None:

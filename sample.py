@@ -34,7 +34,7 @@ class SampleOptions(Options):
     """draw from the fewest likeliest tokens that together have this probability (1: from all that
     top_k leaves)
     """
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     """above 1: tokens that are in the text already become less likely, such as 1.2 (1: off)"""
     seed: int = Field(1337, ge=0, lt=2**63)
     """the same seed gives the same text; of several texts of one prompt the second has seed + 1,
@@ -65,16 +65,11 @@ class SampleOptions(Options):
 
     def notes(self) -> list[str]:
         """Return a line for each option that has no effect with the others."""
-        without_effect = {
-            "temperature is 0": ("top_k", "top_p", "seed") if self.temperature == 0 else (),
-            "interactive has one text": ("batch_size",) if self.interactive else (),
-        }
-        return [
-            f"{name} has no effect: {reason}"
-            for reason, names in without_effect.items()
-            for name in names
-            if name in self.model_fields_set
-        ]
+        greedy, single = self.temperature == 0, self.interactive
+        unused = dict.fromkeys(("top_k", "top_p", "seed"), "temperature is 0") if greedy else {}
+        unused |= {"batch_size": "interactive has one text"} if single else {}
+        given = unused.keys() & self.model_fields_set
+        return [f"{name} has no effect: {unused[name]}" for name in sorted(given)]
 
     def advice(self) -> dict[str, str]:
         """Return what may help at each kind of failure that runtime/errors.py tells apart."""
@@ -134,20 +129,13 @@ class Sampler:
 
     def draw(
         self, texts: Sequence[list[int]], generators: Sequence[torch.Generator]
-    ) -> Iterator[list[str | None]]:
-        """Continue the texts, as `stream` does; yield what each step adds. Raises UserError."""
+    ) -> Iterator[list[int | None]]:
+        """Continue the texts, as `stream` does; count tokens and seconds. Raises UserError."""
         settings = {"temperature", "top_k", "top_p", "repetition_penalty"}
         choose = chooser(generators, **self.options.model_dump(include=settings))
         decode = self.decode if len(texts) == self.at_once else None
-        count = self.options.max_new_tokens
-        return decode_stream(
-            self.timed(stream(self.model, texts, count, END_OF_TEXT, choose, decode))
-        )
-
-    def timed(self, steps: Iterable[list[int | None]]) -> Iterator[list[int | None]]:
-        """Pass the steps on; count their tokens and the seconds that they take."""
-        start = time.perf_counter()
-        for tokens in steps:
+        count, start = self.options.max_new_tokens, time.perf_counter()
+        for tokens in stream(self.model, texts, count, END_OF_TEXT, choose, decode):
             self.seconds += time.perf_counter() - start
             self.tokens += len(tokens) - tokens.count(None)
             yield tokens
@@ -198,7 +186,7 @@ def print_texts(sampler: Sampler, prompts: Sequence[str]) -> None:
             batch, generators = zip(*texts[first : first + n], strict=True)
             show(SEPARATOR if first else "")
             steps = sampler.draw([encode(sampler.model, text) for text in batch], generators)
-            for piece in in_order(batch, steps):
+            for piece in in_order(batch, decode_stream(steps)):
                 show(piece)
     finally:
         show("\n")  # also where Ctrl-C or an error ends this in the middle of a line
@@ -228,7 +216,7 @@ def converse(sampler: Sampler) -> None:
             context += encode(sampler.model, line if context[-1] == END_OF_TEXT else f"\n{line}")
         context = context[-max(block_size - o.max_new_tokens, block_size // 2, 1) :]
         with contextlib.suppress(KeyboardInterrupt):  # ends the answer
-            for (piece,) in sampler.draw([context], [generator]):
+            for (piece,) in decode_stream(sampler.draw([context], [generator])):
                 show(piece or "")
         show("\n")
 

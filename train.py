@@ -296,7 +296,7 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stopping:
     config, state = run.config, run.state
     step, last = state.step, state.step >= config.max_steps
     # A run that ends always saves, so that no step is lost.
-    if step and (last or stopping or is_due(config.checkpoint_every, step)):
+    if step and (last or stopping or config.is_due(config.checkpoint_every, step)):
         save(folder, state, config, run.world)
     if not stopping:  # else whoever asked for it may not wait
         val_loss = evaluation.validate(step)
@@ -375,15 +375,10 @@ def take_steps(
         left_out = not check_finite(loss, norm, lr, folder, state, config)
         last = step == config.max_steps
         stopping = world.any(stop.received is not None) and not last  # which ends by itself
-        if last or stopping or left_out or step == 1 or is_due(config.log_every, step):
+        if last or stopping or left_out or step == 1 or config.is_due(config.log_every, step):
             tokens_per_sec = config.tokens_per_step(world.world_size) / step_seconds
             row = LogRow(step, loss, lr, norm, step_seconds * 1e3, tokens_per_sec)
             folder.log(row, config.max_steps)
-
-
-def is_due(every: int, step: int) -> bool:
-    """True if `step` is a multiple of `every`; 0 means never."""
-    return every > 0 and step % every == 0
 
 
 def main(config: Config) -> None:

@@ -131,15 +131,18 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     """Return the path of weights: a checkpoint, a Hugging Face folder or a `.pt` file.
 
     `source`: gpt2 .. gpt2-xl for OpenAI's weights, downloaded once; else the name or folder of a
-    run, for its newest checkpoint; or one of these paths. Raises CheckpointError.
+    run, for its newest checkpoint, or its best if no other is left; or one of these paths.
+
+    Raises CheckpointError.
     """
     if source in HUGGING_FACE:
         return download(source)
     path = find_folder(source, log_dir) or Path(source)
     if path.is_file() or any((path / name).is_file() for name in (STATE, "config.json")):
         return path
-    if path.is_dir() and (checkpoints := all_checkpoints(run_and_checkpoint(path)[0])):
-        return checkpoints[-1]
+    run, _ = run_and_checkpoint(path)
+    if path.is_dir() and (found := [*all_checkpoints(run, "best"), *all_checkpoints(run)]):
+        return found[-1]  # the best only if no other is left
     runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
     raise CheckpointError(
         f"{source}: no such run with a checkpoint (one is saved at its end, or by "

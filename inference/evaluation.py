@@ -60,53 +60,50 @@ class Evaluation:
         """Take over what the run's folder has of earlier calls: nothing is evaluated twice."""
         self.figures = self.world.broadcast(self.folder.evaluations())
 
-    def is_due(self, every: int, step: int) -> bool:
-        """Return True after every so many steps (0: never), and after the last."""
-        return every > 0 and (step % every == 0 or step >= self.config.max_steps)
-
     def validate(self, step: int) -> float:
         """Return the validation loss after this step, in nats per token; infinity if not due.
 
         Raises TrainingError if it is not finite.
         """
         config = self.config
-        if not self.is_due(config.eval_every, step):
+        if not config.is_due(config.eval_every, step):
             return math.inf
-        figures = self.figures.setdefault(step, {})
-        if "val_loss" not in figures:
+        if "val_loss" not in self.figures.get(step, {}):
             counts = config.batch_size, config.eval_tokens
-            with self.hinted(step):
-                loss = validation_loss(self.model, self.val, *counts, self.world, self.autocast)
-            figures["val_loss"] = loss
-            self.folder.log_evaluation(step, config.max_steps, val_loss=loss)
-        return figures["val_loss"]
+            with self.logged(step) as figures:
+                figures["val_loss"] = validation_loss(
+                    self.model, self.val, *counts, self.world, self.autocast
+                )
+        return self.figures[step]["val_loss"]
 
     def score_hellaswag(self, step: int) -> None:
         """Score the model in HellaSwag if it is due. Raises TrainingError if it has diverged."""
         config = self.config
-        figures = self.figures.setdefault(step, {})
-        is_scored = any(name.startswith("hellaswag_") for name in figures)
-        if not is_scored and self.is_due(config.hellaswag_every, step):
+        is_scored = "hellaswag_acc" in self.figures.get(step, {})
+        if not is_scored and config.is_due(config.hellaswag_every, step):
             tokens_at_once = config.batch_size * config.seq_len  # takes less memory than a step
-            with self.hinted(step):
+            with self.logged(step) as figures:
                 scores = score(self.model, self.items, tokens_at_once, self.world, self.autocast)
-            shares = {f"hellaswag_{name}": scores[name]["score"] for name in METRICS}
-            figures |= shares
-            self.folder.log_evaluation(step, config.max_steps, **shares)
+                figures |= {f"hellaswag_{name}": scores[name]["score"] for name in METRICS}
 
     @contextlib.contextmanager
-    def hinted(self, step: int) -> Iterator[None]:
-        """Add the step, and what to do, to the error of a model that has diverged."""
+    def logged(self, step: int) -> Iterator[dict[str, float]]:
+        """Log the figures that are put into what this yields; if instead the model turns out to
+        have diverged, add the step and what to do to the error.
+        """
+        figures: dict[str, float] = {}
         try:
-            yield
+            yield figures
         except TrainingError as error:
             advice = hint(self.folder.path, self.config.lr)
             raise TrainingError(f"step {step}: {error}; {advice}") from None
+        self.figures.setdefault(step, {}).update(figures)
+        self.folder.log_evaluation(step, self.config.max_steps, **figures)
 
     def sample(self, step: int) -> None:
         """Log a text that the model writes, if it is due. Draws from a generator of its own."""
         config = self.config
-        if step and self.is_due(config.sample_every, step):
+        if step and config.is_due(config.sample_every, step):
             text = sample_text(
                 self.model,
                 config.sample_prompt,

@@ -54,7 +54,7 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
     be, and for a folder that is there already; OSError for one that cannot be written.
     """
     folder = folder.resolve()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder}: is there already; choose another name or delete it first")
     path = find_weights(source, log_dir)
     model = load_model(str(path))

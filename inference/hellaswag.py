@@ -36,6 +36,7 @@ class Row(NamedTuple):
 
 
 ANY_ROW = Row(bytes(4), 1)  # two tokens
+NOTHING = 1e-9  # length of an ending without text: none is worse per unit of its length
 
 
 def read_questions(path: Path, world: World) -> list[Item]:
@@ -108,7 +109,7 @@ def make_batches(rows: Sequence[Row], tokens_at_once: int) -> list[list[Row]]:
     while rest:
         n = max(1, tokens_at_once // (len(rest[0].tokens) // 2 - 1))
         batches.append(rest[:n])
-        rest = rest[n:]
+        del rest[:n]
     return batches
 
 
@@ -130,25 +131,24 @@ def choices(item: Item, rows: Sequence[Row], losses: Sequence[float]) -> dict[st
 
     The first of those that tie. An ending without text is never taken per unit of its length.
     """
-    lengths = {
-        "acc": [1] * ENDINGS,
-        "acc_norm": [len(ending) for ending in item.endings],
-        "acc_bytes": [len(ending.encode(errors="replace")) for ending in item.endings],
-        "acc_token": [row.scored for row in rows[ENDINGS:]],
+    harness, plain = np.reshape(losses, (2, ENDINGS))
+    characters = [len(ending) or NOTHING for ending in item.endings]
+    in_bytes = [len(ending.encode(errors="replace")) or NOTHING for ending in item.endings]
+    per_unit = {
+        "acc": harness,
+        "acc_norm": harness / characters,
+        "acc_bytes": harness / in_bytes,
+        "acc_token": plain / [row.scored for row in rows[ENDINGS:]],
     }
-    taken = {}
-    for metric, units in lengths.items():
-        of_metric = losses[ENDINGS:] if metric == "acc_token" else losses[:ENDINGS]
-        per_unit = [loss / n if n else math.inf for loss, n in zip(of_metric, units, strict=True)]
-        taken[metric] = per_unit.index(min(per_unit))
-    return taken
+    return {metric: int(values.argmin()) for metric, values in per_unit.items()}
 
 
 def interval(right: int, items: int) -> tuple[float, float]:
     """Return Wilson's 95% interval of a share, for all items that could have been asked."""
-    n, p, z = items, right / items, 1.959964
-    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+    z = 1.959964
+    n, wrong = items + z * z, items - right
+    middle, half = (right + z * z / 2) / n, z / n * math.sqrt(right * wrong / items + z * z / 4)
+    return middle - half, middle + half
 
 
 def score(
@@ -177,7 +177,7 @@ def score(
             right[metric] += choice == item.label
     total = round(world.sum(len(items)))
     scores: dict[str, Any] = {"items": total}
-    for metric in METRICS:
-        n = round(world.sum(right[metric]))
+    for metric, of_rank in right.items():
+        n = round(world.sum(of_rank))
         scores[metric] = {"score": n / total, "interval": interval(n, total)}
     return scores

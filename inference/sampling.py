@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data.tokenizer import END_OF_TEXT, get_encoding
 from inference.kv_cache import KVCache
@@ -44,7 +45,12 @@ def filter_logits(
         of_seen, penalty = logits[seen], repetition_penalty
         penalized = torch.where(of_seen > 0, of_seen / penalty, of_seen * penalty)
         logits = logits.index_copy(0, seen, penalized)
-    scores = keep_top_k(logits, temperature, top_k)
+    if temperature < 1e-6:  # dividing by it could overflow: only the likeliest token stays
+        return torch.full_like(logits, -math.inf).index_fill(0, logits.argmax(), 0.0)
+    scores = logits / temperature
+    if top_k is not None:
+        least = scores.topk(min(top_k, len(scores))).values[-1]
+        scores = scores.masked_fill(scores < least, -math.inf)
     # Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1: the fewest
     # likeliest tokens, at least one, whose probabilities add up to top_p.
     if top_p < 1:
@@ -53,20 +59,6 @@ def filter_logits(
         n = int((p.cumsum(-1) - p < top_p).sum())  # tokens before which top_p is not reached
         scores = scores.masked_fill(scores < ordered[max(n, 1) - 1], -math.inf)
     return scores
-
-
-def keep_top_k(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
-    """Divide logits (V,) by the temperature; -inf for all but the top_k likeliest tokens.
-
-    At temperature 0 only the likeliest stays.
-    """
-    if temperature < 1e-6:  # dividing by it could overflow
-        return torch.full_like(logits, -math.inf).index_fill(0, logits.argmax(), 0.0)
-    scores = logits / temperature
-    if top_k is None:
-        return scores
-    least = logits.topk(min(top_k, len(logits))).values[-1]
-    return scores.masked_fill(logits < least, -math.inf)
 
 
 def draw(scores: Tensor, generator: torch.Generator) -> int:
@@ -122,14 +114,14 @@ def stream(
     context, device = model.config.block_size, model.lm_head.weight.device
     longest = max(map(len, texts)) + max_new_tokens
     cache = KVCache(model, len(texts), context if decode else min(context, longest))
-    size, unfinished = cache.span, list(range(len(texts)))
+    unfinished = list(range(len(texts)))
     for step in range(max_new_tokens):
         windows = [text[-context:] for text in texts]
         # Prefill reads the windows, decoding the last tokens. Positions are absolute: once a
         # window slides, every key and value changes, and each step is a prefill.
         decoding = step > 0 and max(len(texts[row]) for row in unfinished) <= context
         compute = decode if decode and decoding else next_logits
-        cache.span = size if compute is decode else max(map(len, windows))
+        cache.attend_to(context if compute is decode else max(map(len, windows)))
         idx, positions, ends = ragged_batch(windows, decoding, device)
         logits = compute(model, idx, cache, positions, ends).float().cpu()  # (B, V)
         if not logits.isfinite().all():
@@ -151,15 +143,12 @@ def ragged_batch(
     """Return texts of different lengths, or only their last tokens, for `next_logits`: tokens (B,
     T), padded at the end, their positions (B, T), and the column of each row's last (B,).
     """
-    unread = [window[-1:] if only_last else window for window in windows]
-    T = max(map(len, unread))
-    padded = [tokens + [0] * (T - len(tokens)) for tokens in unread]
-    starts = [len(window) - len(tokens) for window, tokens in zip(windows, unread, strict=True)]
-    return (
-        torch.tensor(padded, device=device),
-        torch.tensor([range(start, start + T) for start in starts], device=device),
-        torch.tensor([len(tokens) - 1 for tokens in unread], device=device),
-    )
+    last = torch.tensor([len(window) - 1 for window in windows], device=device)
+    if only_last:
+        idx = torch.tensor([window[-1:] for window in windows], device=device)
+        return idx, last[:, None], torch.zeros_like(last)
+    idx = pad_sequence([torch.tensor(window) for window in windows], batch_first=True).to(device)
+    return idx, torch.arange(idx.size(1), device=device).expand_as(idx), last
 
 
 # ---- text
@@ -190,8 +179,9 @@ def decode_stream(steps: Iterable[list[int | None]]) -> Iterator[list[str | None
     def piece(token: int | None, decoder: codecs.IncrementalDecoder) -> str | None:
         if token is None:
             return None
-        ends = token == END_OF_TEXT
-        return decoder.decode(b"" if ends else encoding.decode_single_token_bytes(token), ends)
+        if token == END_OF_TEXT:
+            return decoder.decode(b"", final=True)
+        return decoder.decode(encoding.decode_single_token_bytes(token))
 
     for tokens in steps:
         decoders = decoders or [codecs.getincrementaldecoder("utf-8")("replace") for _ in tokens]
@@ -213,11 +203,9 @@ def sample_text(
     have to draw the same text, and on different processors rounding may let them draw others.
     Raises UserError.
     """
-    draw_own = chooser([seeded(seed)], temperature=0.8, top_k=50)
-
-    def choose(*given: Any) -> int:
-        return agree(draw_own(*given))
-
+    own, text = chooser([seeded(seed)], temperature=0.8, top_k=50), encode(model, prompt)
     with evaluating(model), autocast():
-        steps = stream(model, [encode(model, prompt)], max_new_tokens, END_OF_TEXT, choose)
+        steps = stream(
+            model, [text], max_new_tokens, END_OF_TEXT, lambda *given: agree(own(*given))
+        )
         return prompt + "".join(piece or "" for (piece,) in decode_stream(steps))

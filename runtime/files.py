@@ -12,13 +12,28 @@ from pathlib import Path
 
 import filelock
 
+MARK = ".unfinished"  # a file in the folders that `whole_folder` fills: no other is ever deleted
+
 
 class BeingWrittenError(OSError):
     """Another process is writing the folder."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file's content at once: a crash leaves the old or the new. Raises OSError."""
+    """Replace a file's content at once: a crash leaves the old or the new. Raises OSError.
+
+    Of a link, what it leads to is replaced. What is no file, such as a device, is written to.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8", newline="")
+        else:
+            _replace(path.resolve(), text)
+    except OSError as error:
+        raise cannot_be_written(path, error) from None
+
+
+def _replace(path: Path, text: str) -> None:
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         with open(unfinished, "w", newline="", encoding="utf-8") as file:
@@ -26,10 +41,10 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except OSError as error:
+    except OSError:
         with contextlib.suppress(OSError):
             unfinished.unlink()
-        raise cannot_be_written(path, error) from None
+        raise
 
 
 def cannot_be_written(path: Path, error: OSError) -> OSError:
@@ -45,9 +60,10 @@ def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     is raised unless it is empty. After any error nothing is left of the new folder.
     """
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    discard(unfinished)
+    unfinished.mkdir(parents=True)
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        (unfinished / MARK).touch()
         yield unfinished
         for place in [*unfinished.rglob("*/"), unfinished]:
             flush_to_disk(place)
@@ -55,11 +71,20 @@ def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
             delete([folder])
         elif folder.is_dir() and any(folder.iterdir()):
             raise FileExistsError(errno.EEXIST, "is there already", str(folder))
+        (unfinished / MARK).unlink()
         unfinished.rename(folder)
+        flush_to_disk(folder)
         flush_to_disk(folder.parent)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)  # it may have filled the disk
         raise
+
+
+def discard(unfinished: Path) -> None:
+    """Delete a folder if `whole_folder` began it, or if it is empty."""
+    if (unfinished / MARK).is_file():
+        shutil.rmtree(unfinished, ignore_errors=True)
+    delete_empty([unfinished])
 
 
 @contextlib.contextmanager
@@ -80,7 +105,7 @@ def sole_writer(folder: Path, on_wait: Callable[[], None] | None = None) -> Iter
             outermost = stack.enter_context(locked(lock_file(folder), patience=-1))
         for other in list(folder.parent.iterdir()) if outermost else []:
             if re.fullmatch(rf"{re.escape(folder.name)}\.\d+\.tmp", other.name):
-                shutil.rmtree(other, ignore_errors=True)
+                discard(other)
         yield
 
 
@@ -96,9 +121,12 @@ def locked(path: Path, patience: float) -> Iterator[bool]:
     Afterwards the file is gone, and so are parents made for it that are empty. Raises
     filelock.Timeout after `patience` seconds (-1: never), OSError if the file cannot be made.
     """
+    path = path.absolute()
     made = missing_parents(path)
     lock = filelock.FileLock(path, is_singleton=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()  # raises where no file can be made; there filelock would wait for one
         with lock.acquire(timeout=patience):
             outermost = lock.lock_counter == 1
             try:

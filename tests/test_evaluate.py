@@ -2,17 +2,15 @@
 evaluate.py as a command.
 """
 
-import dataclasses
 import functools
 import hashlib
 import importlib.util
 import io
-import itertools
 import json
 import math
+import os
 import random
 import shutil
-import types
 from pathlib import Path
 
 import pytest
@@ -22,9 +20,6 @@ from transformers import GPT2Tokenizer
 
 import data.hellaswag
 import evaluate
-import inference.evaluation
-from checkpoint.weights import load_weights, read_weights
-from config import load_config
 from data.hellaswag import Item, clean, download, read_items
 from data.tokenizer import END_OF_TEXT, get_encoding
 from evaluate import EvaluateOptions
@@ -41,7 +36,7 @@ from inference.hellaswag import (
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, parse
 from runtime.errors import TrainingError, UserError
-from tests.conftest import ALONE, flags, run_ranks, tokens_in, transformers_pair
+from tests.conftest import ALONE, run_ranks, tokens_in, transformers_pair
 from tests.test_train import rows
 from train import train
 
@@ -98,7 +93,7 @@ def write_items(path: Path, items: list[dict]) -> Path:
 
 @pytest.fixture
 def file(tmp_path):
-    return write_items(tmp_path / "items.jsonl", [*map(item, range(12)), *ODD])
+    return write_items(tmp_path / "items.jsonl", [*map(item, range(6)), *ODD])
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +126,7 @@ def rows_in(file: Path) -> list[Row]:
 # ---- against transformers
 
 
-def test_losses_equal_those_of_transformers_text_by_text(pair, file, their_tokenizer):
+def test_losses_equal_those_of_transformers_whatever_the_batches(pair, file, their_tokenizer):
     ours, theirs, _ = pair
     encode, expected = their_tokenizer.encode, []
     for values in map(json.loads, file.open(encoding="utf-8")):
@@ -143,9 +138,9 @@ def test_losses_equal_those_of_transformers_text_by_text(pair, file, their_token
         texts = [(whole[:start] or [END_OF_TEXT], whole[start:]) for whole in wholes]
         texts += [(encode(values["ctx"]), encode(f" {ending}")) for ending in values["endings"]]
         expected += [their_loss(theirs, *text) for text in texts]
-    assert ending_losses(ours, rows_in(file), 4 * CONTEXT, ALONE) == pytest.approx(
-        expected, abs=1e-4
-    )
+    for tokens_at_once in (1, 150, 100_000):
+        losses = ending_losses(ours, rows_in(file), tokens_at_once, ALONE)
+        assert losses == pytest.approx(expected, abs=1e-4)
 
 
 # ---- what is scored
@@ -174,49 +169,6 @@ def test_a_text_is_worded_as_the_harness_and_as_build_nanogpt_word_it(tmp_path):
     assert texts_of(rows[5]) == ("the file's own  words [step]", "  is  flat")
 
 
-@pytest.mark.parametrize(
-    ("context", "expected"),
-    [
-        ("It is", ("It is", " so")),
-        ("It is ", ("It is", "  so")),
-        ("", ("<|endoftext|>", " so")),  # an empty context is the end of another text
-        (" ", ("<|endoftext|>", "  so")),
-    ],
-)
-def test_an_ending_begins_with_its_space_and_takes_over_the_one_at_the_contexts_end(
-    context, expected
-):
-    rows = rows_of(Item(context, ["so"] * 4, context.strip(), ["so"] * 4, 0), 99)
-    assert texts_of(rows[0]) == expected
-    assert texts_of(rows[4]) == (expected[0], " so")
-
-
-def test_a_long_text_loses_its_beginning_and_an_ending_longer_than_the_context_its_own():
-    item = Item("A" + " cat" * 50, ["x" + " dog" * 19] * 4, "A", [" dog" * 40] * 4, 0)
-    rows = rows_of(item, 30)  # 31 tokens: 30 are read and 30 predicted
-    assert texts_of(rows[0]) == (" cat" * 11, " x" + " dog" * 19)
-    assert rows[4].scored == 30
-
-
-def test_the_mask_begins_with_the_endings_first_token_and_ends_with_its_last(pair):
-    ours, *_ = pair
-    tokens = torch.randint(0, 50257, (20,), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits = ours(tokens[None, :-1])[0]
-        of_each = F.cross_entropy(logits, tokens[1:], reduction="none")  # of tokens 1 to 19
-    rows = [Row(tokens.to(torch.uint16).numpy().tobytes(), scored) for scored in (1, 2, 18, 19)]
-    expected = [of_each[-row.scored :].sum().item() for row in rows]
-    assert ending_losses(ours, rows, 100, ALONE) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("tokens_at_once", [1, 150, 100_000])
-def test_batches_and_their_padding_change_nothing(tokens_at_once, pair, file):
-    ours, rows = pair[0], rows_in(file)
-    alone = [ending_losses(ours, [row], 1, ALONE)[0] for row in rows]
-    together = ending_losses(ours, rows, tokens_at_once, ALONE)
-    assert together == pytest.approx(alone, abs=1e-4)
-
-
 def test_endings_that_are_the_same_tie_and_the_first_is_taken(pair, tmp_path):
     items = [item(i, endings=["the same"] * 4, label=i % 4) for i in range(8)]
     scores = score(pair[0], read_items(write_items(tmp_path / "same.jsonl", items)), 70, ALONE)
@@ -234,40 +186,16 @@ def test_each_metric_divides_by_its_own_length_and_no_text_at_all_is_never_taken
     assert choices(Item("x", endings, "x", endings, 0), rows, losses) == expected
 
 
-def test_rows_of_a_padded_vocabulary_take_no_part(pair, file):
-    ours, _, folder = pair
-    config, weights = read_weights(folder)
-    padded = GPT(dataclasses.replace(config, vocab_size=50304))
-    load_weights(padded, weights, "padded")
-    with torch.no_grad():
-        padded.lm_head.weight[50257:] = 100
-    rows = rows_in(file)[:24]
-    expected = ending_losses(ours, rows, 500, ALONE)
-    assert ending_losses(padded, rows, 500, ALONE) == pytest.approx(expected, abs=1e-4)
-
-
 @pytest.mark.parametrize("training", [True, False])
-def test_scoring_leaves_out_dropout_and_leaves_the_model_as_it_was_even_if_it_fails(
-    training, file, monkeypatch
-):
-    torch.manual_seed(0)
+def test_scoring_leaves_out_dropout_and_leaves_the_model_as_it_was_even_if_it_fails(training, file):
     model = GPT(GPTConfig(1, 2, 16, CONTEXT, dropout=0.5)).train(training)
     rows = rows_in(file)[:16]
-    before = torch.get_rng_state()
     assert ending_losses(model, rows, 200, ALONE) == ending_losses(model, rows, 200, ALONE)
-    assert torch.equal(torch.get_rng_state(), before)
     assert model.training is training
-    monkeypatch.setattr(model.transformer, "forward", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        ending_losses(model, rows, 200, ALONE)
-    assert model.training is training
-
-
-def test_a_model_that_has_diverged_is_an_error_and_no_score(file):
-    model = GPT(GPTConfig(1, 2, 16, CONTEXT))
     torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
     with pytest.raises(TrainingError, match="losses are not finite"):
         score(model, read_questions(file, ALONE), 200, ALONE)
+    assert model.training is training
 
 
 @pytest.mark.parametrize(
@@ -284,23 +212,19 @@ def test_the_interval_is_wilsons(right, items, expected):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"activity_label": "x"', "Invalid JSON"),
         (b"\xff\xfe{", "Invalid JSON"),
-        (json.dumps({"ctx_a": "a"}), "activity_label: Field required"),
-        (json.dumps(item(ctx_b=None)), "ctx_b: Input should be a valid string"),
-        (json.dumps(item(endings=list("abcde"))), "endings: List should have at most 4 items"),
-        (json.dumps(item(endings=["a", "b", "c", 4])), "endings: 3: Input should be a valid str"),
-        *((json.dumps(item(label=bad)), "label: Input should be 0") for bad in (4, [1], "")),
+        (b'{"ctx_a": "a"}', "activity_label: Field required"),
+        (json.dumps(item(ctx_b=None)).encode(), "ctx_b: Input should be a valid string"),
+        (json.dumps(item(endings=list("abcde"))).encode(), "endings: List should have at most 4"),
+        (json.dumps(item(label=4)).encode(), "label: Input should be 0"),
     ],
 )
 def test_a_damaged_line_is_one_line_that_names_it(line, said, file):
-    good = file.read_bytes()
-    file.write_bytes(good + (line if isinstance(line, bytes) else line.encode()) + b"\n" + good)
+    file.write_bytes(file.read_bytes() + line)
     with pytest.raises(UserError) as refused:
         read_items(file)
-    assert f"{file}, line 20: {said}" in str(refused.value)
+    assert f"{file}, line 14: {said}" in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 500
 
 
 def test_labels_may_be_text_and_empty_lines_do_not_count(tmp_path):
@@ -309,19 +233,10 @@ def test_labels_may_be_text_and_empty_lines_do_not_count(tmp_path):
     assert [found.label for found in read_items(path)] == [2]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("none.jsonl", "no such file; .*python data/hellaswag.py"),
-        ("empty", "has no items"),
-        ("folder", "Is a directory"),
-    ],
-)
-def test_a_file_that_is_missing_empty_or_none_is_one_line(name, said, tmp_path):
+def test_a_file_without_items_is_an_error(tmp_path):
     (tmp_path / "empty").touch()
-    (tmp_path / "folder").mkdir()
-    with pytest.raises((UserError, OSError), match=said):
-        read_items(tmp_path / name)
+    with pytest.raises(UserError, match="has no items"):
+        read_items(tmp_path / "empty")
 
 
 def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monkeypatch):
@@ -363,10 +278,9 @@ def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_co
     config = scored_config(max_steps=5, eval_every=3, val_fraction=0.1)
     summary = train(config, ALONE)
     found = rows(config, "eval.csv")
-    assert [row["step"] for row in found] == ["0", "2", "3", "4", "5"]
     assert list(found[0]) == COLUMNS
-    assert [bool(row["val_loss"]) for row in found] == [True, False, True, False, True]
-    assert [bool(row["hellaswag_acc"]) for row in found] == [True, True, False, True, True]
+    steps = {name: [row["step"] for row in found if row[name]] for name in COLUMNS[1:3]}
+    assert steps == {"val_loss": [*"035"], "hellaswag_acc": [*"0245"]}
     last = {name: float(found[-1][name]) for name in COLUMNS[1:]}
     assert {name: summary[name] for name in last} == last
     acc = float(found[1]["hellaswag_acc"])
@@ -374,79 +288,30 @@ def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_co
     assert f"step 2/5 | HellaSwag acc {acc:.4f} | HellaSwag acc_norm" in capsys.readouterr().out
 
 
-def test_scoring_changes_no_step_and_takes_no_time_of_one(scored_config, monkeypatch):
-    now = itertools.count()
-
-    def slow(*given):
-        return [next(now) for _ in range(1000)] and score(*given)
-
-    monkeypatch.setattr(inference.evaluation, "score", slow)
-    monkeypatch.setattr("train.time", types.SimpleNamespace(perf_counter=lambda: float(next(now))))
+def test_scoring_changes_no_step(scored_config):
     scored, plain = (
-        scored_config(run_name=f"every{every}", dropout=0.1, hellaswag_every=every)
-        for every in (2, 0)
+        scored_config(run_name=f"every{every}", dropout=0.1, hellaswag_every=every, max_steps=2)
+        for every in (1, 0)
     )
     for config in (scored, plain):
         train(config, ALONE)
-    assert next(now) > 4000  # it was scored four times
-    # from one reading of the clock to the next
-    assert {row["dt_ms"] for row in rows(scored)} == {"1000.000"}
-    assert rows(scored) == rows(plain)
-    assert not Path(f"{plain.log_dir}/every0/eval.csv").exists()
+    losses = [[row["loss"] for row in rows(config)] for config in (scored, plain)]
+    assert losses[0] == losses[1]
 
 
-def test_a_resumed_run_scores_each_step_once_and_an_older_eval_csv_gains_the_columns(scored_config):
-    options = {"eval_every": 2, "val_fraction": 0.1, "run_name": "resumed"}
-    straight = scored_config(**options | {"run_name": "straight"})
-    train(straight, ALONE)
-    whole = Path(f"{straight.log_dir}/straight/eval.csv").read_text()
-    path = Path(f"{straight.log_dir}/resumed/eval.csv")
-    train(scored_config(**options, max_steps=4), ALONE)
-    torn = path.read_text().rstrip("0123456789.\n").removesuffix(",0")
-    path.write_text(torn)
-    train(scored_config(**options, resume="auto"), ALONE)
-    assert path.read_text() == whole
-    # killed between the validation loss and the scores of the last step of all
-    *lines, last = whole.splitlines()
-    path.write_text("\n".join([*lines, ",".join(last.split(",")[:2]) + ",,,,"]) + "\n")
-    (path.parent / "summary.json").unlink()
-    assert train(scored_config(**options, resume="auto"), ALONE)["hellaswag_acc"] is not None
-    assert path.read_text() == whole
-
-
-def test_a_run_from_before_hellaswag_goes_on_with_it(scored_config):
-    options = {"eval_every": 2, "val_fraction": 0.1}
-    config = scored_config(**options, max_steps=4, hellaswag_every=0)
+def test_a_resumed_run_scores_each_step_once_and_completes_a_row(scored_config):
+    options = {"eval_every": 2, "val_fraction": 0.1, "max_steps": 4}
+    config = scored_config(**options)
+    path = Path(config.log_dir, "train/eval.csv")
     train(config, ALONE)
-    before = rows(config, "eval.csv")
-    assert list(before[0]) == COLUMNS[:2]
-    train(scored_config(**options, resume="auto"), ALONE)
-    after = rows(config, "eval.csv")
-    assert list(after[0]) == COLUMNS
-    losses = [[row["val_loss"] for row in part] for part in (before, after)]
-    assert losses[1][:3] == losses[0]
-    # also at step 4, where it went on
-    assert [bool(row["hellaswag_acc"]) for row in after] == [False, False, True, True]
-
-
-def test_the_items_are_found_again_where_a_run_is_resumed_from_another_folder(
-    scored_config, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    train(scored_config(hellaswag_file="few.jsonl", max_steps=2), ALONE)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    resumed = load_config(resume=str(tmp_path / "logs/train"), max_steps=4, device="cpu")
-    assert train(resumed, ALONE)["steps"] == 4
-
-
-def test_a_run_on_two_processes_has_the_scores_of_one(scored_config, tmp_path):
-    alone, both = (scored_config(run_name=f"b{n}", max_steps=1, batch_size=n) for n in (4, 2))
-    train(alone, ALONE)
-    done = run_ranks(2, "train.py", *flags(both), cwd=tmp_path)
-    assert [process.returncode for process in done] == [0, 0], done[0].stderr
-    # five items, three on one process and two on the other
-    assert rows(both, "eval.csv")[0] == rows(alone, "eval.csv")[0]
+    whole = path.read_text()
+    *lines, last = whole.splitlines()
+    torn, not_scored = last[:-9], ",".join(last.split(",")[:2]) + ",,,,"
+    for row in (torn, not_scored):
+        path.write_text("\n".join([*lines, f"{row}\n"]))
+        (path.parent / "summary.json").unlink()
+        assert train(scored_config(**options, resume="auto"), ALONE)["hellaswag_acc"] is not None
+        assert path.read_text() == whole
 
 
 def test_without_its_file_a_run_does_not_begin(scored_config):
@@ -461,16 +326,10 @@ def test_without_its_file_a_run_does_not_begin(scored_config):
     assert train(config, ALONE)["hellaswag_acc"] in (0, 1)
 
 
-def test_hellaswag_needs_gpt2s_vocabulary_and_its_file_needs_it(tiny_config):
-    with pytest.raises(
-        ConfigError,
-        match=r"hellaswag_every 1 needs GPT-2's vocabulary: set vocab_size to at least 50257",
-    ):
+def test_hellaswag_needs_gpt2s_vocabulary(tiny_config):
+    said = "hellaswag_every 1 needs GPT-2's vocabulary: set vocab_size to at least 50257"
+    with pytest.raises(ConfigError, match=said):
         tiny_config(hellaswag_every=1)
-    assert (
-        "hellaswag_file has no effect: hellaswag_every is 0"
-        in tiny_config(hellaswag_file="x").notes()
-    )
 
 
 # ---- the command
@@ -481,23 +340,23 @@ def evaluated(**options) -> dict:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "tokens"),
     [
-        {"eval_tokens": 100},
-        {"flash": True, "loss_chunks": 3, "dropout": 0.3, "tie_weights": True},
-        {"bf16": True},
+        ({"eval_tokens": 100}, 96),
+        ({"flash": True, "loss_chunks": 3, "dropout": 0.3, "tie_weights": True}, 768),
+        ({"bf16": True}, 768),
     ],
 )
-def test_a_runs_loss_is_bit_for_bit_what_the_run_logged_last(options, tiny_config):
+def test_a_runs_loss_is_bit_for_bit_what_the_run_logged_last(options, tokens, tiny_config):
     config = tiny_config(eval_every=4, val_fraction=0.2, batch_size=3, **options)
     logged = train(config, ALONE)["val_loss"]
-    once, again = (evaluated(run="train", log_dir=config.log_dir) for _ in range(2))
-    assert once["validation"]["loss"] == again["validation"]["loss"] == logged
-    assert once["validation"]["perplexity"] == math.exp(logged)
-    assert once["validation"]["tokens"] == (96 if "eval_tokens" in options else 768)
-    assert once["step"] == 6
-    assert once["dtype"] == ("bfloat16" if "bf16" in options else "float32")
-    if "bf16" in options:
+    results = evaluated(run="train", log_dir=config.log_dir)
+    assert results["step"] == 6
+    assert results["dtype"] == ("bfloat16" if config.bf16 else "float32")
+    corpus = f"{config.data_dir}/tiny"
+    expected = {"loss": logged, "perplexity": math.exp(logged), "tokens": tokens, "seq_len": 32}
+    assert results["validation"] == expected | {"corpus": corpus}
+    if config.bf16:
         fp32 = evaluated(run="train", log_dir=config.log_dir, bf16=False)
         assert fp32["dtype"] == "float32"
         assert fp32["validation"]["loss"] != logged
@@ -508,7 +367,6 @@ def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp
     options = {"dataset": "tiny", "data_dir": str(corpus), "val_fraction": 1, "tokens": 640}
     saved = tmp_path / "out.json"
     results = evaluated(run=str(folder), **options, hellaswag=str(file), json=str(saved))
-    out = capsys.readouterr().out
     tokens = tokens_in(next((corpus / "tiny").glob("*.bin")))[:641].astype("int64")
     x, y = (torch.from_numpy(part).view(10, CONTEXT) for part in (tokens[:-1], tokens[1:]))
     with torch.no_grad():
@@ -517,30 +375,30 @@ def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp
     scores = score(ours, read_items(file), 10**6, ALONE)
     assert results["hellaswag"] == {"file": str(file)} | scores
     assert json.loads(saved.read_text()) == json.loads(json.dumps(results))
-    assert f"validation loss {results['validation']['loss']:.4f} nats per token, perplexity" in out
-    assert "HellaSwag, 19 items" in out
+    out = capsys.readouterr().out
+    for said in (f"validation loss {loss:.4f} nats per token, perplexity", "HellaSwag, 13 items"):
+        assert said in out
 
 
 def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, tmp_path):
-    options = {"dataset": "tiny", "data_dir": str(corpus), "val_fraction": 0.5}
+    options = {"dataset": "tiny", "data_dir": str(corpus), "val_fraction": "0.5"}
     options |= {"hellaswag": str(file)}
-    one = evaluated(run=str(pair[2]), **options)
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    one = json.loads(json.dumps(evaluated(run=str(pair[2]), **options)))
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
     words += ["--device", "cpu", "--json", "both.json", "--batch_size", "3"]
     done = run_ranks(2, "evaluate.py", pair[2], *words, cwd=tmp_path)
     assert [process.returncode for process in done] == [0, 0], done[0].stderr
     assert done[1].stdout == ""
     both = json.loads((tmp_path / "both.json").read_text())
-    assert json.loads(json.dumps(one["hellaswag"])) == both["hellaswag"]
+    assert both["hellaswag"] == one["hellaswag"]
     assert both["validation"]["loss"] == pytest.approx(one["validation"]["loss"], rel=1e-6)
-    assert both["processes"] == 2
 
 
-def test_a_run_whose_corpus_is_gone_or_changed_says_so(
+def test_a_run_whose_corpus_was_changed_moved_or_deleted(
     tiny_config, corpus, file, monkeypatch, capsys, tmp_path
 ):
-    config = tiny_config(val_fraction=0.2, vocab_size=50257, n_layer=1)
-    train(config, ALONE)
+    config = tiny_config(eval_every=6, val_fraction=0.2, vocab_size=50257, n_layer=1)
+    logged = train(config, ALONE)["val_loss"]
     evaluate_run = functools.partial(evaluated, run="train", log_dir=config.log_dir)
     (path,) = (corpus / "tiny").glob("*.bin")
     good = path.read_bytes()
@@ -552,26 +410,16 @@ def test_a_run_whose_corpus_is_gone_or_changed_says_so(
     evaluate_run()
     said = f"note: {corpus}/tiny is not the corpus that the run trained on"
     assert said in capsys.readouterr().out
-    monkeypatch.chdir(tmp_path)
-    shutil.rmtree(corpus)
+    path.write_bytes(good)
+    (tmp_path / "moved").mkdir()
+    shutil.move(corpus, tmp_path / "moved/data")
+    monkeypatch.chdir(tmp_path / "moved")
+    assert evaluate_run()["validation"]["loss"] == logged
+    shutil.rmtree("data")
     with pytest.raises(UserError, match="no such corpus"):
         evaluate_run()
     assert "validation" not in evaluate_run(hellaswag=str(file))
     assert "note: no validation loss: data/tiny: no such corpus" in capsys.readouterr().out
-
-
-def test_a_corpus_that_was_moved_with_the_project_is_found(
-    tiny_config, corpus, monkeypatch, tmp_path
-):
-    config = tiny_config(eval_every=6, val_fraction=0.2)
-    logged = train(config, ALONE)["val_loss"]
-    (tmp_path / "moved").mkdir()
-    shutil.move(corpus, tmp_path / "moved/data")
-    monkeypatch.chdir(tmp_path / "moved")
-    assert evaluated(run=f"{config.log_dir}/train")["validation"]["loss"] == logged
-
-
-ON_TINY = "HF --dataset tiny"
 
 
 @pytest.mark.parametrize(
@@ -579,20 +427,18 @@ ON_TINY = "HF --dataset tiny"
     [
         ("none", "none: no such run"),
         ("HF", "HF: evaluate it on what? Name a corpus, --dataset NAME"),
-        (ON_TINY, "without *_val_*.bin files, give the share of its tokens"),
-        (f"{ON_TINY} --val_fraction 0.001", "4 tokens for validation make no sequence of 64"),
+        ("HF --dataset tiny", "without *_val_*.bin files, give the share of its tokens"),
+        (
+            "HF --dataset tiny --val_fraction 0.001",
+            "4 tokens for validation make no sequence of 64",
+        ),
         (
             "HF --dataset tinny",
             "no such corpus (a folder of *.bin token files); did you mean tiny?",
         ),
-        (f"{ON_TINY} --seq_len 65", "--seq_len 65: longer than the model's context, 64"),
+        ("HF --dataset tiny --seq_len 65", "longer than the model's context, 64"),
         ("HF --hellaswag none.jsonl", "none.jsonl: no such file; HellaSwag's validation split is"),
-        (
-            "HF --hellaswag items.jsonl --json none/out.json",
-            "--json none/out.json: cannot be written",
-        ),
-        ("HF --val_fraction 2", "--val_fraction: input should be less than or equal to 1"),
-        ("--dataset tiny", "the following arguments are required: run"),
+        ("HF --hellaswag items.jsonl --json no/out", "--json no/out: cannot be written"),
     ],
 )
 def test_mistakes_of_the_command_are_one_line(words, said, pair, corpus, file, monkeypatch):
@@ -600,13 +446,19 @@ def test_mistakes_of_the_command_are_one_line(words, said, pair, corpus, file, m
     Path("HF").symlink_to(pair[2])
     with pytest.raises(UserError) as mistake:
         evaluate.evaluate(parse(EvaluateOptions, words.split(), positional="run"), ALONE)
-    assert mistake.value.status == 2
     assert said in str(mistake.value)
     assert "\n" not in str(mistake.value)
 
 
-def test_a_model_of_another_vocabulary_cannot_be_scored(tiny_config, file):
-    config = tiny_config(max_steps=1)
-    train(config, ALONE)
-    with pytest.raises(UserError, match="a vocabulary of 128 is not that of GPT-2's tokenizer"):
-        evaluated(run="train", log_dir=config.log_dir, hellaswag=str(file))
+def test_results_go_into_a_pipe_and_to_the_file_that_a_link_leads_to(pair, file, tmp_path):
+    """A device, such as /dev/null, is like a pipe: a file that replaced it would break much."""
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    link.symlink_to("linked")
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    for place in (fifo, link):
+        evaluated(run=str(pair[2]), hellaswag=str(file), json=str(place))
+    results = (tmp_path / "linked").read_text()
+    assert json.loads(results)["hellaswag"]["items"] == 13
+    assert os.read(reader, 10**5).decode() == results
+    assert (fifo.is_fifo(), link.is_symlink()) == (True, True)
