@@ -375,7 +375,7 @@ def take_steps(
         left_out = not check_finite(loss, norm, lr, folder, state, config)
         last = step == config.max_steps
         stopping = world.any(stop.received is not None) and not last  # which ends by itself
-        if last or stopping or left_out or step == 1 or config.is_due(config.log_every, step):
+        if stopping or left_out or step == 1 or config.is_due(config.log_every, step):
             tokens_per_sec = config.tokens_per_step(world.world_size) / step_seconds
             row = LogRow(step, loss, lr, norm, step_seconds * 1e3, tokens_per_sec)
             folder.log(row, config.max_steps)
