@@ -12,7 +12,6 @@ from measure.peers import (
     ROUNDED_TOLERANCE,
     TOLERANCE,
     TRANSFORMERS,
-    WITH_SETTINGS,
     PeersOptions,
     check_peers,
     compare_losses,
@@ -219,34 +218,29 @@ def answering(loss=10.0, seconds=0.5):
 
 def test_a_side_whose_first_loss_differs_costs_its_group_alone(options, tmp_path, monkeypatch):
     options = options.model_copy(update={"rounds": 6, "log_dir": str(tmp_path)})
-    ours, groups = plan(options, our_config(options), {TRANSFORMERS: TRANSFORMERS}, tmp_path)
-    (plain, with_settings), (baseline,) = groups
-    assert with_settings.command == [*plain.command, "--process_settings"]
-    ours.command, plain.command = answering(), answering(loss=10.2)
-    with_settings.command, baseline.command = answering(seconds=1.0), answering(seconds=2.0)
-    monkeypatch.setattr(peers, "plan", lambda *_: (ours, [[plain], [baseline, with_settings]]))
+    ours, others = plan(options, our_config(options), {TRANSFORMERS: TRANSFORMERS}, tmp_path)
+    for side, command in (
+        (ours, answering()),
+        (others[0], answering(loss=10.2)),
+        (others[1], answering(seconds=2.0)),
+    ):
+        side.command = command
+    monkeypatch.setattr(peers, "plan", lambda *_: (ours, others))
     with pytest.raises(TrainingError, match=r"^transformers: its first loss is 10.2"):
         main(options)
     found = json.loads((tmp_path / "peers/results.json").read_text())
     assert found["failed"][0].startswith("transformers: its first loss is 10.2")
-    first, second, third = rows_of(found["in_turn"])
-    assert [row["side"] for row in (first, second, third)] == [
-        "speedup10",
-        "baseline",
-        f"{TRANSFORMERS}{WITH_SETTINGS}",
-    ]
-    assert (first["tokens_per_sec"], first["ours_over"]) == (14, None)
-    assert (second["ours_over"].median, second["over_plain"]) == (4, None)
-    assert (third["ours_over"].median, third["over_plain"].median) == (2, 2)
-    assert (third["first_step_s"], third["memory_ratio"]) == (1, 1)
+    first, second = rows_of(found["in_turn"])
+    assert (first["side"], first["tokens_per_sec"], first["ours_over"]) == ("speedup10", 14, None)
+    assert (second["side"], second["ours_over"].median) == ("baseline", 4)
+    assert (second["first_step_s"], second["memory_ratio"]) == (2, 1)
 
 
 def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked):
     monkeypatch.setattr(interleaved, "TURN_SECONDS", 0.01)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    less = {"baseline": False, "settings": False, "rounds": 6, "width": 1.0}
-    more = {"peer": (peer(),), "log_dir": str(tmp_path / "logs")}
-    main(options.model_copy(update=less | more))
+    less = {"baseline": False, "rounds": 6, "peer": (peer(),)}
+    main(options.model_copy(update=less | {"log_dir": str(tmp_path / "logs")}))
     folder, name = tmp_path / "logs/peers", f"{tmp_path.name}/model.py"
     assert {path.name for path in folder.iterdir()} == {"peers.png", "report.md", "results.json"}
     report = (folder / "report.md").read_text()
