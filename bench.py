@@ -73,7 +73,9 @@ class WhatOptions(Options):
     """forward, backward, forward_backward; or training_step, which adds clipping and the optimizer
     """
     warmup_steps: tuple[ZeroIsOff, ...] = (0, 1)
-    """untimed passes before the timed ones, each number its own row"""
+    """untimed passes before the timed ones, each number its own row; with CUDA graphs, which the
+    second pass begins to record, 0 or at least 3
+    """
     mixed_precision: bool | None = None
     """only with, or only without, autocast to bf16, or to fp16 on a GPU without bf16 (none: both;
     with --config: as it says)
@@ -182,7 +184,7 @@ from measure.tables import (
     write_results,
 )
 from measure.timing import Job, empty_row, time_job
-from runtime.device import choose_device
+from runtime.device import CUDA_GRAPH_MODES, choose_device
 from runtime.errors import TrainingError, UserError, reported
 
 # ---- what is timed
@@ -226,11 +228,20 @@ def jobs_of(options: BenchOptions) -> list[Job]:
         update |= options.model_dump(include=options.model_fields_set)
         scanned = [options.model_copy(update={**update, name: value}) for value in values]
     return [
-        Job(size, config, computation, each.warmup_steps, each.steps)
+        Job(size, config, computation, warm_up(config, each.warmup_steps), each.steps)
         for each in scanned
         for size, config in job_configs(each)
         for computation in each.computation
     ]
+
+
+def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of untimed passes: CUDA graphs run from the fourth pass on.
+
+    The first pass compiles, and the next two record.
+    """
+    has_graphs = config.compile and config.compile_mode in CUDA_GRAPH_MODES
+    return tuple(dict.fromkeys(max(n, 3) if n and has_graphs else n for n in passes))
 
 
 def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:

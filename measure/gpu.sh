@@ -100,11 +100,11 @@ run_peers() {
     done
 }
 
-run_memory() {  # three passes first: the second records the CUDA graphs
+run_memory() {
     compile 20
     compile 20 --recompute_cheap
     run 20 "$python" -m measure.interleaved "$default" "$default --recompute_cheap" --output "$logs/recompute_cheap.json" "${rounds[@]}"
-    run 40 "$python" bench.py --config "$default" --computation training_step --warmup_steps 3 --steps 5 --loss_chunks 8 \
+    run 40 "$python" bench.py --config "$default" --computation training_step --steps 5 --loss_chunks 8 \
         --scan "batch_size=$(IFS=, && echo "${batches[*]}")" --log_dir "$logs"
 }
 

@@ -187,6 +187,21 @@ def test_a_training_config_gives_model_batch_and_precision():
     assert config == load_config("speedup7", **given, bf16=False, total_batch_tokens=None)
 
 
+@pytest.mark.parametrize(
+    ("options", "warmup_steps"),
+    [
+        ({"config": "speedup5"}, (0, 1)),
+        ({"config": "speedup10"}, (0, 3)),  # max-autotune
+        ({"config": "speedup10", "scan": "batch_size=1,2"}, (3,)),
+        ({"config": "speedup10", "compile": False, "warmup_steps": (2, 1)}, (2, 1)),
+        ({"config": "speedup10", "warmup_steps": (2, 1)}, (3,)),
+    ],
+)
+def test_a_warm_row_leaves_out_the_passes_that_record_cuda_graphs(options, warmup_steps):
+    jobs = bench.jobs_of(BenchOptions(**options))
+    assert {job.warmup_steps for job in jobs} == {warmup_steps}
+
+
 # ---- tables
 
 
