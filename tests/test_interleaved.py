@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from measure import interleaved
 from measure import side as side_module
@@ -196,7 +197,7 @@ def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path):
     assert one["turns"][0]["loss"] != two["turns"][0]["loss"]
 
 
-def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config):
+def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkeypatch):
     """Its losses are those of the run's own log, but for a learning rate next to 0."""
     config = tiny_config(max_steps=3, lr=1e-6)
     train(config, ALONE)
@@ -207,6 +208,13 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config):
     assert [answer["tokens"] for answer in answers] == [4 * 32, 2 * 4 * 32]
     losses = [rows[step]["loss"] for step in (1, 3)]
     assert [answer["loss"] for answer in answers] == pytest.approx(losses, abs=1e-6)
+
+    # where two have no room on a GPU, the step that gets freed memory again does not count
+    freed = []
+    monkeypatch.setattr(side_module, "FREES_CACHE", True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(run.state.step))
+    answer = side_module.take_steps(run, 2)
+    assert (len(answer["seconds"]), answer["tokens"], freed) == (2, 2 * 4 * 32, [3 + 1 + 2])
 
 
 def test_another_copy_of_the_code_trains_there(tmp_path):
