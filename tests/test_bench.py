@@ -15,6 +15,7 @@ from measure import breakdown, tables, timing
 from measure.breakdown import break_down, part_flops
 from measure.timing import Job, measure, passes, set_up
 from model import GPT, GPTConfig
+from runtime import device
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
 from runtime.report import flops_rate
@@ -93,6 +94,18 @@ def test_figures_follow_from_the_clock(computation, share):
     assert warm["tflops"] == pytest.approx(flops / 2.0 / 1e12)
     assert warm["utilization"] == pytest.approx(warm["tflops"] / 2e-5)
     assert flops_rate(0.0042) == "4.2 GFLOP/s"
+
+
+def test_a_matmul_without_room_costs_no_run_its_summary(monkeypatch):
+    real = device.matmul_seconds
+
+    def seconds(n, *given, **more):
+        if n > 128:
+            raise torch.OutOfMemoryError
+        return real(n, *given, **more)
+
+    monkeypatch.setattr(device, "matmul_seconds", seconds)
+    assert device.matmul_tflops(CPU, torch.float32) > 0
 
 
 def test_backward_gets_a_fresh_untimed_forward_and_cleared_gradients():

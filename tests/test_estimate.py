@@ -18,6 +18,7 @@ from measure.estimate import (
     estimate,
     hours,
     largest_batch,
+    print_memory,
     process_bytes,
     trace,
 )
@@ -185,6 +186,18 @@ def test_the_largest_batch_that_is_said_to_fit_is_the_largest_that_does(tiny_con
     config = config.model_copy(update={"total_batch_tokens": 48 * config.seq_len})
     for memory, largest in ((takes(48) - MB / 4, 24), (2**40, 48)):
         assert largest_batch(config, ALONE, moments, memory) == largest, "it divides the 48"
+
+
+def test_a_gpu_has_the_memory_that_is_free_once_the_timed_matmuls_are(
+    tiny_config, monkeypatch, capsys
+):
+    free = [100 * MB]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(1000 * MB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], None))
+    moment = Moment(0, 0, 0, MB)
+    moments = dict.fromkeys(("kept", "clipping"), moment)
+    print_memory(tiny_config(batch_size=1), World(torch.device("cuda")), moments)
+    assert "largest batch_size that fits is 918, in the 950 MB" in capsys.readouterr().out
 
 
 def test_a_run_grows_by_what_was_estimated(tiny_config, tmp_path):
