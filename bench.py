@@ -167,6 +167,8 @@ if __name__ == "__main__":
     OPTIONS = start(BenchOptions, description=__doc__)
 
 from measure.breakdown import inspect_models
+from measure.duration import note_duration
+from measure.probe import matmul_rates
 from measure.scaling import measure_scaling
 from measure.tables import (
     COLUMNS,
@@ -183,7 +185,7 @@ from measure.tables import (
     write_report,
     write_results,
 )
-from measure.timing import Job, empty_row, time_job
+from measure.timing import FLOPS_SHARE, Job, empty_row, time_job
 from runtime.device import CUDA_GRAPH_MODES, choose_device
 from runtime.errors import TrainingError, UserError, reported
 
@@ -252,6 +254,12 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
     """
     rows: list[Row] = []
     failed: set[str] = set()
+    rates = matmul_rates(choose_device(jobs[0].config.device))
+    work = [
+        (job.config, FLOPS_SHARE[job.computation] * (max(job.warmup_steps) + job.steps))
+        for job in jobs
+    ]
+    note_duration(work, rates, "--size small, --computation training_step, --steps 2")
     for job in jobs:
         label, config = describe_row(empty_row(job, 0)), job.config
         if label in failed:

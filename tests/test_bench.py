@@ -12,7 +12,8 @@ import bench
 from bench import BenchOptions
 from config import load_config
 from measure import breakdown, tables, timing
-from measure.breakdown import break_down, part_flops
+from measure.breakdown import break_down
+from measure.duration import note_duration, part_flops
 from measure.timing import Job, measure, passes, set_up
 from model import GPT, GPTConfig
 from runtime import device
@@ -20,7 +21,7 @@ from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
 from runtime.report import flops_rate
 from runtime.start import parse_command_line
-from tests.conftest import CPU, ROOT, TINY, fork_server
+from tests.conftest import CPU, ROOT, TINY, fork_server, run_from_nothing
 
 BATCH = {"seq_len": 32, "batch_size": 2, "device": "cpu"}
 
@@ -38,6 +39,7 @@ def in_this_process(monkeypatch):
     matmul rate is not.
     """
     monkeypatch.setattr(timing, "matmul_tflops", lambda *_: 2e-5)
+    monkeypatch.setattr(bench, "matmul_rates", lambda _: {"float32": 2e-5})
     for module in (timing, breakdown):
         monkeypatch.setattr(module, "in_fresh_process", timing.call)
 
@@ -245,6 +247,24 @@ def test_a_bad_results_file_is_one_clear_error(tmp_path, content, name):
 # ---- options
 
 
+def test_every_command_answers_help_without_torch():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("measure/*.py")]
+    commands = [str(path) for path in files if "if __name__" in path.read_text()]
+    code = """if True:
+        import runpy, sys
+        for path in sys.argv[1:]:
+            sys.argv = [path, "--help"]
+            try:
+                runpy.run_path(path, run_name="__main__")
+            except SystemExit as stopped:
+                assert stopped.code == 0, path
+            assert "torch" not in sys.modules, path
+    """
+    ran = run_from_nothing("-c", code, *commands, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("usage: ") == len(commands) > 10
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -287,11 +307,14 @@ def test_the_breakdown_finds_a_planted_slow_part(module, hook, slow):
     assert parts == {name: (pytest.approx(60), pytest.approx(1)) for name in slow}
 
 
-def test_the_parts_operations_add_up_to_the_models():
+def test_the_parts_operations_add_up_to_the_models(capsys):
     config = load_config(n_layer=12, vocab_size=50304, tie_weights=True)
     with torch.device("meta"):
         per_token = GPT(GPTConfig.of(config)).flops_per_token(config.seq_len)
     assert sum(part_flops(config, tokens=1).values()) == pytest.approx(per_token, rel=2e-3)
+    steps = 3600e12 / (per_token * config.tokens_per_step(1))
+    note_duration([(config, steps), (config, steps)], {"float32": 2.0}, "less")
+    assert capsys.readouterr().out == "takes about 120 minutes, at 50% MFU; shorter: less\n"
 
 
 @pytest.mark.gpu
@@ -329,9 +352,10 @@ def test_a_scan_goes_from_the_smallest_value_until_out_of_memory(tiny_yaml, tmp_
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_grid_is_measured_and_compared_with(tiny_yaml, tmp_path):
+def test_a_grid_is_measured_and_compared_with(tiny_yaml, tmp_path, capsys):
     tiny = ("--config", tiny_yaml, "--steps", "2")
     command_line(*tiny, "--computation", "forward,training_step", f"--log_dir={tmp_path}")
+    assert capsys.readouterr().out.startswith("takes about 0 minutes, at 50% MFU; shorter: --size")
     (folder,) = (tmp_path / "bench").iterdir()
     assert (folder / "times.png").is_file()
     rows = json.loads((folder / "results.json").read_text())

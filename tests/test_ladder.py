@@ -30,7 +30,7 @@ OFF = ("--rounds", "0")
 
 @pytest.fixture(autouse=True)
 def nothing_is_known_of_this_machine(monkeypatch):
-    """Asking it starts a process that imports PyTorch."""
+    """But its name: asking it starts a process that imports PyTorch."""
     monkeypatch.setattr(ladder, "probe", lambda _: {"device": "cpu"})
 
 
@@ -465,18 +465,24 @@ def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(
 
 def test_stages_that_bf16_makes_slow_are_named_before_anything_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    rates = {"float32": 1.0, "bfloat16": 0.1}
     for options, slowdown in ((["--no-bf16"], 12.3), ([], None), ([], 12.3)):
         assert "note:" not in capsys.readouterr().out
-        found = {"gpus": 0, "bf16_slowdown": slowdown}
+        found = {"gpus": 0, "bf16_slowdown": slowdown, "tflops": rates}
         climbed(monkeypatch, found, "baseline", "speedup3", "speedup4", "--", *options)
     note = "take 12.3 times as long as in fp32 on this machine, which makes speedup3, speedup4 slow"
-    assert note in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert note in printed
+    assert re.search(
+        r"^takes about [1-9]\d* minutes, .*; shorter: --rounds 6", printed, re.MULTILINE
+    )
 
 
 def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked):
     found = stages.probe("cpu")
     assert found["gpus"] == 0
     assert found["memory_mb"] > 1000
+    assert min(found["tflops"].values()) > 0
     assert found["bf16_slowdown"] is None or found["bf16_slowdown"] > 1.5
     assert stages.probe("no-such-device") == {}
 
