@@ -167,7 +167,7 @@ if __name__ == "__main__":
     OPTIONS = start(BenchOptions, description=__doc__)
 
 from measure.breakdown import inspect_models
-from measure.duration import note_duration
+from measure.duration import describe_duration
 from measure.probe import matmul_rates
 from measure.scaling import measure_scaling
 from measure.tables import (
@@ -259,7 +259,8 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
         (job.config, FLOPS_SHARE[job.computation] * (max(job.warmup_steps) + job.steps))
         for job in jobs
     ]
-    note_duration(work, rates, "--size small, --computation training_step, --steps 2")
+    shorter = "--size small, --computation training_step, --steps 2"
+    print(describe_duration(work, rates, shorter), flush=True)
     for job in jobs:
         label, config = describe_row(empty_row(job, 0)), job.config
         if label in failed:

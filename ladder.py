@@ -14,7 +14,7 @@ from pathlib import Path
 
 from config import Config
 from measure.comparison import Pair, ablation, compare_pairs, pairs_of
-from measure.duration import note_duration
+from measure.duration import describe_duration
 from measure.interleaved import LEFT_OUT, split_command_line
 from measure.ladder_report import across, plot_runs, report, report_ablation
 from measure.ratio import FEWEST
@@ -99,7 +99,7 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
         turns = 2 * (LEFT_OUT + options.rounds) if options.rounds else 0
         work = [(stage.config, stage.config.max_steps) for stage in runs]
         work += [(stage.config, turns) for stage in stages[1:]]
-        note_duration(work, device.get("tflops"), SHORTER)
+        print(describe_duration(work, device.get("tflops"), SHORTER), flush=True)
         with sole_writer(folder):
             run_stages(runs_of(stages), options.rerun)
             pairs = list(pairs_of(stages).values())
@@ -122,7 +122,7 @@ def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
         both = list(chain(*pairs.values()))
         found, turns = probe(device), 2 * (LEFT_OUT + options.rounds)
         work = [(training_config(pair.other), turns) for pair in both]
-        note_duration(work, found.get("tflops"), SHORTER)
+        print(describe_duration(work, found.get("tflops"), SHORTER), flush=True)
         compare_pairs(both, options.rounds, options.rerun, found)
     return report_ablation(stem, pairs, folder)
 

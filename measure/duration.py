@@ -20,18 +20,18 @@ def part_flops(config: Config, tokens: int) -> dict[str, float]:
     return forward | {f"{part}, backward": 2 * flops for part, flops in forward.items()}
 
 
-def note_duration(
+def describe_duration(
     work: Iterable[tuple[Config, float]], tflops: Mapping[str, float] | None, shorter: str
-) -> None:
-    """Print how long so many steps of each config take, and what is shorter.
+) -> str:
+    """Say how long so many steps of each config take, and what is shorter.
 
     `tflops`: the rate of a large matmul, by the name of its dtype; None: not known.
     """
     if not tflops:
-        return
+        return f"how long this takes is not known; shorter: {shorter}"
     minutes = 0.0
     for config, steps in work:
         rate = tflops["bfloat16" if config.bf16 or config.fp16 else "float32"] * 1e12 * MFU
         flops = sum(part_flops(config, config.tokens_per_step(1)).values())
         minutes += steps * flops / rate / 60
-    print(f"takes about {minutes:,.0f} minutes, at {MFU:.0%} MFU; shorter: {shorter}", flush=True)
+    return f"takes about {minutes:,.0f} minutes, at {MFU:.0%} MFU; shorter: {shorter}"

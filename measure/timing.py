@@ -209,7 +209,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any
     """
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(1, context, _prepare, [os.getpid()]) as pool:
+        with ProcessPoolExecutor(1, context, _prepare, (os.getpid(),)) as pool:
             # a Ctrl-C is for the parent, which ends the child
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
             answer = pool.submit(call, function, *arguments)

@@ -13,7 +13,7 @@ from bench import BenchOptions
 from config import load_config
 from measure import breakdown, tables, timing
 from measure.breakdown import break_down
-from measure.duration import note_duration, part_flops
+from measure.duration import describe_duration, part_flops
 from measure.timing import Job, measure, passes, set_up
 from model import GPT, GPTConfig
 from runtime import device
@@ -307,14 +307,14 @@ def test_the_breakdown_finds_a_planted_slow_part(module, hook, slow):
     assert parts == {name: (pytest.approx(60), pytest.approx(1)) for name in slow}
 
 
-def test_the_parts_operations_add_up_to_the_models(capsys):
+def test_the_parts_operations_add_up_to_the_models():
     config = load_config(n_layer=12, vocab_size=50304, tie_weights=True)
     with torch.device("meta"):
         per_token = GPT(GPTConfig.of(config)).flops_per_token(config.seq_len)
     assert sum(part_flops(config, tokens=1).values()) == pytest.approx(per_token, rel=2e-3)
     steps = 3600e12 / (per_token * config.tokens_per_step(1))
-    note_duration([(config, steps), (config, steps)], {"float32": 2.0}, "less")
-    assert capsys.readouterr().out == "takes about 120 minutes, at 50% MFU; shorter: less\n"
+    said = describe_duration([(config, steps), (config, steps)], {"float32": 2.0}, "less")
+    assert said == "takes about 120 minutes, at 50% MFU; shorter: less"
 
 
 @pytest.mark.gpu

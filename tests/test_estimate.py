@@ -5,10 +5,12 @@ import json
 import re
 from dataclasses import astuple
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+import measure.summary
 from checkpoint.weights import build_model
 from config import load_config
 from measure import estimate as module
@@ -22,6 +24,7 @@ from measure.estimate import (
     process_bytes,
     trace,
 )
+from measure.summary import describe_long_run
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError
 from runtime.world import World
@@ -100,6 +103,17 @@ def test_checkpoints_that_are_there_at_a_time_are_counted(options, checkpoints, 
 def test_an_estimate_is_of_a_whole_run(tiny_config):
     with pytest.raises(ConfigError, match="estimate and resume exclude each other"):
         tiny_config(estimate=True, resume="auto")
+
+
+def test_a_long_run_says_how_long_it_takes(tiny_config, monkeypatch, capsys):
+    monkeypatch.setattr(measure.summary, "matmul_tflops", lambda *_: 0.2)
+    state = Mock(step=0)
+    (line,) = describe_long_run(load_config("baseline"), state, ALONE)
+    assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)
+    assert describe_long_run(load_config("baseline", max_steps=1), state, ALONE) == []
+    monkeypatch.setattr("train.describe_long_run", lambda *_: ["takes long"])
+    train(tiny_config(max_steps=1), ALONE)
+    assert "\ntakes long\n" in capsys.readouterr().out
 
 
 def test_a_time_is_in_hours_and_in_days_where_it_is_long():
