@@ -7,7 +7,7 @@
 #     OUT=/tmp/out measure/gpu.sh         results go there, not to out/: OUT/results.tgz unpacks to logs/results/<gpu>/
 #     TINY=1 measure/gpu.sh               a rehearsal on the CPU with a tiny model
 #
-# Needs Python 3.11 or newer with PyTorch 2.11 or newer, and no network: packages that are missing are installed from a folder wheels/
+# Needs Python 3.11 or newer with PyTorch, and no network: packages that are missing are installed from a folder wheels/
 # here, if there is one, and corpora are used where they are (data/shakespeare; python data/shakespeare.py --source FILE). What a part
 # prints is in OUT/<part>.txt; what is finished is in the archive after each.
 #

@@ -217,16 +217,15 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
     rows: dict[str, Row] = {}
     for group in groups:
         rates = {side["side"]: side["tokens_per_sec"] for side in group}
-        memory = {side["side"]: side["turns"][-1]["peak_memory_mb"] for side in group}
         ours = next(iter(rates))
         for side in group:
-            name = side["side"]
+            name, memory = side["side"], side["turns"][-1]["peak_memory_mb"]
             figures = {
                 "side": name,
                 "tokens_per_sec": statistics.median(rates[name]),
                 "ours_over": ratio_of(rates, ours, name) if name != ours else None,
-                "peak_memory_mb": memory[name],
-                "memory_ratio": memory[ours] / memory[name] if name != ours else None,
+                "peak_memory_mb": memory,
+                "memory_ratio": rows[ours]["peak_memory_mb"] / memory if name != ours else None,
                 "first_step_s": side["turns"][0]["seconds"][0],
             }
             rows.setdefault(name, figures)
@@ -247,7 +246,7 @@ MEANING = (
     "Ours over it: tokens/s of our side, the first, over the side's, the median of the rounds' "
     "ratios, with its 95% interval. tokens/s: the median of a side's own rounds, of "
     "ours in the first group. MB: peak memory, of the GPU's tensors on CUDA, else of the process; "
-    "and that of ours over the side's. First step: with what it compiles, unless the compile cache "
+    "and the first row's over the side's. First step: with what it compiles, unless the compile cache "
     "has it."
 )
 

@@ -222,6 +222,16 @@ def test_a_side_whose_first_loss_differs_costs_its_group_alone(options, tmp_path
     assert (second["first_step_s"], second["memory_ratio"]) == (2, 1)
 
 
+def test_memory_is_compared_with_that_of_the_first_row():
+    def side(name, memory):
+        turn = {"peak_memory_mb": memory, "seconds": [1.0]}
+        return {"side": name, "tokens_per_sec": [1.0] * 6, "turns": [turn]}
+
+    rows = rows_of([[side("ours", 2), side("a", 4)], [side("ours", 3), side("b", 8)]])
+    figures = [(row["peak_memory_mb"], row["memory_ratio"]) for row in rows]
+    assert figures == [(2, None), (4, 0.5), (8, 0.25)]
+
+
 def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked):
     monkeypatch.setattr(interleaved, "TURN_SECONDS", 0.01)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
