@@ -9,8 +9,6 @@ python bench.py --config ddp.yaml --scaling 1,2,4         the same batch on more
 python bench.py --compare logs/reference/timeit.csv       beside earlier or published results
 """
 
-import datetime
-import functools
 import itertools
 import math
 import re
@@ -131,15 +129,17 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
             "steps": [] if timed_steps else ["trace", "memory", "scaling"],
             scanned: ["scan"],
         }
-        problems = [
-            (name, f"{name} has no effect with {' and '.join(without)}; leave it out")
+        reasons = {
+            name: f"with {' and '.join(without)}"
             for name, others in without_effect.items()
-            if name in chosen and (without := [other for other in others if getattr(self, other)])
-        ]
-        problems += [
-            (name, f"{name} has no effect without scaling; leave it out")
-            for name in ("total_batch_tokens", "rounds")
-            if name in chosen and not self.scaling
+            if (without := [other for other in others if getattr(self, other)])
+        }
+        if not self.scaling:
+            reasons |= dict.fromkeys(("total_batch_tokens", "rounds"), "without scaling")
+        problems = [
+            (name, f"{name} has no effect {reason}; leave it out")
+            for name, reason in reasons.items()
+            if name in chosen
         ]
         if self.scan is not None and not values:
             text = "is not understood; write batch_size=1,2,4 or seq_len=128,256"
@@ -180,6 +180,7 @@ from measure.tables import (
     draw_scan,
     draw_times,
     key_of,
+    new_folder,
     read_results,
     scan_columns,
     write_report,
@@ -333,19 +334,11 @@ def scan(options: BenchOptions, jobs: Sequence[Job], folder: Path) -> None:
 # ---- the command
 
 
-def new_folder(log_dir: str) -> Path:
-    """Make a fresh folder for the results of this call."""
-    folder = Path(log_dir) / "bench" / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    folder.mkdir(parents=True)
-    return folder
-
-
 def main(options: BenchOptions) -> None:
     """Measure. Raises UserError, for a mistake before anything is measured, and OSError."""
     if options.scaling:
-        make_folder = functools.partial(new_folder, options.log_dir)
-        values = overrides(options)
-        measure_scaling(str(options.config), values, options.scaling, options.rounds, make_folder)
+        name, values = str(options.config), overrides(options)
+        measure_scaling(name, values, options.scaling, options.rounds, options.log_dir)
         return
     jobs = jobs_of(options)
     device = choose_device(jobs[0].config.device)

@@ -26,7 +26,6 @@ from measure.stages import (
     probe,
     run_stages,
     runs_of,
-    training_config,
 )
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
@@ -120,10 +119,7 @@ def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     if not options.report_only:
         both = list(chain(*pairs.values()))
-        found, turns = probe(device), 2 * (LEFT_OUT + options.rounds)
-        work = [(training_config(pair.other), turns) for pair in both]
-        print(describe_duration(work, found.get("tflops"), SHORTER), flush=True)
-        compare_pairs(both, options.rounds, options.rerun, found)
+        compare_pairs(both, options.rounds, options.rerun, probe(device))
     return report_ablation(stem, pairs, folder)
 
 

@@ -79,6 +79,13 @@ def about_machine(about: Mapping[str, Any]) -> str:
     )
 
 
+def new_folder(log_dir: str) -> Path:
+    """Make a fresh folder for the results of a call of bench.py."""
+    folder = Path(log_dir) / "bench" / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    folder.mkdir(parents=True)
+    return folder
+
+
 # ---- columns
 
 
