@@ -31,6 +31,7 @@ from measure.interleaved import (
     Side,
     SideError,
     ratio_of,
+    results_of,
     run_rounds,
     say,
     training_side,
@@ -206,20 +207,17 @@ def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -
 
     sides = (ours, other)
     rates = run_rounds(sides, options.rounds, options.width, check=check)
-    return [
-        {"side": side.name, "tokens_per_sec": rates[side.name], "turns": side.answers}
-        for side in sides
-    ]
+    return results_of(rates, sides)["sides"]
 
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:
     """Return the figures of each side. Every group begins with ours."""
     rows: dict[str, Row] = {}
     for group in groups:
-        rates = {side["side"]: side["tokens_per_sec"] for side in group}
+        rates = {side["name"]: side["tokens_per_sec"] for side in group}
         ours = next(iter(rates))
         for side in group:
-            name, memory = side["side"], side["turns"][-1]["peak_memory_mb"]
+            name, memory = side["name"], side["turns"][-1]["peak_memory_mb"]
             figures = {
                 "side": name,
                 "tokens_per_sec": statistics.median(rates[name]),

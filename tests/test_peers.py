@@ -225,7 +225,7 @@ def test_a_side_whose_first_loss_differs_costs_its_group_alone(options, tmp_path
 def test_memory_is_compared_with_that_of_the_first_row():
     def side(name, memory):
         turn = {"peak_memory_mb": memory, "seconds": [1.0]}
-        return {"side": name, "tokens_per_sec": [1.0] * 6, "turns": [turn]}
+        return {"name": name, "tokens_per_sec": [1.0] * 6, "turns": [turn]}
 
     rows = rows_of([[side("ours", 2), side("a", 4)], [side("ours", 3), side("b", 8)]])
     figures = [(row["peak_memory_mb"], row["memory_ratio"]) for row in rows]
@@ -243,7 +243,7 @@ def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, fo
     assert all(f"| {side} |" in report for side in ("speedup10", "transformers", name))
     groups = json.loads((folder / "results.json").read_text())["in_turn"]
     for group, peer_name in zip(groups, ("transformers", name), strict=True):
-        assert [side["side"] for side in group] == ["speedup10", peer_name]
+        assert [side["name"] for side in group] == ["speedup10", peer_name]
         assert {len(side["tokens_per_sec"]) for side in group} == {6}
         ours, theirs = (side["turns"][0]["loss"] for side in group)
         assert theirs == pytest.approx(ours, abs=2e-3)
