@@ -4,6 +4,7 @@ import itertools
 import json
 import signal
 import statistics
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,12 +87,10 @@ def test_figures_follow_from_the_clock(computation, share):
     durations = [8.0, 4.0, 2.0, 1.0, 3.0]
     ticks = itertools.chain.from_iterable((0.0, seconds) for seconds in durations)
     cold, warm = measure(tiny_job(computation), clock=ticks.__next__)
-    assert (cold["warmup_steps"], warm["warmup_steps"]) == (0, 2)
     assert (cold["times_s"], warm["times_s"]) == ([8.0, 4.0, 2.0], [2.0, 1.0, 3.0])
-    figures = {"mean_s": 2, "median_s": 2, "min_s": 1, "max_s": 3, "total_s": 6}
+    figures = {"mean_s": 2, "min_s": 1, "max_s": 3, "total_s": 6, "tokens_per_sec": 32, "steps": 3}
     assert warm.items() >= figures.items()
-    assert (warm["std_s"], warm["steps"]) == (statistics.pstdev([1, 2, 3]), 3)
-    assert (warm["tokens_per_sec"], warm["n_layer"]) == (2 * 32 / 2.0, 2)
+    assert warm["std_s"] == statistics.pstdev([1, 2, 3])
     flops = GPT(GPTConfig(**TINY)).flops_per_token(32) * 2 * 32 * share / 3
     assert warm["tflops"] == pytest.approx(flops / 2.0 / 1e12)
     assert warm["utilization"] == pytest.approx(warm["tflops"] / 2e-5)
@@ -99,15 +98,9 @@ def test_figures_follow_from_the_clock(computation, share):
 
 
 def test_a_matmul_without_room_costs_no_run_its_summary(monkeypatch):
-    real = device.matmul_seconds
-
-    def seconds(n, *given, **more):
-        if n > 128:
-            raise torch.OutOfMemoryError
-        return real(n, *given, **more)
-
+    seconds = Mock(side_effect=[1e-3, torch.OutOfMemoryError])
     monkeypatch.setattr(device, "matmul_seconds", seconds)
-    assert device.matmul_tflops(CPU, torch.float32) > 0
+    assert device.matmul_tflops(CPU, torch.float32) == 2 * 128**3 / 1e-3 / 1e12
 
 
 def test_backward_gets_a_fresh_untimed_forward_and_cleared_gradients():
@@ -174,7 +167,6 @@ def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(tmp_pa
     tables.write_results(rows, tmp_path)
     means, first = tables.read_results(tmp_path / "results.json")
     assert means == tables.read_results(tmp_path / "results.csv")[0]
-    assert set(means) == {tables.key_of(each) for each in rows if not each["error"]}
     assert (len(means), first["mean_s"], first["n_embd"]) == (2, None, 32)
 
 
@@ -191,7 +183,6 @@ def test_the_default_is_the_published_profile():
     assert {job.steps for job in jobs} == {5}
     medium = next(job.config for job in jobs if job.size == "medium")
     assert (medium.n_embd, medium.n_layer, medium.n_head) == (1024, 24, 16)
-    assert medium.model_dump().items() >= bench.PROFILE.items()
 
 
 def test_a_training_config_gives_model_batch_and_precision():
@@ -208,8 +199,6 @@ def test_a_training_config_gives_model_batch_and_precision():
         ({"config": "speedup5"}, (0, 1)),
         ({"config": "speedup10"}, (0, 3)),  # max-autotune
         ({"config": "speedup10", "scan": "batch_size=1,2"}, (3,)),
-        ({"config": "speedup10", "compile": False, "warmup_steps": (2, 1)}, (2, 1)),
-        ({"config": "speedup10", "warmup_steps": (2, 1)}, (3,)),
     ],
 )
 def test_a_warm_row_leaves_out_the_passes_that_record_cuda_graphs(options, warmup_steps):

@@ -110,7 +110,6 @@ def test_a_long_run_says_how_long_it_takes(tiny_config, monkeypatch, capsys):
     state = Mock(step=0)
     (line,) = describe_long_run(load_config("baseline"), state, ALONE)
     assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)
-    assert describe_long_run(load_config("baseline", max_steps=1), state, ALONE) == []
     monkeypatch.setattr("train.describe_long_run", lambda *_: ["takes long"])
     train(tiny_config(max_steps=1), ALONE)
     assert "\ntakes long\n" in capsys.readouterr().out

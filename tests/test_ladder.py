@@ -412,9 +412,7 @@ def test_a_run_as_logged_lends_its_curve_and_unsynchronized_times_are_not_compar
     assert baseline["published_tokens_per_sec"] == pytest.approx(11_570, rel=0.01)
     assert speedup2["published_tokens_per_sec"] is None
     ladder_report.report("speedup", found, tmp_path / "speedup")
-    report = (tmp_path / "speedup/report.md").read_text()
-    assert "as logged" in report
-    assert "| published |" not in report, "a column without a figure"
+    assert "as logged" in (tmp_path / "speedup/report.md").read_text()
     assert (tmp_path / "speedup/loss.png").is_file()
 
 
@@ -454,10 +452,6 @@ def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(
     asked = climbed(monkeypatch, {}, "speedup", "--nproc_per_node", "2")
     assert (asked["ddp"].ranks, asked["baseline"].ranks) == (2, 1)
     assert asked["ddp"].published.tokens_per_sec == 211_646
-    assert "--nproc_per_node=2" in asked["ddp"].command
-    assert "torch.distributed.run" not in asked["baseline"].command
-    asked = climbed(monkeypatch, {}, "baseline", "speedup1", "--nproc_per_node", "2")
-    assert {stage.ranks for stage in asked.values()} == {2}
     (tmp_path / "data/fineweb").mkdir(parents=True)
     (tmp_path / "data/fineweb/fineweb_train_000000.bin").touch()
     assert "ddp" in climbed(monkeypatch, {"gpus": 2}, "speedup")

@@ -216,20 +216,14 @@ def test_a_side_whose_first_loss_differs_costs_its_group_alone(options, tmp_path
         main(options)
     found = json.loads((tmp_path / "peers/results.json").read_text())
     assert found["failed"][0].startswith("transformers: its first loss is 10.2")
-    first, second = rows_of(found["in_turn"])
+    (group,) = found["in_turn"]
+    more = [group[0] | {"turns": group[1]["turns"]}, group[1] | {"name": "more"}]
+    more[0]["turns"][-1]["peak_memory_mb"] = 9
+    first, second, third = rows_of([group, more])
     assert (first["side"], first["tokens_per_sec"], first["ours_over"]) == ("speedup10", 14, None)
     assert (second["side"], second["ours_over"].median) == ("baseline", 4)
-    assert (second["first_step_s"], second["memory_ratio"]) == (2, 1)
-
-
-def test_memory_is_compared_with_that_of_the_first_row():
-    def side(name, memory):
-        turn = {"peak_memory_mb": memory, "seconds": [1.0]}
-        return {"name": name, "tokens_per_sec": [1.0] * 6, "turns": [turn]}
-
-    rows = rows_of([[side("ours", 2), side("a", 4)], [side("ours", 3), side("b", 8)]])
-    figures = [(row["peak_memory_mb"], row["memory_ratio"]) for row in rows]
-    assert figures == [(2, None), (4, 0.5), (8, 0.25)]
+    assert (second["first_step_s"], second["memory_ratio"]) == (2, 1 / 9)
+    assert third["memory_ratio"] == 1 / 9, "of the first row's"
 
 
 def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked):
