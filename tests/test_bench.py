@@ -318,19 +318,13 @@ def test_a_memory_snapshot_and_a_trace_of_a_gpu(tmp_path):
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_grid_of_which_nothing_could_be_measured_has_failed_and_says_why(tiny_yaml, tmp_path):
-    with pytest.raises(TrainingError, match="nothing could be measured: out of memory"):
-        command_line(f"--config={tiny_yaml}", "--batch_size", 10**12, f"--log_dir={tmp_path}")
-    (results,) = tmp_path.glob("bench/*/results.json")
-    assert {each["error"] for each in json.loads(results.read_text())} == {"out of memory"}
-
-
-@pytest.mark.usefixtures("in_this_process")
 def test_a_scan_goes_from_the_smallest_value_until_out_of_memory(tiny_yaml, tmp_path, capsys):
     tiny = ("--config", tiny_yaml, "--steps", 1, "--log_dir", tmp_path, "--scan")
     with pytest.raises(UserError, match="seq_len 64 is longer than block_size 32"):
         command_line(*tiny, "seq_len=8,16,64")
     assert not (tmp_path / "bench").exists()
+    with pytest.raises(TrainingError, match="nothing could be measured: out of memory"):
+        command_line(*tiny, f"batch_size={10**12}", "--log_dir", tmp_path / "failed")
     command_line(*tiny, f"batch_size={10**13},1,{10**12},2")
     assert f", {10**13} x 32: " not in capsys.readouterr().out
     (report,) = tmp_path.glob("bench/*/scan.md")
