@@ -75,14 +75,8 @@ def test_the_interval_has_the_ranks_of_the_sign_tests_tables(pairs, low, high):
     assert (found.low, found.high) == (low, high)
 
 
-def test_too_few_pairs_have_no_interval():
-    with pytest.raises(ValueError, match="at least 6"):
-        median_ratio([1.0] * 5)
-
-
-@pytest.mark.parametrize("medians", [[1.0], [1.0, 2.0, 1.5]])
-def test_an_interval_holds_the_true_ratio_19_times_in_20_however_times_are_distributed(medians):
-    chance, held = random.Random(2), 0
+def test_an_interval_holds_the_true_ratio_19_times_in_20_however_times_are_distributed():
+    chance, held, medians = random.Random(2), 0, [1.0, 2.0, 1.5]
     for _ in range(1000):
         factors = [  # far from normal
             median_ratio([true * chance.lognormvariate(0, 0.3) ** 3 for _ in range(20)])

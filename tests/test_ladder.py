@@ -337,13 +337,9 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
     assert "| speedup2: TF32 | 1.10 (1.05 to 1.20) | 3.00 | 2.44 | 3.00 |" in text
     assert "baseline" not in text
     assert (tmp_path / "across/across.png").is_file()
-    for damaged, message in (
-        ("stage,over_previous\nbaseline,1\n", "is not the table of a ladder"),
-        (FACTORS, "no finished stage to report"),
-    ):
-        (folder / "results.csv").write_text(damaged)
-        with pytest.raises(UserError, match=message):
-            climb("--across", ladders[1])
+    (folder / "results.csv").write_text("stage,over_previous\nbaseline,1\n")
+    with pytest.raises(UserError, match="is not the table of a ladder"):
+        climb("--across", ladders[1])
 
 
 def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
