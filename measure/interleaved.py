@@ -62,7 +62,7 @@ def interleave(
     sides: Mapping[str, Callable[[], float]],
     rounds: int,
     enough: Callable[[Rates], bool] = lambda _: False,
-    left_out: int = LEFT_OUT,
+    left_out: int = LEFT_OUT - 1,
 ) -> dict[str, list[float]]:
     """Call every side once a round, in reverse order every other round; returns what they returned.
 
@@ -239,7 +239,7 @@ def run_rounds(
         for side in sides:  # the first steps alone, as the compiler times the kernels it chooses
             side.train()
             check(side)
-        return interleave({side.name: side.train for side in sides}, rounds, enough, LEFT_OUT - 1)
+        return interleave({side.name: side.train for side in sides}, rounds, enough)
 
 
 def results_of(rates: Rates, sides: Sequence[Side]) -> dict[str, Any]:
