@@ -9,8 +9,6 @@ python bench.py --config ddp.yaml --scaling 1,2,4         the same batch on more
 python bench.py --compare logs/reference/timeit.csv       beside earlier or published results
 """
 
-import datetime
-import functools
 import itertools
 import math
 import re
@@ -20,7 +18,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from config import Config, Count, ZeroIsOff, load_config
+from config import WITHOUT_GRAPHS, Config, Count, ZeroIsOff, load_config
 from measure.options import given, optional_fields
 from measure.ratio import FEWEST
 from runtime.cli import ContradictionError, Name, Options, Positive
@@ -73,7 +71,9 @@ class WhatOptions(Options):
     """forward, backward, forward_backward; or training_step, which adds clipping and the optimizer
     """
     warmup_steps: tuple[ZeroIsOff, ...] = (0, 1)
-    """untimed passes before the timed ones, each number its own row"""
+    """untimed passes before the timed ones, each number its own row; with CUDA graphs, which the
+    second pass begins to record, 0 or at least 3
+    """
     mixed_precision: bool | None = None
     """only with, or only without, autocast to bf16, or to fp16 on a GPU without bf16 (none: both;
     with --config: as it says)
@@ -129,15 +129,17 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
             "steps": [] if timed_steps else ["trace", "memory", "scaling"],
             scanned: ["scan"],
         }
-        problems = [
-            (name, f"{name} has no effect with {' and '.join(without)}; leave it out")
+        reasons = {
+            name: f"with {' and '.join(without)}"
             for name, others in without_effect.items()
-            if name in chosen and (without := [other for other in others if getattr(self, other)])
-        ]
-        problems += [
-            (name, f"{name} has no effect without scaling; leave it out")
-            for name in ("total_batch_tokens", "rounds")
-            if name in chosen and not self.scaling
+            if (without := [other for other in others if getattr(self, other)])
+        }
+        if not self.scaling:
+            reasons |= dict.fromkeys(("total_batch_tokens", "rounds"), "without scaling")
+        problems = [
+            (name, f"{name} has no effect {reason}; leave it out")
+            for name, reason in reasons.items()
+            if name in chosen
         ]
         if self.scan is not None and not values:
             text = "is not understood; write batch_size=1,2,4 or seq_len=128,256"
@@ -165,6 +167,8 @@ if __name__ == "__main__":
     OPTIONS = start(BenchOptions, description=__doc__)
 
 from measure.breakdown import inspect_models
+from measure.duration import describe_duration
+from measure.probe import matmul_rates
 from measure.scaling import measure_scaling
 from measure.tables import (
     COLUMNS,
@@ -176,12 +180,13 @@ from measure.tables import (
     draw_scan,
     draw_times,
     key_of,
+    new_folder,
     read_results,
     scan_columns,
     write_report,
     write_results,
 )
-from measure.timing import Job, empty_row, time_job
+from measure.timing import FLOPS_SHARE, Job, empty_row, time_job
 from runtime.device import choose_device
 from runtime.errors import TrainingError, UserError, reported
 
@@ -226,11 +231,20 @@ def jobs_of(options: BenchOptions) -> list[Job]:
         update |= options.model_dump(include=options.model_fields_set)
         scanned = [options.model_copy(update={**update, name: value}) for value in values]
     return [
-        Job(size, config, computation, each.warmup_steps, each.steps)
+        Job(size, config, computation, warm_up(config, each.warmup_steps), each.steps)
         for each in scanned
         for size, config in job_configs(each)
         for computation in each.computation
     ]
+
+
+def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of untimed passes: CUDA graphs run from the fourth pass on.
+
+    The first pass compiles, and the next two record.
+    """
+    has_graphs = config.compile and config.compile_mode in WITHOUT_GRAPHS
+    return tuple(dict.fromkeys(max(n, 3) if n and has_graphs else n for n in passes))
 
 
 def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
@@ -241,6 +255,13 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
     """
     rows: list[Row] = []
     failed: set[str] = set()
+    rates = matmul_rates(choose_device(jobs[0].config.device))
+    work = [
+        (job.config, FLOPS_SHARE[job.computation] * (max(job.warmup_steps) + job.steps))
+        for job in jobs
+    ]
+    shorter = "--size small, --computation training_step, --steps 2"
+    print(describe_duration(work, rates, shorter), flush=True)
     for job in jobs:
         label, config = describe_row(empty_row(job, 0)), job.config
         if label in failed:
@@ -313,19 +334,11 @@ def scan(options: BenchOptions, jobs: Sequence[Job], folder: Path) -> None:
 # ---- the command
 
 
-def new_folder(log_dir: str) -> Path:
-    """Make a fresh folder for the results of this call."""
-    folder = Path(log_dir) / "bench" / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    folder.mkdir(parents=True)
-    return folder
-
-
 def main(options: BenchOptions) -> None:
     """Measure. Raises UserError, for a mistake before anything is measured, and OSError."""
     if options.scaling:
-        make_folder = functools.partial(new_folder, options.log_dir)
-        values = overrides(options)
-        measure_scaling(str(options.config), values, options.scaling, options.rounds, make_folder)
+        name, values = str(options.config), overrides(options)
+        measure_scaling(name, values, options.scaling, options.rounds, options.log_dir)
         return
     jobs = jobs_of(options)
     device = choose_device(jobs[0].config.device)

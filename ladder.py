@@ -14,14 +14,25 @@ from pathlib import Path
 
 from config import Config
 from measure.comparison import Pair, ablation, compare_pairs, pairs_of
-from measure.interleaved import split_command_line
+from measure.duration import describe_duration
+from measure.interleaved import LEFT_OUT, split_command_line
 from measure.ladder_report import across, plot_runs, report, report_ablation
 from measure.ratio import FEWEST
-from measure.stages import SERIES, make_stage, note_slow_bf16, plan, probe, run_stages, runs_of
+from measure.stages import (
+    SERIES,
+    make_stage,
+    note_slow_bf16,
+    plan,
+    probe,
+    run_stages,
+    runs_of,
+)
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import sole_writer
 from runtime.start import start
+
+SHORTER = "--rounds 6 or 0, and -- --max_steps 10; what is finished is kept"
 
 
 class LadderOptions(Options):
@@ -83,6 +94,11 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     pairs: list[Pair] = []
     if not options.report_only:
         note_slow_bf16(stages, device.get("bf16_slowdown"))
+        runs = [stage for stage in runs_of(stages) if options.rerun or not stage.summary()]
+        turns = 2 * (LEFT_OUT + options.rounds) if options.rounds else 0
+        work = [(stage.config, stage.config.max_steps) for stage in runs]
+        work += [(stage.config, turns) for stage in stages[1:]]
+        print(describe_duration(work, device.get("tflops"), SHORTER), flush=True)
         with sole_writer(folder):
             run_stages(runs_of(stages), options.rerun)
             pairs = list(pairs_of(stages).values())

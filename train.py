@@ -33,7 +33,7 @@ from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from inference.evaluation import Evaluation
 from kernels.attention import blocked_is_faster
-from measure.summary import live_figures, summarize
+from measure.summary import describe_long_run, live_figures, summarize
 from model import GPT
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import (
@@ -323,7 +323,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
     acting = config.on_device(world.device.type, world.world_size)
-    for line in (*run.notes, acting.describe_optimizations(world.world_size)):
+    optimizations = acting.describe_optimizations(world.world_size)
+    for line in (*run.notes, optimizations, *describe_long_run(config, state, world)):
         folder.message(line)
 
     # Until here nothing is written. From here on the folder is this run's alone, a signal ends

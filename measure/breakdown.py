@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from config import Config
 from data.token_file import TokenFileError
+from measure.duration import part_flops
 from measure.tables import FLOP_RATE, Row, about_machine, precision, show_table
 from measure.timing import Clock, in_fresh_process, is_mixed, set_up, settings
 from model import GPT, Block
@@ -57,17 +58,6 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
         hook = ends("embedding, backward")
         hooks.append(embedding.weight.register_post_accumulate_grad_hook(hook))
     return hooks
-
-
-def part_flops(config: Config, tokens: int) -> dict[str, float]:
-    """Return the FLOPs of the matmuls in each part, forward and backward, which has twice those."""
-    C, L = config.n_embd, config.n_layer
-    forward: dict[str, float] = {
-        "attention": tokens * L * (2 * 4 * C * C + 4 * config.seq_len * C),
-        "MLP": tokens * L * 2 * 8 * C * C,
-        "head and loss": tokens * 2 * C * config.vocab_size,
-    }
-    return forward | {f"{part}, backward": 2 * flops for part, flops in forward.items()}
 
 
 def break_down(run: Run, steps: int, clock: Clock = time.perf_counter) -> list[Row]:

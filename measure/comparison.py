@@ -126,10 +126,9 @@ def compare_pairs(
             continue
         print(f"== interleaved {i} of {len(pairs)}: {pair.name}", flush=True)
         # Where two have no room, both do without retained memory. Otherwise one of them would
-        # retain memory until the other one comes, and be the faster for it.
+        # retain memory until the other one comes, and be the faster for it, or leave it too little.
         fits = HEADROOM * pair.peak_memory_mb <= device.get("memory_mb", float("inf"))
-        retain_memory = fits or bool(device.get("gpus"))
-        environment = {} if retain_memory else {"GLIBC_TUNABLES": ""}
+        environment = {} if fits else {"GLIBC_TUNABLES": "", "FREES_CACHE": "1"}
         sides = [
             training_side(shlex.join(side), [f"--config={side[0]}", *side[1:]], environment)
             for side in (pair.base, pair.other)
@@ -141,7 +140,7 @@ def compare_pairs(
             print(f"failed: {pair.name}: {error}", flush=True)
             continue
         result |= {"device": str(here[1]), "settings": [base, other]}
-        result["retained_memory"] = retain_memory
+        result["retained_memory"] = fits
         write_whole(pair.path, json.dumps(result, indent=1) + "\n")
 
 

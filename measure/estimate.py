@@ -37,6 +37,7 @@ MB = 2**20
 # logs/results/epyc-avx512bf16-2cores/estimate.txt: off by 15% at most.
 ALLOCATOR, CODE = 1.5, 100 * MB
 WORKSPACE = 32 * MB  # cuBLAS's on a GPU; 8 MB before Hopper
+MARGIN = 0.05  # of a GPU's free memory, which its allocator may lose in gaps; not measured
 # Activations of a compiled run over those of an uncompiled one: what is fused is never stored. A
 # crude factor: measured runs had 0.26 (bf16) to 0.65 (fp32), which puts the peak off by a third.
 COMPILED = 0.4
@@ -181,7 +182,8 @@ def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> No
     if device.type == "cpu":
         beside = "loaded code, and gaps between buffers, which the allocator keeps"
     elif device.type == "cuda":
-        left = torch.cuda.mem_get_info(device)[0]
+        torch.cuda.empty_cache()  # of the matmuls that were just timed
+        left = torch.cuda.mem_get_info(device)[0] * (1 - MARGIN)
     print(
         f"memory:  {each}: {kept.parameters / MB:,.0f} MB parameters, "
         f"{moments['clipping'].gradients / MB:,.0f} MB gradients, {kept.optimizer / MB:,.0f} MB "

@@ -62,7 +62,7 @@ def interleave(
     sides: Mapping[str, Callable[[], float]],
     rounds: int,
     enough: Callable[[Rates], bool] = lambda _: False,
-    left_out: int = LEFT_OUT,
+    left_out: int = LEFT_OUT - 1,
 ) -> dict[str, list[float]]:
     """Call every side once a round, in reverse order every other round; returns what they returned.
 
@@ -239,7 +239,7 @@ def run_rounds(
         for side in sides:  # the first steps alone, as the compiler times the kernels it chooses
             side.train()
             check(side)
-        return interleave({side.name: side.train for side in sides}, rounds, enough, LEFT_OUT - 1)
+        return interleave({side.name: side.train for side in sides}, rounds, enough)
 
 
 def results_of(rates: Rates, sides: Sequence[Side]) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class InterleavedOptions(Options):
     width: float = Field(WIDTH, ge=0, le=1)
     """stop once every interval is narrower than this share of its median"""
     code: str | None = None
-    """folder of another copy of this code, in which the one config is trained as the second side"""
+    """folder of another copy of this code, by which the configs are trained too"""
     output: str | None = None
     """JSON file for the steps of every side, written after each round"""
 
@@ -299,23 +299,21 @@ def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, s
 
 def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Side]:
     """Return the sides of the command line. Raises UserError for what is no comparison."""
-    texts = options.sides
-    if options.code and len(texts) != 1:
-        raise UserError(f"--code compares one config here and there, not {len(texts)}")
-    if not options.code and len(texts) < 2:
+    texts, code = options.sides, options.code
+    if len(texts) + bool(code) < 2 or not texts:
         raise UserError(
             f"at least two sides are needed, not {len(texts)}: python -m measure.interleaved "
             "speedup9.yaml speedup10.yaml; or one and --code FOLDER"
         )
     if len(set(texts)) < len(texts):
         raise UserError('two sides are the same; give one an option: "speedup10.yaml --no-flash"')
-    sides = [training_side(text, *parse_side(text, of_all)) for text in texts]
-    if options.code:
-        code = Path(options.code).resolve()
-        if not (code / "measure" / "side.py").is_file():
-            raise UserError(f"--code {options.code}: is no copy of this code: no measure/side.py")
-        name = f"{texts[0]} in {options.code}"
-        sides.append(training_side(name, *parse_side(texts[0], of_all), code=code))
+    parsed = {text: parse_side(text, of_all) for text in texts}
+    sides = [training_side(text, *side) for text, side in parsed.items()]
+    if code:
+        if not (Path(code) / "measure" / "side.py").is_file():
+            raise UserError(f"--code {code}: is no copy of this code: no measure/side.py")
+        there = Path(code).resolve()
+        sides += [training_side(f"{t} in {code}", *side, code=there) for t, side in parsed.items()]
     return sides
 
 

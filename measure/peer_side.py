@@ -9,7 +9,7 @@ and forward(idx, targets). Tokens, initial weights, precision and the optimizer 
 
 from config import Config
 from runtime.cli import Options
-from runtime.start import parse_command_line, set_up_process
+from runtime.start import parse_command_line
 
 
 class WhichPeer(Options):
@@ -17,8 +17,6 @@ class WhichPeer(Options):
 
     peer: str = "transformers"
     """transformers, or a nanoGPT-like Python file"""
-    process_settings: bool = False
-    """set the process up as train.py does for itself"""
 
 
 class PeerConfig(WhichPeer, Config):
@@ -27,8 +25,6 @@ class PeerConfig(WhichPeer, Config):
 
 if __name__ == "__main__":
     OPTIONS = parse_command_line(PeerConfig, description=__doc__, config_file=True)
-    if OPTIONS.process_settings:
-        set_up_process()
 
 import contextlib
 import importlib.util

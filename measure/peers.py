@@ -6,9 +6,8 @@ python -m measure.peers --no-bf16 --batch_size 1      ... in fp32, for a CPU wit
 
 All sides train the same tokens from the same weights in batches of one size, and their first losses
 have to agree. The best rung and the peers have the same precision, torch.compile, fused AdamW,
-decay groups and clipping; the baseline has none of these. Every peer runs twice: as a user would
-start it, and with the settings that train.py makes for its process (how it takes memory from the
-system). That shows what our code gains and what these settings gain.
+decay groups and clipping; the baseline has none of these. A peer runs as a user would start it,
+without the settings that train.py makes for its process (how it takes memory from the system).
 """
 
 import datetime
@@ -32,6 +31,7 @@ from measure.interleaved import (
     Side,
     SideError,
     ratio_of,
+    results_of,
     run_rounds,
     say,
     training_side,
@@ -48,7 +48,6 @@ from runtime.start import start
 
 TRANSFORMERS = "transformers"
 Group = list[dict[str, Any]]  # the rounds of sides that were interleaved, ours first
-WITH_SETTINGS = " + our settings"  # after a peer's name
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
 TOLERANCE, ROUNDED_TOLERANCE = 2e-4, 5e-3
 # what transformers' and nanoGPT's models are, and the plain loop around them does
@@ -80,8 +79,6 @@ class WhatOptions(Options):
     """this project's best rung"""
     baseline: bool = True
     """also baseline.yaml"""
-    settings: bool = True
-    """also each peer with train.py's process settings"""
     rounds: int = Field(20, ge=FEWEST)
     """rounds at most"""
     width: float = Field(WIDTH, ge=0, le=1)
@@ -174,10 +171,10 @@ def compare_losses(name: str, loss: float, ours: float, config: Config, toleranc
 
 def plan(
     options: PeersOptions, config: Config, peers: Mapping[str, str], place: Path
-) -> tuple[Side, list[list[Side]]]:
-    """Return our side, and the groups of sides to be interleaved with it.
+) -> tuple[Side, list[Side]]:
+    """Return our side, and those to be interleaved with it one by one, as each keeps its memory.
 
-    Groups are small, as each side keeps its memory. `place`: the weights that `check_peers` wrote.
+    `place`: the weights that `check_peers` wrote.
     """
 
     def flags(file: str, names: Iterable[str], weights: str) -> list[str]:
@@ -185,25 +182,22 @@ def plan(
         return ["--config", file, *to_flags(values | {"init_from": f"{place}/{weights}"})]
 
     chosen = flags(options.config, Overrides.model_fields, "tied")
-    groups = []
+    others = []
     for peer, path in peers.items():
-        sides = {peer: [*chosen, "--peer", path]}
-        if options.settings:
-            sides[peer + WITH_SETTINGS] = [*sides[peer], "--process_settings"]
-        module = "measure.peer_side"
-        groups.append([training_side(*side, module=module) for side in sides.items()])
+        arguments = [*chosen, "--peer", path]
+        others.append(training_side(peer, arguments, module="measure.peer_side"))
     if options.baseline:
         shape = ("n_layer", "n_head", "n_embd", "block_size", "device", "seed")
         plain = flags("baseline.yaml", [*DataConfig.model_fields, *shape], "untied")
-        groups.append([training_side("baseline", plain)])
-    return training_side(Path(options.config).stem, chosen), groups
+        others.append(training_side("baseline", plain))
+    return training_side(Path(options.config).stem, chosen), others
 
 
 # ---- measuring
 
 
-def interleave(ours: Side, group: Sequence[Side], options: PeersOptions, config: Config) -> Group:
-    """Interleave our side with a group. Raises SideError, also if first losses differ."""
+def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -> Group:
+    """Interleave our side with another. Raises SideError, also if first losses differ."""
 
     def check(side: Side) -> None:
         loss, our_loss = side.answers[0]["loss"], ours.answers[0]["loss"]
@@ -211,30 +205,25 @@ def interleave(ours: Side, group: Sequence[Side], options: PeersOptions, config:
         tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
         compare_losses(side.name, loss, our_loss, config, tolerance)
 
-    sides = [ours, *group]
+    sides = (ours, other)
     rates = run_rounds(sides, options.rounds, options.width, check=check)
-    return [
-        {"side": side.name, "tokens_per_sec": rates[side.name], "turns": side.answers}
-        for side in sides
-    ]
+    return results_of(rates, sides)["sides"]
 
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:
-    """Return the figures of each side. Every group begins with ours, then comes the plain peer."""
+    """Return the figures of each side. Every group begins with ours."""
     rows: dict[str, Row] = {}
     for group in groups:
-        rates = {side["side"]: side["tokens_per_sec"] for side in group}
-        memory = {side["side"]: side["turns"][-1]["peak_memory_mb"] for side in group}
-        ours, plain, *_ = rates
+        rates = {side["name"]: side["tokens_per_sec"] for side in group}
+        ours = next(iter(rates))
         for side in group:
-            name = side["side"]
+            name, memory = side["name"], side["turns"][-1]["peak_memory_mb"]
             figures = {
                 "side": name,
                 "tokens_per_sec": statistics.median(rates[name]),
                 "ours_over": ratio_of(rates, ours, name) if name != ours else None,
-                "over_plain": None if name in (ours, plain) else ratio_of(rates, name, plain),
-                "peak_memory_mb": memory[name],
-                "memory_ratio": memory[ours] / memory[name] if name != ours else None,
+                "peak_memory_mb": memory,
+                "memory_ratio": rows[ours]["peak_memory_mb"] / memory if name != ours else None,
                 "first_step_s": side["turns"][0]["seconds"][0],
             }
             rows.setdefault(name, figures)
@@ -247,17 +236,16 @@ COLUMNS = [
     field("side", "side"),
     field("tokens/s", "tokens_per_sec", ",.0f"),
     field("ours over it", "ours_over"),
-    field("our settings", "over_plain"),
     field("MB", "peak_memory_mb", ",.0f"),
     field("MB, ours over its", "memory_ratio", ".2f"),
     field("first step, s", "first_step_s", ".1f"),
 ]
 MEANING = (
     "Ours over it: tokens/s of our side, the first, over the side's, the median of the rounds' "
-    "ratios, with its 95% interval. Our settings: likewise the peer with them over the peer "
-    "without. tokens/s: the median of a side's own rounds, of ours in the first group. MB: peak "
-    "memory, of the GPU's tensors on CUDA, else of the process; and that of ours over the side's. "
-    "First step: with what it compiles, unless the compile cache has it."
+    "ratios, with its 95% interval. tokens/s: the median of a side's own rounds, of "
+    "ours in the first group. MB: peak memory, of the GPU's tensors on CUDA, else of the process; "
+    "and the first row's over the side's. First step: with what it compiles, unless the compile "
+    "cache has it."
 )
 
 
@@ -315,12 +303,12 @@ def main(options: PeersOptions) -> None:
             folder.rename(moved := aside(folder))
             say(f"note: {folder} is now {moved}")
         folder.mkdir(parents=True)
-        ours, planned = plan(options, config, peers, Path(place))
+        ours, others = plan(options, config, peers, Path(place))
         groups: list[Group] = []
         failed: list[str] = []
-        for group in planned:
+        for other in others:
             try:
-                groups.append(interleave(ours, group, options, config))
+                groups.append(interleave(ours, other, options, config))
             except SideError as error:
                 if error.name == ours.name:
                     raise

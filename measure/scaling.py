@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from measure.interleaved import (
 )
 from measure.options import to_flags
 from measure.ratio import Ratio
-from measure.tables import Row, about_machine, draw_panels, write_report
+from measure.tables import Row, about_machine, draw_panels, new_folder, write_report
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.files import write_whole
@@ -52,11 +52,11 @@ def measure_scaling(
     values: Mapping[str, Any],
     counts: Sequence[int],
     rounds: int,
-    make_folder: Callable[[], Path],
+    log_dir: str,
 ) -> None:
     """Interleave so many ranks on the config `name` with `values`, and report.
 
-    The folder is made once the options are checked. Raises UserError for what cannot be measured
+    Results go to a new folder in `log_dir`. Raises UserError for what cannot be measured
     here, TrainingError if a side fails.
     """
     if launch().world_size > 1:
@@ -65,7 +65,7 @@ def measure_scaling(
     most = counts[-1]
     device = choose_device(config.device, Launch(world_size=most, local_world_size=most))
     batch_sizes = {n: split(config, n)[0] for n in counts}
-    folder = make_folder()
+    folder = new_folder(log_dir)
     if device.type == "cpu" and most > cores():
         print(f"note: {most} ranks share {cores()} cores, which says nothing of more cores")
     sides = []
@@ -77,7 +77,7 @@ def measure_scaling(
     rows = [row_of(config, device, side, rates) for side in sides]
     for row in rows:
         row["hardware"] = row["used"] / rows[0]["used"]
-        row["efficiency"] = row["over_first"]["median"] / row["hardware"]
+        row["efficiency"] = row["over_first"].median / row["hardware"]
     report(rows, name, folder, device, len(rates[sides[0].name]))
 
 
@@ -98,8 +98,7 @@ def row_of(config: Config, device: torch.device, side: Side, rates: Rates) -> Ro
         "micro_steps": micro_steps,
         "tokens": tokens,  # of a step, of all ranks
         "tokens_per_sec": tokens_per_sec,
-        "over_first": dataclasses.asdict(over_first),
-        "x_first": str(over_first),
+        "over_first": over_first,
         # GPUs, or cores
         "used": ranks if device.type == "cuda" else min(cores(), ranks * last["threads"]),
         "step_s": tokens / tokens_per_sec,
@@ -114,7 +113,7 @@ COLUMNS = [
     field("threads", "threads"),
     Column("batch", lambda row: f"{row['batch_size']} x {row['micro_steps']}"),
     field("tokens/s", "tokens_per_sec", ",.0f"),
-    field("x first", "x_first"),
+    field("x first", "over_first"),
     field("efficiency", "efficiency", ".0%"),
     field("MB each", "memory_mb", ",.0f"),
 ]
@@ -130,7 +129,7 @@ def report(rows: Sequence[Row], name: str, folder: Path, device: torch.device, r
     """Print the figures and write them: report.md, results.json and a picture."""
     ranks = [row["ranks"] for row in rows]
     factors = {
-        "measured": (ranks, [row["over_first"]["median"] for row in rows]),
+        "measured": (ranks, [row["over_first"].median for row in rows]),
         "hardware": (ranks, [row["hardware"] for row in rows]),
     }
     panels = {f"tokens/s over those of {ranks[0]}": factors}
@@ -155,4 +154,5 @@ def report(rows: Sequence[Row], name: str, folder: Path, device: torch.device, r
         "rounds": rounds,
         "counts": rows,
     }
-    write_whole(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    text = json.dumps(results, indent=1, default=dataclasses.asdict)
+    write_whole(folder / "results.json", text + "\n")

@@ -277,7 +277,7 @@ def run_command(command: Sequence[str]) -> str | None:
 
 def probe(device: str) -> dict[str, Any]:
     """Ask a fresh process about the device; see measure/probe.py. Empty if that fails."""
-    command = [sys.executable, "-m", "measure.probe", device]
+    command = [sys.executable, "-m", "measure.probe", f"--device={device}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return dict(json.loads(done.stdout or "{}"))
 

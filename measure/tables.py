@@ -79,6 +79,13 @@ def about_machine(about: Mapping[str, Any]) -> str:
     )
 
 
+def new_folder(log_dir: str) -> Path:
+    """Make a fresh folder for the results of a call of bench.py."""
+    folder = Path(log_dir) / "bench" / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    folder.mkdir(parents=True)
+    return folder
+
+
 # ---- columns
 
 
@@ -281,10 +288,12 @@ def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
 
     The rows are sorted by model.
     """
-    panels: dict[str, dict[str, Curve]] = {"tokens/s": {}, "peak memory, MB": {}}
-    for model, group in itertools.groupby(rows, describe_row):
-        of_model = list(group)
-        x = [row[name] for row in of_model]
-        panels["tokens/s"][model] = x, [row["tokens_per_sec"] for row in of_model]
-        panels["peak memory, MB"][model] = x, [row["peak_memory_mb"] for row in of_model]
+    groups = {model: [*group] for model, group in itertools.groupby(rows, describe_row)}
+    panels = {
+        title: {
+            model: ([row[name] for row in of_model], [row[figure] for row in of_model])
+            for model, of_model in groups.items()
+        }
+        for title, figure in (("tokens/s", "tokens_per_sec"), ("peak memory, MB", "peak_memory_mb"))
+    }
     draw_panels(path, panels, name)

@@ -7,8 +7,9 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
@@ -207,32 +208,25 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any
     Returns its result, or None and why there is none.
     """
     context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_serve, args=(os.getpid(), send, function, arguments), daemon=True
-    )
-    # a Ctrl-C is for the parent, which ends the child
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    process.start()
-    signal.signal(signal.SIGINT, before)
-    send.close()
     try:
-        result, error = receive.recv()
-    except EOFError:  # it ended without an answer
-        process.join()
-        result, error = None, f"exit status {process.exitcode}"
-        if process.exitcode == -signal.SIGKILL:
-            error = "out of memory: the system killed the process"
-    process.join()
-    return result, error
+        with ProcessPoolExecutor(1, context, _prepare, (os.getpid(),)) as pool:
+            # a Ctrl-C is for the parent, which ends the child
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            answer = pool.submit(call, function, *arguments)
+            signal.signal(signal.SIGINT, before)
+            try:
+                return answer.result()
+            except KeyboardInterrupt:
+                for child in multiprocessing.active_children():
+                    child.kill()
+                raise
+    except BrokenProcessPool:
+        return None, "its process was killed, as the system does when memory runs out"
 
 
-def _serve(
-    parent: int, answer: Connection, function: Callable[..., Any], arguments: Sequence[Any]
-) -> None:
+def _prepare(parent: int) -> None:
     end_with(parent)
     retain_freed_memory()  # as train.py
-    answer.send(call(function, *arguments))
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:

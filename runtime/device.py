@@ -275,7 +275,10 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
     begun, n, rate = time.perf_counter(), 128, 0.0
     largest = 8192 if device.type == "cuda" else 2048
     while True:
-        best = matmul_seconds(n, device, dtype, budget=seconds / 8)
+        try:
+            best = matmul_seconds(n, device, dtype, budget=seconds / 8)
+        except torch.OutOfMemoryError:  # a run's tensors leave less than these matrices take
+            return rate
         rate = max(rate, 2 * n**3 / best / 1e12)
         left = seconds - (time.perf_counter() - begun)
         if n >= largest or 8 * best > max(left, 0.25):  # the next size is 8 times the work

@@ -4,11 +4,11 @@ import functools
 import json
 import math
 import random
-import statistics
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from measure import interleaved
 from measure import side as side_module
@@ -28,36 +28,23 @@ from tests.conftest import ALONE, ROOT, forks, run
 from train import setup, train
 
 
-class DriftingMachine:
-    """A machine whose clock is its own: it grows slower by `drift` with each second, and its speed
-    is uneven.
-    """
+def test_drift_makes_no_factor():
+    """On a machine that becomes a third slower in each round, and whose speed is uneven."""
+    now, chance = [0.0], random.Random(0)
 
-    def __init__(self, drift, seed=0):
-        self.now, self.drift, self.chance = 0.0, drift, random.Random(seed)
-
-    def side(self, seconds):
-        """Something that takes so many seconds on a fresh machine; returns how often a second."""
-
+    def side(seconds):
         def train():
-            took = seconds * (1 + self.drift * self.now) * self.chance.uniform(0.95, 1.05)
-            self.now += took
+            took = seconds * (1 + 0.1 * now[0]) * chance.uniform(0.95, 1.05)
+            now[0] += took
             return 1 / took
 
         return train
 
-
-def test_drift_that_turns_the_sign_one_after_the_other_does_not_interleaved():
-    slow, fast = 1.1, 1.0
-    machine = DriftingMachine(drift=0.02)
-    first, second = ([machine.side(s)() for _ in range(20)] for s in (slow, fast))
-    assert statistics.median(second) / statistics.median(first) < 0.9  # the faster one looks slower
-    machine = DriftingMachine(drift=0.02)
-    sides = {"slow": machine.side(slow), "fast": machine.side(fast), "same": machine.side(fast)}
+    sides = {"slow": side(1.1), "fast": side(1.0), "same": side(1.0)}
     rates = interleave(sides, rounds=20)
     ratio = ratio_of(rates, "fast", "slow")
     assert 1 < ratio.low < 1.1 < ratio.high
-    assert str(ratio_of(rates, "same", "fast")).startswith("about 1 (")
+    assert ratio_of(rates, "same", "fast").low < 1 < ratio_of(rates, "same", "fast").high
 
 
 def test_every_other_round_goes_backwards_and_the_first_rounds_are_left_out():
@@ -88,14 +75,8 @@ def test_the_interval_has_the_ranks_of_the_sign_tests_tables(pairs, low, high):
     assert (found.low, found.high) == (low, high)
 
 
-def test_too_few_pairs_have_no_interval():
-    with pytest.raises(ValueError, match="at least 6"):
-        median_ratio([1.0] * 5)
-
-
-@pytest.mark.parametrize("medians", [[1.0], [1.0, 2.0, 1.5]])
-def test_an_interval_holds_the_true_ratio_19_times_in_20_however_times_are_distributed(medians):
-    chance, held = random.Random(2), 0
+def test_an_interval_holds_the_true_ratio_19_times_in_20_however_times_are_distributed():
+    chance, held, medians = random.Random(2), 0, [1.0, 2.0, 1.5]
     for _ in range(1000):
         factors = [  # far from normal
             median_ratio([true * chance.lognormvariate(0, 0.3) ** 3 for _ in range(20)])
@@ -202,26 +183,29 @@ def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path):
     assert "--n_layer 2" not in one["command"]
     for side in (one, two):
         assert len(side["tokens_per_sec"]) == 6
-        steps = [len(turn["seconds"]) for turn in side["turns"]]
-        assert steps == [1, 1, 1, *[steps[-1]] * 6]
+        assert len(side["turns"]) == 3 + 6
         last = side["turns"][-1]
-        assert last["tokens"] == 2 * 16 * steps[-1]
+        assert last["tokens"] == 2 * 16 * len(last["seconds"])
         assert side["tokens_per_sec"][-1] == pytest.approx(last["tokens"] / sum(last["seconds"]))
-        assert all(turn["peak_memory_mb"] > 50 for turn in side["turns"])
+        assert last["peak_memory_mb"] > 50
     assert one["turns"][0]["loss"] != two["turns"][0]["loss"]
 
 
-def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config):
+def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkeypatch):
     """Its losses are those of the run's own log, but for a learning rate next to 0."""
-    config = tiny_config(max_steps=3, lr=1e-6)
+    config = tiny_config(max_steps=4, lr=1e-6)
     train(config, ALONE)
     rows = read_rows(Path(config.log_dir) / "train/log.csv")
     run = setup(without_end(tiny_config()), ALONE)
-    answers = [side_module.take_steps(run, count) for count in (1, 2)]
-    assert [len(answer["seconds"]) for answer in answers] == [1, 2]
-    assert [answer["tokens"] for answer in answers] == [4 * 32, 2 * 4 * 32]
-    losses = [rows[step]["loss"] for step in (1, 3)]
-    assert [answer["loss"] for answer in answers] == pytest.approx(losses, abs=1e-6)
+    first = side_module.take_steps(run, 1)
+    # where two have no room on a GPU, the step that gets freed memory again does not count
+    freed = []
+    monkeypatch.setattr(side_module, "FREES_CACHE", True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(run.state.step))
+    last = side_module.take_steps(run, 2)
+    assert (len(last["seconds"]), last["tokens"], freed) == (2, 2 * 4 * 32, [4])
+    losses = [rows[step]["loss"] for step in (1, 4)]
+    assert [first["loss"], last["loss"]] == pytest.approx(losses, abs=1e-6)
 
 
 def test_another_copy_of_the_code_trains_there(tmp_path):
@@ -253,10 +237,7 @@ def test_what_cannot_be_compared_is_one_error_line(options, message):
     assert "\n" not in str(error.value)
 
 
-def test_the_command_line_tells_mistakes_and_why_a_side_failed(config):
-    ran = compare("quickstart.yaml", "speedup1.yaml", "--rounds", "3")
-    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
-    assert "greater than or equal to 6" in ran.stderr
+def test_a_side_that_fails_gives_its_reason(config):
     elsewhere = f"{config} --dataset nowhere"
     ran = compare(config, elsewhere, "--", *TINY)
     assert ran.returncode == 1

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,31 +16,32 @@ import pytest
 
 import ladder
 import runtime.report as reports
-from measure import comparison, interleaved, ladder_report, stages, tables
+from measure import comparison, interleaved, ladder_report, stages
 from measure.interleaved import SideError
 from measure.ratio import Ratio, median_ratio, product
 from runtime.cli import parse
 from runtime.errors import UserError, why_it_failed
-from tests.conftest import ROOT, ended, flags, forks, run, start, wait_for
+from tests.conftest import ROOT, TINY, ended, forks, run, start, wait_for
 
 HEADER = "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
 FACTORS = "stage,base,over_base,over_base_low,over_base_high\n"
 OFF = ("--rounds", "0")
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_known_of_this_machine(monkeypatch):
+    """But its name: asking it starts a process that imports PyTorch."""
+    monkeypatch.setattr(ladder, "probe", lambda _: {"device": "cpu"})
+
+
 @pytest.fixture
-def rungs(tiny_config, tmp_path, monkeypatch):
-    """Two configs, `plain.yaml` and `flash.yaml`, in the working directory; returns the options
-    that make them tiny.
-    """
+def rungs(corpus, tmp_path, monkeypatch):
+    """Two configs of a tiny model, `plain.yaml` and `flash.yaml`, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "plain.yaml").write_text("lr: 1e-3\nlr_schedule: cosine\nmax_steps: 12\n")
-    (tmp_path / "flash.yaml").write_text("base: plain.yaml\nflash: true\n")
-    given = flags(tiny_config())
-    for name in ("--log_dir", "--run_name", "--max_steps"):
-        at = given.index(name)
-        del given[at : at + 2]
-    return ["--", *given]
+    plain = TINY | {"dataset": "tiny", "device": "cpu", "seq_len": 32, "batch_size": 4}
+    plain |= {"max_steps": 12, "lr": 1e-3, "lr_schedule": "cosine"}
+    (tmp_path / "plain.yaml").write_text(json.dumps(plain))
+    (tmp_path / "flash.yaml").write_text("{base: plain.yaml, flash: true}")
 
 
 @pytest.fixture
@@ -70,18 +70,13 @@ def table(path):
     return {row.get("stage") or row["optimization"]: row for row in rows}
 
 
-def write_times(folder, names):
-    return {name: (folder / name / "log.csv").stat().st_mtime_ns for name in names}
-
-
 def fake_run(stage, rate=100.0):
     """What a finished run leaves, without running it."""
     stage.folder.mkdir(parents=True, exist_ok=True)
     (stage.folder / "config.yaml").write_text(stage.config.to_yaml())
     rows = "".join(f"{step},6.0,0.1,1.0,10,{rate}\n" for step in range(1, 51))
     (stage.folder / "log.csv").write_text(HEADER + rows)
-    summary = dict.fromkeys(stages.Summary.model_fields, 10)
-    summary |= dict.fromkeys(("machine", "device", "torch", "git", "started"), "any")
+    summary = dict.fromkeys(stages.Summary.model_fields, "10")
     summary |= {"median_tokens_per_sec": rate, "interrupted": False}
     (stage.folder / "summary.json").write_text(json.dumps(summary))
 
@@ -104,55 +99,27 @@ def fake_comparison(pair, factor):
 # ---- climbing
 
 
-def test_a_ladder_runs_each_rung_once_and_reports_it(rungs, folder, capsys, forked):
-    command = ["plain.yaml", "flash.yaml", *OFF, *rungs]
-    assert climb(*command) == 0
-    assert {"report.md", "speed.png"} <= set(os.listdir(folder))
-    rows = table(folder / "results.csv")
-    assert list(rows) == ["plain", "flash"]
-    rates = [float(row["tokens_per_sec"]) for row in rows.values()]
-    assert float(rows["flash"]["over_base"]) == pytest.approx(rates[1] / rates[0])
-    assert "| flash |" in (folder / "report.md").read_text()
-    assert "plain" in capsys.readouterr().out
-
-    # a finished rung is not run again, unless it was changed
-    before = write_times(folder, rows)
-    assert climb(*command) == 0
-    assert write_times(folder, rows) == before
-    assert climb(*command, "--seed", "7") == 0
-    after = write_times(folder, rows)
-    assert all(after[name] != before[name] for name in rows)
-    assert climb("--report_only", *command, "--seed", "7") == 0
-
-    # nor taken from another machine, whose speed says nothing here
-    summary = folder / "plain" / "summary.json"
-    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"machine": "another"}))
-    assert climb(*command, "--seed", "7") == 0
-    again = write_times(folder, rows)
-    assert [name for name in rows if again[name] != after[name]] == ["plain"]
-
-
 def test_a_run_whose_schedule_ends_at_a_rate_that_is_not_set_counts_as_finished(tmp_path):
     (stage,) = finished("quickstart", folder=tmp_path)  # whose config.yaml says min_lr
     assert stage.config.min_lr is None
     assert stage.summary()
 
 
-def test_a_failing_stage_is_reported_and_the_others_go_on(rungs, tmp_path, folder, capsys, forked):
+@pytest.mark.usefixtures("rungs", "forked")
+def test_a_failing_stage_is_reported_and_the_others_go_on(tmp_path, folder, capsys):
     (tmp_path / "bad.yaml").write_text("base: plain.yaml\nlr: 1e30\n")
-    assert climb("--nproc_per_node", "2", "bad.yaml", "flash.yaml", *OFF, *rungs) == 1
+    assert climb("--nproc_per_node", "2", "bad.yaml", "flash.yaml", *OFF) == 1
     assert list(table(folder / "results.csv")) == ["flash"]
     for text in (capsys.readouterr().out, (folder / "report.md").read_text()):
         assert "failed: bad: step " in text
     assert json.loads((folder / "flash/summary.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.usefixtures("rungs", "forked")
 @pytest.mark.parametrize("killed", [True, False], ids=["kill -9", "Ctrl-C"])
-def test_a_run_ends_with_its_ladder_and_the_next_call_resumes(
-    killed, rungs, tmp_path, folder, forked
-):
+def test_a_run_ends_with_its_ladder(killed, tmp_path, folder):
     (tmp_path / "long.yaml").write_text("base: plain.yaml\nmax_steps: 1000000\n")
-    command, log = ["plain.yaml", "long.yaml", *OFF, *rungs], folder / "long/log.csv"
+    command, log = ["plain.yaml", "long.yaml", *OFF], folder / "long/log.csv"
     with ended([start("ladder.py", *command, cwd=tmp_path, before=forks)]) as (process,):
         wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, process)
         process.send_signal(signal.SIGKILL if killed else signal.SIGINT)
@@ -160,11 +127,8 @@ def test_a_run_ends_with_its_ladder_and_the_next_call_resumes(
     assert process.returncode == (-9 if killed else 130)
     assert killed or "interrupted; finished stages are kept, the same command resumes" in errors
     assert any(map(is_at_rest, [log] * 20)), "the run goes on writing"
-    before = write_times(folder, ["plain"])
-    (tmp_path / "long.yaml").write_text("base: plain.yaml\nmax_steps: 3\n")
-    assert climb(*command) == 0
-    assert list(table(folder / "results.csv")) == ["plain", "long"]
-    assert write_times(folder, ["plain"]) == before
+    assert climb("--report_only", *command) == 0
+    assert list(table(folder / "results.csv")) == ["plain"]
 
 
 def is_at_rest(log):
@@ -173,9 +137,10 @@ def is_at_rest(log):
     return log.stat().st_size == size
 
 
-def test_two_ladders_do_not_climb_in_one_folder(rungs, tmp_path, folder):
+@pytest.mark.usefixtures("rungs")
+def test_two_ladders_do_not_climb_in_one_folder(tmp_path, folder):
     with ladder.sole_writer(folder):
-        done = run("ladder.py", "plain.yaml", *OFF, *rungs, cwd=tmp_path)
+        done = run("ladder.py", "plain.yaml", *OFF, cwd=tmp_path, before=forks)
     assert done.returncode == 1
     assert done.stderr == "error: logs/ladder: another process is writing it\n"
     assert not folder.exists()
@@ -208,31 +173,18 @@ def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("option", ["--max_steps", "--no-bf16"])
-def test_an_option_of_the_runs_goes_after_two_dashes(option, tmp_path):
-    done = run("ladder.py", "speedup", option, "5", cwd=tmp_path)
+def test_an_option_of_the_runs_goes_after_two_dashes(tmp_path):
+    done = run("ladder.py", "speedup", "--no-bf16", "5", cwd=tmp_path)
     assert done.returncode == 2
-    assert f"{option}: is an option of the runs, and goes after --" in done.stderr
+    assert "--no-bf16: is an option of the runs, and goes after --" in done.stderr
 
 
-def test_a_stages_name_may_begin_with_a_dash(rungs, tmp_path):
-    (tmp_path / "-x.yaml").write_text("lr: 1e-3\n")
-    (stage,) = plan(str(tmp_path / "-x.yaml"), of_runs=rungs[1:])
-    assert (stage.name, stage.config.run_name) == ("-x", "-x")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    ["[]", "9" * 5000, b"\xff", ("median_dt_ms", float("nan")), ("started", None)],
-    ids=lambda damage: str(damage)[:30],
-)
+@pytest.mark.parametrize("damage", ["[]", '{"steps": ' + "9" * 5000, "NaN"])
 def test_a_stage_whose_summary_is_damaged_counts_as_not_finished(damage, tmp_path):
     (stage,) = finished("baseline", folder=tmp_path)
     path, summary = stage.folder / "summary.json", stage.summary()
     assert summary
-    if isinstance(damage, tuple):
-        damage = json.dumps(summary.model_dump() | {damage[0]: damage[1]})
-    path.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+    path.write_text(damage if damage != "NaN" else path.read_text().replace('"10"', damage))
     assert stage.summary() is None
 
 
@@ -247,60 +199,59 @@ def test_why_a_stage_is_not_finished_is_said(tmp_path, monkeypatch):
     (stage,) = plan("baseline", folder=tmp_path)
     stages.run_stages([stage], rerun=False)
     assert stage.error == "stopped before its last step; the same command runs it again"
-
-
-def test_a_ladder_of_which_no_stage_could_run_has_failed_and_one_not_run_is_a_mistake(tmp_path):
-    (stage,) = plan("baseline", folder=tmp_path)
+    # one of which no stage could run has failed, one that did not run is a mistake
     for stage.error, status in (("boom", 1), (None, 2)):
         with pytest.raises(UserError, match="no finished stage to report") as raised:
             ladder_report.report("ladder", [stage], tmp_path)
         assert raised.value.status == status
 
 
-def test_a_table_that_cannot_be_printed_costs_no_report(tmp_path, monkeypatch):
-    (stage,) = finished("baseline", folder=tmp_path)
-    monkeypatch.setattr(tables, "print_table", Mock(side_effect=OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        ladder_report.report("ladder", [stage], tmp_path)
-    assert {"report.md", "results.csv"} <= set(os.listdir(tmp_path))
-
-
 # ---- interleaved runs
 
 
-def test_each_stage_and_its_base_are_interleaved_once(rungs, tmp_path, folder, monkeypatch, forked):
+@pytest.mark.usefixtures("rungs", "forked")
+def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(tmp_path, folder, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(interleaved, "TURN_SECONDS", 0.01)
     (tmp_path / "tied.yaml").write_text("base: flash.yaml\ntie_weights: true\n")
-    command = ["plain.yaml", "flash.yaml", "tied.yaml", "--rounds", "6", *rungs]
+    command = ["plain.yaml", "flash.yaml", "tied.yaml", "--rounds", "6"]
     assert climb(*command) == 0
+    assert {"report.md", "speed.png"} <= set(os.listdir(folder))
     rows = table(folder / "results.csv")
-    found = {name: folder / name / "interleaved.json" for name in ("flash", "tied")}
+    assert list(rows) == ["plain", "flash", "tied"]
+    pairs = [folder / name / "interleaved.json" for name in ("flash", "tied")]
     ratios = []
-    for name, path in found.items():
+    for row, path in zip([*rows.values()][1:], pairs, strict=True):
         factors = comparison.Comparison.model_validate_json(path.read_text()).factors
         ratios.append(median_ratio(factors))
-        assert float(rows[name]["over_base_low"]) == pytest.approx(ratios[-1].low)
-        assert int(rows[name]["rounds"]) == len(factors) >= 6
+        assert float(row["over_base_low"]) == pytest.approx(ratios[-1].low)
+        assert int(row["rounds"]) == len(factors) >= 6
     assert f"| {product(ratios)} |" in (folder / "report.md").read_text()
-    assert rows["plain"]["over_base_low"] == ""
 
-    # with other settings a comparison does not count
-    before = found["flash"].stat().st_mtime_ns
+    # what is finished is not done again, unless another machine did it, whose speed says nothing
+    summary = folder / "plain" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"machine": "another"}))
+    files = [*pairs, *(folder / name / "log.csv" for name in rows)]
+    before = [path.stat().st_mtime_ns for path in files]
     assert climb(*command) == 0
-    assert found["flash"].stat().st_mtime_ns == before
-    (tmp_path / "plain.yaml").write_text("lr: 2e-3\n")
-    pairs = comparison.pairs_of(plan("plain.yaml", "flash.yaml", of_runs=rungs[1:]))
-    assert not any(pair.result() for pair in pairs.values())
+    after = [path.stat().st_mtime_ns for path in files]
+    assert [a == b for a, b in zip(after, before, strict=True)] == [True, True, False, True, True]
+
+    # with other settings nothing counts
+    with pytest.raises(UserError, match="no finished stage to report"):
+        climb("--report_only", *command, "--", "--seed", "7")
+    pair = comparison.pairs_of(plan("plain.yaml", "flash.yaml"))["flash"]
+    assert pair.result()
+    pair.other.append("--lr=2e-3")
+    assert not pair.result()
 
 
 @pytest.mark.parametrize(
     ("peak", "device", "environment"),
     [
-        (200, {"memory_mb": 250}, None),
-        (200, {"memory_mb": 249}, ""),
-        (200, {"memory_mb": 1, "gpus": 1}, None),
-        (0, {}, None),
+        (200, {"memory_mb": 250}, {}),
+        (200, {"memory_mb": 249}, {"GLIBC_TUNABLES": "", "FREES_CACHE": "1"}),
+        (0, {}, {}),
     ],
 )
 def test_sides_that_have_no_room_together_retain_no_memory(
@@ -312,24 +263,23 @@ def test_sides_that_have_no_room_together_retain_no_memory(
     pair = comparison.Pair("a", ["baseline"], ["speedup1"], tmp_path / "a.json", peak)
     comparison.compare_pairs([pair], 6, False, device)
     for side in ran.call_args.args[0]:
-        assert side.environment.get("GLIBC_TUNABLES") == environment
+        assert environment.items() <= side.environment.items()
+        assert environment or "FREES_CACHE" not in side.environment
 
 
-def test_a_side_that_fails_is_reported_and_so_is_the_rest(rungs, folder, monkeypatch, capsys):
+@pytest.mark.usefixtures("rungs")
+def test_a_side_that_fails_is_reported_and_so_is_the_rest(folder, monkeypatch, capsys):
     monkeypatch.setattr(ladder, "run_stages", lambda stages, _: [*map(fake_run, stages)])
     failing = Mock(side_effect=SideError("side", "out of memory"))
     monkeypatch.setattr(comparison, "run_rounds", failing)
-    assert climb("plain.yaml", "flash.yaml", "--rounds", "6", *rungs) == 1
+    assert climb("plain.yaml", "flash.yaml", "--rounds", "6") == 1
     assert "failed: flash: side: out of memory" in capsys.readouterr().out
     assert list(table(folder / "results.csv")) == ["plain", "flash"]
 
 
-def test_a_config_without_each_of_its_optimizations_is_compared(
-    tmp_path, corpus, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    both = f"device: cpu\ndataset: tiny\ndata_dir: {corpus}\nflash: true\ngrad_clip: 1.0\n"
-    (tmp_path / "both.yaml").write_text(both)
+@pytest.mark.usefixtures("rungs")
+def test_a_config_without_each_of_its_optimizations_is_compared(tmp_path, monkeypatch):
+    (tmp_path / "both.yaml").write_text("{base: flash.yaml, lr_schedule: constant, grad_clip: 1}")
     compared = []
 
     def compare_pairs(pairs, *_):
@@ -348,10 +298,9 @@ def test_a_config_without_each_of_its_optimizations_is_compared(
         ("flash last", [*extra, *no_flash], extra),
     ]
     folder = tmp_path / "logs/ablate_both"
-    assert table(folder / "results.csv")["grad_clip"]["last"] == "2.5"
     line = "| grad_clip | 1.500 (1.500 to 1.500) | 2.500 (2.500 to 2.500) | 25 | 25 |"
     assert line in (folder / "report.md").read_text()
-    assert (folder / "worth.png").read_bytes().startswith(b"\x89PNG")
+    assert {"results.csv", "worth.png"} <= set(os.listdir(folder))
 
 
 # ---- what is compared with what
@@ -375,7 +324,7 @@ def test_a_config_is_not_compared_with_itself(tmp_path, monkeypatch):
     comparison.compare_pairs(list(pairs), 6, False, {})
 
 
-def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp_path, capsys):
+def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp_path):
     for machine, value in (("laptop", "1.1,1.05,1.2"), ("server", "3.0,,")):
         folder = tmp_path / machine / "speedup"
         folder.mkdir(parents=True)
@@ -387,34 +336,20 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
     assert "| stage | laptop | server | A100, published | one GPU, published |" in text
     assert "| speedup2: TF32 | 1.10 (1.05 to 1.20) | 3.00 | 2.44 | 3.00 |" in text
     assert "baseline" not in text
-    assert (tmp_path / "across/across.png").read_bytes().startswith(b"\x89PNG")
-    for damaged, message in (
-        ("stage,over_previous\nbaseline,1\n", "is not the table of a ladder"),
-        (FACTORS, "no finished stage to report"),
-    ):
-        (folder / "results.csv").write_text(damaged)
-        with pytest.raises(UserError, match=message):
-            climb("--across", ladders[1])
-
-
-def test_every_published_counterpart_has_a_factor():
-    names = [name for _, *both in ladder_report.COUNTERPARTS.values() for name in both if name]
-    assert len(names) == 14
-    assert all(map(ladder_report.counterpart, names))
-    assert ladder_report.counterpart("gpu_ms/fused_adamw").median == pytest.approx(93 / 90)
+    assert (tmp_path / "across/across.png").is_file()
+    (folder / "results.csv").write_text("stage,over_previous\nbaseline,1\n")
+    with pytest.raises(UserError, match="is not the table of a ladder"):
+        climb("--across", ladders[1])
 
 
 def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
     found = {name: plan(name, folder=tmp_path) for name in stages.SERIES}
     logs = {name: [s.published.log for s in found[name] if s.published.log] for name in found}
-    counts = {name: len(set(of_series)) for name, of_series in logs.items()}
-    assert counts == {"speedup": 11, "a100": 10, "mps": 7, "gpu_ms": 0}
-    assert "cuda_bf16" in logs["mps"]
+    counts = [len(set(of_series)) for of_series in logs.values()]
+    assert counts == [11, 10, 7, 0]
     repeats = {stage.name: stage.repeats for stage in found["speedup"]}
     assert repeats["speedup2"].name == "as_logged_speedup2", "its note is not what ran"
     assert repeats["speedup1"].name == "baseline", "untied, speedup1 is the baseline"
-    runs = [run.name for run in stages.runs_of(found["speedup"])]
-    assert runs.count("baseline") == 1, "nothing is run twice"
 
 
 def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one(tmp_path):
@@ -457,18 +392,11 @@ def test_a_run_as_logged_lends_its_curve_and_unsynchronized_times_are_not_compar
     assert (tmp_path / "speedup/loss.png").is_file()
 
 
-def test_published_factors_are_shown_where_published_times_can_be_used(tmp_path, monkeypatch):
-    for name in ("draw_factors", "draw_panels"):
-        monkeypatch.setattr(ladder_report, name, Mock())
+def test_factors_are_of_published_times_that_can_be_used(tmp_path):
     factors = {}
     for series in stages.SERIES:
-        found = finished(series, folder=tmp_path)
-        factors[series] = {
-            row["stage"]: row["published_over_base"] for row in comparison.compare(found)
-        }
-        ladder_report.report(series, found, tmp_path / series)
-        has_column = "| published |" in (tmp_path / series / "report.md").read_text()
-        assert has_column is (series != "speedup")
+        rows = comparison.compare(finished(series, folder=tmp_path))
+        factors[series] = {row["stage"]: row["published_over_base"] for row in rows}
     assert factors["gpu_ms"]["tf32"] == pytest.approx(1000 / 333)
     assert factors["a100"]["opt3"] == pytest.approx(104_613 / 40_214, rel=1e-3)
     assert [stage for stage, factor in factors["a100"].items() if not factor] == ["baseline"]
@@ -500,10 +428,6 @@ def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(
     asked = climbed(monkeypatch, {}, "speedup", "--nproc_per_node", "2")
     assert (asked["ddp"].ranks, asked["baseline"].ranks) == (2, 1)
     assert asked["ddp"].published.tokens_per_sec == 211_646
-    assert "--nproc_per_node=2" in asked["ddp"].command
-    assert "torch.distributed.run" not in asked["baseline"].command
-    asked = climbed(monkeypatch, {}, "baseline", "speedup1", "--nproc_per_node", "2")
-    assert {stage.ranks for stage in asked.values()} == {2}
     (tmp_path / "data/fineweb").mkdir(parents=True)
     (tmp_path / "data/fineweb/fineweb_train_000000.bin").touch()
     assert "ddp" in climbed(monkeypatch, {"gpus": 2}, "speedup")
@@ -511,77 +435,64 @@ def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(
 
 def test_stages_that_bf16_makes_slow_are_named_before_anything_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    rates = {"float32": 1.0, "bfloat16": 0.1}
     for options, slowdown in ((["--no-bf16"], 12.3), ([], None), ([], 12.3)):
         assert "note:" not in capsys.readouterr().out
-        found = {"gpus": 0, "bf16_slowdown": slowdown}
+        found = {"gpus": 0, "bf16_slowdown": slowdown, "tflops": rates}
         climbed(monkeypatch, found, "baseline", "speedup3", "speedup4", "--", *options)
     note = "take 12.3 times as long as in fp32 on this machine, which makes speedup3, speedup4 slow"
-    assert note in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert note in printed
+    assert re.search(
+        r"^takes about [1-9]\d* minutes, .*; shorter: --rounds 6", printed, re.MULTILINE
+    )
 
 
 def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked):
-    found = ladder.probe("cpu")
+    found = stages.probe("cpu")
     assert found["gpus"] == 0
     assert found["memory_mb"] > 1000
+    assert min(found["tflops"].values()) > 0
     assert found["bf16_slowdown"] is None or found["bf16_slowdown"] > 1.5
-    assert ladder.probe("no-such-device") == {}
+    assert stages.probe("no-such-device") == {}
 
 
 # ---- pictures, tables, versions
 
 
-def test_plot_draws_validation_dashed_in_the_colour_of_its_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a", "a$b$"):
-        Path(name).mkdir()
-        Path(name, "log.csv").write_text(f"{HEADER}1,5.0,0.1,1.0,10,9\n2,4.0,0.1,,10,9\n")
+@pytest.mark.usefixtures("in_tmp_path")
+def test_plot_draws_the_losses_of_runs_with_those_of_validation():
+    Path("a$b$").mkdir()
+    Path("a$b$/log.csv").write_text(f"{HEADER}1,5.0,0.1,1.0,10,9\n2,4.0,0.1,,10,9\n")
     Path("a$b$/eval.csv").write_text("step,val_loss,hellaswag\n0,6.0,\n1,,0.25\n2,4.5,0.3\n")
-    drawn, save = [], reports.save_picture
-
-    def save_picture(figure, path):
-        drawn.extend(figure.axes[0].get_lines())
-        save(figure, path)
-
-    monkeypatch.setattr(reports, "save_picture", save_picture)
-    assert climb("--plot", "a", "a$b$") == 0
+    assert climb("--plot", "a$b$") == 0
     assert Path("comparison.png").read_bytes().startswith(b"\x89PNG")
-    a, b, validation = drawn
-    assert [line.get_linestyle() for line in drawn] == ["-", "-", "--"]
-    assert a.get_color() != b.get_color() == validation.get_color()
-    assert [list(axis) for axis in validation.get_data()] == [[0, 2], [6.0, 4.5]]
-    Path("a/log.csv").write_text("step,loss,lr\n1,5.0,0.1\n")
+    Path("a$b$/log.csv").write_text("step,loss,lr\n1,5.0,0.1\n")
     with pytest.raises(UserError, match=r"log.csv: has no column norm"):
-        climb("--plot", "a")
+        climb("--plot", "a$b$")
 
 
-@pytest.mark.parametrize(("columns", "shown"), [("40", 2), ("60", 3), ("80", 4)])
-def test_a_narrow_terminal_cuts_no_name_and_no_figure(columns, shown, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", columns)
+def test_a_narrow_terminal_cuts_no_name_and_no_figure(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
     row = ["speedup5_max_auto", "12,345", "[2] (1 to 3)", "a longer text that may be broken"]
     reports.print_table("title", reports.items("stage", "ms/step", "x base", "note"), [row])
     printed = capsys.readouterr().out
-    assert [cell for cell in row if cell in printed] == row[:shown]
+    assert [cell for cell in row if cell in printed] == row[:2]
     assert "…" not in printed
 
 
 def test_a_name_may_not_break_a_table_or_a_picture():
     lines = reports.markdown_table(reports.items("stage", "n"), [("a|b\nc", "1")])
     assert lines[-1] == r"| a\|b c | 1 |"
-    assert (reports.plain("a$b"), reports.plain("_x")) == (r"a\$b", " _x")
-
-
-def test_a_git_that_does_not_answer_costs_no_run_its_summary(monkeypatch):
-    error = subprocess.TimeoutExpired("git", 10)
-    monkeypatch.setattr(reports.subprocess, "run", Mock(side_effect=error))
-    assert reports.git_commit() is None
+    assert reports.plain("_a$b") == r" _a\$b"
 
 
 def test_the_version_of_the_code_is_another_where_a_file_of_any_room_is(monkeypatch, tmp_path):
     monkeypatch.setattr(reports, "__file__", str(tmp_path / "runtime" / "report.py"))
     monkeypatch.setattr(reports, "git_commit", lambda: "abc")
     versions = []
-    for name in ("train.py", "runtime/__init__.py", "new/__init__.py", "new/room.py"):
+    for name in ("train.py", "new/__init__.py", "new/room.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("1")
         versions.append(reports.code_version())
-    assert len(set(versions)) == 4
+    assert len(set(versions)) == 3

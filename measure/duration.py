@@ -1,0 +1,37 @@
+"""Estimate how long training steps take, from their FLOPs and the rate of a large matmul."""
+
+from collections.abc import Iterable, Mapping
+
+from config import Config
+
+# What training reaches of a large matmul's rate: 14% to 70% in logs/results/*/speedup/results.csv,
+# so it may take two thirds or three times as long as estimated.
+MFU = 0.5
+
+
+def part_flops(config: Config, tokens: int) -> dict[str, float]:
+    """Return the FLOPs of the matmuls in each part, forward and backward, which has twice those."""
+    C, L = config.n_embd, config.n_layer
+    forward: dict[str, float] = {
+        "attention": tokens * L * (2 * 4 * C * C + 4 * config.seq_len * C),
+        "MLP": tokens * L * 2 * 8 * C * C,
+        "head and loss": tokens * 2 * C * config.vocab_size,
+    }
+    return forward | {f"{part}, backward": 2 * flops for part, flops in forward.items()}
+
+
+def describe_duration(
+    work: Iterable[tuple[Config, float]], tflops: Mapping[str, float] | None, shorter: str
+) -> str:
+    """Say how long so many steps of each config take, and what is shorter.
+
+    `tflops`: the rate of a large matmul, by the name of its dtype; None: not known.
+    """
+    if not tflops:
+        return f"how long this takes is not known; shorter: {shorter}"
+    minutes = 0.0
+    for config, steps in work:
+        rate = tflops["bfloat16" if config.bf16 or config.fp16 else "float32"] * 1e12 * MFU
+        flops = sum(part_flops(config, config.tokens_per_step(1)).values())
+        minutes += steps * flops / rate / 60
+    return f"takes about {minutes:,.0f} minutes, at {MFU:.0%} MFU; shorter: {shorter}"
