@@ -358,8 +358,7 @@ def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one
     found = plan(*named, str(tmp_path / "speedup7.yaml"))
     repeated = [stage.published.log if stage.repeats else None for stage in found]
     assert repeated == ["cuda_bf16", "rtx3080_speedup6", None, None, None]
-    found = plan("speedup", of_runs=["--n_layer", "2"])
-    assert not any(stage.published != stages.Published() or stage.repeats for stage in found)
+    assert not any(stage.repeats for stage in plan("speedup", of_runs=["--n_layer", "2"]))
     found = plan("speedup", of_runs=["--max_steps", "20", "--bf16"])
     logs = {stage.published.log for stage in found}
     assert logs >= {"rtx3080_baseline", "rtx3080_speedup8"}
