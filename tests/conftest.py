@@ -68,7 +68,7 @@ torch.set_num_threads(1)
 # one of another
 LONG = [
     f"test_{name}.py"
-    for name in ("fsdp", "machines", "gpu_script", "ddp", "documents", "resume", "train")
+    for name in ("fsdp", "machines", "ddp", "documents", "resume", "train")
 ]
 
 
