@@ -90,7 +90,7 @@ def open_corpus(
     `val_fraction` of the tokens. Raises TokenFileError for a folder without training files, a bad
     file, or one that is missing by the corpus's manifest.
     """
-    paths = sorted(folder.glob("*.bin"))
+    paths = sorted(folder.glob("[!.]*.bin"))  # no hidden ones, as editors and copying leave
     share = COMPARED_WHOLE // max(1, sum(not is_validation(path) for path in paths))
     with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         files = list(pool.map(lambda path: TokenFile(path, n_vocab, share), paths))

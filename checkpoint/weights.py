@@ -138,7 +138,8 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     if source in HUGGING_FACE:
         return download(source)
     path = find_folder(source, log_dir) or Path(source)
-    if path.is_file() or any((path / name).is_file() for name in (STATE, "config.json")):
+    is_folder = any((path / name).is_file() for name in (STATE, "config.json"))
+    if is_folder or (path.suffix == ".pt" and path.is_file()):
         return path
     run, _ = run_and_checkpoint(path)
     if path.is_dir() and (found := [*all_checkpoints(run, "best"), *all_checkpoints(run)]):

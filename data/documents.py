@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import re
 import shlex
 import shutil
 import time
@@ -74,6 +75,8 @@ AGAIN = "run the same command again to resume"
 class WritingOptions(Options):
     """writing"""
 
+    text_column: str = "text"
+    """the column of parquet files, and the key in JSON lines, that has the text"""
     shard_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     """tokens of a shard (none: 100,000,000, and fewer for validation if the corpus is small)"""
     val_shards: ZeroIsOff = 1
@@ -94,8 +97,6 @@ class ReadingOptions(Options):
     )
     name: Name
     """name of the corpus, for --dataset"""
-    text_column: str = "text"
-    """the column of parquet files, and the key in JSON lines, that has the text"""
 
 
 class DocumentsOptions(WritingOptions, ReadingOptions):
@@ -106,7 +107,6 @@ def prepare(
     folder: Path,
     named: Sequence[Path],
     options: WritingOptions,
-    text_column: str,
     command: str,
 ) -> Manifest:
     """Write the documents of files, and of folders of files, as the corpus of a new `folder`, or
@@ -123,15 +123,15 @@ def prepare(
     sources = find_sources(named)
     with corpus_writer(folder, new=True):
         for source in sources:
-            check_column(source, text_column)  # now rather than after hours
+            check_column(source, options.text_column)  # now rather than after hours
         manifest = unfinished(folder)
         if manifest:
-            _check_resumable(folder, manifest, sources, options, text_column)
+            _check_resumable(folder, manifest, sources, options)
             for source, known in zip(sources, manifest.sources, strict=True):
                 known.bytes = source.size  # those not read yet may have been corrected
         _delete_strays(folder, manifest)
         if not manifest or manifest.unfinished:
-            expected = _expected_tokens(sources, text_column, options.skip_bad)
+            expected = _expected_tokens(sources, options.text_column, options.skip_bad)
             if not manifest:
                 share = expected // VAL_SHARE // max(1, options.val_shards)
                 small = max(1, min(SHARD_TOKENS, share))
@@ -139,7 +139,7 @@ def prepare(
                     corpus=folder.name,
                     sources=[SourceFile(file=str(s.path), bytes=s.size) for s in sources],
                     options=CorpusOptions(
-                        text_column=text_column,
+                        text_column=options.text_column,
                         shard_tokens=options.shard_tokens or SHARD_TOKENS,
                         val_shards=options.val_shards,
                         val_shard_tokens=options.shard_tokens or small,
@@ -251,25 +251,45 @@ def _chained(taken: str, following: str) -> str:
 
 
 def _delete_strays(folder: Path, manifest: Manifest | None) -> None:
-    """Delete what a writer left of an unfinished corpus and its manifest does not name."""
+    """Delete what a writer left of an unfinished corpus and its manifest does not name.
+
+    Only files with a writer's names: the folder may be one that somebody put there. Raises
+    TokenFileError for a link: another folder's files are not ours.
+    """
+    where = unfinished_folder(folder)
+    if where.is_symlink():
+        raise TokenFileError(f"{where}: is a link; delete it, or choose another name")
     known = {MANIFEST, *(shard.file for shard in manifest.shards)} if manifest else set()
-    for path in unfinished_folder(folder).glob("*"):
-        if path.name not in known:
+    ours = rf"shard\.tmp|{re.escape(MANIFEST)}(\.tmp)?|{re.escape(folder.name)}_[a-z]+_\d+\.bin"
+    for path in where.glob("*"):
+        if path.name not in known and re.fullmatch(ours, path.name):
             path.unlink()
 
 
+def _delete_all(folder: Path) -> None:
+    """Delete an unfinished corpus, but no file that no writer made."""
+    with contextlib.suppress(OSError):
+        _delete_strays(folder, None)
+        unfinished_folder(folder).rmdir()
+
+
 def _finish(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of a corpus whose shards are all there. Raises TokenFileError if there is
-    nothing to train on.
+    """Write the manifest of a corpus whose shards are all written. Raises TokenFileError if one of
+    them has gone, or if there is nothing to train on.
     """
+    for shard in manifest.shards:
+        count_tokens(unfinished_folder(folder) / shard.file)
     manifest.documents = sum(source.documents or 0 for source in manifest.sources)
     manifest.skipped = sum(source.skipped or 0 for source in manifest.sources)
     sizes, n_val = [shard.tokens for shard in manifest.shards], manifest.options.val_shards
     manifest.tokens, manifest.val_tokens = sum(sizes), sum(sizes[:n_val])
     manifest.train_tokens = manifest.tokens - manifest.val_tokens
     manifest.unfinished = None
+    if manifest.tokens <= manifest.documents and manifest.documents:
+        _delete_all(folder)
+        raise TokenFileError(f"{folder}: none of the {manifest.documents:,} documents has any text")
     if not manifest.train_tokens:
-        shutil.rmtree(unfinished_folder(folder))
+        _delete_all(folder)
         raise TokenFileError(
             f"{folder}: none of the {manifest.tokens:,} tokens, of {manifest.documents:,} "
             f"documents, are left to train on: a validation shard takes "
@@ -295,7 +315,7 @@ def _keeping_whole_shards(folder: Path) -> Iterator[None]:
                 _delete_strays(folder, kept)  # they take space on a disk that may be full
             error.add_note(f"whole shards that are kept: {len(kept.shards)}; {AGAIN}")
         else:
-            shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
+            _delete_all(folder)
         raise error from None
 
 
@@ -307,7 +327,6 @@ def _check_resumable(
     manifest: Manifest,
     sources: list[Source],
     options: WritingOptions,
-    text_column: str,
 ) -> None:
     """Raises TokenFileError unless an unfinished corpus can be resumed with these sources and
     options, of which None is one that the user has not given.
@@ -325,8 +344,8 @@ def _check_resumable(
         )
 
     then = manifest.options.model_dump()
-    asked = options.model_dump(include={"shard_tokens", "val_shards"}, exclude_none=True)
-    for name, value in {"text_column": text_column, **asked}.items():
+    fixed = {"text_column", "shard_tokens", "val_shards"}
+    for name, value in options.model_dump(include=fixed, exclude_none=True).items():
         if value != then[name]:
             refuse(f"it was begun with --{name} {then[name]}, not {value}")
     files, known_files = [str(s.path) for s in sources], [known.file for known in manifest.sources]
@@ -385,13 +404,12 @@ def _check_space(folder: Path, expected: int, manifest: Manifest) -> None:
 def write(
     folder: Path,
     named: Sequence[str],
-    text_column: str,
     options: WritingOptions,
     script: str,
 ) -> None:
     """Write the corpus as the options say, and report what it is."""
     command = shlex.join(["python", script, *sys.argv[1:]])
-    manifest = prepare(folder, [Path(name) for name in named], options, text_column, command)
+    manifest = prepare(folder, [Path(name) for name in named], options, command)
     print_spelled_out({s.file: s.end_of_text_spelled_out or 0 for s in manifest.sources})
     if manifest.skipped:
         print(
@@ -406,7 +424,7 @@ def write(
 
 def main(options: DocumentsOptions) -> None:
     folder = corpus_folder(options.data_dir, options.name)
-    write(folder, options.sources, options.text_column, options, "data/documents.py")
+    write(folder, options.sources, options, "data/documents.py")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from runtime.errors import UserError, in_a_line, reported
 from runtime.start import start
 
 REPOSITORY = "kjj0/finewebedu10B-gpt2"
-COLUMN = "text"  # of the original
 
 
 class DownloadOptions(Options):
@@ -90,7 +89,7 @@ def main(options: FinewebOptions) -> None:
         with_or_without = "with" if options.source else "without"
         raise UserError(f"no effect {with_or_without} --source: {', '.join(sorted(useless))}")
     if options.source:
-        write(folder, options.source, COLUMN, options, "data/fineweb.py")
+        write(folder, options.source, options, "data/fineweb.py")
         return
     count = prepare(folder, options.shards or 1)
     print(f"{count:,} training tokens in {folder}")

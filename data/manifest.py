@@ -2,6 +2,8 @@
 resume.
 """
 
+import contextlib
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,6 +57,7 @@ class Unfinished(Part):
     batches: int = 0  # of this source that they have tokens of (see data/sources.py)
     into: int = 0  # how many tokens of the last of these batches they have
     taken: str = ""  # digest of these batches
+    seal: str = ""  # digest of the rest of the manifest: by an edited one, tokens would be lost
 
 
 class Manifest(Part):
@@ -74,23 +77,33 @@ class Manifest(Part):
 
     def write(self, folder: Path) -> None:
         """Write manifest.json, whole or not at all. Raises OSError."""
+        if self.unfinished:
+            self.unfinished.seal = self.digest()
         write_whole(folder / MANIFEST, self.model_dump_json(exclude_none=True) + "\n")
+
+    def digest(self) -> str:
+        """Hash all but the seal of an unfinished corpus."""
+        rest = self.model_dump_json(exclude={"unfinished": {"seal"}})
+        return hashlib.sha256(rest.encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest of a corpus; None where there is none. Raises TokenFileError if it is
-    damaged.
+    damaged, or that of an unfinished corpus and edited.
     """
     path = folder / MANIFEST
-    try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except pydantic.ValidationError:
-        raise TokenFileError(
-            f"{path}: damaged, or not written by data/documents.py; restore it, or delete it: the "
-            "token files beside it are then taken as they are, an unfinished corpus is begun anew"
-        ) from None
+    with contextlib.suppress(pydantic.ValidationError):
+        try:
+            manifest = Manifest.model_validate_json(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not manifest.unfinished or manifest.unfinished.seal == manifest.digest():
+            return manifest
+    raise TokenFileError(
+        f"{path}: damaged or edited, or not written by data/documents.py; restore it, or delete "
+        "it: the token files beside it are then taken as they are, an unfinished corpus is begun "
+        "anew"
+    )
 
 
 def check_shards(folder: Path, tokens: Mapping[str, int]) -> None:

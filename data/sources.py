@@ -31,6 +31,7 @@ ENDINGS = (
 )
 BATCH_CHARS, BATCH_PIECES = 2**19, 2**12  # of a batch, at most: about 30 ms of tokenizing
 BUFFER = 2**16  # bytes that are read at once
+LINE_BYTES = 2**28  # of a line of JSON, at most: it is in memory as a whole, several times
 ROWS = 128  # of a parquet file that are in memory at once
 BOM = b"\xef\xbb\xbf"
 
@@ -257,9 +258,15 @@ def _decoded(path: Path, stream: io.BufferedReader) -> Iterator[str]:
 
 
 def _lines(source: Source, file: BinaryIO, column: str, bad: BadRecords) -> Iterator[Piece]:
-    for number, line in enumerate(_unpacked(source, file), 1):
+    read_line = functools.partial(_unpacked(source, file).readline, LINE_BYTES)
+    for number, line in enumerate(iter(read_line, b""), 1):
         if not line.strip():
             continue
+        if len(line) == LINE_BYTES:
+            raise TokenFileError(
+                f"{source.path}: line {number}: longer than {LINE_BYTES >> 20} MB; a document that "
+                f"long has to be a .txt file"
+            )
         try:
             value = json.loads(line.decode())
             problem = (
@@ -287,11 +294,14 @@ def _open_parquet(source: Source, column: str) -> Any:
 
     # by default, pyarrow holds a row group as a whole
     opened = parquet.ParquetFile(source.path, buffer_size=2**20, pre_buffer=False)
-    kinds = {field.name: str(field.type) for field in opened.schema_arrow}
-    if not re.match(r"(dictionary<values=)?(large_)?string", kinds.get(column, "")):
-        columns = ", ".join(f'"{name}" ({kind})' for name, kind in kinds.items())
+    fields = [(field.name, str(field.type)) for field in opened.schema_arrow]
+    is_text = re.compile(r"(dictionary<values=)?(large_)?string").match
+    count = sum(name == column and bool(is_text(kind)) for name, kind in fields)
+    if count != 1:
+        columns = ", ".join(f'"{name}" ({kind})' for name, kind in fields)
+        has = f"{count} columns" if count else "no column"
         raise TokenFileError(
-            f'{source.path}: has no column "{column}" of text; it has {columns}; '
+            f'{source.path}: has {has} "{column}" of text; it has {columns}; '
             "say with --text_column which has the text"
         )
     return opened
@@ -300,7 +310,7 @@ def _open_parquet(source: Source, column: str) -> Any:
 def _rows(source: Source, column: str, bad: BadRecords) -> Iterator[Piece]:
     opened, number = _open_parquet(source, column), 0
     for batch in opened.iter_batches(ROWS, columns=[column], use_threads=False):
-        for value in batch.column(0):
+        for value in batch.column(column):  # with "a.b" comes also a field b of a column a
             number += 1
             try:
                 text, problem = value.as_py(), "null, not a text"

@@ -245,7 +245,7 @@ class TokenFile:
         return tokens
 
 
-def _stamp(file: FileIO) -> tuple[int, int, int]:
-    """Return what changes when a file is changed or replaced."""
+def _stamp(file: FileIO) -> tuple[int, ...]:
+    """Return what changes when a file is changed or replaced; st_mtime alone can be put back."""
     status = os.fstat(file.fileno())
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -44,7 +44,7 @@ class Evaluation:
             raise UserError(
                 f"{corpus}: eval_every {config.eval_every}, but nothing to validate on: "
                 f"{val.tokens:,} tokens make no sequence of {config.seq_len}; raise val_fraction "
-                f"(now {config.val_fraction:g}), such as to 0.1, or add a *_val_*.bin file"
+                f"above {config.val_fraction:g}, or add a *_val_*.bin file"
             )
         if config.val_fraction and val.spans and is_validation(val.spans[0].path):
             self.folder.message(

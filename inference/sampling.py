@@ -49,8 +49,8 @@ def filter_logits(
         return torch.full_like(logits, -math.inf).index_fill(0, logits.argmax(), 0.0)
     scores = logits / temperature
     if top_k is not None:
-        least = scores.topk(min(top_k, len(scores))).values[-1]
-        scores = scores.masked_fill(scores < least, -math.inf)
+        least = logits.topk(min(top_k, len(logits))).values[-1]
+        scores = scores.masked_fill(logits < least, -math.inf)
     # Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1: the fewest
     # likeliest tokens, at least one, whose probabilities add up to top_p.
     if top_p < 1:

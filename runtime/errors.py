@@ -83,8 +83,14 @@ def exit_with(error: UserError, status: int | None = None, *, lost_rank: bool = 
     """Print each line of the error on stderr, unless another rank does, and end the process."""
     rank = launch().rank if error.rank is None else error.rank
     prefix = f"error: rank {rank}: " if rank else "error: "
-    _tell("\n".join(prefix + line for line in str(error).splitlines()), lost_rank=lost_rank)
+    lines = (prefix + printable(line) for line in str(error).splitlines())
+    _tell("\n".join(lines), lost_rank=lost_rank)
     _end(error.status if status is None else status)
+
+
+def printable(line: str) -> str:
+    """Escape control characters, which could act on a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> UserError | None:
@@ -93,6 +99,8 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
         return error
     if isinstance(error, OSError):
         expected = TrainingError(f"{error.filename or place}: {error.strerror or error}")
+    elif "can't start new thread" in str(error):
+        expected = TrainingError(f"{error}: raise the limit of processes (ulimit -u)")
     elif isinstance(error, RuntimeError | MemoryError):
         kind, reason = kind_of_failure(error)
         if kind not in advice:

@@ -33,7 +33,7 @@ import data.workers
 from data import fineweb
 from data.documents import WritingOptions, prepare
 from data.fineweb import FinewebOptions
-from data.manifest import read_manifest, unfinished_folder
+from data.manifest import Manifest, read_manifest, unfinished_folder
 from data.prepare import prepare_if_missing
 from data.token_file import TokenFile, write_token_file
 from data.tokenizer import END_OF_TEXT, get_encoding
@@ -136,10 +136,10 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(data.workers, "AHEAD", 1)
 
 
-def written(*sources, folder=MINE, text_column="text", **options):
+def written(*sources, folder=MINE, **options):
     """The tokens of the corpus that is written, or resumed."""
     how = WritingOptions(**({"shard_tokens": 1000} | options))
-    prepare(folder, sources, how, text_column, "python documents.py a b")
+    prepare(folder, sources, how, "python documents.py a b")
     return tokens_of(folder)
 
 
@@ -175,6 +175,13 @@ def test_the_tokens_of_every_format_are_tiktokens_and_fill_the_shards_validation
 def test_every_kind_of_text_column_is_read(kind):
     documents = texts(40) * 2
     assert written(write("a.parquet", documents, kind=kind)) == expected(documents)
+
+
+def test_a_column_is_not_taken_for_a_field_of_another():
+    table = {"a": pyarrow.array([{"b": "field"}] * 2), "a.b": pyarrow.array(["column"] * 2)}
+    parquet.write_table(pyarrow.table(table), "a.parquet")
+    tokens = written(Path("a.parquet"), text_column="a.b", val_shards=0)
+    assert tokens == expected(["column"] * 2)
 
 
 def test_each_text_file_is_a_document_with_its_line_ends_and_without_a_byte_order_mark():
@@ -451,7 +458,7 @@ HARM = {
     ),
     "manifest": (
         lambda: (UNFINISHED / "manifest.json").write_text("{"),
-        r"damaged, .* or delete it: .* an unfinished corpus is begun anew",
+        r"damaged or edited, .* an unfinished corpus is begun anew",
     ),
 }
 
@@ -463,6 +470,52 @@ def test_a_corpus_whose_files_have_changed_is_not_resumed(case):
     harm()
     with refused(message):
         written(A, B)
+
+
+EDITS = {
+    "less of a batch": ('"into":', '"into":1'),
+    "larger shards": ('"shard_tokens":1000', '"shard_tokens":2000'),
+    "another folder's shard": ('"file":"mine_val_000000.bin"', '"file":"../../x.bin"'),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_unfinished_manifest_that_was_edited_is_refused(edit):
+    begin(texts(120))
+    manifest = UNFINISHED / "manifest.json"
+    assert EDITS[edit][0] in manifest.read_text()
+    manifest.write_text(manifest.read_text().replace(*EDITS[edit]))
+    with refused(rf"{manifest}: damaged or edited, .* or delete it"):
+        written(A, B)
+
+
+def test_a_shard_that_goes_while_others_are_written_ends_it_with_an_error(monkeypatch):
+    real = Manifest.write
+
+    def write_manifest(self, folder):
+        real(self, folder)
+        if len(self.shards) == 3:
+            (folder / self.shards[0].file).unlink()
+
+    monkeypatch.setattr(Manifest, "write", write_manifest)
+    with refused(r"mine_val_000000\.bin: cannot be read: No such file"):
+        written(write(A, texts(120)))
+    assert not MINE.exists()
+
+
+def test_an_unfinished_folder_that_is_somebody_elses_is_left_as_it_is():
+    precious = Path("user/precious")
+    precious.parent.mkdir()
+    precious.write_text("x")
+    MINE.parent.mkdir()
+    UNFINISHED.symlink_to(precious.parent.absolute())
+    with refused(rf"{UNFINISHED}: is a link; delete it, or choose another name"):
+        written(write(A, ["a"]), val_shards=0)
+    UNFINISHED.unlink()
+    precious.parent.rename(UNFINISHED)
+    with refused("none of the 2 tokens"):
+        written(A)
+    assert (UNFINISHED / "precious").read_text() == "x"
 
 
 def test_a_corpus_is_not_resumed_by_another_command():
@@ -615,6 +668,10 @@ def test_a_wrong_text_column_ends_it_before_anything_is_written(monkeypatch):
     monkeypatch.setattr(data.documents, "_write", None)
     with refused('line 3: no text under "content" in .*; the 2 before'):
         written(write(A, texts(50)), text_column="content", skip_bad=2)
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    parquet.write_table(twice, "twice.parquet")
+    with refused('has 2 columns "text" of text; it has "text" '):
+        written(Path("twice.parquet"))
     good, bad = write("a.parquet", "a"), write("b.parquet", "b", column="content")
     there = r'it has "id" \(int64\), "content" \(string\); say with --text_column'
     for paths, column in (([good, bad], "text"), ([bad], "id")):
@@ -653,6 +710,15 @@ def test_a_damaged_file_is_one_line_that_names_it(name, damage):
         path, message = MINE, ": none of the 0 tokens, of 0 documents, are left to train on"
     with refused(f"^{path}{message}"):
         written(Path(name))
+    assert not MINE.parent.exists()
+
+
+def test_documents_without_text_and_lines_without_end_are_refused(monkeypatch):
+    with refused("none of the 50 documents has any text"):
+        written(write(A, [""] * 50), val_shards=0)
+    monkeypatch.setattr(data.sources, "LINE_BYTES", 2**20)
+    with refused("a.jsonl: line 2: longer than 1 MB; a document that long has to be a .txt file"):
+        written(write(A, ["short", "long " * 2**18]))
     assert not MINE.parent.exists()
 
 
@@ -734,7 +800,7 @@ def test_a_corpus_that_is_not_as_its_manifest_says_is_refused_and_more_files_are
     with refused(rf"mine_train_000001\.bin: holds 100 tokens; {manifest.name} names it with 500 "):
         open_corpus(MINE, 16, 50257)
     manifest.write_text("{}")
-    with refused(f"{manifest}: damaged, or not written by data/documents\\.py"):
+    with refused(f"{manifest}: damaged or edited, or not written by data/documents\\.py"):
         open_corpus(MINE, 16, 50257)
     manifest.unlink()
     open_corpus(MINE, 16, 50257)
