@@ -166,7 +166,9 @@ def pinned(tensor: Tensor) -> Tensor:
 
 def answering(**answers: Any) -> contextlib.AbstractContextManager[Any]:
     """Make torch.cuda's functions give answers, whatever they are asked."""
-    functions = {name: lambda *_, a=answer, **__: a for name, answer in answers.items()}
+    functions: dict[str, Any] = {
+        name: lambda *_, a=answer, **__: a for name, answer in answers.items()
+    }
     return patch.multiple(torch.cuda, **functions)
 
 
@@ -202,6 +204,8 @@ def fake_h200() -> contextlib.AbstractContextManager[Any]:
         empty_cache=None,
         reset_peak_memory_stats=None,
         _lazy_init=None,
+        _exchange_device=0,
+        _maybe_exchange_device=0,
     )
 
 
