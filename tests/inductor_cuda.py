@@ -156,7 +156,8 @@ def least_seconds(settings: Config, kernels: list[Kernel], gpu: str) -> tuple[li
     # and writes 12. A micro-step after the first adds its gradient to the one before.
     accumulated = 12 * (settings.accumulation_steps(1) - 1)
     update = 4 + (8 if settings.grad_clip else 0) + 28
-    parameters = GPT(GPTConfig.of(settings)).num_parameters()
+    with torch.device("meta"):
+        parameters = GPT(GPTConfig.of(settings)).num_parameters()
     return seconds, (update + accumulated) * parameters / memory
 
 
