@@ -145,13 +145,17 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
 ) -> Tensor:
     """Compute scaled_dot_product_attention by one fused operator, which autocast casts for."""
     if q.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(q, k, v, dropout_p, is_causal)[0]
+    return fused(q, k, v, dropout_p, is_causal)[0]
 
 
 def pinned(tensor: Tensor) -> Tensor:
@@ -160,48 +164,69 @@ def pinned(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def answering(**answers: Any) -> contextlib.AbstractContextManager[Any]:
+    """Make torch.cuda's functions give answers, whatever they are asked."""
+    functions: dict[str, Any] = {
+        name: lambda *_, a=answer, **__: a for name, answer in answers.items()
+    }
+    return patch.multiple(torch.cuda, **functions)
+
+
+def fake_h200() -> contextlib.AbstractContextManager[Any]:
+    """Make torch.cuda tell of one H200."""
+    properties = SimpleNamespace(
+        name=NAME,
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        warp_size=32,
+        regs_per_multiprocessor=2**16,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        total_memory=140 * GIB,
+        shared_memory_per_block_optin=227 * 2**10,
+    )
+    return answering(
+        is_available=True,
+        is_initialized=True,
+        device_count=1,
+        current_device=0,
+        get_device_name=NAME,
+        get_device_capability=(9, 0),
+        get_device_properties=properties,
+        is_bf16_supported=True,
+        is_current_stream_capturing=False,
+        max_memory_allocated=0,
+        mem_get_info=(140 * GIB, 140 * GIB),
+        get_rng_state=torch.zeros(16, dtype=torch.uint8),
+        set_device=None,
+        set_rng_state=None,
+        empty_cache=None,
+        reset_peak_memory_stats=None,
+        _lazy_init=None,
+        _exchange_device=0,
+        _maybe_exchange_device=0,
+    )
+
+
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[list[str]]:
     """Make cuda:0 a fake H200; yields the list of host waits. torch.compile does nothing."""
     mode = CountWaits()
-    random_state = torch.zeros(16, dtype=torch.uint8)
-    answers: dict[str, Any] = {
-        "is_available": True,
-        "is_initialized": True,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_name": NAME,
-        "get_device_capability": (9, 0),
-        "get_device_properties": SimpleNamespace(name=NAME, major=9, minor=0),
-        "is_bf16_supported": True,
-        "is_current_stream_capturing": False,
-        "max_memory_allocated": 0,
-        "mem_get_info": (140 * GIB, 140 * GIB),
-        "get_rng_state": random_state,
-    }
-    nothing = (
-        "set_device",
-        "set_rng_state",
-        "empty_cache",
-        "reset_peak_memory_stats",
-        "_lazy_init",
-    )
+
+    def synchronize(*_: Any) -> None:
+        mode.waits.append("synchronize")
+
+    stream = MagicMock(**{"synchronize.side_effect": synchronize})
+    streams = dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), stream)
+    kinds: list[Any] = torch.utils._foreach_utils._foreach_supported_types
     with contextlib.ExitStack() as stack:
-
-        def put(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(patch.object(owner, name, value))
-
-        for name, answer in (answers | dict.fromkeys(nothing)).items():
-            put(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-        put(torch.cuda, "synchronize", lambda *_: mode.waits.append("synchronize"))
-        stream = MagicMock(**{"synchronize.side_effect": torch.cuda.synchronize})
-        for name in ("Stream", "Event", "current_stream", "default_stream"):
-            put(torch.cuda, name, lambda *_, **__: stream)
-        put(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
-        put(F, "scaled_dot_product_attention", attention)
-        put(Tensor, "pin_memory", pinned)
-        put(torch, "compile", lambda function, **_: function)
-        kinds: list[Any] = torch.utils._foreach_utils._foreach_supported_types
+        stack.enter_context(fake_h200())
+        stack.enter_context(answering(**streams, stream=contextlib.nullcontext()))
+        stack.enter_context(patch.multiple(torch.cuda, synchronize=synchronize))
+        stack.enter_context(patch.multiple(F, scaled_dot_product_attention=attention))
+        stack.enter_context(patch.multiple(Tensor, pin_memory=pinned))
+        stack.enter_context(patch.multiple(torch, compile=lambda function, **_: function))
         kinds.append(OnGPU)
         stack.callback(kinds.remove, OnGPU)
         torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device) copies

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,7 @@ import train
 from runtime.world import World
 from tests.conftest import CPU, ROOT, tiny_run, write_tiny_corpus
 from tests.fake_cuda import GPU, environment, fake_cuda
+from tests.inductor_cuda import read_kernels
 
 STEPS = 3
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -118,6 +120,32 @@ def test_on_a_gpu_a_run_has_the_losses_of_a_cpu_and_waits_only_where_it_must(
     if name != "resume":
         reads = ["_local_scalar_dense.default"] * MORE_WAITS.get(name, 0)
         assert result["waits"] == reads + WAITS
+
+
+# Launches of Triton kernels, and the GB that they and all kernels move, at 64 x 1024.
+COUNTED = {2: (28, 41, 36.3, 68.8), 12: (138, 221, 108.7, 202.1)}
+
+
+@pytest.mark.parametrize("n_layer", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_code_for_an_h200_has_one_matmul_as_head_fused_attention_and_no_more_traffic(
+    tmp_path: Path, n_layer: int
+) -> None:
+    pytest.importorskip("triton", reason="needs the package triton")
+    if not torch.__version__.startswith("2.13"):
+        pytest.skip("the figures are those of PyTorch 2.13")
+    kernels = read_kernels(tmp_path, "speedup10.yaml", "batch_size=64", f"n_layer={n_layer}")
+    if kernels is None:
+        pytest.skip("needs a C++ compiler, for the fake CUDA device")
+    head = [k["name"] for k in kernels if k["flops"] == 2 * 64 * 1024 * 768 * 50304]
+    assert head == ["extern_kernels.addmm", "extern_kernels.mm", "extern_kernels.mm"]
+    names = Counter((k["pass"], k["name"]) for k in kernels)
+    flash = "torch.ops.aten._scaled_dot_product_flash_attention"
+    assert names["forward", f"{flash}.default"] == n_layer
+    assert names["backward", f"{flash}_backward.default"] == n_layer
+    triton = sum(k["bytes"] for k in kernels if k["name"] == "triton")
+    counted = [names[way, "triton"] for way in ("forward", "backward")]
+    counted += [size / 1e9 for size in (triton, sum(k["bytes"] for k in kernels))]
+    assert counted == pytest.approx(COUNTED[n_layer], rel=0.03)
 
 
 class OfEight(World):
