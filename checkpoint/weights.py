@@ -131,14 +131,16 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     """Return the path of weights: a checkpoint, a Hugging Face folder or a `.pt` file.
 
     `source`: gpt2 .. gpt2-xl for OpenAI's weights, downloaded once; else the name or folder of a
-    run, for its newest checkpoint; or one of these paths. Raises CheckpointError.
+    run, for its newest checkpoint, else its best; or one of these paths. Raises CheckpointError.
     """
     if source in HUGGING_FACE:
         return download(source)
     path = find_folder(source, log_dir) or Path(source)
     if path.is_file() or any((path / name).is_file() for name in (STATE, "config.json")):
         return path
-    if path.is_dir() and (checkpoints := all_checkpoints(run_and_checkpoint(path)[0])):
+    run, _ = run_and_checkpoint(path)
+    checkpoints = [*all_checkpoints(run, "best"), *all_checkpoints(run)]
+    if path.is_dir() and checkpoints:
         return checkpoints[-1]
     runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
     raise CheckpointError(

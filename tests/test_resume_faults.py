@@ -20,7 +20,7 @@ from checkpoint.files import CheckpointError
 from checkpoint.resume import find_checkpoint, open_run, resumed_config
 from checkpoint.save import NotSavedError
 from checkpoint.state import read_state
-from checkpoint.weights import build_model, load_model
+from checkpoint.weights import build_model, find_weights, load_model
 from config import Config, load_config
 from runtime.cli import ConfigError, parse
 from runtime.errors import UserError
@@ -471,3 +471,11 @@ def test_weights_behind_a_link_that_leads_nowhere_are_told(tmp_path):
     (checkpoints / "step_000010").symlink_to(tmp_path / "a disk that is not there")
     with pytest.raises(CheckpointError, match="step_000010"):
         load_model("run", str(tmp_path))
+
+
+def test_a_run_of_which_only_the_best_checkpoint_is_left_has_weights_and_resumes(go, here):
+    go(max_steps=4, eval_every=2, val_fraction=0.1)
+    shutil.rmtree(here / "checkpoints/step_000004")
+    (best,) = (here / "checkpoints").iterdir()
+    assert find_weights("train", str(here.parent)) == best
+    assert go(load_config(resume=str(here), max_steps=5))["resumed_after_step"] == 4
