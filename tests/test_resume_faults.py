@@ -474,7 +474,7 @@ def test_weights_behind_a_link_that_leads_nowhere_are_told(tmp_path):
 
 
 def test_a_run_of_which_only_the_best_checkpoint_is_left_has_weights_and_resumes(go, here):
-    go(max_steps=4, eval_every=2, val_fraction=0.1)
+    go(max_steps=4, eval_every=4, val_fraction=0.1)
     shutil.rmtree(here / "checkpoints/step_000004")
     (best,) = (here / "checkpoints").iterdir()
     assert find_weights("train", str(here.parent)) == best
