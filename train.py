@@ -50,7 +50,7 @@ from runtime.device import (
     synchronize,
     usable_precision,
 )
-from runtime.errors import reported
+from runtime.errors import TrainingError, reported
 from runtime.launch import launch
 from runtime.runlog import LogRow, RunFolder
 from runtime.signals import StopRequest, end_unfinished
@@ -310,7 +310,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
     Raises UserError for what cannot be trained, before anything is written unless a corpus goes
     bad or a checkpoint cannot be saved later on; TrainingError at a loss, norm or weight that is
-    not finite; Stopped at a signal before the first step.
+    not finite, or where the last step was left out; Stopped at a signal before the first step.
     """
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     stop = stop or StopRequest()
@@ -338,6 +338,11 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         seconds, loss = take_steps(run, folder, evaluation, stop)
         summary = summarize(config, state, world, seconds, loss, folder) | evaluation.latest()
         interrupted = state.step < config.max_steps
+        if not interrupted and summary["final_loss"] is None and summary["median_dt_ms"]:
+            raise TrainingError(
+                f"step {state.step}, the last one, was left out, as its loss or norm is not "
+                f"finite; resume with a larger --max_steps and a lower --lr"
+            )
         summary |= {
             "started": started,
             "seconds": time.perf_counter() - begun,
@@ -352,15 +357,15 @@ def take_steps(
 ) -> tuple[list[float], float]:
     """Take steps to the last one, or until a rank is asked to stop; log each.
 
-    Returns the seconds of each step, and the last one's loss.
+    Returns the seconds of each step, and the last one's loss: nan if it was left out.
     """
     config, state, world = run.config, run.state, run.world
-    seconds, loss, stopping = list[float](), math.nan, False
+    seconds, loss, stopping, left_out = list[float](), math.nan, False, False
     while True:
         # First, so that a fresh start, a resumed run and the end take the same path.
         between_steps(run, folder, evaluation, stopping)
         if stopping or state.step >= config.max_steps:
-            return seconds, loss
+            return seconds, math.nan if left_out else loss
 
         # The step, with the state of the generators kept for a fault in the middle of it.
         trim_memory_if_short()
