@@ -43,6 +43,10 @@ def restore(saved: SavedState, state: State, config: Config, world: World) -> No
             f"one's {state.corpus[:12]}; restore it, or begin a new run"
         )
     load_optimizers(saved.folder, state.model, state.optimizers)
+    # Without state only if all steps were left out; in fp16 the scaler counts those since it did.
+    updated = saved.step > saved.skipped_steps and saved.scaler.get("_growth_tracker", 1)
+    if updated and not state.optimizers[0].state:
+        raise CheckpointError(f"{saved.folder}: the optimizer's state is missing")
     try:
         if saved.scaler:
             state.scaler.load_state_dict(saved.scaler)
@@ -63,10 +67,13 @@ def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optim
         states[name][kind] = tensor.clone()  # the file may be mapped
     names = {p: name for name, p in model.named_parameters()}
     for optimizer in optimizers if states else []:  # else every step so far was left out
+        is_adamw = isinstance(optimizer, torch.optim.AdamW)
+        averages = ("exp_avg", "exp_avg_sq") if is_adamw else ("momentum_buffer",)
         own = [p for group in optimizer.param_groups for p in group["params"]]
         state = {index: states[names[p]] for index, p in enumerate(own)}
         for index, p in enumerate(own):
-            if {t.shape for t in state[index].values()} != {torch.Size(), p.shape}:
+            expected = dict.fromkeys(averages, (p.shape, p.dtype)) | {"step": ((), p.dtype)}
+            if {kind: (t.shape, t.dtype) for kind, t in state[index].items()} != expected:
                 problem = f"the optimizer's state does not fit the model's {names[p]}"
                 raise CheckpointError(f"{folder}: {problem}")
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})

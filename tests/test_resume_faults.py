@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import checkpoint.files
 import checkpoint.save
@@ -27,7 +28,7 @@ from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped
-from tests.conftest import ALONE, TINY, flags, fork_server, run
+from tests.conftest import ALONE, TINY, flags, fork_server, reseal, run
 from tests.test_resume import (
     NO_SPACE,
     PARTS,
@@ -479,3 +480,19 @@ def test_a_run_of_which_only_the_best_checkpoint_is_left_has_weights_and_resumes
     (best,) = (here / "checkpoints").iterdir()
     assert find_weights("train", str(here.parent)) == best
     assert go(load_config(resume=str(here), max_steps=5))["resumed_after_step"] == 4
+
+
+@pytest.mark.parametrize("harm", ["none", "no exp_avg", "half precision"])
+@pytest.mark.parametrize("fp16", [True, False])
+def test_an_optimizers_state_that_is_missing_or_of_another_dtype_is_refused(harm, fp16, go, here):
+    go(max_steps=2, fp16=fp16)
+    path = newest(here) / "optimizer.safetensors"
+    tensors = {} if harm == "none" else load_file(path)
+    for key in [key for key in tensors if key.endswith("exp_avg")]:
+        tensor = tensors.pop(key)
+        if harm == "half precision":
+            tensors[key] = tensor.half()
+    save_file(tensors, path)
+    reseal(path.parent)
+    with pytest.raises(CheckpointError, match=r"the optimizer's state (is missing|does not fit)"):
+        go(resume="auto", max_steps=3)
