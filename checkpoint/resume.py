@@ -239,6 +239,11 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
         for name, new in resumed.model_dump(mode="json", exclude={*may_differ}).items()
         if theirs.get(name, new) != new
     ]
+    changed += [
+        f"{name} {value} -> (unknown to this version)"
+        for name, value in saved.config.items()
+        if name not in Config.model_fields
+    ]
     return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 

@@ -496,3 +496,12 @@ def test_an_optimizers_state_that_is_missing_or_of_another_dtype_is_refused(harm
     reseal(path.parent)
     with pytest.raises(CheckpointError, match=r"the optimizer's state (is missing|does not fit)"):
         go(resume="auto", max_steps=3)
+
+
+def test_options_of_a_checkpoint_that_this_version_does_not_know_are_noted(go, here, capsys):
+    go(max_steps=2)
+    path = newest(here) / "checkpoint.json"
+    path.write_text(path.read_text().replace('"config": {', '"config": {"later": 7, '))
+    reseal(path.parent)
+    go(resume="auto", max_steps=3)
+    assert "later 7 -> (unknown to this version)" in capsys.readouterr().out
