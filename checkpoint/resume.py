@@ -131,7 +131,7 @@ def _find_checkpoint(config: Config, calls: Sequence[str]) -> tuple[SavedState |
     if resume is None and not was_restarted:
         return None, []
     if folder and not was_restarted:
-        saved = read_state(folder)
+        saved = _read_own(folder, run)
         if later := [other for other in all_checkpoints(run) if step_of(other) > saved.step]:
             raise UserError(
                 f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
@@ -161,10 +161,21 @@ def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
     folders = [*all_checkpoints(run, "best"), *all_checkpoints(run)]
     for folder in sorted(folders, key=step_of, reverse=True):
         try:
-            return read_state(folder), skipped
+            return _read_own(folder, run), skipped
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
     return None, skipped
+
+
+def _read_own(folder: Path, run: Path) -> SavedState:
+    """Read a checkpoint's state. Raises UserError if it was copied in from another run."""
+    saved, own = read_state(folder), RunFolder(run).run_id()
+    if own and saved.run_id and saved.run_id != own:
+        raise UserError(
+            f"{folder}: is of another run than the one in {run}; move it away, or begin a new run "
+            f"with --init_from {shlex.quote(str(folder))}"
+        )
+    return saved
 
 
 def _check_same_folder(config: Config, saved: SavedState | None, world: World) -> None:

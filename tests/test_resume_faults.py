@@ -5,6 +5,7 @@ logs, odd names.
 import contextlib
 import errno
 import functools
+import json
 import os
 import re
 import shutil
@@ -505,3 +506,19 @@ def test_options_of_a_checkpoint_that_this_version_does_not_know_are_noted(go, h
     reseal(path.parent)
     go(resume="auto", max_steps=3)
     assert "later 7 -> (unknown to this version)" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_one_without_an_id_is_not(go, here):
+    go(max_steps=2)
+    go(max_steps=3, run_name="other")
+    copied = here / "checkpoints/step_000003"
+    shutil.copytree(here.with_name("other") / "checkpoints/step_000003", copied)
+    before = contents(here)
+    for resume in (here, copied):
+        with pytest.raises(UserError, match="step_000003: is of another run than the one in"):
+            go(load_config(resume=str(resume), max_steps=4))
+    assert contents(here) == before
+    state = json.loads((copied / "checkpoint.json").read_text())
+    (copied / "checkpoint.json").write_text(json.dumps(state | {"run_id": None}))
+    reseal(copied)
+    assert go(resume="auto", max_steps=4)["resumed_after_step"] == 3
