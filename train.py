@@ -338,6 +338,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         seconds, loss = take_steps(run, folder, evaluation, stop)
         summary = summarize(config, state, world, seconds, loss, folder) | evaluation.latest()
         interrupted = state.step < config.max_steps
+        # Its checkpoint is saved, but whoever reads only the status must not take the run for done.
         if not interrupted and summary["final_loss"] is None and summary["median_dt_ms"]:
             raise TrainingError(
                 f"step {state.step}, the last one, was left out, as its loss or norm is not "
