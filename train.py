@@ -50,7 +50,7 @@ from runtime.device import (
     synchronize,
     usable_precision,
 )
-from runtime.errors import reported
+from runtime.errors import TrainingError, reported
 from runtime.launch import launch
 from runtime.runlog import LogRow, RunFolder
 from runtime.signals import StopRequest, end_unfinished
@@ -310,7 +310,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
     Raises UserError for what cannot be trained, before anything is written unless a corpus goes
     bad or a checkpoint cannot be saved later on; TrainingError at a loss, norm or weight that is
-    not finite; Stopped at a signal before the first step.
+    not finite, or where the last step was left out; Stopped at a signal before the first step.
     """
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     stop = stop or StopRequest()
@@ -353,13 +353,19 @@ def take_steps(
 ) -> tuple[list[float], float]:
     """Take steps to the last one, or until a rank is asked to stop; log each.
 
-    Returns the seconds of each step, and the last one's loss.
+    Returns the seconds of each step, and the last one's loss. Raises TrainingError if that one was
+    left out.
     """
     config, state, world = run.config, run.state, run.world
-    seconds, loss, stopping = list[float](), math.nan, False
+    seconds, loss, stopping, left_out = list[float](), math.nan, False, False
     while True:
         # First, so that a fresh start, a resumed run and the end take the same path.
         between_steps(run, folder, evaluation, stopping)
+        if left_out and state.step >= config.max_steps:  # no "done" for this
+            raise TrainingError(
+                f"step {state.step}, the last one, was left out: its loss or norm is not finite; "
+                f"resume with a larger --max_steps and a lower --lr"
+            )
         if stopping or state.step >= config.max_steps:
             return seconds, loss
 

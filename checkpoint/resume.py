@@ -43,6 +43,10 @@ def restore(saved: SavedState, state: State, config: Config, world: World) -> No
             f"one's {state.corpus[:12]}; restore it, or begin a new run"
         )
     load_optimizers(saved.folder, state.model, state.optimizers)
+    # Without state only if all steps were left out; in fp16 the scaler counts those since it did.
+    updated = saved.step > saved.skipped_steps and saved.scaler.get("_growth_tracker", 1)
+    if updated and not state.optimizers[0].state:
+        raise CheckpointError(f"{saved.folder}: the optimizer's state is missing")
     try:
         if saved.scaler:
             state.scaler.load_state_dict(saved.scaler)
@@ -63,10 +67,13 @@ def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optim
         states[name][kind] = tensor.clone()  # the file may be mapped
     names = {p: name for name, p in model.named_parameters()}
     for optimizer in optimizers if states else []:  # else every step so far was left out
+        is_adamw = isinstance(optimizer, torch.optim.AdamW)
+        averages = ("exp_avg", "exp_avg_sq") if is_adamw else ("momentum_buffer",)
         own = [p for group in optimizer.param_groups for p in group["params"]]
         state = {index: states[names[p]] for index, p in enumerate(own)}
         for index, p in enumerate(own):
-            if {t.shape for t in state[index].values()} != {torch.Size(), p.shape}:
+            expected = dict.fromkeys(averages, (p.shape, p.dtype)) | {"step": ((), p.dtype)}
+            if {kind: (t.shape, t.dtype) for kind, t in state[index].items()} != expected:
                 problem = f"the optimizer's state does not fit the model's {names[p]}"
                 raise CheckpointError(f"{folder}: {problem}")
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
@@ -124,7 +131,7 @@ def _find_checkpoint(config: Config, calls: Sequence[str]) -> tuple[SavedState |
     if resume is None and not was_restarted:
         return None, []
     if folder and not was_restarted:
-        saved = read_state(folder)
+        saved = _read_own(folder, run)
         if later := [other for other in all_checkpoints(run) if step_of(other) > saved.step]:
             raise UserError(
                 f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
@@ -154,10 +161,21 @@ def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
     folders = [*all_checkpoints(run, "best"), *all_checkpoints(run)]
     for folder in sorted(folders, key=step_of, reverse=True):
         try:
-            return read_state(folder), skipped
+            return _read_own(folder, run), skipped
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
     return None, skipped
+
+
+def _read_own(folder: Path, run: Path) -> SavedState:
+    """Read a checkpoint's state. Raises UserError if it was copied in from another run."""
+    saved, own = read_state(folder), RunFolder(run).run_id()
+    if own and saved.run_id and saved.run_id != own:
+        raise UserError(
+            f"{folder}: is of another run than the one in {run}; move it away, or begin a new run "
+            f"with --init_from {shlex.quote(str(folder))}"
+        )
+    return saved
 
 
 def _check_same_folder(config: Config, saved: SavedState | None, world: World) -> None:
@@ -231,6 +249,11 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
         f"{name} {theirs[name]} -> {new}"
         for name, new in resumed.model_dump(mode="json", exclude={*may_differ}).items()
         if theirs.get(name, new) != new
+    ]
+    changed += [
+        f"{name} {value} -> (unknown to this version)"
+        for name, value in saved.config.items()
+        if name not in Config.model_fields
     ]
     return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
 

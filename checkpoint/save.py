@@ -57,6 +57,7 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> Path | N
         corpus=state.corpus,
         scaler=state.scaler.state_dict(),
         random=world.gather(take_random_state(world.device)),
+        run_id=run.run_id(),
         not_logged=run.not_logged,
         config=options,
     )

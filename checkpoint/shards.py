@@ -72,7 +72,7 @@ def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
             if ("/" in name) == (part == OPTIMIZER):
                 whole = torch.full(stored.size, math.nan, dtype=stored.properties.dtype)
                 ours = sharded.get(name.partition("/")[0], whole)
-                fits = ours.shape == stored.size
+                fits = ours.shape == stored.size and ours.dtype == whole.dtype
                 tensors[name] = torch.full_like(ours, math.nan) if fits else whole
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that each rank reads by itself

@@ -124,6 +124,7 @@ class SavedState(BaseModel):
     config: dict[str, Any]
     scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16
     random: list[dict[str, Any]]  # of each rank
+    run_id: str | None = None  # of RunFolder; None in checkpoints of an earlier version
     not_logged: LogRow | None = None  # the row of a step that log.csv did not take
 
 

@@ -131,9 +131,7 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     """Return the path of weights: a checkpoint, a Hugging Face folder or a `.pt` file.
 
     `source`: gpt2 .. gpt2-xl for OpenAI's weights, downloaded once; else the name or folder of a
-    run, for its newest checkpoint, or its best if no other is left; or one of these paths.
-
-    Raises CheckpointError.
+    run, for its newest checkpoint, else its best; or one of these paths. Raises CheckpointError.
     """
     if source in HUGGING_FACE:
         return download(source)

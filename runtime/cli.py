@@ -185,6 +185,8 @@ def find_config(name: str, folder: Path = Path()) -> Path:
         for path in (place / name, place / f"{name}.yaml"):
             if os.path.isfile(path):  # False also for a name that is too long, or has a NUL
                 return path
+    if os.path.exists(name) and not os.path.isdir(name):
+        raise ConfigError(f"{name}: is a pipe or device; give a file, which can be read again")
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
     near = did_you_mean(name.removesuffix(".yaml"), known) or f", which has {', '.join(known)}"
@@ -382,6 +384,8 @@ def _error_lines(
             if problem["type"] == "missing" and len(problem["loc"]) > 1:  # one value of a tuple
                 message = f"takes {len(get_args(_value_type(options.model_fields[name])))} values"
             message += f", not {reprlib.repr(problem['input'])}"
+            if problem["type"] == "tuple_type":
+                message += f"; write it like {[*options.model_fields[name].default]}"
             if problem["type"] == "literal_error":
                 allowed = re.findall("'(.*?)'", context["expected"])
                 message += did_you_mean(str(problem["input"]), allowed)

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -106,6 +107,7 @@ class RunFolder:
                 self._undo.callback(shutil.rmtree, self.path, ignore_errors=True)
                 self.path.mkdir(parents=True)
                 self._hold()
+                write_whole(self.path / ".run_id", uuid.uuid4().hex)
                 write_rows(self.path / "log.csv", LOG_COLUMNS, [])
                 self._open_console()
             except BaseException:
@@ -364,6 +366,11 @@ class RunFolder:
     def is_finished(self) -> bool:
         """True if a run has ended here."""
         return (self.path / "summary.json").exists()
+
+    def run_id(self) -> str | None:
+        """Return what tells the run from all others; None in a folder of an earlier version."""
+        path = self.path / ".run_id"
+        return path.read_text() if path.exists() else None
 
     def torchrun_calls(self) -> set[str]:
         """Return the calls of torchrun, one on each machine, that started or resumed the run."""

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -661,3 +662,12 @@ def test_each_optimization_acts_in_one_place_that_a_search_for_its_name_finds(na
     assert any(re.search(rf"^{name}:", path.read_text(), re.MULTILINE) for path in YAMLS) or (
         name in ("recompute", "recompute_cheap", "fsdp", "fp16", "loss_chunks")
     ), "a YAML introduces it"
+
+
+def test_a_config_that_is_a_pipe_and_a_list_without_brackets_are_told_what_to_write(mistakes):
+    os.mkfifo("pipe")
+    for path in ("pipe", "/dev/null"):
+        said = f"{path}: is a pipe or device; give a file, which can be read again"
+        assert mistakes("--config", path) == [said]
+    (line,) = mistakes("--config", write("f.yaml", "betas: 0.9, 0.95"))
+    assert line.endswith("not '0.9, 0.95'; write it like [0.9, 0.999]")

@@ -5,6 +5,7 @@ logs, odd names.
 import contextlib
 import errno
 import functools
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import checkpoint.files
 import checkpoint.save
@@ -20,14 +22,14 @@ from checkpoint.files import CheckpointError
 from checkpoint.resume import find_checkpoint, open_run, resumed_config
 from checkpoint.save import NotSavedError
 from checkpoint.state import read_state
-from checkpoint.weights import build_model, load_model
+from checkpoint.weights import build_model, find_weights, load_model
 from config import Config, load_config
 from runtime.cli import ConfigError, parse
 from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped
-from tests.conftest import ALONE, TINY, flags, fork_server, run
+from tests.conftest import ALONE, TINY, flags, fork_server, reseal, run
 from tests.test_resume import (
     NO_SPACE,
     PARTS,
@@ -471,3 +473,52 @@ def test_weights_behind_a_link_that_leads_nowhere_are_told(tmp_path):
     (checkpoints / "step_000010").symlink_to(tmp_path / "a disk that is not there")
     with pytest.raises(CheckpointError, match="step_000010"):
         load_model("run", str(tmp_path))
+
+
+def test_a_run_of_which_only_the_best_checkpoint_is_left_has_weights_and_resumes(go, here):
+    go(max_steps=4, eval_every=4, val_fraction=0.1)
+    shutil.rmtree(here / "checkpoints/step_000004")
+    (best,) = (here / "checkpoints").iterdir()
+    assert find_weights("train", str(here.parent)) == best
+    assert go(load_config(resume=str(here), max_steps=5))["resumed_after_step"] == 4
+
+
+@pytest.mark.parametrize("harm", ["none", "no exp_avg", "half precision"])
+@pytest.mark.parametrize("fp16", [True, False])
+def test_an_optimizers_state_that_is_missing_or_of_another_dtype_is_refused(harm, fp16, go, here):
+    go(max_steps=2, fp16=fp16)
+    path = newest(here) / "optimizer.safetensors"
+    tensors = {} if harm == "none" else load_file(path)
+    for key in [key for key in tensors if key.endswith("exp_avg")]:
+        tensor = tensors.pop(key)
+        if harm == "half precision":
+            tensors[key] = tensor.half()
+    save_file(tensors, path)
+    reseal(path.parent)
+    with pytest.raises(CheckpointError, match=r"the optimizer's state (is missing|does not fit)"):
+        go(resume="auto", max_steps=3)
+
+
+def test_options_of_a_checkpoint_that_this_version_does_not_know_are_noted(go, here, capsys):
+    go(max_steps=2)
+    path = newest(here) / "checkpoint.json"
+    path.write_text(path.read_text().replace('"config": {', '"config": {"later": 7, '))
+    reseal(path.parent)
+    go(resume="auto", max_steps=3)
+    assert "later 7 -> (unknown to this version)" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_one_without_an_id_is_not(go, here):
+    go(max_steps=2)
+    go(max_steps=3, run_name="other")
+    copied = here / "checkpoints/step_000003"
+    shutil.copytree(here.with_name("other") / "checkpoints/step_000003", copied)
+    before = contents(here)
+    for resume in (here, copied):
+        with pytest.raises(UserError, match="step_000003: is of another run than the one in"):
+            go(load_config(resume=str(resume), max_steps=4))
+    assert contents(here) == before
+    state = json.loads((copied / "checkpoint.json").read_text())
+    (copied / "checkpoint.json").write_text(json.dumps(state | {"run_id": None}))
+    reseal(copied)
+    assert go(resume="auto", max_steps=4)["resumed_after_step"] == 3

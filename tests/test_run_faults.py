@@ -523,3 +523,27 @@ def test_a_user_errors_notes_are_part_of_its_message(text):
     error = UserError(text)
     error.add_note("and more")
     assert str(error) == text + ("\n" if "\n" in text else "; ") + "and more"
+
+
+# ---- steps that are left out
+
+
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_a_run_whose_last_step_was_left_out_saves_and_ends_with_an_error(
+    what, tiny_config, go, here, monkeypatch, capsys
+):
+    if what == "norm":
+        at_step(monkeypatch, lambda call, _: torch.tensor(math.nan) if call == 6 else None)
+    else:
+        real, calls = GPT.forward, itertools.count(1)
+        monkeypatch.setattr(
+            GPT, "forward", lambda *args: real(*args) + (math.nan if next(calls) >= 5 else 0.0)
+        )
+    config = tiny_config(skip_nonfinite=5)
+    assert main(config) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith("error: step 6, the last one, was left out")
+    assert "done" not in output.out
+    assert read_state(newest(here)).step == 6
+    monkeypatch.undo()
+    assert go(resume="auto", max_steps=7)["steps"] == 7
