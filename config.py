@@ -207,6 +207,8 @@ class SpeedConfig(Options):
     """compiled, compute norms, GELU, casts and residual sums again instead of keeping them (none:
     on a CPU, where it is free)
     """
+    residual_bf16: Annotated[bool, Rung(), Needs("bf16")] = False
+    """the residual stream too in bfloat16, not in fp32: fewer bytes, rounded at each addition"""
     loss_chunks: Annotated[Count, Rung()] = 1
     """compute the loss in this many parts, so that the logits of all tokens never exist at once; 8
     saves most of their memory

@@ -361,7 +361,8 @@ def take_steps(
     while True:
         # First, so that a fresh start, a resumed run and the end take the same path.
         between_steps(run, folder, evaluation, stopping)
-        if left_out and state.step >= config.max_steps:  # no "done" for this
+        # Saved, but not done: whoever reads only the exit status must see that.
+        if left_out and state.step >= config.max_steps:
             raise TrainingError(
                 f"step {state.step}, the last one, was left out: its loss or norm is not finite; "
                 f"resume with a larger --max_steps and a lower --lr"

@@ -544,7 +544,7 @@ def test_every_option_belongs_to_one_section_and_has_help():
 def test_the_models_own_options_are_those_of_the_command_line_so_the_two_lists_cannot_drift():
     ours = ModelConfig().model_dump()
     ours.pop("init_from")  # where weights come from, not what the model is
-    for name in ("flash", "loss_chunks", "recompute"):
+    for name in ("flash", "residual_bf16", "loss_chunks", "recompute"):
         ours[name] = SpeedConfig.model_fields[name].default
     assert dataclasses.asdict(GPTConfig()) == ours
 
@@ -625,8 +625,8 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
     assert not changes(config, config.model_copy(update=settings))
     off = config.describe_optimizations(1).partition("; off: ")[2]
     assert off == (
-        "optimizer, matmul_precision, fp16, fsdp, recompute, recompute_cheap, loss_chunks, "
-        "several ranks"
+        "optimizer, matmul_precision, fp16, fsdp, recompute, recompute_cheap, residual_bf16, "
+        "loss_chunks, several ranks"
     )
 
 
@@ -660,7 +660,7 @@ def test_each_optimization_acts_in_one_place_that_a_search_for_its_name_finds(na
     acts = [file for file in heart if re.search(rf"[.]{name}\b", (ROOT / file).read_text())]
     assert acts, f"{name} acts in none of {', '.join(heart)}"
     assert any(re.search(rf"^{name}:", path.read_text(), re.MULTILINE) for path in YAMLS) or (
-        name in ("recompute", "recompute_cheap", "fsdp", "fp16", "loss_chunks")
+        name in ("recompute", "recompute_cheap", "fsdp", "fp16", "residual_bf16", "loss_chunks")
     ), "a YAML introduces it"
 
 

@@ -195,6 +195,22 @@ def test_too_long_an_input_is_an_error_that_names_both_lengths(tiny_model):
         tiny_model()(tokens(T=33))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_residual_stream_is_in_bf16_only_where_that_is_asked_for_under_autocast(
+    tiny_model, recompute
+):
+    streams = []
+    for residual_bf16 in (False, True):
+        model = tiny_model(residual_bf16=residual_bf16, recompute=recompute)
+        for block in model.transformer.h:
+            block.register_forward_hook(lambda _, inputs, output: streams.append(output.dtype))
+        for autocast in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                model(tokens(), tokens(seed=1))
+    layers = [torch.float32] * model.config.n_layer
+    assert streams == layers * 3 + [torch.bfloat16] * model.config.n_layer
+
+
 @pytest.mark.parametrize(
     ("norm", "kind"), [("layernorm", torch.nn.LayerNorm), ("rmsnorm", torch.nn.RMSNorm)]
 )
