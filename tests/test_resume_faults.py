@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import shutil
+import signal
 import stat
 from pathlib import Path
 
@@ -32,12 +33,22 @@ from tests.test_resume import (
     NO_SPACE,
     PARTS,
     checkpoints,
-    limit_file_size,
     log,
     newest,
     same_end,
 )
 from tests.test_run_faults import inject
+
+
+def limit_file_size(limit):
+    """As a disk that is full once a file has this many bytes; what is printed is not kept, so it is
+    not limited.
+    """
+    import resource
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
 def contents(folder):
