@@ -2,16 +2,12 @@
 
 import hashlib
 import json
-import os
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import checkpoint.shards
 import inference.sampling
@@ -69,51 +65,32 @@ def sampled(config: Config, world: World) -> None:
         train(config, world)
 
 
-def sums(config: Config, world: World) -> int:
-    """How often a run sums gradients over the processes."""
-    return len(summed(config, world))
-
-
-def summed(config: Config, world: World) -> list[torch.dtype]:
-    """The dtypes of the gradients that a run's FSDP sums, one for each time."""
-    dtypes = []
+def looked_at(config: Config, world: World) -> dict[str, Any]:
+    """The dtypes that a run has in training: of a block's weights, of the residual stream, of the
+    head's weight, and of each sum of gradients over the processes.
+    """
+    seen: dict[str, Any] = {}
+    sums: list[str] = []
     names = ("reduce_scatter_single", "reduce_scatter_tensor")  # the first since PyTorch 2.13
     name = next(name for name in names if hasattr(torch.distributed, name))
     real = getattr(torch.distributed, name)
 
     def reduce_scatter(*args: Any, **kwargs: Any) -> Any:
-        dtypes.append((args[0] if args else kwargs["output"]).dtype)
+        sums.append(str((args[0] if args else kwargs["output"]).dtype))
         return real(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, name, reduce_scatter)
-        train(config, world)
-    return dtypes
-
-
-def dtypes(config: Config, world: World) -> dict[str, str]:
-    """The dtypes that a run has in training: of a block's weights, of the residual stream, of the
-    head's weight, of the sums of gradients; and of the sharded weights.
-    """
-    seen: dict[str, torch.dtype] = {}
 
     def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if module.training and isinstance(module, Block):
-            seen.update(block=module.mlp.c_fc.weight.dtype, residual=output.dtype)
+            seen.update(block=str(module.mlp.c_fc.weight.dtype), residual=str(output.dtype))
         if module.training and isinstance(module, Transformer):
-            seen["head"] = module.wte.weight.dtype
+            seen["head"] = str(module.wte.weight.dtype)
 
-    def look_at_shards(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        seen["shards"] = optimizer.param_groups[0]["params"][0].dtype
-
-    hooks = [
-        torch.nn.modules.module.register_module_forward_hook(look),
-        register_optimizer_step_pre_hook(look_at_shards),
-    ]
-    (seen["summed"],) = {*summed(config, world)}
-    for hook in hooks:
-        hook.remove()
-    return {name: str(dtype) for name, dtype in seen.items()}
+    hook = torch.nn.modules.module.register_module_forward_hook(look)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, name, reduce_scatter)
+        train(config, world)
+    hook.remove()
+    return {**seen, "sums": sums}
 
 
 def graphs(config: Config, world: World) -> int:
@@ -124,36 +101,22 @@ def graphs(config: Config, world: World) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def train_to_last_save(config: Config, world: World, act: Callable[[], None]) -> None:
-    """Train, and call `act` on rank 1 as step 4's checkpoint is being written."""
+def not_saved(config: Config, world: World) -> str:
+    """What a run says whose save of step 4 fails on rank 1, as for a full disk."""
     real = checkpoint.shards.sha256
 
     def sha256(path: Path) -> str:
         if world.rank and path.parent.parent.name.startswith("step_000004."):
-            act()
+            raise OSError(28, "No space left on device")
         return real(path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.shards, "sha256", sha256)
-        train(config, world)
-
-
-def not_saved(config: Config, world: World) -> str:
-    """What a run says whose last save fails on rank 1, as for a full disk."""
-
-    def full() -> None:
-        raise OSError(28, "No space left on device")
-
-    try:
-        train_to_last_save(config, world, full)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        try:
+            train(config, world)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
     return ""
-
-
-def killed(config: Config, world: World) -> None:
-    """A run whose last save kills rank 1."""
-    train_to_last_save(config, world, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 if __name__ == "__main__":

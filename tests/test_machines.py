@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,20 @@ from runtime.runlog import read_rows
 from runtime.signals import StopRequest, end_unfinished
 from runtime.world import World, describe_ranks
 from tests.conftest import (
+    ALONE,
     CPU,
     ROOT,
-    children,
-    ended,
     flags,
+    forks,
     kill_all,
     run_ranks,
     start,
+    tiny_run,
     wait_for,
     write_tiny_corpus,
 )
 from tests.test_resume import needs_proc
+from train import train
 
 
 @pytest.mark.parametrize(
@@ -158,12 +161,15 @@ def test_where_another_machine_was_told_to_stop_this_one_ends_so_that_it_is_star
 
 # train.py whose steps wait until the file `limit` lets them through, or they are asked to stop
 GATED = f"""
-import runpy, sys, time
+import os, runpy, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
+import measure.summary
 import optimizer
 import runtime.signals
 
+os.getppid = lambda: int(os.environ["AGENT"])  # it is forked, and no child of torchrun
+measure.summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the run
 stops = []
 
 class StopRequest(runtime.signals.StopRequest):
@@ -174,7 +180,8 @@ class StopRequest(runtime.signals.StopRequest):
 real = optimizer.learning_rate
 
 def learning_rate(step, config):
-    while step > int(Path("limit").read_text()) and not any(stop.received for stop in stops):
+    limit = Path(__file__).with_name("limit")
+    while step > int(limit.read_text()) and not any(stop.received for stop in stops):
         time.sleep(0.02)
     return real(step, config)
 
@@ -186,16 +193,43 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 STEPS, PATIENCE = 12, 250  # PATIENCE: seconds
 
 
-class Run:
-    """A run on agents that stand for machines, in a folder of its own."""
+def working_in(folder: Path) -> Iterator[int]:
+    """The numbers of the processes that work in a folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended meanwhile
+            if (process / "cwd").readlink() == folder:
+                yield int(process.name)
 
-    def __init__(self, place: Path, workers: int):
-        self.place, self.workers, self.path = place, workers, place / "logs/run"
+
+def is_agent() -> None:
+    """Let this process fork its ranks, which find its number in their environment."""
+    forks()
+    os.environ["AGENT"] = str(os.getpid())
+
+
+def figures(folder: Path) -> dict:
+    """Return the figures of log.csv and eval.csv, without times."""
+    return {
+        (step, column): row[column]
+        for name, columns in (("log.csv", ["loss", "norm"]), ("eval.csv", ["val_loss"]))
+        for step, row in read_rows(folder / name, columns).items()
+        for column in columns
+    }
+
+
+class Run:
+    """A run on agents that stand for machines, each of one rank and working in its own folder."""
+
+    def __init__(self, place: Path):
+        self.place = place
         self.agents: dict = {}
         with socket.socket() as any_free:
             any_free.bind(("localhost", 0))
             self.port = any_free.getsockname()[1]
         write_tiny_corpus(place)
+        options = {"n_layer": 1, "batch_size": 1, "total_batch_tokens": 256, "shuffle": True}
+        often = {"val_fraction": 0.1, "eval_every": 4, "checkpoint_every": 2, "timeout": 60}
+        self.config = tiny_run(place, **options, **often, max_steps=STEPS, run_name="run")
         (place / "gated.py").write_text(GATED)
         self.let_through(0)
 
@@ -204,88 +238,56 @@ class Run:
         (self.place / "limit.tmp").write_text(str(step))
         os.replace(self.place / "limit.tmp", self.place / "limit")
 
-    def training(self) -> list[str]:
-        """Return the command that one rank trains by."""
-        options = f"""
-            --run_name run --dataset tiny --device cpu --n_layer 1 --n_head 2 --n_embd 32
-            --block_size 32 --seq_len 32 --vocab_size 128 --init gpt2 --batch_size 1
-            --total_batch_tokens 256 --shuffle --val_fraction 0.1 --eval_every 4
-            --checkpoint_every 2 --max_steps {STEPS} --timeout 60
-        """
-        return [str(self.place / "gated.py"), *options.split()]
-
-    def start(self, agents: str, nnodes: str = "2", *options: str) -> None:
+    def start(self, agents: str, nnodes: str = "2") -> None:
         """Start torchrun on the machines of these names; that on `a` keeps the rendezvous."""
         for agent in agents:
+            (self.place / agent).mkdir(exist_ok=True)
             self.agents[agent] = start(
                 *["-m", "torch.distributed.run", "--max_restarts=5", "--rdzv_backend=c10d"],
                 f"--nnodes={nnodes}",
-                f"--nproc_per_node={self.workers}",
                 f"--rdzv_endpoint=localhost:{self.port}",
                 f"--rdzv_conf=is_host={int(agent == 'a')},last_call_timeout=1,"
                 "keep_alive_interval=1,keep_alive_max_attempt=4",
-                *self.training(),
-                *options,
-                cwd=self.place,
+                self.place / "gated.py",
+                *flags(self.config),
+                cwd=self.place / agent,
+                before=is_agent,
                 OMP_NUM_THREADS="1",
                 TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # see docs/cluster.md
             )
 
-    def power_off(self, agent: str) -> None:
-        """Kill a machine: its agent and all its ranks."""
-        kill_all([self.agents[agent].pid, *children(self.agents[agent])])
-        self.agents.pop(agent).communicate(timeout=PATIENCE)
-
     def console(self) -> str:
         """Return what the run has printed; an earlier one of its name has been moved aside."""
-        path = self.path / "console.log"
+        path = self.place / "logs/run/console.log"
         return path.read_text() if path.exists() else ""
 
     def worlds(self) -> list[int]:
         """Return the number of ranks of each attempt."""
-        found = re.findall(r"^device: .*ranks: (\d+)", self.console(), re.MULTILINE)
-        return [int(number) for number in found]
+        return [int(n) for n in re.findall(r"^device: .*ranks: (\d+)", self.console(), re.M)]
 
-    def until(self, step: int, *, attempts: int = 1, world: int | None = None) -> None:
-        """Let the run go on, and wait until this step is logged.
-
-        By so many attempts and, if given, a last one of so many ranks.
+    def until(self, step: int, attempts: int = 1, world: int = 2) -> None:
+        """Let the run go on until this step is logged, by the so many-th attempt or a later one,
+        which has so many ranks.
         """
         self.let_through(step)
-
-        def is_there() -> bool:
-            worlds = self.worlds()
-            return (
-                f"step {step:2d}/{STEPS} | loss" in self.console().rpartition("device: ")[2]
-                and len(worlds) >= attempts
-                and world in (None, worlds[-1])
-            )
-
-        wait_for(is_there, self.agents["a"], PATIENCE)
-
-    def end(self) -> None:
-        """Let the run go to its end, and all agents that are left with it."""
-        self.let_through(STEPS)
-        for name, agent in self.agents.items():
-            printed = agent.communicate(timeout=PATIENCE)
-            assert agent.returncode == 0, (name, *printed)
-
-    def figures(self) -> dict:
-        """Return the figures of log.csv and eval.csv, without times."""
-        return {
-            (step, column): row[column]
-            for name, columns in (("log.csv", ["loss", "norm"]), ("eval.csv", ["val_loss"]))
-            for step, row in read_rows(self.path / name, columns).items()
-            for column in columns
-        }
+        logged = f"step {step:2d}/{STEPS} | loss"
+        wait_for(
+            lambda: (
+                logged in self.console().rpartition("device: ")[2]
+                and len(self.worlds()) >= attempts
+                and self.worlds()[-1] == world
+            ),
+            self.agents["a"],
+            PATIENCE,
+        )
 
 
 def one_rank(run: Run) -> None:
     """kill -9 of one rank of one agent"""
     run.start("ab")
     run.until(5)
-    kill_all(children(run.agents["b"])[-1:])
-    run.until(9, attempts=2, world=2 * run.workers)
+    kill_all({*working_in(run.place / "b")} - {run.agents["b"].pid})
+    run.until(9, attempts=2)
 
 
 def is_preempted(run: Run) -> None:
@@ -297,41 +299,35 @@ def is_preempted(run: Run) -> None:
     run.let_through(6)
     run.agents.pop("b").communicate(timeout=PATIENCE)
     run.start("b")
-    run.until(9, attempts=2, world=2 * run.workers)
+    run.until(9, attempts=2)
 
 
 def leaves_and_comes_back(run: Run) -> None:
     """--nnodes=1:2, a machine loses its power; the other goes on alone, and then with a new one"""
     run.start("ab", "1:2")
-    run.until(5, world=2 * run.workers)
-    run.power_off("b")
-    run.until(8, world=run.workers)
+    run.until(5)
+    kill_all(working_in(run.place / "b"))
+    run.agents.pop("b").communicate(timeout=PATIENCE)
+    run.until(8, world=1)
     run.start("b", "1:2")
-    wait_for(lambda: run.worlds()[-1] == 2 * run.workers, run.agents["a"], PATIENCE)
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """An undisturbed run of two ranks."""
-    run = Run(tmp_path_factory.mktemp("straight"), workers=2)
-    run.let_through(STEPS)
-    for done in run_ranks(2, *run.training(), cwd=run.place):
-        assert done.returncode == 0, done.stderr
-    return run.figures()
+    wait_for(lambda: run.worlds()[-1:] == [2], run.agents["a"], PATIENCE)
 
 
 @needs_proc
 @pytest.mark.parametrize(
     "way", [one_rank, leaves_and_comes_back, pytest.param(is_preempted, marks=pytest.mark.slow)]
 )
-def test_a_run_on_two_machines_goes_on_after_a_loss(way, straight, tmp_path):
-    run = Run(tmp_path, workers=1)
+def test_a_run_on_two_machines_goes_on_after_a_loss(way, tmp_path):
+    run, logs = Run(tmp_path), tmp_path / "logs"
     try:
         way(run)
-        run.end()
-        assert run.figures() == pytest.approx(straight, abs=1e-5)
-        assert [path.name for path in (run.place / "logs").iterdir()] == ["run"]  # not begun anew
+        run.let_through(STEPS)
+        for name, agent in run.agents.items():
+            printed = agent.communicate(timeout=PATIENCE)
+            assert agent.returncode == 0, (name, *printed)
     finally:
-        for agent in run.agents.values():
-            with ended([agent]):
-                kill_all(children(agent) if agent.poll() is None else [])
+        for name in "ab":
+            kill_all(working_in(tmp_path / name))
+    assert [path.name for path in logs.glob("[!.]*")] == ["run"]  # not begun anew
+    train(run.config.model_copy(update={"run_name": "straight"}), ALONE)
+    assert figures(logs / "run") == pytest.approx(figures(logs / "straight"), abs=1e-5)

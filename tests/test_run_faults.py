@@ -36,7 +36,7 @@ from runtime.runlog import RunFolder, duration
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
 from tests.conftest import ALONE, CPU, ROOT, TINY, at_step, flags, generate, run
-from tests.test_resume import evals, folder_of, log, newest, same_end
+from tests.test_resume import checkpoints, evals, folder_of, log, newest, same_end
 from train import train
 
 needs_dev_full = pytest.mark.skipif(
@@ -91,6 +91,7 @@ def to_go_on(folder):
 EVALUATES = {
     "vocab_size": 50257,
     "n_layer": 1,
+    "n_embd": 8,
     "dropout": 0.2,
     "eval_every": 3,
     "eval_tokens": 64,
@@ -98,22 +99,18 @@ EVALUATES = {
     "sample_every": 3,
     "sample_tokens": 2,
 }
-FULL = "cannot be written: No space left on device"
 
 
 @pytest.mark.parametrize(
     ("module", "name", "error", "options"),
     [
-        (None, "step", RuntimeError("it failed"), {"dropout": 0.3}),
-        (None, "step", MemoryError("it failed"), {"dropout": 0.3}),
-        (None, "step", TokenFileError("it failed"), {"fp16": True}),
-        (None, "step", ValueError("it failed"), {"batch_size": 2, "total_batch_tokens": 256}),
-        (inference.evaluation, "validation_loss", RuntimeError("it failed"), EVALUATES),
-        (inference.evaluation, "sample_text", RuntimeError("it failed"), EVALUATES),
-        (runtime.runlog, "append_row", OSError(errno.ENOSPC, FULL, "a file"), EVALUATES),
-        (runtime.runlog, "write_rows", OSError(errno.ENOSPC, FULL, "a file"), EVALUATES),
+        (None, "step", ValueError("failed"), {"batch_size": 2, "total_batch_tokens": 256}),
+        (None, "step", TokenFileError("failed"), {"fp16": True, "dropout": 0.3}),
+        (inference.evaluation, "validation_loss", RuntimeError("failed"), EVALUATES),
+        (inference.evaluation, "sample_text", RuntimeError("failed"), EVALUATES),
+        (runtime.runlog, "append_row", OSError(errno.ENOSPC, "failed", "a file"), EVALUATES),
+        (runtime.runlog, "write_rows", OSError(errno.ENOSPC, "failed", "a file"), EVALUATES),
     ],
-    ids=str,
 )
 def test_a_fault_in_or_after_a_step_saves_what_is_whole_and_the_run_goes_on_exactly(
     module, name, error, options, go, here, monkeypatch
@@ -126,7 +123,7 @@ def test_a_fault_in_or_after_a_step_saves_what_is_whole_and_the_run_goes_on_exac
             failing(patched, 4, error)
         else:
             inject(patched, module, name, error, lambda *_: line_count(log_file) == lines)
-        with pytest.raises(type(error), match=r"failed|No space left"):
+        with pytest.raises(type(error), match="failed"):
             go(**options)
     assert read_state(newest(here)).step == 3
     assert error.__notes__ == [to_go_on(here)]
@@ -142,8 +139,7 @@ def test_a_fault_in_the_middle_of_an_update_is_not_saved(go, here, monkeypatch):
     inject(monkeypatch, torch.optim.AdamW, "step", MemoryError(), lambda *_: next(updates) == 5)
     with pytest.raises(MemoryError) as caught:
         go(checkpoint_every=2)
-    names = sorted(path.name for path in (here / "checkpoints").iterdir())
-    assert names == ["step_000002", "step_000004"]
+    assert checkpoints(here) == ["step_000002", "step_000004"]
     assert "--resume" in caught.value.__notes__[0]
 
 
@@ -210,16 +206,13 @@ def test_a_console_log_that_cannot_be_written_does_not_hide_the_first_error_nor_
     assert read_state(newest(here)).step == 3
 
 
-def test_the_error_line_says_how_to_resume_quoted_for_the_shell_and_console_log_has_it(
-    tiny_config, monkeypatch, capsys
-):
+def test_the_error_line_says_how_to_resume_quoted_for_the_shell(tiny_config, monkeypatch, capsys):
     config = tiny_config(run_name="it's mine")
     disarm = failing(monkeypatch, 3, TokenFileError("a bad file"))
     main(config)
     disarm()
     (line,) = capsys.readouterr().err.splitlines()
     folder = str(folder_of(config))
-    assert Path(folder, "console.log").read_text().splitlines()[-1] == line
     assert line == f"error: a bad file; {to_go_on(shlex.quote(folder))}"
     train(load_config(resume=folder), ALONE)
     last = capsys.readouterr().out.splitlines()[-1]
@@ -322,11 +315,11 @@ def test_a_closed_terminal_saves_and_ends_like_sigterm_and_under_nohup_changes_n
 EARLY = "\nstopped before its first step: nothing is lost, the same command starts again\n"
 
 
-def stopped_early(monkeypatch, place, config, number=signal.SIGTERM):
-    """Begin a run, with a signal as it enters `place`."""
+def stopped_early(monkeypatch, place, config):
+    """Begin a run, with SIGTERM as it enters `place`."""
     module = inference.evaluation if place == "validation_loss" else train_module
     with monkeypatch.context() as patched, StopRequest() as stop:
-        inject(patched, module, place, lambda: signal.raise_signal(number))
+        inject(patched, module, place, lambda: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(Stopped) as ended:
             train(config, ALONE, stop=stop)
     assert ended.value.code == 0
@@ -339,10 +332,9 @@ def test_a_signal_before_the_first_step_leaves_everything_as_it_was(
     place, tiny_config, go, here, monkeypatch, capfd
 ):
     config = tiny_config(eval_every=2, val_fraction=0.1, dropout=0.1)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a first run
-        stopped_early(monkeypatch, place, config, number)
-        assert not here.exists()
-        assert capfd.readouterr().err == EARLY
+    stopped_early(monkeypatch, place, config)  # a first run
+    assert not here.exists()
+    assert capfd.readouterr().err == EARLY
     go(config.model_copy(update={"max_steps": 4}))
     before = log(here), newest(here)
     stopped_early(monkeypatch, place, config)  # a new one of its name
@@ -431,13 +423,6 @@ def test_every_number_has_an_upper_bound_that_is_told(name):
         load_config(**{name: "1" + "0" * 40})
 
 
-@pytest.mark.parametrize("options", [{"block_size": 10**15}, {"vocab_size": 10**15}])
-def test_what_is_within_bounds_may_still_be_too_large_for_memory(options, go):
-    with pytest.raises(RuntimeError) as caught:
-        go(**options)
-    assert kind_of_failure(caught.value)[0] == "memory"
-
-
 def test_bounds_are_generous():
     load_config(max_steps=10**9, lr=1e30, eval_tokens=10**15, total_batch_tokens=4 * 1024 * 10**8)
 
@@ -472,10 +457,6 @@ compilation terminated."""
             "x.cpp:2:1: error: unknown type name 'foo'\nx.cpp:3:1: error: more",
             "error: unknown type name 'foo'; install g++ (or set CXX to a C++ compiler that works)",
         ),
-        (
-            "/usr/bin/ld: cannot find -lgomp\ncollect2: error: ld returned 1 exit status",
-            "cannot find -lgomp; install g++ (or set CXX to a C++ compiler that works)",
-        ),
         ("Killed", "Killed; install g++ (or set CXX to a C++ compiler that works)"),
     ],
 )
@@ -489,19 +470,10 @@ def test_a_compile_error_shows_the_compilers_own_line_and_what_to_install(
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by "
-            "peer [127.0.0.1]:31415.",
-            "Connection closed by peer [127.0.0.1]:31415.",
-        ),
-        ("gloo: " + "a word " * 60, "gloo: " + "a word " * 27 + "a ..."),
-    ],
-)
-def test_why_another_process_did_not_answer_is_told_without_the_place_in_pytorch(text, told):
-    assert kind_of_failure(RuntimeError(text)) == ("lost rank", told)
+def test_why_another_process_did_not_answer_is_told_without_the_place_in_pytorch():
+    said = "Connection closed by peer [127.0.0.1]:31415."
+    error = RuntimeError(f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] {said}")
+    assert kind_of_failure(error) == ("lost rank", said)
 
 
 # ---- what comes from Python rather than from the command line
