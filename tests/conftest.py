@@ -201,6 +201,14 @@ def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> 
     return lambda: monkeypatch.setattr(train_module, "clip_gradients", real)
 
 
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Callable[[], None]]:
+    """Makes the next run get SIGTERM during a step of its own count."""
+    return lambda at: at_step(
+        monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == at else None
+    )
+
+
 # ---- commands in processes of their own
 
 

@@ -87,14 +87,6 @@ def same_end(ours, theirs):
     assert read_state(ours).scaler == read_state(theirs).scaler
 
 
-@pytest.fixture
-def stop_at(monkeypatch):
-    """Makes the next run get SIGTERM during a step of its own count."""
-    return lambda at: at_step(
-        monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == at else None
-    )
-
-
 # ---- exact
 
 

@@ -4,8 +4,8 @@ happens.
 
 import math
 import os
+import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -19,19 +19,16 @@ from tests.conftest import (
     ALONE,
     ROOT,
     at_step,
-    ended,
     flags,
     run,
     run_ranks,
-    start,
-    wait_for,
 )
 from train import train
 
 EVERYTHING = {
     "vocab_size": 50257,
     "n_layer": 1,
-    "n_embd": 16,
+    "n_embd": 8,
     "val_fraction": 0.1,
     "eval_every": 3,
     "sample_every": 4,
@@ -39,11 +36,6 @@ EVERYTHING = {
     "checkpoint_every": 2,
     "max_steps": 9,
 }
-
-
-def resumed(folder, **options):
-    """What goes on with a run; the checkpoint knows whether it is followed."""
-    return load_config(resume=str(folder), device="cpu", **options)
 
 
 def logged(folder):
@@ -68,13 +60,6 @@ def same(curves, folder):
         assert curves[name] == pytest.approx(curve, rel=1e-6, abs=rounded), name
     assert memory.keys() | utilization.keys() <= ours["train/loss"].keys()
     assert all(0 < share <= 1 for share in utilization.values())
-
-
-def stop_at(monkeypatch, step):
-    """SIGTERM in the middle of a step; returns what disarms it."""
-    return at_step(
-        monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == step else None
-    )
 
 
 # ---- TensorBoard
@@ -134,46 +119,33 @@ def test_a_followed_run_has_the_losses_of_any_other_and_one_moved_aside_keeps_it
 
 
 @pytest.mark.parametrize(
-    ("first", "stop", "later", "samples"),
+    ("first", "stop", "later"),
     [
-        ({}, 4, [{}], {4, 8, 9}),
-        ({"log_every": 4}, 3, [{}], {4, 8, 9}),
-        ({"log_every": 4}, 6, [{}], {4, 8, 9}),
-        ({}, None, [{"max_steps": 11}], None),
-        ({"tensorboard": False}, None, [{"max_steps": 11, "tensorboard": True}], None),
+        ({}, 4, [{}]),
+        ({"log_every": 4}, 6, [{}]),
+        ({}, "kill", [{}]),
+        ({"tensorboard": False}, None, [{"max_steps": 11, "tensorboard": True}]),
         (
             {"max_steps": 4},
             None,
             [{"max_steps": 8, "tensorboard": False}, {"max_steps": 10, "tensorboard": True}],
-            None,
         ),
     ],
 )
 def test_a_run_of_several_calls_has_its_whole_curves(
-    first, stop, later, samples, go, here, tensorboard, monkeypatch
+    first, stop, later, go, here, tensorboard, stop_at
 ):
-    """Stopped, taken further, followed only later, and not followed for a while."""
-    disarm = stop_at(monkeypatch, stop)
+    """Stopped, killed, followed only later, and not followed for a while."""
+    disarm = stop_at(stop)
     go(**EVERYTHING | {"tensorboard": True} | first)
     disarm()
+    if stop == "kill":  # in step 9 after the checkpoint of step 6, while an event was written
+        for lost in here.glob("checkpoints/*_00000[89]"):
+            shutil.rmtree(lost)
+        (events,) = here.glob("events.*")
+        os.truncate(events, events.stat().st_size - 20)
     for options in later:
-        go(resumed(here, **options))
-    curves, texts = tensorboard(here)
-    same(curves, here)
-    assert samples in (None, texts["sample"].keys())
-
-
-def test_after_kills_tensorboard_has_each_step_once_with_the_logs_values(
-    tiny_config, here, tensorboard, tmp_path
-):
-    options = {"val_fraction": 0.1, "eval_every": 3, "checkpoint_every": 5, "tensorboard": True}
-    config, log = tiny_config(**options, max_steps=30, resume="auto"), here / "log.csv"
-    for rows in (13, 22):  # killed between two checkpoints, twice
-        with ended([start("train.py", *flags(config), cwd=tmp_path)]) as (process,):
-            wait_for(lambda rows=rows: log.exists() and log.read_text().count("\n") > rows, process)
-        time.sleep(1.1)  # TensorBoard reads event files by their names, which have whole seconds
-    train(config, ALONE)
-    assert len(list(here.glob("events.*"))) == 3
+        go(load_config(resume=str(here), **options))
     same(tensorboard(here)[0], here)
 
 
@@ -225,27 +197,24 @@ def offline_runs(folder):
 
 
 def test_without_an_account_wandb_keeps_a_run_of_two_calls_offline_with_all_that_the_logs_have(
-    go, here, wandb, monkeypatch, capfd
+    go, here, wandb, stop_at, capfd
 ):
-    disarm = stop_at(monkeypatch, 6)
+    disarm = stop_at(6)
     go(**EVERYTHING, wandb=True)
     disarm()
     printed, errors = capfd.readouterr()
-    go(resumed(here))
+    go(load_config(resume=str(here)))
     curves, texts, calls = wandb
     same(curves, here)
     assert texts["sample"].keys() == {4, 8, 9}
     assert all(">The" in text for text in texts["sample"].values())
-    assert {options["max_steps"] for _, options in calls} == {9}
-    assert len({id for id, _ in calls}) == 1
+    (first, options), (second, _) = calls
+    assert first == second
+    assert options["max_steps"] == 9
     assert len(offline_runs(here)) == 2
     (note,) = [line for line in printed.splitlines() if line.startswith("note: wandb")]
-    assert note.startswith(
-        "note: wandb keeps this run offline as no account is configured here (`wandb login`); to "
-        "send it"
-    )
+    assert "keeps this run offline as no account is configured here (`wandb login`)" in note
     assert f"wandb sync {here}/wandb/offline-run-*" in note
-    assert "stopping after this step" in errors
     assert "wandb" not in errors
 
 
@@ -331,8 +300,7 @@ def test_a_tracker_that_fails_is_one_note_and_the_run_goes_on(
         go(tensorboard=True)
     assert len(logged(here)["train/loss"]) == 6
     printed = capsys.readouterr().out
-    note = "note: tensorboard failed and is left out from here on, the run goes on (OSError: [Errno"
-    assert printed.count(note) == 1
+    assert printed.count("note: tensorboard failed and is left out from here on, the run goes") == 1
     # once there is room again, a resumed run is followed again
     go(resume="auto", max_steps=8)
     same(tensorboard(here)[0], here)
