@@ -19,15 +19,14 @@ from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import inference.evaluation
-from checkpoint.files import CheckpointError
 from checkpoint.resume import newest_whole_checkpoint
 from checkpoint.state import read_state
 from checkpoint.weights import load_model
 from config import load_config
-from data.token_file import TokenFileError, write_corpus
+from data.token_file import write_corpus
 from model import GPT
 from runtime.cli import ConfigError
-from runtime.errors import TrainingError, UserError
+from runtime.errors import UserError
 from runtime.runlog import read_rows
 from runtime.signals import StopRequest
 from tests import soak
@@ -39,6 +38,7 @@ from tests.conftest import (
     fast_precision,
     flags,
     fork_server,
+    refused,
     reseal,
     run_ranks,
     start_ranks,
@@ -259,7 +259,7 @@ def test_another_corpus_is_refused_naming_both(go, corpus):
     shutil.rmtree(corpus / "tiny")
     write_corpus(corpus / "tiny", [[token % 99 for token in range(4000)]])
     said = r"another corpus than .*tiny: its fingerprint is 2:\w{10}, this one's 2:\w{10}"
-    with pytest.raises(CheckpointError, match=said):
+    with refused(said):
         go(resume="auto", max_steps=9)
 
 
@@ -287,7 +287,7 @@ def test_a_path_alone_is_enough(go, here):
         ("nowhere", "no such run or checkpoint"),
         (f"{here}/log.csv", "no such run or checkpoint"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             go(load_config(resume=resume, max_steps=9))
 
 
@@ -399,10 +399,10 @@ def test_a_corpus_that_goes_bad_stops_the_run_and_it_goes_on_once_restored(
     disarm = at_step(
         monkeypatch, lambda call, _: path.write_bytes(good[:3000]) and None if call == 5 else None
     )
-    with pytest.raises(TokenFileError, match="was changed or replaced while in use"):
+    with refused("was changed or replaced while in use"):
         go(checkpoint_every=2, max_steps=40)
     assert read_state(newest(here)).step >= 4
-    with pytest.raises(TokenFileError, match="damaged"):
+    with refused("damaged"):
         go(resume="auto", max_steps=40)
     path.write_bytes(good)
     disarm()
@@ -427,7 +427,7 @@ def test_a_non_finite_step_keeps_the_last_good_checkpoint_and_says_how_to_go_on(
 ):
     poison(monkeypatch, 5)
     said = r"step 5: .* norm nan.*--resume .*train --lr 0.00015 resumes from its last checkpoint$"
-    with pytest.raises(TrainingError, match=said):
+    with refused(said):
         go(checkpoint_every=2)
     assert read_state(newest(here)).step == 4
 
@@ -443,7 +443,7 @@ def test_weights_that_are_no_longer_finite_are_not_saved(go, here):
     hook = register_optimizer_step_post_hook(overflow)
     said = r"step 4: the weights are no longer finite and are not saved; .*Try a lower lr"
     try:
-        with pytest.raises(TrainingError, match=said):
+        with refused(said):
             go(checkpoint_every=2)
     finally:
         hook.remove()
@@ -457,7 +457,7 @@ def test_non_finite_steps_are_skipped_as_often_as_asked_and_logged(go, here, mon
     assert [row[3] for row in log(here)].count("nan") == 2
     assert "left out, 2 of 2" in capsys.readouterr().out
     poison(monkeypatch, 1, 2, 3)
-    with pytest.raises(TrainingError, match="step 3: "):
+    with refused("step 3: "):
         go(skip_nonfinite=2, run_name="more")
 
 
@@ -506,12 +506,12 @@ def test_a_damaged_checkpoint_is_skipped_or_refused_in_one_line(name, harm, save
     (saved / name).unlink()
     if HARMS[harm]:
         (saved / name).write_bytes(HARMS[harm](whole))
-    with pytest.raises(CheckpointError, match=r"damaged|missing") as caught:
+    with refused(r"damaged|missing") as caught:
         resume(saved)
     assert "\n" not in str(caught.value)
     # the flipped line is the optimizer's
     if name != "optimizer.safetensors" and (name, harm) != ("SHA256SUMS", "flipped"):
-        with pytest.raises(CheckpointError, match=r"damaged|missing"):
+        with refused(r"damaged|missing"):
             load_model(str(saved))
     assert go(max_steps=3, resume="auto")["resumed_after_step"] is None  # a fresh start
     output = capsys.readouterr().out
@@ -540,7 +540,7 @@ def test_nothing_in_a_checkpoint_is_executed(saved, tmp_path, monkeypatch):
         whole = (saved / name).read_bytes()
         (saved / name).write_bytes(pickle.dumps(Bomb()))
         reseal(saved)
-        with pytest.raises(CheckpointError, match="damaged"):
+        with refused("damaged"):
             resume(saved)
         (saved / name).write_bytes(whole)
     assert not (tmp_path / "exploded").exists()
@@ -575,6 +575,6 @@ def test_another_architectures_weights_are_refused(saved, go, tmp_path):
         whole = (saved / name).read_bytes()
         shutil.copy(newest(tmp_path / "logs/other") / name, saved / name)
         reseal(saved)
-        with pytest.raises(CheckpointError, match="fit"):
+        with refused("fit"):
             resume(saved)
         (saved / name).write_bytes(whole)

@@ -27,7 +27,7 @@ from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped
-from tests.conftest import ALONE, TINY, flags, fork_server, run
+from tests.conftest import ALONE, TINY, flags, fork_server, refused, run
 from tests.test_resume import (
     NO_SPACE,
     PARTS,
@@ -94,7 +94,7 @@ def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(go, here
     newer.create()
     newer.close()
     said = r"step_000006: is gone: the run was moved aside or deleted at this moment"
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         open_run(run_folder, config, resumed, ALONE)
     assert not (here / "config.yaml").exists()
 
@@ -131,7 +131,7 @@ def test_a_full_disk_keeps_the_checkpoints_before_and_a_lower_keep_last_makes_ro
 ):
     options = {"checkpoint_every": 2, "max_steps": 8}
     disk(3)
-    with pytest.raises(NotSavedError, match=f"step_000008: cannot be written: .*{NO_SPACE}") as no:
+    with refused(f"step_000008: cannot be written: .*{NO_SPACE}") as no:
         go(**options, keep_last=9)
     assert no.value.__notes__ == [RunFolder(here).how_to_resume()]
     assert checkpoints(here) == ["step_000002", "step_000004", "step_000006"]
@@ -200,7 +200,7 @@ def test_a_log_that_cannot_be_flushed_hinders_no_save_a_checkpoint_that_stays_en
     forbidden = [here / "checkpoints/step_000002"] if stays else here / "log.csv"
     error = OSError(errno.EPERM, "Operation not permitted", "it")
     inject(monkeypatch, checkpoint.save, what, error, lambda given: given == forbidden)
-    is_told = pytest.raises(NotSavedError, match="not permitted")
+    is_told = refused("not permitted")
     with is_told if stays else contextlib.nullcontext():
         go(checkpoint_every=2, keep_last=1)
     assert checkpoints(here) == (["step_000002", "step_000004"] if stays else ["step_000006"])
@@ -244,7 +244,7 @@ def test_options_that_exclude_the_runs_own_are_told_with_its_values(steep, go, h
 
 def test_where_auto_finds_nothing_options_are_judged_as_a_new_runs(go, tiny_config, tmp_path):
     options = parse(Config, [*flags(tiny_config()), "--min_lr", "1e-3", "--resume", "auto"])
-    with pytest.raises(ConfigError, match=r"--min_lr: min_lr 0.001 is above lr"):
+    with refused(r"--min_lr: min_lr 0.001 is above lr"):
         go(options)
     assert not (tmp_path / "logs").exists()
 
@@ -269,7 +269,7 @@ def test_a_step_that_ranks_cannot_share_says_what_works(ranks, batch_size, go, h
         f"takes 4 sequences, no multiple of batch_size {batch_size} on {ranks} ranks; "
         "choose a batch_size and a number of ranks whose product divides 4"
     )
-    with pytest.raises(ConfigError, match=said):
+    with refused(said):
         resumed_config(load_config(batch_size=batch_size), read_state(newest(here)), ranks)
 
 
@@ -277,7 +277,7 @@ def test_another_run_name_than_the_resumed_runs_says_what_to_do(go, here, tmp_pa
     go()
     for resume in map(str, (here, here / "checkpoints", newest(here))):
         said = f"--run_name: run_name other is not the run that resume {resume} is of; leave "
-        with pytest.raises(ConfigError, match=said):
+        with refused(said):
             load_config(resume=resume, run_name="other")
         assert load_config(resume=resume, run_name="train").resume == resume
     (tmp_path / "any.yaml").write_text("max_steps: 7")  # its own name is not given
@@ -349,7 +349,7 @@ def test_a_run_is_resumed_from_within_its_folder(where, resume, go, here, monkey
 
 @pytest.mark.parametrize("place", ["disk/of_train", "disk/of_train/step_000004"])
 def test_checkpoints_that_are_in_no_runs_folder_are_not_resumed(place, linked, go, tmp_path):
-    with pytest.raises(UserError, match="has no whole checkpoint"):
+    with refused("has no whole checkpoint"):
         go(load_config(resume=str(tmp_path / place), max_steps=6))
 
 
