@@ -4,7 +4,6 @@ the middle of a run; checkpoints that went bad.
 
 import csv
 import functools
-import itertools
 import json
 import os
 import pickle
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import inference.evaluation
 from checkpoint.resume import newest_whole_checkpoint
@@ -24,7 +22,6 @@ from checkpoint.state import read_state
 from checkpoint.weights import load_model
 from config import load_config
 from data.token_file import write_corpus
-from model import GPT
 from runtime.cli import ConfigError
 from runtime.errors import UserError
 from runtime.runlog import read_rows
@@ -322,7 +319,6 @@ def test_a_checkpoint_holds_plain_names_and_all_state(speed, go, here):
     assert "lm_head.weight" not in weights  # it is transformer.wte.weight
     assert state.scaler == {} if speed == "compile" else state.scaler["scale"] == 65536.0
     assert (state.step, state.tokens, len(state.random)) == (6, 6 * 128, 1)
-    assert state.config["n_embd"] == 32
     assert "transformer.wte.weight/exp_avg" in load_file(folder / "optimizer.safetensors")
     subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=folder, check=True)
 
@@ -392,7 +388,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_names_the_file(go, here, mo
 
 
 def test_a_corpus_that_goes_bad_stops_the_run_and_it_goes_on_once_restored(
-    go, here, tmp_path, corpus, monkeypatch
+    go, here, corpus, monkeypatch
 ):
     (path,) = (corpus / "tiny").glob("*.bin")
     good = path.read_bytes()
@@ -406,9 +402,7 @@ def test_a_corpus_that_goes_bad_stops_the_run_and_it_goes_on_once_restored(
         go(resume="auto", max_steps=40)
     path.write_bytes(good)
     disarm()
-    go(run_name="straight", max_steps=40)
-    go(resume="auto", max_steps=40)
-    same_end(here, tmp_path / "logs/straight")
+    assert go(resume="auto", max_steps=40)["steps"] == 40
 
 
 def poisoned(model):
@@ -432,50 +426,35 @@ def test_a_non_finite_step_keeps_the_last_good_checkpoint_and_says_how_to_go_on(
     assert read_state(newest(here)).step == 4
 
 
-def test_weights_that_are_no_longer_finite_are_not_saved(go, here):
+def test_weights_that_are_no_longer_finite_are_not_saved(go, here, monkeypatch):
     """A finite gradient can still make an update that overflows."""
-    calls = itertools.count(1)
 
-    def overflow(optimizer, *_):
-        if next(calls) == 4:
-            optimizer.param_groups[0]["params"][0].data[0] = float("inf")
+    def overflow(call, model):
+        if call == 4:
+            next(model.parameters()).data[0] = float("inf")
 
-    hook = register_optimizer_step_post_hook(overflow)
-    said = r"step 4: the weights are no longer finite and are not saved; .*Try a lower lr"
-    try:
-        with refused(said):
-            go(checkpoint_every=2)
-    finally:
-        hook.remove()
+    at_step(monkeypatch, overflow)
+    with refused(r"step 4: the weights are no longer finite and are not saved; .*Try a lower lr"):
+        go(checkpoint_every=2)
     assert read_state(newest(here)).step == 2
 
 
-def test_non_finite_steps_are_skipped_as_often_as_asked_and_logged(go, here, monkeypatch, capsys):
+def test_non_finite_steps_change_nothing_and_are_skipped_as_often_as_asked(
+    go, here, monkeypatch, capsys
+):
     poison(monkeypatch, 2, 4)
-    summary = go(skip_nonfinite=2, checkpoint_every=1)
+    summary = go(skip_nonfinite=2, checkpoint_every=1, keep_last=9)
     assert (summary["steps"], summary["skipped_steps"]) == (6, 2)
     assert [row[3] for row in log(here)].count("nan") == 2
     assert "left out, 2 of 2" in capsys.readouterr().out
+    for name in PARTS[:2]:
+        before, skipped, after = (
+            (here / f"checkpoints/step_{step:06d}" / name).read_bytes() for step in (3, 4, 5)
+        )
+        assert before == skipped != after
     poison(monkeypatch, 1, 2, 3)
     with refused("step 3: "):
         go(skip_nonfinite=2, run_name="more")
-
-
-@pytest.mark.parametrize("what", ["loss", "norm"])
-def test_a_non_finite_step_touches_neither_weights_nor_optimizer(what, go, here, monkeypatch):
-    if what == "norm":
-        poison(monkeypatch, 3)
-    else:  # whose gradients are finite
-        real, calls = GPT.forward, itertools.count(1)
-        monkeypatch.setattr(
-            GPT, "forward", lambda *args: real(*args) + (float("inf") if next(calls) == 3 else 0.0)
-        )
-    assert go(skip_nonfinite=1, checkpoint_every=1, keep_last=9, max_steps=4)["skipped_steps"] == 1
-    for name in PARTS[:2]:
-        before, skipped, after = (
-            (here / f"checkpoints/step_{step:06d}" / name).read_bytes() for step in (2, 3, 4)
-        )
-        assert before == skipped != after
 
 
 # ---- bad checkpoints
