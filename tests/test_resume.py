@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -152,10 +153,9 @@ def cut(path, lines, torn=""):
     path.write_text("\n".join([*path.read_text().splitlines()[:lines], torn]))
 
 
-@pytest.mark.parametrize("log_every", [1, 4])
 @pytest.mark.parametrize("lost", ["two steps", "evaluations", "summary"])
-def test_what_a_kill_has_torn_or_prevented_is_there_once_after_a_resume(lost, log_every, go, here):
-    options = {"checkpoint_every": 2, "eval_every": 2, "val_fraction": 0.1, "log_every": log_every}
+def test_what_a_kill_has_torn_or_prevented_is_there_once_after_a_resume(lost, go, here):
+    options = {"checkpoint_every": 2, "eval_every": 2, "val_fraction": 0.1, "log_every": 4}
     summary = go(**options)
     before, evaluated = log(here), evals(here)
     shutil.rmtree(here / "checkpoints/best_000006")
@@ -242,13 +242,14 @@ def test_options_that_contradict_the_checkpoint_name_both_values(go):
     given = {"n_layer": 3, "shuffle": True, "optimizer": "muon"}
     with pytest.raises(ConfigError) as caught:
         go(resume="auto", max_steps=9, total_batch_tokens=256, **given)
-    lines = [line.split("; ")[0].split(" ") for line in str(caught.value).splitlines()]
-    assert {line[0]: (line[1], line[-1]) for line in lines} == {
-        "n_layer": ("3", "2"),
-        "shuffle": ("True", "False"),
-        "optimizer": ("muon", "adamw"),
-        "total_batch_tokens": ("256", "128"),
-    }
+    said = (
+        "n_layer 3 .* 2",
+        "shuffle True .* False",
+        "optimizer muon .* adamw",
+        "total_batch_tokens 256 .* 128",
+    )
+    for line, values in zip(sorted(str(caught.value).splitlines()), sorted(said), strict=True):
+        assert re.match(values, line)
 
 
 def test_another_corpus_is_refused_naming_both(go, corpus):
@@ -498,14 +499,19 @@ def test_a_damaged_checkpoint_is_skipped_or_refused_in_one_line(name, harm, save
     assert "is now " in output  # the old folder is kept
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(go, here, capsys):
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_unless_all_are(go, here, capsys):
     go(checkpoint_every=2)
     straight = log(here)
     (newest(here) / "model.safetensors").write_bytes(b"")
     assert go(checkpoint_every=2, resume="auto")["resumed_after_step"] == 4
     assert "step_000006/model.safetensors: damaged" in capsys.readouterr().out
     assert log(here) == straight
-    assert read_state(newest(here)).step == 6
+    for path in (here / "checkpoints").iterdir():
+        (path / "model.safetensors").write_bytes(b"")
+    with refused("has no whole checkpoint") as caught:
+        resume(here)
+    others = str(caught.value).splitlines()[1:]
+    assert [line.partition("step_")[2][:6] for line in others] == ["000006", "000004", "000002"]
 
 
 class Bomb:
