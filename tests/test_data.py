@@ -132,10 +132,10 @@ def test_a_long_corpus_becomes_several_shards_and_is_not_overwritten():
     with refused("c: is there already; choose another name or delete it"):
         write_corpus(C, [[4, 5, 6]])
     assert list(Path().iterdir()) == [C]
-    paths = sorted(C.iterdir())
-    assert [path.name for path in paths] == [f"c_train_{i:06d}.bin" for i in range(4)]
-    assert [count_tokens(path) for path in paths] == [21, 21, 21, 7]
-    assert np.concatenate([*map(tokens_in, paths)]).tolist() == list(range(70))
+    shards = {path.name: tokens_in(path) for path in sorted(C.iterdir())}
+    assert [*shards] == [f"c_train_{i:06d}.bin" for i in range(4)]
+    assert [*map(len, shards.values())] == [21, 21, 21, 7]
+    assert np.concatenate([*shards.values()]).tolist() == list(range(70))
 
 
 @pytest.mark.parametrize("path", [SHARD, VAL_SHARD], ids=["train", "val"])
@@ -165,21 +165,11 @@ def test_a_bad_id_deep_in_a_file_is_refused_when_its_batch_is_read(by_samples):
     loader.batch(17)
 
 
-def replace_by_another():
-    """Put another file of the same size in its place."""
-    write_token_file(Path("new"), [range(100, 0, -1)])
-    Path("new").replace(SHARD)
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [lambda: os.truncate(SHARD, 1100), SHARD.unlink, replace_by_another],
-    ids=["shrinks", "vanishes", "replaced"],
-)
+@pytest.mark.parametrize("harm", [lambda path: os.truncate(path, 1100), Path.unlink])
 def test_a_file_that_goes_bad_while_in_use_is_an_error_not_a_crash(harm):
     loader = DataLoader(make_stream(100), batch_size=1)
     loader.batch(1)
-    harm()
+    harm(SHARD)
     with refused(f"{SHARD}: (cannot be read any more|was changed or replaced)") as lost:
         loader.batch(1)
     assert lost.value.status == 1  # nobody typed anything wrong
@@ -218,23 +208,24 @@ def test_100_billion_tokens_are_opened_and_shuffled_in_little_memory_and_few_of_
 def test_the_fingerprint_is_of_the_training_tokens_and_of_all_of_a_small_corpus(monkeypatch):
     monkeypatch.setattr(data.token_file, "SAMPLE", 2)
 
-    def fingerprint(compared_whole=200, fraction=0.0):
-        monkeypatch.setattr(dataloader, "COMPARED_WHOLE", compared_whole)
-        return split(fraction=fraction)[0].fingerprint()
+    def fingerprints():
+        """Of all tokens, of 80% of them, of samples."""
+        for compared_whole, fraction in ((200, 0.0), (200, 0.2), (199, 0.0)):
+            monkeypatch.setattr(dataloader, "COMPARED_WHOLE", compared_whole)
+            yield split(fraction=fraction)[0].fingerprint()
 
     write_shards(100, 100)
-    whole, cut, samples = fingerprint(), fingerprint(fraction=0.2), fingerprint(199)
-    assert len({whole, cut, samples}) == 3
+    before = [*fingerprints()]
+    assert len({*before}) == 3
     write_token_file(VAL_SHARD, [range(100)])  # is no part of it
-    assert (fingerprint(), fingerprint(199)) == (whole, samples)
+    assert [*fingerprints()][::2] == before[::2]
     VAL_SHARD.unlink()
-    for token in (3, 99):  # the first is in no sample, the last in one, and beyond the cut
+    # the first is in no sample, the last in one, and beyond the cut
+    for token, same in ((3, [False, False, True]), (99, [False, True, False])):
         tokens = np.arange(100, 200)
         tokens[token] = 0
         write_token_file(C / "c_train_000001.bin", [tokens])
-        assert fingerprint() != whole
-        assert (fingerprint(fraction=0.2) == cut) == (token == 99)
-        assert (fingerprint(0) == samples) == (token == 3)
+        assert [now == then for now, then in zip(fingerprints(), before, strict=True)] == same
 
 
 # ---- validation split
@@ -260,9 +251,8 @@ def test_val_files_are_used_instead_of_val_fraction_and_never_trained_on(name):
     write_shards(100)
     write_token_file(C / name, [range(1000, 1020)])
     train, val = split(fraction=0.5)
-    assert (train.tokens, val.tokens) == (100, 20)
-    assert int(train.read(range(len(train)))[1].max()) < 100
-    assert int(val.read(range(len(val)))[0].min()) == 1000
+    assert ([span.path for span in train.spans], train.tokens) == ([SHARD], 100)
+    assert ([span.path for span in val.spans], val.tokens) == ([C / name], 20)
 
 
 def test_a_corpus_with_val_in_its_own_name_can_still_be_trained_on():
@@ -278,7 +268,7 @@ each_layout = pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 each_epoch = pytest.mark.parametrize("sizes", [*LAYOUTS, (81, 81), (82, 80)], ids=str)
 each_global_batch = pytest.mark.parametrize("global_batch", [1, 3, 8])
 # world size, batch size, micro-steps
-SPLITS = [(1, 1, 8), (1, 8, 1), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 2, 1), (8, 1, 1)]
+SPLITS = [(1, 1, 8), (2, 2, 2), (4, 1, 2), (8, 1, 1)]
 each_order = pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 
 
@@ -328,7 +318,7 @@ def test_shuffled_each_epoch_is_every_window_exactly_once_in_an_order_of_its_own
     assert len(set(map(tuple, [windows, *epochs]))) == 4
 
 
-@pytest.mark.parametrize("T", [1, 4, 7])
+@pytest.mark.parametrize("T", [1, 7])
 @each_layout
 def test_targets_are_the_next_tokens_and_no_window_crosses_the_end_of_a_file(sizes, T):
     stream = make_stream(*sizes, T=T)
@@ -355,7 +345,6 @@ def test_the_seed_changes_the_shuffled_order_and_nothing_else_does():
         torch.manual_seed(seed)
         return firsts(DataLoader(stream, 5, seed=seed, shuffle=shuffle), 1, 21)
 
-    assert order(1) == order(1)
     assert order(1) != order(2)
     assert order(1, shuffle=False) == order(2, shuffle=False)
 
@@ -417,7 +406,6 @@ def test_an_order_looks_like_chance(n):
 def test_overfit_batch_is_step_1s_batch_for_ever_with_all_its_micro_steps(shuffle):
     loader = DataLoader(make_stream(401), 2, accumulation=3, shuffle=shuffle)
     first = rows(loader, 1)
-    assert rows(loader, 2) != first
     loader.overfit_batch = True
     assert [rows(loader, step) for step in (1, 2, 1000)] == [first] * 3
 
@@ -546,12 +534,12 @@ def pydocs_corpus(tmp_path_factory):
 def test_pydocs_has_a_document_for_each_topic_and_no_long_paragraph_twice(pydocs_corpus):
     from pydoc_data.topics import topics
 
-    tokens = tokens_in(pydocs_corpus)
-    before, *documents = np.split(tokens, np.flatnonzero(tokens == EOT))
-    assert (len(before), len(documents)) == (0, len(topics))
-    texts = [tokenizer.get_encoding().decode(document[1:].tolist()) for document in documents]
+    text = tokenizer.get_encoding().decode(tokens_in(pydocs_corpus).tolist())
+    before, *documents = text.split("<|endoftext|>")
+    assert (before, len(documents)) == ("", len(topics))
     # validation text, the end of the corpus, must not have been trained on
-    long = [paragraph for text in texts for paragraph in text.split("\n\n") if len(paragraph) > 80]
+    paragraphs = itertools.chain(*(document.split("\n\n") for document in documents))
+    long = [paragraph for paragraph in paragraphs if len(paragraph) > 80]
     assert len(long) == len(set(long))
 
 
