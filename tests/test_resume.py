@@ -200,7 +200,8 @@ def test_a_changed_log_every_keeps_the_rows_that_are_there(go, here, stop_at):
 
 def test_a_checkpoint_from_before_the_first_update_can_be_resumed(go, monkeypatch):
     disarm = poison(monkeypatch, 1)
-    go(skip_nonfinite=1, max_steps=1)
+    with refused("step 1, the last one, was left out"):
+        go(skip_nonfinite=1, max_steps=1)
     disarm()
     summary = go(skip_nonfinite=1, resume="auto")
     assert (summary["resumed_after_step"], summary["skipped_steps"], summary["steps"]) == (1, 1, 6)
