@@ -118,13 +118,7 @@ def test_a_fault_in_or_after_a_step_saves_what_is_whole_and_the_run_goes_on_exac
         if name == "step":
             failing(patched, 4, error)
         else:
-            inject(
-                patched,
-                module,
-                name,
-                error,
-                lambda *_: log_file.exists() and len(log(here)) == logged,
-            )
+            inject(patched, module, name, error, lambda *_: has_rows(here, logged))
         with pytest.raises(type(error), match="failed"):
             go(**options)
     assert read_state(newest(here)).step == 3
