@@ -149,7 +149,6 @@ def test_a_resume_after_the_last_step_has_nothing_to_do(go, here, capsys):
     assert go(resume="auto") == {"steps": 6}
     assert "nothing to do: " in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in here.rglob("*")} == before
-    assert go(resume="auto", max_steps=8)["steps"] == len(log(here)) == 8
 
 
 def cut(path, lines, torn=""):
@@ -286,7 +285,6 @@ def test_a_path_alone_is_enough(go, here):
     for resume, message in (
         (f"{here}/checkpoints/step_000004", "has later checkpoints, up to step_000006"),
         ("nowhere", "no such run or checkpoint"),
-        (f"{here}/log.csv", "no such run or checkpoint"),
     ):
         with refused(message):
             go(load_config(resume=resume, max_steps=9))
@@ -553,12 +551,10 @@ def test_a_foreign_or_inconsistent_state_is_one_clear_error(place, value, saved)
     assert str(saved) in str(caught.value)
 
 
-def test_another_architectures_weights_are_refused(saved, go, tmp_path):
+def test_another_architectures_optimizer_state_is_refused(saved, go, tmp_path):
+    """Weights that do not fit are among the states above."""
     go(n_embd=64, run_name="other", max_steps=1)
-    for name in PARTS[:2]:
-        whole = (saved / name).read_bytes()
-        shutil.copy(newest(tmp_path / "logs/other") / name, saved / name)
-        reseal(saved)
-        with refused("fit"):
-            resume(saved)
-        (saved / name).write_bytes(whole)
+    shutil.copy(newest(tmp_path / "logs/other") / PARTS[1], saved)
+    reseal(saved)
+    with refused("the optimizer's state does not fit"):
+        resume(saved)
