@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -216,9 +217,9 @@ class Run:
             any_free.bind(("localhost", 0))
             self.port = any_free.getsockname()[1]
         write_tiny_corpus(place)
-        options = {"n_layer": 1, "batch_size": 1, "total_batch_tokens": 256, "shuffle": True}
-        often = {"val_fraction": 0.1, "eval_every": 4, "checkpoint_every": 2, "timeout": 60}
-        self.config = tiny_run(place, **options, **often, max_steps=STEPS, run_name="run")
+        options: dict[str, Any] = {"n_layer": 1, "batch_size": 1, "total_batch_tokens": 256}
+        options |= {"val_fraction": 0.1, "eval_every": 4, "checkpoint_every": 2, "timeout": 60}
+        self.config = tiny_run(place, **options, shuffle=True, max_steps=STEPS, run_name="run")
         (place / "gated.py").write_text(GATED)
         self.let_through(0)
 
