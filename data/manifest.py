@@ -50,7 +50,7 @@ class CorpusOptions(Part):
 
 
 class Unfinished(Part):
-    """Where the shards that are written end, and the command that resumes."""
+    """Record where the shards that are written end, and the command that resumes."""
 
     command: str
     source: int = 0  # index of the source that the last of their tokens are from

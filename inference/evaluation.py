@@ -1,4 +1,4 @@
-"""What a run does with its model between two steps: validation loss, HellaSwag, a sample."""
+"""Evaluate a run's model between two steps: validation loss, HellaSwag, a sample."""
 
 import contextlib
 import math

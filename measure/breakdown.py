@@ -1,4 +1,4 @@
-"""Where a training step's time and memory go: its parts, its operators, its allocations."""
+"""Break down a training step's time and memory: by parts, by operators, by allocations."""
 
 import dataclasses
 import statistics

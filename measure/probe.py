@@ -1,4 +1,6 @@
-"""What a ladder needs to know of a device before it begins, as JSON: `python -m measure.probe`."""
+"""Print what a ladder needs to know of a device before it begins, as JSON: `python -m
+measure.probe`.
+"""
 
 import json
 
