@@ -70,7 +70,6 @@ class Run:
     state: State  # the plain model, optimizers, loss scaler, and the steps taken so far
     model: Any  # state.model as it trains: compiled, and wrapped in DDP or sharded by FSDP2
     autocast: Callable[[], Context]
-    accumulation: int  # micro-steps per step
     batches: Batches  # inputs and targets (B, T) of every micro-step, on the device
     val: TokenStream  # the corpus's validation split; empty with batches of the caller's
     notes: list[str]  # for the user
@@ -135,7 +134,7 @@ def setup(
     # Activation checkpointing of what costs little: a compiled backward pass recomputes norms,
     # GELU and casts instead of keeping their results. (--recompute, of whole blocks, is in
     # model.py.)
-    recompute_cheap_operations(bool(acting.recompute_cheap))
+    recompute_cheap_operations(acting.recompute_cheap)
 
     # AdamW with its weight-decay groups; with fused_adamw one kernel updates all parameters,
     # 93 -> 90 ms. Flash attention (130 -> 97 ms) and the padded vocabulary (97 -> 93 ms) are in
@@ -154,18 +153,13 @@ def setup(
         if resumed:
             restore(resumed, state, config, world)
         batches = prefetch(loader, device, range(state.step + 1, config.max_steps + 1))
-    notes = [describe_device(device, world.world_size), *counts, *notes]
-    return Run(
-        config,
-        world,
-        state,
-        trained,
-        autocast,
-        config.accumulation_steps(world.world_size),
-        batches,
-        val,
-        notes,
-    )
+    notes = [
+        describe_device(device, world.world_size),
+        *counts,
+        *notes,
+        acting.describe_optimizations(world.world_size),
+    ]
+    return Run(config, world, state, trained, autocast, batches, val, notes)
 
 
 def fp32_precision(config: Config) -> str:
@@ -197,11 +191,13 @@ def shard(model: GPT, config: Config, world: World) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh, policy = init_device_mesh(world.device.type, (world.world_size,)), MixedPrecisionPolicy()
-    if config.bf16:  # half the bytes to gather; gradients are still summed in fp32
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    # With bf16, half the bytes to gather; gradients are still summed in fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.bf16 else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
     for block in model.transformer.h:
         # Compiled block by block: FSDP's hooks, which gather and shard, stay between the blocks.
         if config.compile:
@@ -216,21 +212,20 @@ def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, T
     folder = Path(config.data_dir) / config.dataset
     world.on_rank0(lambda: prepare_if_missing(folder, functools.partial(print, flush=True)))
 
-    def open_splits() -> tuple[DataLoader, TokenStream]:
-        split, val = open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
-        loader = DataLoader(
-            split,
-            config.batch_size,
-            world_size=world.world_size,
-            rank=world.rank,
-            accumulation=config.accumulation_steps(world.world_size),
-            seed=config.seed,
-            shuffle=config.shuffle,
-            overfit_batch=config.overfit_batch,
-        )
-        return loader, val
-
-    return world.raise_on_all(open_splits)
+    split, val = world.raise_on_all(
+        lambda: open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
+    )
+    loader = DataLoader(
+        split,
+        config.batch_size,
+        world_size=world.world_size,
+        rank=world.rank,
+        accumulation=config.accumulation_steps(world.world_size),
+        seed=config.seed,
+        shuffle=config.shuffle,
+        overfit_batch=config.overfit_batch,
+    )
+    return loader, val
 
 
 def train_step(run: Run, step: int) -> tuple[float, float]:
@@ -240,13 +235,14 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
     the gradient before clipping. Where one of them is not finite, no weight changes.
     """
     config, state, losses = run.config, run.state, []
+    accumulation = config.accumulation_steps(run.world.world_size)
     # Gradient accumulation: the gradients of all micro-steps add up before the one update, so a
     # batch may be larger than memory.
-    for micro_step in range(run.accumulation):
+    for micro_step in range(accumulation):
         x, y = next(run.batches)  # (B, T) each
-        with no_sync(run.model, micro_step < run.accumulation - 1):
+        with no_sync(run.model, micro_step < accumulation - 1):
             with run.autocast():
-                loss = run.model(x, y) / run.accumulation  # so that the gradients' sum is a mean
+                loss = run.model(x, y) / accumulation  # so that the gradients' sum is a mean
             state.scaler.scale(loss).backward()
         losses.append(loss.detach())  # stays on the device: reading it would wait for it
 
@@ -322,9 +318,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     run = setup(config, world, resumed)
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
-    acting = config.on_device(world.device.type, world.world_size)
-    optimizations = acting.describe_optimizations(world.world_size)
-    for line in (*run.notes, optimizations, *describe_long_run(config, state, world)):
+    for line in [*run.notes, *describe_long_run(config, state, world)]:
         folder.message(line)
 
     # Until here nothing is written. From here on the folder is this run's alone, a signal ends
@@ -338,12 +332,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         begun = time.perf_counter()
         seconds, loss = take_steps(run, folder, evaluation, stop)
         summary = summarize(config, state, world, seconds, loss, folder) | evaluation.latest()
-        interrupted = state.step < config.max_steps
-        summary |= {
-            "started": started,
-            "seconds": time.perf_counter() - begun,
-            "interrupted": interrupted,
-        }
+        summary |= {"started": started, "seconds": time.perf_counter() - begun}
         folder.finish(summary, has_checkpoints=config.keep_last > 0)
     return summary
 

@@ -40,6 +40,7 @@ def summarize(
     tokens_per_sec = median and tokens_per_step / median
     return {
         "steps": state.step,
+        "interrupted": state.step < config.max_steps,
         "tokens": state.step * tokens_per_step,
         "parameters": state.model.num_parameters(),
         "skipped_steps": state.skipped_steps,

@@ -82,7 +82,7 @@ def make_repeatable(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def recompute_cheap_operations(wanted: bool) -> None:
+def recompute_cheap_operations(wanted: bool | None) -> None:
     """Let a compiled backward pass recompute norms, GELU, casts and residual sums, or keep them.
 
     This is activation checkpointing of what costs little: GPT-2 (124M) trains in a sixth less
