@@ -64,7 +64,7 @@ def run_pair(place: Path, name: str, **options: Any) -> dict[str, Any]:
     """Do what `run_all` does for one set of options."""
     marks: list[int] = []
     at = functools.partial(
-        tiny_run, place, max_steps=STEPS, keep_last=1, **{"flash": True, **options}
+        tiny_run, place, max_steps=STEPS, keep_last=name == "resume", **{"flash": True, **options}
     )
     try:
         train.train(at(run_name=f"{name} cpu", compile=False), World(CPU))
@@ -183,7 +183,6 @@ def test_ddp_and_fsdp_take_steps_among_eight_ranks(tiny_config, options: dict[st
     else:
         assert isinstance(run.model, DistributedDataParallel)
         assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    assert run.accumulation == (2 if "total_batch_tokens" in options else 1)
 
 
 if __name__ == "__main__":

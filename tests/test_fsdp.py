@@ -96,7 +96,7 @@ def two(place):
             "fsdp": ("trained", EVERYTHING | sharded),
             "ddp bf16": ("trained", BF16),
             "bf16": ("looked_at", BF16 | {"fsdp": True}),
-            "compiled": ("graphs", BF16 | sharded | {"compile": True}),
+            "compiled": ("graphs", BF16 | {"fsdp": True, "compile": True}),
             "fp16": ("trained", FSDP | {"fp16": True}),
             "sampled": ("sampled", FSDP | sample),
             "ddp few": ("trained", FEW | {"recompute": True}),
