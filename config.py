@@ -39,7 +39,7 @@ class Needs:
     """Mark an option that has an effect only where another option has one of some values."""
 
     name: str
-    values: tuple[str, ...] = ()  # none: any but off, 0 and none
+    values: tuple[Any, ...] = ()  # none: any but off, 0 and none
 
 
 # Marks for checkpoint/. What a run cannot change without becoming another run is fixed: its model
@@ -56,6 +56,7 @@ Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
 ZeroIsOff = Annotated[int, Field(ge=0, le=10**9)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
+Rate = Annotated[float, Field(gt=0, le=1e30)]
 Shape = Annotated[Size, ARCHITECTURE]
 Switch = Annotated[bool, Rung()]
 
@@ -87,10 +88,22 @@ class ModelConfig(Options):
     """biases in linear layers and norms"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """dropout probability"""
-    norm: Annotated[Literal["layernorm", "rmsnorm"], ARCHITECTURE] = "layernorm"
+    norm: Annotated[Literal["layernorm", "rmsnorm"], Rung(), ARCHITECTURE] = "layernorm"
     """normalization before attention, MLP and output head"""
-    activation: Annotated[Literal["gelu_tanh", "gelu"], ARCHITECTURE] = "gelu_tanh"
-    """the MLP's activation; GPT-2 has the tanh approximation"""
+    norm_weight: Annotated[bool, Needs("norm", ("rmsnorm",)), ARCHITECTURE] = True
+    """learned weights in norms"""
+    activation: Annotated[Literal["gelu_tanh", "gelu", "relu2"], Rung(), ARCHITECTURE] = "gelu_tanh"
+    """the MLP's activation; GPT-2 has the tanh approximation; relu2: relu(x)^2"""
+    rope: Annotated[bool, Rung(), ARCHITECTURE] = False
+    """rotary positions: turn queries and keys by their position, in place of learned positions"""
+    qk_norm: Annotated[bool, Rung(), ARCHITECTURE] = False
+    """normalize queries and keys of each head (RMSNorm without weights)"""
+    value_residual: Annotated[bool, Rung(), ARCHITECTURE] = False
+    """mix the first layer's values into those of all later layers, each by a learned share"""
+    embed_shortcut: Annotated[bool, Rung(), ARCHITECTURE] = False
+    """normalize the embedded tokens, and add them again before every block, by a learned share"""
+    logit_softcap: Annotated[NotNegative, Rung(), ARCHITECTURE] = 0.0
+    """keep the logits within plus and minus this, smoothly, by tanh (0: off)"""
     tie_weights: Annotated[bool, Rung(), ARCHITECTURE] = False
     """share one matrix between the token embedding and the output head"""
     init: Annotated[Literal["torch", "gpt2"], Rung(), Needs("init_from", ("scratch",)), INITIAL] = (
@@ -99,6 +112,8 @@ class ModelConfig(Options):
     """initial weights: PyTorch's defaults, or GPT-2's N(0, 0.02)"""
     residual_scaling: Annotated[bool, Rung(), Needs("init_from", ("scratch",)), INITIAL] = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
+    zero_init: Annotated[bool, Rung(), Needs("init_from", ("scratch",)), INITIAL] = False
+    """residual projections start at 0, so that each block starts as the identity"""
     init_from: Annotated[Name, INITIAL] = "scratch"
     """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a
     .pt file of nanoGPT
@@ -136,8 +151,14 @@ class OptimizationConfig(Options):
 
     optimizer: Annotated[Literal["adamw", "muon"], Rung(), FIXED] = "adamw"
     """adamw, or muon for the matrices inside the blocks with adamw for the rest"""
-    lr: float = Field(3e-4, gt=0, le=1e30)
+    lr: Rate = 3e-4
     """learning rate (its peak, with a schedule)"""
+    embed_lr: Annotated[Rate | None, Rung()] = None
+    """learning rate of the embeddings (none: lr); warm-up and schedule are those of lr"""
+    head_lr: Annotated[Rate | None, Rung(), Needs("tie_weights", (False,))] = None
+    """likewise of the output head"""
+    scalar_lr: Annotated[Rate | None, Rung()] = None
+    """likewise of biases, norms' weights and learned shares"""
     min_lr: Annotated[NotNegative | None, Needs("lr_schedule", ("cosine", "wsd"))] = None
     """learning rate that a decaying schedule goes down to (none: lr / 10)"""
     warmup_steps: Annotated[ZeroIsOff, Rung()] = 0
@@ -154,7 +175,7 @@ class OptimizationConfig(Options):
     """AdamW's epsilon"""
     weight_decay: NotNegative = 0.01
     """decoupled weight decay"""
-    muon_lr: Annotated[float, Needs("optimizer", ("muon",))] = Field(0.02, gt=0, le=1e30)
+    muon_lr: Annotated[Rate, Needs("optimizer", ("muon",))] = 0.02
     """Muon's learning rate; warm-up and schedule are those of lr"""
     muon_weight_decay: Annotated[NotNegative, Needs("optimizer", ("muon",))] = 0.01
     """Muon's decoupled weight decay"""
@@ -325,6 +346,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 f"n_embd {self.n_embd} does not divide into {self.n_head} heads; n_head must "
                 f"divide n_embd",
             )
+        elif self.rope and self.n_embd // self.n_head % 2:
+            yield "rope", f"rope needs heads of an even size, not {self.n_embd // self.n_head}"
         if self.seq_len > self.block_size:
             yield (
                 "seq_len",

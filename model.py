@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import blocked_attention, blocked_is_faster
-from kernels.loss import chunked_cross_entropy
+from kernels.loss import chunked_cross_entropy, soft_cap
 
 # Computes attention in place of the model's own: layer, q, k, v (B, nh, T, hs) -> (B, nh, T, hs).
 # Generation passes a KV cache's (inference/kv_cache.py), which adds the tokens read before.
@@ -43,6 +43,13 @@ class GPTConfig:
     recompute: bool = False
     loss_chunks: int = 1
     residual_bf16: bool = False
+    rope: bool = False
+    norm_weight: bool = True
+    qk_norm: bool = False
+    zero_init: bool = False
+    logit_softcap: float = 0.0
+    value_residual: bool = False
+    embed_shortcut: bool = False
 
     @classmethod
     def of(cls, options: object) -> "GPTConfig":
@@ -66,17 +73,33 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm whose weight may have another dtype than x."""
+    """RMSNorm (Zhang and Sennrich 2019) whose weight may have another dtype than x."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
     """Build LayerNorm or RMSNorm over the last dimension, with GPT-2's epsilon."""
     if config.norm == "rmsnorm":
-        return RMSNorm(config.n_embd, eps=1e-5)
+        return RMSNorm(config.n_embd, eps=1e-5, elementwise_affine=config.norm_weight)
     return LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Scale the last dimension to a root mean square of 1."""
+    return F.rms_norm(x, x.shape[-1:], eps=1e-5).to(x.dtype)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn each pair (x_i, x_i+hs/2) of a head by its angle: RoPE (Su et al. 2021, section 3.4.2).
+
+    x is (B, nh, T, hs), `rotation` has the cosines and sines (2, ..., T, hs / 2). Afterwards q @ k
+    depends on how far apart two tokens are, not on where they are.
+    """
+    (cos, sin), (a, b) = rotation, x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).to(x.dtype)
 
 
 class CausalSelfAttention(nn.Module):
@@ -93,12 +116,37 @@ class CausalSelfAttention(nn.Module):
         size = 0 if config.flash else config.block_size
         mask = torch.ones(size, config.block_size, dtype=torch.bool).tril()
         self.register_buffer("mask", mask, persistent=False)
+        if config.value_residual and layer:
+            # A tensor of one element: FSDP2 shards no scalars.
+            self.value_mix = nn.Parameter(torch.tensor([0.5]))
 
-    def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
-        """Let each of the T tokens look at itself and those before it: (B, T, C) to (B, T, C)."""
+    def forward(
+        self,
+        x: Tensor,
+        first_v: Tensor | None = None,
+        rotation: Tensor | None = None,
+        attend: Attend | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Let each of the T tokens look at itself and those before it: (B, T, C) to (B, T, C).
+
+        Returns the first layer's values too, (B, nh, T, hs), if value_residual needs them.
+        """
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (t.view(B, T, self.config.n_head, -1).transpose(1, 2) for t in (q, k, v))
+        # What newer recipes add to attention, each by its own flag; none of it is in GPT-2.
+        if self.config.qk_norm:
+            # Scores stay within +-sqrt(hs), so that no large q or k makes softmax a hard choice
+            # (Henry et al. 2020; Dehghani et al. 2023, section 2).
+            q, k = rms_norm(q), rms_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.config.value_residual and first_v is None:
+            first_v = v
+        elif first_v is not None:
+            # Later layers see the first one's values, which are closest to the tokens (Zhou et al.
+            # 2024, section 3.2); each learns how much of them.
+            v = torch.lerp(v, first_v, self.value_mix.to(v.dtype))
         dropout = self.config.dropout if self.training else 0.0
         # Only where a compiled model trains on a CPU that multiplies in bf16.
         blocked = torch.compiler.is_compiling() and blocked_is_faster(q.device, q.dtype, T)
@@ -116,15 +164,25 @@ class CausalSelfAttention(nn.Module):
             scores = scores.masked_fill(~self.mask[:T, :T], float("-inf"))
             y = F.dropout(F.softmax(scores, dim=-1), dropout, self.training) @ v
         y = y.transpose(1, 2).reshape(B, T, C)  # from (B, nh, T, hs): heads side by side
-        return self.resid_dropout(self.c_proj(y))
+        return self.resid_dropout(self.c_proj(y)), first_v
+
+
+class SquaredReLU(nn.Module):
+    """relu(x)^2 (So et al. 2021, "Primer", section 4.2): cheaper than GELU, and exactly 0 often."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        # GPT-2 was trained with the tanh approximation; the exact GELU differs by up to 5e-4.
-        self.act = nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
+        # GPT-2 has a GELU; a squared ReLU learns as well from fewer operations.
+        self.act: nn.Module = SquaredReLU()
+        if config.activation != "relu2":
+            # GPT-2 was trained with the tanh approximation; the exact GELU differs by up to 5e-4.
+            self.act = nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -140,23 +198,51 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
+        if config.embed_shortcut:
+            self.shortcut = nn.Parameter(torch.tensor([1.0, 0.0]))
 
-    def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
-        """Let attention, then the MLP, add to the residual stream: (B, T, C) to (B, T, C)."""
+    def forward(
+        self,
+        x: Tensor,
+        x0: Tensor | None = None,
+        first_v: Tensor | None = None,
+        rotation: Tensor | None = None,
+        attend: Attend | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Let attention, then the MLP, add to the residual stream: (B, T, C) to (B, T, C).
+
+        `x0`: the embedded tokens; the rest, and the second result, are CausalSelfAttention's.
+        """
+        if x0 is not None:
+            # The tokens themselves stay in reach of every block (modded-nanogpt, 2024-11-06).
+            keep, add = self.shortcut.to(x.dtype)
+            x = keep * x + add * x0
         # Pre-norm: the residual stream itself is never normalized, so that gradients pass from
         # the loss to the first block unchanged. GPT-1 normalized after each addition.
-        x = x + self.attn(self.ln_1(x), attend)
-        return x + self.mlp(self.ln_2(x))
+        y, first_v = self.attn(self.ln_1(x), first_v, rotation, attend)
+        x = x + y
+        return x + self.mlp(self.ln_2(x)), first_v
 
 
 class Transformer(nn.Module):
     """Everything below the output head."""
 
+    rotation: Tensor
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        if config.rope:
+            # Pair i of a head turns by position / 10,000^(2i / hs): fast ones tell neighbours
+            # apart, slow ones far places.
+            hs = config.n_embd // config.n_head
+            speeds = 10_000.0 ** -(torch.arange(0, hs, 2) / hs)
+            angles = torch.outer(torch.arange(config.block_size), speeds)
+            rotation = torch.stack((angles.cos(), angles.sin()))  # (2, block_size, hs / 2)
+            self.register_buffer("rotation", rotation, persistent=False)
+        else:
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
@@ -171,10 +257,15 @@ class Transformer(nn.Module):
         T = idx.size(1)
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens are more than the context, {self.config.block_size}")
-        # A slice where it suffices: the gradient of a lookup would be a scatter.
-        positional = self.wpe.weight[:T] if positions is None else self.wpe(positions)
-        # Tokens and positions share the same C dimensions: they are added, not concatenated.
-        x = self.drop(self.wte(idx) + positional)  # (B, T, C)
+        x, x0, first_v, rotation = self.wte(idx), None, None, None  # x is (B, T, C)
+        if self.config.rope:
+            where = slice(T) if positions is None else positions
+            rotation = self.rotation[:, where].unsqueeze(-3)  # the same for all heads
+        else:
+            # A slice where it suffices: the gradient of a lookup would be a scatter.
+            # Tokens and positions share the same C dimensions: they are added, not concatenated.
+            x = x + (self.wpe.weight[:T] if positions is None else self.wpe(positions))
+        x = self.drop(x)
         if self.config.residual_bf16 and torch.is_autocast_enabled(x.device.type):
             # Each layer reads the residual stream and writes it again. In bf16 a step moves 12%
             # fewer bytes (counted, docs/results.md), and each addition is rounded.
@@ -182,8 +273,14 @@ class Transformer(nn.Module):
         # Activation checkpointing: a block keeps only its input for the backward pass, which
         # computes the rest again. A third more arithmetic, activations of one block at a time.
         recompute = self.config.recompute and self.training and torch.is_grad_enabled()
+        if self.config.embed_shortcut:
+            # At the same size as what the blocks add to it.
+            x = x0 = rms_norm(x)
         for block in self.h:
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, attend)
+            given = (x, x0, first_v, rotation, attend)
+            x, first_v = (
+                checkpoint(block, *given, use_reentrant=False) if recompute else block(*given)
+            )
         return self.ln_f(x)
 
 
@@ -226,6 +323,13 @@ class GPT(nn.Module):
             for module in self.modules():
                 if isinstance(module, CausalSelfAttention | MLP):
                     module.c_proj.weight /= math.sqrt(2 * self.config.n_layer)
+        if self.config.zero_init:
+            # Each block begins as the identity, and adds only what it has learned (Zhang et al.
+            # 2019, "Fixup"; muP, Yang et al. 2021, for the head).
+            for module in self.modules():
+                if isinstance(module, CausalSelfAttention | MLP):
+                    for p in module.c_proj.parameters():
+                        nn.init.zeros_(p)
 
     def forward(
         self,
@@ -243,15 +347,20 @@ class GPT(nn.Module):
         more than block_size.
         """
         x = self.transformer(idx, attend, positions)  # (B, T, C)
+        n_vocab, cap = self.config.n_vocab, self.config.logit_softcap
         if targets is None:
-            return self.lm_head(x if where is None else x[where])[..., : self.config.n_vocab]
+            return soft_cap(self.lm_head(x if where is None else x[where])[..., :n_vocab], cap)
         if self.config.loss_chunks > 1:
             # Chunked cross-entropy: the logits of all tokens, the largest tensor, never exist.
-            n_vocab, chunks = self.config.n_vocab, self.config.loss_chunks
-            return chunked_cross_entropy(x, self.lm_head.weight, targets, n_vocab, chunks)
+            chunks = self.config.loss_chunks
+            return chunked_cross_entropy(x, self.lm_head.weight, targets, n_vocab, chunks, cap)
         # Cross-entropy of a target is -log of the probability that the model gives it. It has to be
         # in fp32, which autocast sees to on a CPU, but not on CUDA.
-        logits = F.linear(x, self.lm_head.weight, self.padding)  # (B, T, V)
+        logits = F.linear(x, self.lm_head.weight, None if cap else self.padding)  # (B, T, V)
+        if cap:
+            # The padding comes after the cap, which would make -inf a probability.
+            logits = soft_cap(logits.float(), cap)
+            logits = logits if self.padding is None else logits + self.padding
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def num_parameters(self) -> int:
@@ -265,7 +374,7 @@ class GPT(nn.Module):
         appendix B). Embeddings are looked up, not multiplied: positions never count, an untied
         token embedding does not either.
         """
-        lookups = self.transformer.wpe.weight.numel()
+        lookups = 0 if self.config.rope else self.transformer.wpe.weight.numel()
         if not self.config.tie_weights:
             lookups += self.transformer.wte.weight.numel()
         matmuls = self.num_parameters() - lookups

@@ -25,14 +25,17 @@ def make_optimizers(
     if config.optimizer == "muon":
         hidden = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
     rest = [p for name, p in params.items() if name not in hidden]
+    rates = {p: rate_of(name, p, config) for name, p in params.items()}
 
     # Weight decay pulls weights to 0. That regularizes matrices and embeddings; biases and norms
     # have no reason to be small, so GPT-3 leaves them out.
     decayed = [p for p in rest if p.dim() >= 2 or not config.decay_matrices_only]
     plain = [p for p in rest if p.dim() < 2 and config.decay_matrices_only]
-    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": config.weight_decay}]
-    if plain:
-        groups.append({"params": plain, "weight_decay": 0.0})
+    groups = [
+        {"params": [p for p in kind if rates[p] == rate], "lr": rate, "weight_decay": decay}
+        for kind, decay in ((decayed, config.weight_decay), (plain, 0.0))
+        for rate in dict.fromkeys(rates[p] for p in kind)
+    ]
     # Fused: one kernel for the whole update instead of several passes over each tensor.
     fused = True if config.fused_adamw else None  # None: PyTorch's own choice
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
@@ -52,6 +55,18 @@ def make_optimizers(
         count_parameters("decayed", [*decayed, *hidden.values()]),
         count_parameters("non-decayed", plain),
     ]
+
+
+def rate_of(name: str, p: Tensor, config: Config) -> float:
+    """Return AdamW's learning rate of a parameter: that of its kind, if set, else lr."""
+    rate = None
+    if p.dim() < 2:
+        rate = config.scalar_lr
+    elif name.startswith(("transformer.wte.", "transformer.wpe.")):
+        rate = config.embed_lr
+    elif name == "lm_head.weight":
+        rate = config.head_lr
+    return rate or config.lr
 
 
 def count_parameters(kind: str, params: Sequence[Tensor]) -> str:

@@ -13,6 +13,7 @@ from checkpoint.files import (
     read_tensors,
     write_tensors,
 )
+from config import ARCHITECTURE, Config
 from model import GPTConfig
 from runtime.errors import in_a_line
 from runtime.files import write_whole
@@ -101,10 +102,16 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
     Raises CheckpointError for a model that GPT-2 in transformers cannot be, OSError if the folder
     cannot be written.
     """
-    if config.norm != "layernorm" or not config.bias:
+    values = {name: getattr(config, name) for name in Config.names_marked(ARCHITECTURE)}
+    wrong = [
+        f"{name} {value}"
+        for name, value in values.items()
+        if name not in OPTIONS.values()
+        and value not in (getattr(GPTConfig, name), *ACTIVATIONS.values())
+    ]
+    if wrong:
         raise CheckpointError(
-            f"the model has norm {config.norm} and bias {config.bias}; GPT-2 in transformers has "
-            f"LayerNorm and biases, and cannot be it"
+            f"the model has {', '.join(wrong)}, which GPT-2 in transformers cannot have"
         )
     end_of_text = 50256 if config.n_vocab == 50257 else None  # another vocabulary may have none
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)

@@ -44,6 +44,8 @@ def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
         )
     # An option that is not in the file has no default: of a fork, it may have another meaning.
     sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"))
+    if unknown := theirs.keys() - {*sizes, "bias", "dropout"}:
+        raise CheckpointError(f"{path}: an option of a fork: {', '.join(map(str, unknown))}")
     options = {**sizes, **theirs, "activation": activation, "tie_weights": True}
     return options, with_our_names(weights)
 

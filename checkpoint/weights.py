@@ -45,7 +45,8 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
             f"vocab_size {config.vocab_size} makes {config.n_vocab} tokens, but init_from {path} "
             f"has {theirs.n_vocab}; leave vocab_size and real_vocab_size out"
         )
-    weights[POSITIONS] = weights[POSITIONS][: config.block_size]
+    if not config.rope:
+        weights[POSITIONS] = weights[POSITIONS][: config.block_size]
     return config, _model_with(weights, GPTConfig.of(config), path)
 
 
@@ -170,7 +171,10 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
         problem = str(error).splitlines()[0]
         raise CheckpointError(f"{path}: its options do not make a model: {problem}") from None
     # Before a model is made, of any size.
-    for name, ours in {"wte": config.vocab_size, "wpe": config.block_size}.items():
+    sizes = {"wte": config.vocab_size, "wpe": config.block_size}
+    if config.rope:
+        del sizes["wpe"]
+    for name, ours in sizes.items():
         theirs = weights.get(f"transformer.{name}.weight", torch.empty(0)).shape
         if theirs != (ours, config.n_embd):
             raise CheckpointError(

@@ -15,15 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """Keep logits within +-cap, smoothly (Gemma 2, Gemma Team 2024, section 2); 0: as they are."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int
+    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, chunks: int, cap: float = 0.0
 ) -> Tensor:
     """Return the mean loss in nats per token of the last layer's output x (B, T, C), given the
     head's weight (V, C) and targets (B, T).
 
     The tokens are cut into `chunks` equal chunks; where they do not divide, the last one is
-    smaller, and there may be fewer. Rows of the head from n_vocab on are padding. Matmuls run in
-    autocast's dtype.
+    smaller, and there may be fewer. Rows of the head from n_vocab on are padding. `cap`: that of
+    `soft_cap`. Matmuls run in autocast's dtype.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -33,6 +38,7 @@ def chunked_cross_entropy(
         targets.flatten(),
         n_vocab,
         chunks,
+        cap,
         torch.is_grad_enabled(),
         torch.compiler.is_compiling(),
     )
@@ -49,6 +55,7 @@ def summed_loss(
     targets: Tensor,
     n_vocab: int,
     chunks: int,
+    cap: float,
     with_gradients: bool,
     compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +67,7 @@ def summed_loss(
     x_grads, weight_grad = [], torch.zeros_like(weight) if with_gradients else weight.new_empty(0)
     cast_weight = weight.to(x.dtype)
     for chunk, chunk_targets in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
-        loss, gradient = of_chunk(chunk, cast_weight, chunk_targets, n_vocab, with_gradients)
+        loss, gradient = of_chunk(chunk, cast_weight, chunk_targets, n_vocab, cap, with_gradients)
         total += loss
         if gradient is not None:
             x_grads.append(gradient @ cast_weight)
@@ -70,19 +77,21 @@ def summed_loss(
 
 
 def loss_of_chunk(
-    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, with_gradient: bool
+    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, cap: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the losses of R tokens, and its gradient with respect to their logits (R,
     V), in the dtype of x (R, C).
     """
     rows = torch.arange(weight.size(0), device=x.device)  # of the head
-    logits = (x @ weight.t()).float().masked_fill(rows >= n_vocab, float("-inf"))
-    log_p = F.log_softmax(logits, dim=-1)
+    capped = soft_cap((x @ weight.t()).float(), cap)
+    log_p = F.log_softmax(capped.masked_fill(rows >= n_vocab, float("-inf")), dim=-1)
     loss = F.nll_loss(log_p, targets, reduction="sum")
     if not with_gradient:
         return loss, None
-    # not yet divided by the number of tokens: float16 would lose it
-    return loss, (log_p.exp() - (rows == targets[:, None]).float()).to(x.dtype)
+    gradient = log_p.exp() - (rows == targets[:, None]).float()
+    if cap:
+        gradient = gradient * (1 - (capped / cap) ** 2)  # that of tanh
+    return loss, gradient.to(x.dtype)  # not yet over the number of tokens: float16 would lose it
 
 
 @functools.cache
@@ -98,6 +107,7 @@ def _shapes(
     targets: Tensor,
     n_vocab: int,
     chunks: int,
+    cap: float,
     with_gradients: bool,
     compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +126,7 @@ def _keep_gradients(
 
 def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     x_grad, weight_grad = ctx.saved_tensors
-    return x_grad * grad, weight_grad * grad, None, None, None, None, None
+    return x_grad * grad, weight_grad * grad, None, None, None, None, None, None
 
 
 summed_loss.register_autograd(_backward, setup_context=_keep_gradients)

@@ -54,7 +54,7 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
             block.ln_2.register_forward_pre_hook(backward_ends("MLP")),
             block.register_forward_hook(ends("MLP")),
         ]
-    for embedding in (parts.wte, parts.wpe):
+    for embedding in (parts.wte, *([] if parts.config.rope else [parts.wpe])):
         hook = ends("embedding, backward")
         hooks.append(embedding.weight.register_post_accumulate_grad_hook(hook))
     return hooks

@@ -49,6 +49,20 @@ TINY: dict[str, Any] = {
 # them waits for the C++ compiler, the others find its work in PyTorch's cache.
 COMPILED: dict[str, Any] = {"compile": True, "n_layer": 1, "tie_weights": True}
 
+# All flags of newer recipes that make another model than GPT-2.
+MODERN: dict[str, Any] = {
+    "rope": True,
+    "norm": "rmsnorm",
+    "norm_weight": False,
+    "bias": False,
+    "qk_norm": True,
+    "activation": "relu2",
+    "zero_init": True,
+    "logit_softcap": 15.0,
+    "value_residual": True,
+    "embed_shortcut": True,
+}
+
 # a shell starts its background jobs with Ctrl-C ignored, nohup with SIGHUP ignored, and Python
 # leaves it so: tests need both heard
 signal.signal(signal.SIGINT, signal.default_int_handler)

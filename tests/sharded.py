@@ -81,7 +81,7 @@ def looked_at(config: Config, world: World) -> dict[str, Any]:
 
     def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if module.training and isinstance(module, Block):
-            seen.update(block=str(module.mlp.c_fc.weight.dtype), residual=str(output.dtype))
+            seen.update(block=str(module.mlp.c_fc.weight.dtype), residual=str(output[0].dtype))
         if module.training and isinstance(module, Transformer):
             seen["head"] = str(module.wte.weight.dtype)
 

@@ -625,8 +625,9 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
     assert not changes(config, config.model_copy(update=settings))
     off = config.describe_optimizations(1).partition("; off: ")[2]
     assert off == (
-        "optimizer, matmul_precision, fp16, fsdp, recompute, recompute_cheap, residual_bf16, "
-        "loss_chunks, several ranks"
+        "norm, activation, rope, qk_norm, value_residual, embed_shortcut, logit_softcap, "
+        "zero_init, optimizer, embed_lr, head_lr, scalar_lr, matmul_precision, fp16, fsdp, "
+        "recompute, recompute_cheap, residual_bf16, loss_chunks, several ranks"
     )
 
 

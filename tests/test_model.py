@@ -203,7 +203,7 @@ def test_the_residual_stream_is_in_bf16_only_where_that_is_asked_for_under_autoc
     for residual_bf16 in (False, True):
         model = tiny_model(residual_bf16=residual_bf16, recompute=recompute)
         for block in model.transformer.h:
-            block.register_forward_hook(lambda _, inputs, output: streams.append(output.dtype))
+            block.register_forward_hook(lambda _, inputs, output: streams.append(output[0].dtype))
         for autocast in (False, True):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 model(tokens(), tokens(seed=1))

@@ -78,6 +78,21 @@ def test_without_decay_groups_everything_decays(tiny_model):
     assert lines[-1] == "num non-decayed parameter tensors: 0, with 0 parameters"
 
 
+def test_embeddings_head_and_scalars_have_learning_rates_of_their_own(tiny_model):
+    model = tiny_model()
+    config = load_config(lr=1e-3, embed_lr=0.3, head_lr=0.02, scalar_lr=0.01, weight_decay=0.1)
+    (adamw,), _ = make_optimizers(model, config)
+    rates = {p: group["lr"] for group in adamw.param_groups for p in group["params"]}
+    factors = {p: group["lr_factor"] for group in adamw.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        kind = next((kind for kind in ("wte", "wpe", "lm_head") if kind in name), p.dim() < 2)
+        expected = {"wte": 0.3, "wpe": 0.3, "lm_head": 0.02, True: 0.01, False: 1e-3}[kind]
+        assert rates[p] == expected, name
+        assert factors[p] == pytest.approx(expected / 1e-3)
+    (adamw,), _ = make_optimizers(tiny_model(tie_weights=True), config)
+    assert {group["lr"] for group in adamw.param_groups} == {0.3, 1e-3, 0.01}
+
+
 def test_adamw_gets_its_options_and_the_fused_flag_which_makes_the_same_update(tiny_model):
     options, after = {"betas": (0.8, 0.9), "eps": 1e-6, "lr": 2e-3, "weight_decay": 0.1}, []
     for fused in (False, True):

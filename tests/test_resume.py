@@ -31,6 +31,7 @@ from tests import soak
 from tests.conftest import (
     ALONE,
     COMPILED,
+    MODERN,
     at_step,
     ended,
     fast_precision,
@@ -96,7 +97,7 @@ ANY_BATCH = {"total_batch_tokens": None, "real_vocab_size": None}
 WAYS = {
     "every stage": {"config": "speedup13", "compile": False} | ANY_BATCH,
     "dropout and accumulation": {"dropout": 0.2, "batch_size": 2, "total_batch_tokens": 256},
-    "muon": {"optimizer": "muon"},
+    "muon": {"optimizer": "muon"} | MODERN | {"embed_lr": 0.01, "scalar_lr": 0.02, "dropout": 0.1},
     "several threads": LARGE,
     "wsd, shuffled over epochs": {
         "lr_schedule": "wsd",

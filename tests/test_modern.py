@@ -1,0 +1,165 @@
+"""The flags of newer recipes: each computes what its paper says, and works with everything else."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from checkpoint.weights import load_model
+from model import rms_norm, rotate
+from tests.conftest import ALONE, MODERN, generate, refused
+from tests.test_export import exported
+from tests.test_model import assert_same, close, tokens
+from tests.test_sample import PROMPTS, alone, chooser, seeded, stream
+from train import train
+
+FLAGS = [{name: value} for name, value in MODERN.items() if name not in ("norm", "norm_weight")]
+FLAGS += [{"norm": "rmsnorm", "norm_weight": False}, MODERN]
+
+
+@pytest.fixture
+def shaken(tiny_model):
+    """Build a tiny model with random parameters, the same for all: so that every term matters."""
+
+    def build(**options):
+        model = tiny_model(**options).eval()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p += 0.3 * torch.randn(p.shape, generator=seeded(len(name) + p.numel()))
+        return model
+
+    return build
+
+
+# ---- each is what its paper says
+
+
+def test_a_rotation_is_a_multiplication_of_complex_numbers():
+    x, angles = torch.randn(2, 3, 5, 8), torch.randn(5, 4)
+    turned = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones(5, 4), -angles)
+    rotation = torch.stack((angles.cos(), angles.sin()))
+    close(rotate(x, rotation), torch.cat((turned.real, turned.imag), dim=-1))
+
+
+def test_with_rope_it_counts_how_far_apart_tokens_are_and_not_where(shaken):
+    model, idx = shaken(rope=True).transformer, tokens(T=12)
+    positions = torch.arange(12).expand(2, -1)
+    close(model(idx, positions=positions), model(idx))
+    close(model(idx, positions=positions + 20), model(idx), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(model(idx, positions=2 * positions), model(idx), atol=1e-2)
+
+
+def test_with_qk_norm_the_size_of_queries_and_keys_does_not_count(shaken):
+    model, idx = shaken(qk_norm=True), tokens()
+    before = model(idx)
+    with torch.no_grad():
+        for p in model.transformer.h[1].attn.c_attn.parameters():
+            p[: 2 * 32] *= 7
+    close(model(idx), before, rtol=1e-4, atol=1e-4)
+
+
+def test_relu2_is_the_square_of_what_is_positive(shaken):
+    mlp, x = shaken(activation="relu2").transformer.h[0].mlp, torch.randn(2, 3, 32)
+    close(mlp(x), mlp.c_proj(mlp.c_fc(x).clamp(min=0) ** 2))
+
+
+def test_with_zero_init_every_block_begins_as_the_identity_and_learns(tiny_model):
+    model, idx = tiny_model(zero_init=True), tokens()
+    below = model.transformer
+    close(below(idx), below.ln_f(below.wte(idx) + below.wpe.weight[:16]))
+    model(idx, idx).backward()
+    assert all(block.mlp.c_proj.weight.grad.norm() > 0 for block in below.h)
+
+
+@pytest.mark.parametrize("loss_chunks", [1, 4])
+def test_a_softcap_bounds_the_logits_of_texts_and_loss_but_padding_stays_out(shaken, loss_chunks):
+    options, idx = {"real_vocab_size": 100, "loss_chunks": loss_chunks}, tokens(vocab=100)
+    free, capped = shaken(**options), shaken(**options, logit_softcap=1.5)
+    close(capped(idx), 1.5 * torch.tanh(free(idx) / 1.5))
+    expected = F.cross_entropy(capped(idx).flatten(0, 1), idx.flatten())
+    close(capped(idx, idx), expected)
+    losses = capped(idx, idx), expected
+    one, other = (torch.autograd.grad(loss, capped.lm_head.weight)[0] for loss in losses)
+    close(one, other)
+
+
+def test_the_value_residual_mixes_in_the_first_layers_values(shaken):
+    plain, mixed, idx = shaken(), shaken(value_residual=True), tokens()
+    first, second = (block.attn for block in mixed.transformer.h)
+    assert not hasattr(first, "value_mix")
+    with torch.no_grad():
+        second.value_mix.fill_(0.0)
+        close(mixed(idx), plain(idx))
+        second.value_mix.fill_(1.0)
+        before = mixed(idx)
+        assert not torch.allclose(before, plain(idx), atol=1e-2)
+        second.c_attn.weight[2 * 32 :] = 0  # its own values, of which it takes none
+        close(mixed(idx), before)
+
+
+def test_the_embedding_shortcut_adds_the_tokens_again_before_a_block(shaken):
+    model, idx = shaken(embed_shortcut=True), tokens()
+    below = model.transformer
+    x = x0 = rms_norm(below.wte(idx) + below.wpe.weight[:16])
+    for block in below.h:
+        keep, add = block.shortcut
+        x = keep * x + add * x0
+        x = x + block.attn(block.ln_1(x))[0]
+        x = x + block.mlp(block.ln_2(x))
+    close(below(idx), below.ln_f(x))
+    fresh = type(below.h[0])(model.config, 0)
+    assert fresh.shortcut.tolist() == [1, 0]
+
+
+def test_rope_needs_an_even_head(tiny_config):
+    with refused("rope needs heads of an even size, not 3"):
+        tiny_config(n_embd=6, rope=True)
+
+
+# ---- all work with everything else
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_a_text_grows_by_the_kv_cache_as_without_together_as_alone_and_past_the_context(
+    flags, shaken
+):
+    model = shaken(**flags)
+    greedy = chooser([seeded(row) for row in range(5)], temperature=0, top_k=None)
+    together = zip(*stream(model, [[*p] for p in PROMPTS], 36, None, greedy), strict=True)
+    assert [[*drawn] for drawn in together] == [alone(model, prompt, 36) for prompt in PROMPTS]
+    idx = tokens(T=5)
+    with torch.no_grad():
+        for _ in range(30):
+            idx = torch.cat((idx, model(idx[:, -32:])[:, -1].argmax(-1, keepdim=True)), dim=1)
+    assert torch.equal(generate(model, tokens(T=5), 30, temperature=0), idx)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_recomputed_chunked_compiled_and_flash_have_the_same_loss_and_gradients(flags, shaken):
+    plain, idx = shaken(**flags).train(), tokens(T=15)
+    for other in ({"recompute": True}, {"loss_chunks": 4}, {"flash": True}):
+        assert_same(plain, shaken(**flags, **other).train(), 1e-4, idx)
+    whole = torch.compile(shaken(**flags).train(), backend="aot_eager", fullgraph=True)
+    assert_same(plain, whole, 1e-4, idx)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_a_run_saves_its_model_which_is_read_and_exported_only_if_it_is_gpt2(
+    flags, tiny_config, tmp_path
+):
+    config = tiny_config(**flags, max_steps=2, lr=1e-2)
+    train(config, ALONE)
+    model = load_model("train", config.log_dir)
+    assert {name: getattr(model.config, name) for name in flags} == flags
+    again = tiny_config(init_from="train", run_name="again", max_steps=1)
+    train(again, ALONE)
+    taken_up = dataclasses.asdict(load_model("again", config.log_dir).config)
+    assert {name: taken_up[name] for name in {*flags} - {"zero_init"}}.items() <= flags.items()
+    if flags == {"zero_init": True}:
+        exported(config)
+        return
+    with refused("GPT-2 in transformers cannot have") as error:
+        exported(config)
+    named = [name for name in flags if f"{name} {flags[name]}" in str(error.value)]
+    assert named == [name for name in flags if name != "zero_init"]
