@@ -1,7 +1,9 @@
 """Climb a ladder: run its stages one after the other, and report what each is worth here.
 
 python ladder.py speedup               one of the published series: speedup, a100, mps, gpu_ms
+python ladder.py modern                what newer recipes learn, over 3 seeds
 python ladder.py baseline.yaml my.yaml                any configs
+python ladder.py a.yaml b.yaml --seeds 3              what they learn, and how fast
 python ladder.py speedup -- --max_steps 10            options after -- go to every run
 python ladder.py --ablate speedup10.yaml              what each optimization of a config is worth
 python ladder.py --across logs/results/*/speedup      ladders of several machines beside each other
@@ -17,6 +19,7 @@ from measure.comparison import Pair, ablation, compare_pairs, pairs_of
 from measure.duration import describe_duration
 from measure.interleaved import LEFT_OUT, split_command_line
 from measure.ladder_report import across, plot_runs, report, report_ablation
+from measure.learning import report_learning, with_seeds
 from measure.ratio import FEWEST
 from measure.stages import (
     SERIES,
@@ -30,8 +33,9 @@ from measure.stages import (
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import sole_writer
-from runtime.start import start
+from runtime.start import cores, start
 
+CORES_OF_A_RUN = 8  # more than so many give a small model's run little
 SHORTER = "--rounds 6 or 0, and -- --max_steps 10; what is finished is kept"
 
 
@@ -39,11 +43,15 @@ class LadderOptions(Options):
     """options"""
 
     stages: tuple[str, ...] = ()
-    """speedup, a100, mps or gpu_ms; or config files; with --plot, folders of runs; with --across,
-    folders of ladders
+    """speedup, a100, mps, gpu_ms or modern; or config files; with --plot, folders of runs; with
+    --across, folders of ladders
     """
     log_dir: str = "logs"
     """folder for the ladder's folder"""
+    seeds: Positive | None = None
+    """seeds that each config is trained with, to compare what it learns (none: 3 with modern; else
+    only speeds are compared)
+    """
     nproc_per_node: Positive | None = None
     """ranks of each listed config, by torchrun; with speedup, of its last stage, ddp (none: 1; in
     ddp one for each GPU)
@@ -78,6 +86,10 @@ def check(options: LadderOptions) -> None:
 def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     """Run the stages, interleave each with its base, and report; returns what failed."""
     ladder, stages = plan(options.stages, options.log_dir, of_runs)
+    seeds = options.seeds or (3 if ladder == "modern" else 0)
+    rungs = {stage.name: with_seeds(stage, seeds, of_runs) for stage in stages if seeds}
+    if seeds:
+        stages = [runs[0] for runs in rungs.values()]
     folder = Path(options.log_dir) / ladder
     device = {} if options.report_only else probe(stages[0].config.device)
     ranks = options.nproc_per_node
@@ -94,16 +106,22 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     pairs: list[Pair] = []
     if not options.report_only:
         note_slow_bf16(stages, device.get("bf16_slowdown"))
-        runs = [stage for stage in runs_of(stages) if options.rerun or not stage.summary()]
+        # One seed of all rungs before the next one: what there is can be compared at any time.
+        to_run = [*chain(*zip(*rungs.values(), strict=True))] if seeds else runs_of(stages)
+        runs = [stage for stage in to_run if options.rerun or not stage.summary()]
         turns = 2 * (LEFT_OUT + options.rounds) if options.rounds else 0
         work = [(stage.config, stage.config.max_steps) for stage in runs]
         work += [(stage.config, turns) for stage in stages[1:]]
         print(describe_duration(work, device.get("tflops"), SHORTER), flush=True)
         with sole_writer(folder):
-            run_stages(runs_of(stages), options.rerun)
+            gpus = device.get("gpus", 0)
+            at_once = min(seeds, gpus or cores() // CORES_OF_A_RUN) or 1
+            run_stages(to_run, options.rerun, anywhere=seeds > 0, at_once=at_once, gpus=gpus)
             pairs = list(pairs_of(stages).values())
             if options.rounds:
                 compare_pairs(pairs, options.rounds, options.rerun, device)
+    if seeds:
+        return report_learning(ladder, rungs, folder, pairs)
     return report(ladder, stages, folder, pairs)
 
 

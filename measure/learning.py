@@ -1,183 +1,181 @@
-"""Compare what configs learn: their validation losses over several seeds, and tokens to a loss.
+"""What the rungs of a ladder learn: their losses over several seeds, and the tokens and the time
+after which they have the loss that the first rung ends with.
 
-python -m measure.learning learning.yaml "learning.yaml --optimizer muon --lr 4e-3"
-python -m measure.learning a.yaml b.yaml --seeds 5 -- --max_steps 200   options after -- go to all
-
-All runs stay in the folder, and the same command resumes where it was interrupted. Of a run that is
-done, its eval.csv is enough.
+All compare runs of equal tokens, seed by seed: equal seeds have the same data in the same order.
 """
 
-import hashlib
 import math
-import re
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from config import Config, Count
-from measure.interleaved import parse_side, split_command_line
-from runtime.cli import Options, parse
-from runtime.start import start
-
-
-class LearningOptions(Options):
-    """options"""
-
-    sides: tuple[str, ...] = ()
-    """configs that evaluate; quote one together with options after it"""
-    seeds: Count = 3
-    """seeds that each is trained with: 1, 2, ..."""
-    log_dir: str = "logs/learning"
-    """folder for all runs and the report"""
-
-
-if __name__ == "__main__":
-    OWN, OF_ALL = split_command_line(sys.argv[1:])
-    OPTIONS = start(LearningOptions, OWN, description=__doc__, positional="sides")
-
-from measure.tables import write_report
-from runtime.device import choose_device
-from runtime.errors import TrainingError, UserError, reported
-from runtime.launch import launch
-from runtime.report import draw_losses, git_commit, items, machine
-from runtime.runlog import read_rows
-from runtime.world import World, joined_world
-from train import train
+from measure.comparison import Pair, compare
+from measure.ladder_report import INTERVALS, failures_of
+from measure.ratio import Ratio, product
+from measure.stages import Stage, make_stage, with_bases
+from measure.tables import Row, write_csv, write_report
+from runtime.errors import UserError
+from runtime.report import draw_losses, field
+from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 
 Curve = dict[int, float]  # validation loss by step
-MEANING = (
-    "Lower by: than the first config with the same seed. Spread: the largest less the smallest. "
-    "Tokens: after which the validation loss first is that of the first config's end, with the "
-    "same seed."
+# Student's t: how many standard errors of the mean the 95% interval reaches to each side, for 1 to
+# 9 degrees of freedom, one less than there are seeds. That of 9 serves for more, on the safe side.
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+COLUMNS = [
+    field("rung", "stage"),
+    field("validation loss", "loss"),
+    field("lower than base's by", "lower"),
+    field("base", "base"),
+    field("tokens to the first's loss", "tokens_share"),
+    field("speed", "speed"),
+    field("time to the first's loss", "time_share"),
+]
+EXPLAINED = (
+    "validation loss: at the end, in nats per token, the mean over the seeds. lower than base's "
+    "by: the mean difference from the rung that it changes, seed by seed. After +-: the half width "
+    "of the mean's 95% interval, by Student's t; within noise: it holds 0. What a rung that adds "
+    "nothing seems to be worth is noise too. tokens to the first's loss: after which share of "
+    "all tokens a rung has the loss that the first one ends with, on straight lines between "
+    "evaluations; geometric mean over the seeds. speed: tokens/s over the first rung's. time: the "
+    f"share of tokens over the speed, with the intervals of both combined. {INTERVALS}"
 )
 
 
-def plan(options: LearningOptions, of_all: Sequence[str]) -> dict[str, list[Config]]:
-    """Return a config for each side and seed. Raises UserError for what is no comparison."""
-    if len(set(options.sides)) < max(2, len(options.sides)):
-        raise UserError(
-            "at least two different configs are needed: python -m measure.learning learning.yaml "
-            '"learning.yaml --optimizer muon"'
-        )
-    sides: dict[str, list[Config]] = {}
-    for text in options.sides:
-        arguments, environment = parse_side(text, of_all)
-        if environment:
-            raise UserError(f"{text}: all runs share one environment; leave {environment} out")
-        words = " ".join([text, *of_all])
-        digest = hashlib.sha256(words.encode()).hexdigest()[:8]  # as names have to be short
-        name = f"{re.sub(r'[^a-zA-Z0-9.]+', '_', words)[:60]}_{digest}"
-        own = [*arguments, f"--log_dir={options.log_dir}", "--resume=auto"]
-        sides[text] = [
-            parse(Config, [*own, f"--seed={i}", f"--run_name={name}_seed_{i}"], config_file=True)
-            for i in range(1, options.seeds + 1)
-        ]
-        if not sides[text][0].eval_every:
-            raise UserError(f"{text}: sets no eval_every, so it has no validation loss")
-    return sides
+@dataclass(frozen=True)
+class Mean:
+    """Hold a mean over seeds, and the half width of its 95% interval; None: of one seed."""
+
+    value: float
+    half: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.value:.4f}"
+        return text if self.half is None else f"{text} +- {self.half:.4f}"
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Mean":
+        """Compute the mean of at least one value, and its interval."""
+        mean, n = statistics.fmean(values), len(values)
+        if n == 1:
+            return cls(mean)
+        t = STUDENT_T[min(n, len(STUDENT_T) + 1) - 2]
+        return cls(mean, t * statistics.stdev(values) / math.sqrt(n))
 
 
-def val_losses(config: Config) -> Curve:
-    """Read what a run has evaluated so far."""
-    path = Path(config.log_dir) / str(config.run_name) / "eval.csv"
-    rows: dict[int, Any] = read_rows(path, ("step", "val_loss")) if path.exists() else {}
-    return {step: row["val_loss"] for step, row in rows.items()}
+def with_seeds(stage: Stage, seeds: int, of_runs: Sequence[str]) -> list[Stage]:
+    """Return a run of the stage for each seed: the one of its config, the next, ...
 
-
-def learned(config: Config, world: World) -> Curve:
-    """Return the validation losses of a run, after training it if it is not done.
-
-    A run that diverges has an infinite loss at its end.
+    Raises UserError for a config that does not evaluate.
     """
-    if config.max_steps not in val_losses(config):
-        try:
-            if train(config, world).get("interrupted"):
-                raise KeyboardInterrupt
-        except TrainingError as error:
-            print(f"{config.run_name}: {error}")
-            return {config.max_steps: math.inf}
-    return val_losses(config)
+    if not stage.config.eval_every:
+        raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
+    first, folder = stage.config.seed, stage.config.log_dir
+    return [
+        make_stage(f"{stage.name}_seed_{n}", stage.side[0], folder, [*of_runs, f"--seed={n}"])
+        for n in range(first, first + seeds)
+    ]
 
 
-def last(curve: Curve) -> float:
+def val_losses(run: Stage) -> Curve:
+    """Read what a run has evaluated."""
+    steps, losses = curve(read_rows(run.folder / "eval.csv", EVAL_COLUMNS), "val_loss")
+    return dict(zip(steps, losses, strict=True))
+
+
+def last(losses: Curve) -> float:
     """Return the loss at the end."""
-    return curve[max(curve)]
+    return losses[max(losses)]
 
 
-def steps_to(curve: Curve, loss: float) -> float | None:
+def steps_to(losses: Curve, loss: float) -> float | None:
     """Return the step at which a loss is first reached, on straight lines between evaluations."""
-    steps = sorted(curve)
+    steps = sorted(losses)
     for before, step in zip([steps[0], *steps], steps, strict=False):
-        if curve[step] <= loss:
-            drop = curve[before] - curve[step] or 1.0
-            return step - (step - before) * (loss - curve[step]) / drop
+        if losses[step] <= loss:
+            drop = losses[before] - losses[step] or 1.0
+            return step - (step - before) * (loss - losses[step]) / drop
     return None
 
 
-def rows_of(
-    sides: Mapping[str, Sequence[Config]], curves: Mapping[str, Sequence[Curve]], ranks: int
-) -> list[tuple[str, ...]]:
-    """Return the report's rows: the seeds of each side, their mean, and the spread of their losses.
+def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Ratio | None:
+    """Return after which share of the first rung's tokens a rung has its loss at the end.
 
-    Each seed is compared with the same seed of the first side.
+    The geometric mean over the seeds, with its interval. None: not with every seed.
     """
-    rows: list[tuple[str, ...]] = []
-    bases = [last(curve) for curve in next(iter(curves.values()))]
-    for name, configs in sides.items():
-        losses = [last(curve) for curve in curves[name]]
-        for config, curve, loss, base in zip(configs, curves[name], losses, bases, strict=True):
-            steps, tokens = steps_to(curve, base), "never"
-            if steps is not None:
-                tokens = f"{steps * config.tokens_per_step(ranks):,.0f}"
-            rows.append((name, str(config.seed), f"{loss:.4f}", f"{base - loss:.4f}", tokens))
-        mean = statistics.fmean(losses)
-        rows.append((name, "mean", f"{mean:.4f}", f"{statistics.fmean(bases) - mean:.4f}", ""))
-        rows.append((name, "spread", f"{max(losses) - min(losses):.4f}", "", ""))
+    logs = []
+    for losses, theirs in zip(ours, first, strict=True):
+        step = steps_to(losses, last(theirs))
+        if not step:
+            return None
+        logs.append(math.log(step / max(theirs)))
+    mean = Mean.of(logs)
+    ends = [] if mean.half is None else [mean.value - mean.half, mean.value + mean.half]
+    return Ratio(math.exp(mean.value), *map(math.exp, ends))
+
+
+def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
+    """Return a row for each rung whose runs are finished, as the first rung's have to be."""
+    done = {name: runs for name, runs in rungs.items() if all(run.summary() for run in runs)}
+    curves = {name: [val_losses(run) for run in runs] for name, runs in done.items()}
+    names = {runs[0].name: name for name, runs in rungs.items()}
+    heads = [runs[0] for runs in rungs.values()]
+    bases = {names[stage.name]: names[base.name] for stage, base in with_bases(heads)}
+    speeds = {names[row["stage"]]: row["over_first"] for row in compare(heads)}
+    first, rows = next(iter(rungs)), list[Row]()
+    for name in done if first in done else []:
+        ends, base = [last(losses) for losses in curves[name]], bases[name]
+        lower, noise = None, ""
+        if base in curves and base != name:
+            of_base = [last(losses) for losses in curves[base]]
+            lower = Mean.of([theirs - ours for theirs, ours in zip(of_base, ends, strict=True)])
+            noise = " (within noise)" if abs(lower.value) <= (lower.half or 0.0) else ""
+        tokens, speed = share_of_tokens(curves[name], curves[first]), speeds[name]
+        low, high = speed.ends
+        slower = Ratio(1 / speed.median, 1 / high, 1 / low)
+        rows.append(
+            {
+                "stage": name,
+                "base": base,
+                "loss": str(Mean.of(ends)),
+                "lower": f"{lower}{noise}" if lower else None,
+                "tokens_share": tokens,
+                "speed": speed,
+                "time_share": tokens and product([tokens, slower]),
+            }
+        )
     return rows
 
 
-def report(
-    sides: Mapping[str, Sequence[Config]],
-    curves: Mapping[str, Sequence[Curve]],
-    folder: Path,
-    ranks: int,
-) -> None:
-    """Print and write what the runs have learned: report.md and a picture."""
+def report_learning(
+    ladder: str, rungs: Mapping[str, Sequence[Stage]], folder: Path, pairs: Sequence[Pair]
+) -> list[str]:
+    """Report what the finished rungs have learned, with learning.png; returns what failed.
+
+    Raises UserError, or TrainingError after failures, if nothing is finished.
+    """
+    rows = rows_of(rungs)
+    failures = failures_of([*(run for runs in rungs.values() for run in runs), *pairs])
+    config = next(iter(rungs.values()))[0].config
+    summaries = [run.summary() for runs in rungs.values() for run in runs]
+    where = dict.fromkeys(
+        f"{s.machine}; device {s.device}, torch {s.torch}, commit {s.git}" for s in summaries if s
+    )
+    if rows:
+        write_csv(folder / "results.csv", rows)
     write_report(
         folder / "report.md",
-        "What these configs learn",
-        items("config", "seed", "loss", "lower by", "tokens to the first's loss"),
-        rows_of(sides, curves, ranks),
-        [],
-        f"{machine()}; commit {git_commit()}. Validation loss at the end, in nats per token.",
-        MEANING,
+        f"What the rungs of {ladder} learn",
+        COLUMNS,
+        rows,
+        failures,
+        EXPLAINED,
+        f"{config.max_steps:,} steps of {config.tokens_per_step(1):,} tokens; seeds of each rung: "
+        f"{len(next(iter(rungs.values())))}. {'; '.join(where)}.",
         "![validation losses](learning.png)",
     )
-    pictured = {
-        f"{name}, seed {config.seed}": (list(curve), list(curve.values()))
-        for name in sides
-        for config, curve in zip(sides[name], curves[name], strict=True)
-    }
+    shown = {run.name: val_losses(run) for row in rows for run in rungs[row["stage"]]}
+    pictured = {name: (list(c), list(c.values())) for name, c in shown.items()}
     draw_losses(folder / "learning.png", {}, pictured)
-
-
-def main(options: LearningOptions, of_all: Sequence[str]) -> None:
-    """Do all runs that are not done yet, and report. Raises UserError."""
-    sides = plan(options, of_all)
-    a_config = next(iter(sides.values()))[0]
-    with joined_world(choose_device(a_config.device, launch()), a_config.timeout) as world:
-        # one seed of all after the other, so that an interrupted study can be compared
-        of_seeds = [
-            [learned(config, world) for config in configs]
-            for configs in zip(*sides.values(), strict=True)
-        ]
-        curves = dict(zip(sides, zip(*of_seeds, strict=True), strict=True))
-        if world.rank == 0:
-            report(sides, curves, Path(options.log_dir), world.world_size)
-
-
-if __name__ == "__main__":
-    with reported(OPTIONS.log_dir):
-        main(OPTIONS, OF_ALL)
+    return failures

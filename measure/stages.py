@@ -1,5 +1,6 @@
 """Plan and run the stages of a ladder, and look up what was published of each."""
 
+import contextlib
 import csv
 import json
 import os
@@ -8,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,17 +23,23 @@ from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
 from runtime.runlog import Row, curve, read_rows
 from runtime.signals import ENDS_WITH
+from runtime.start import cores
 
 ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
 MPS = ("overfit", "dataloader", "weight_sharing", "init", "timing", "tf32", "cuda_bf16")
 GPU_MS = ("fp32", "tf32", "bf16", "compile", "flash", "vocab", "fused_adamw")
+MODERN = (
+    *("base", "aa", "rope", "rmsnorm", "muon", "relu2", "zero_init", "qk_norm", "untied"),
+    *("value_residual", "embed_shortcut", "softcap"),
+)
 STEPS = [*range(1, 6), "5_max_autotune", *range(6, 17)]
 SERIES = {
     "speedup": ["baseline", *(f"speedup{step}" for step in STEPS)],
     "a100": ["a100/baseline", *(f"a100/opt{i}" for i in range(9))],
     "mps": [f"mps/{name}" for name in MPS],
     "gpu_ms": [f"gpu_ms/{name}" for name in GPU_MS],
+    "modern": [f"modern/{name}" for name in MODERN],
 }
 NOT_TIMED = 5  # the first steps, which published times leave out
 # Times in these logs were read without waiting for the GPU: up to 1.9 million tokens/s, more than
@@ -239,40 +246,76 @@ def published_rows(log: str) -> dict[int, Row]:
 # ---- running
 
 
-def run_stages(stages: Sequence[Stage], rerun: bool) -> None:
-    """Run the stages that this machine has not finished with the same settings.
+def run_stages(
+    stages: Sequence[Stage],
+    rerun: bool,
+    *,
+    anywhere: bool = False,
+    at_once: int = 1,
+    gpus: int = 0,
+) -> None:
+    """Run the stages that are not finished with the same settings, `at_once` of them at a time.
 
-    One that fails is marked, and the others are run. Raises KeyboardInterrupt if the user stops.
+    `anywhere`: what another machine has finished counts too, as where only losses do. `gpus`: how
+    many to spread runs over. One that fails is marked, and the others are run. Raises
+    KeyboardInterrupt if the user stops.
     """
-    for i, stage in enumerate(stages, start=1):
-        heading = f"== {i} of {len(stages)}: {stage.name}"
+    to_run: list[Stage] = []
+    for stage in stages:
         finished = stage.summary()
-        if finished and not rerun and finished.machine == machine():  # not another's speed
-            print(f"{heading}: finished before", flush=True)
-            continue
-        print(heading, flush=True)
-        stage.error = run_command(stage.command)
-        if stage.error is None and stage.summary() is None:
-            stage.error = "stopped before its last step; the same command runs it again"
-        if stage.error:
-            print(f"failed: {stage.name}: {stage.error}", flush=True)
+        if finished and not rerun and (anywhere or finished.machine == machine()):
+            print(f"== {stage.name}: finished before", flush=True)
+        else:
+            to_run.append(stage)
+    for i in range(0, len(to_run), at_once):
+        together = to_run[i : i + at_once]
+        print(f"== {i + len(together)} of {len(to_run)}: {', '.join(s.name for s in together)}")
+        sys.stdout.flush()
+        shares = {"OMP_NUM_THREADS": str(max(1, cores() // at_once))} if at_once > 1 else {}
+        environments = [
+            shares | ({"CUDA_VISIBLE_DEVICES": str(j % gpus)} if shares and gpus else {})
+            for j in range(len(together))
+        ]
+        errors = run_commands([stage.command for stage in together], environments)
+        for stage, error in zip(together, errors, strict=True):
+            stage.error = error
+            if error is None and stage.summary() is None:
+                stage.error = "stopped before its last step; the same command runs it again"
+            if stage.error:
+                print(f"failed: {stage.name}: {stage.error}", flush=True)
 
 
-def run_command(command: Sequence[str]) -> str | None:
-    """Run a command, which prints to our stdout; returns its error line if it fails.
+def run_commands(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]
+) -> list[str | None]:
+    """Run commands side by side, which print to our stdout; returns the error lines of those that
+    fail.
 
-    At Ctrl-C it is asked to stop, too, and KeyboardInterrupt is raised once it has.
+    At Ctrl-C they are asked to stop, too, and KeyboardInterrupt is raised once they have.
     """
-    env = os.environ | {ENDS_WITH: str(os.getpid())}
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(command, stderr=errors, env=env)
+    with contextlib.ExitStack() as stack:
+        files = [
+            stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands
+        ]
+        processes = [
+            subprocess.Popen(
+                command, stderr=file, env={**os.environ, ENDS_WITH: str(os.getpid()), **more}
+            )
+            for command, file, more in zip(commands, files, environments, strict=True)
+        ]
         try:
-            process.wait()
+            for process in processes:
+                process.wait()
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-            process.wait()
+            for process in processes:
+                process.send_signal(signal.SIGINT)
+            for process in processes:
+                process.wait()
             raise
-        return why_it_failed(process.returncode, errors) if process.returncode else None
+        return [
+            why_it_failed(process.returncode, file) if process.returncode else None
+            for process, file in zip(processes, files, strict=True)
+        ]
 
 
 def probe(device: str) -> dict[str, Any]:

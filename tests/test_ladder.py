@@ -150,7 +150,7 @@ def test_two_ladders_do_not_climb_in_one_folder(tmp_path, folder):
     ("arguments", "message"),
     [
         ("speedpu", "speedpu: no such config file"),
-        ("", "name a series (speedup, a100, mps, gpu_ms)"),
+        ("", "name a series (speedup, a100, mps, gpu_ms, modern)"),
         ("speedup -- --max_step 3", "--max_step: unknown option; did you mean --max_steps"),
         ("speedup -- --n_embd 100", "n_embd 100 does not divide into 12 heads"),
         ("--plot nowhere", "nowhere/log.csv: cannot be read"),
@@ -195,7 +195,7 @@ def test_why_a_stage_is_not_finished_is_said(tmp_path, monkeypatch):
         (1, "", "exit status 1"),
     ):
         assert why_it_failed(status, io.StringIO(printed)) == reason
-    monkeypatch.setattr(stages, "run_command", lambda _: None)  # status 0, after a signal
+    monkeypatch.setattr(stages, "run_commands", lambda *_: [None])  # status 0, after a signal
     (stage,) = plan("baseline", folder=tmp_path)
     stages.run_stages([stage], rerun=False)
     assert stage.error == "stopped before its last step; the same command runs it again"
@@ -269,7 +269,7 @@ def test_sides_that_have_no_room_together_retain_no_memory(
 
 @pytest.mark.usefixtures("rungs")
 def test_a_side_that_fails_is_reported_and_so_is_the_rest(folder, monkeypatch, capsys):
-    monkeypatch.setattr(ladder, "run_stages", lambda stages, _: [*map(fake_run, stages)])
+    monkeypatch.setattr(ladder, "run_stages", lambda stages, *_, **__: [*map(fake_run, stages)])
     failing = Mock(side_effect=SideError("side", "out of memory"))
     monkeypatch.setattr(comparison, "run_rounds", failing)
     assert climb("plain.yaml", "flash.yaml", "--rounds", "6") == 1
@@ -346,7 +346,7 @@ def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
     found = {name: plan(name, folder=tmp_path) for name in stages.SERIES}
     logs = {name: [s.published.log for s in found[name] if s.published.log] for name in found}
     counts = [len(set(of_series)) for of_series in logs.values()]
-    assert counts == [11, 10, 7, 0]
+    assert counts == [11, 10, 7, 0, 0]
     repeats = {stage.name: stage.repeats for stage in found["speedup"]}
     assert repeats["speedup2"].name == "as_logged_speedup2", "its note is not what ran"
     assert repeats["speedup1"].name == "baseline", "untied, speedup1 is the baseline"
@@ -411,7 +411,7 @@ def climbed(monkeypatch, found, *arguments):
     """The stages that a ladder would run on a machine of which `found` is known."""
     runs = []
     monkeypatch.setattr(ladder, "probe", lambda _: found)
-    monkeypatch.setattr(ladder, "run_stages", lambda stages, _: runs.extend(stages))
+    monkeypatch.setattr(ladder, "run_stages", lambda stages, *_, **__: runs.extend(stages))
     with pytest.raises(UserError, match="no finished stage"):
         climb(*arguments)
     return {stage.name: stage for stage in runs}

@@ -1,89 +1,138 @@
-"""What configs learn: the tokens to a loss, and a study of tiny runs."""
+"""What rungs learn: the tokens to a loss, means over seeds, and a ladder of tiny runs."""
 
+import json
 import math
-import re
-import shutil
-import statistics
 
 import pytest
 
-from measure import learning
-from measure.learning import LearningOptions, last, main, plan, steps_to, val_losses
-from runtime.errors import TrainingError, UserError
-from tests.conftest import flags
-from train import train
+import ladder
+from config import load_config
+from measure import stages
+from measure.learning import Mean, rows_of, share_of_tokens, steps_to, val_losses, with_seeds
+from runtime.errors import UserError
+from runtime.runlog import read_rows
+from tests.conftest import TINY
+from tests.test_ladder import climb, fake_run, plan, table
+
+EVAL = "step,val_loss\n"
 
 
-def test_the_step_of_a_loss_lies_on_the_line_between_two_evaluations():
+@pytest.fixture(autouse=True)
+def nothing_is_known_of_this_machine(monkeypatch):
+    """But its name: asking it starts a process that imports PyTorch."""
+    monkeypatch.setattr(ladder, "probe", lambda _: {"device": "cpu"})
+
+
+@pytest.fixture
+def configs(corpus, tmp_path, monkeypatch):
+    """Configs of a tiny model in the working directory: adamw.yaml, muon.yaml, aa.yaml."""
+    monkeypatch.chdir(tmp_path)
+    adamw = TINY | {"dataset": "tiny", "device": "cpu", "seq_len": 32, "batch_size": 4, "seed": 1}
+    adamw |= {"max_steps": 8, "eval_every": 4, "val_fraction": 0.2, "init": "gpt2"}
+    (tmp_path / "adamw.yaml").write_text(json.dumps(adamw))
+    (tmp_path / "muon.yaml").write_text("{base: adamw.yaml, optimizer: muon}")
+    (tmp_path / "aa.yaml").write_text("{base: adamw.yaml, seed: 101}")
+
+
+def test_the_step_of_a_loss_is_on_the_line_between_two_evaluations():
     curve = {10: 5.0, 20: 4.0, 30: 3.5}
     found = [steps_to(curve, loss) for loss in (4.25, 4.0, 6.0, 3.0)]
     assert found == [pytest.approx(17.5), 20, 10, None]
 
 
-@pytest.fixture
-def study(tiny_config, tmp_path):
-    """The command line of a study of two optimizers and two seeds."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text("eval_every: 4\nval_fraction: 0.2\ncheckpoint_every: 4\n")
-    sides = (str(path), f"{path} --optimizer muon")
-    options = LearningOptions(sides=sides, seeds=2, log_dir=str(tmp_path / "study"))
-    return options, flags(tiny_config(max_steps=8, muon_lr=0.02))
+def test_a_mean_has_students_interval_and_that_of_one_seed_none():
+    assert f"{Mean.of([1.0, 2.0, 3.0])}" == f"2.0000 +- {4.303 / math.sqrt(3):.4f}"
+    assert f"{Mean.of([1.5])}" == "1.5000"
+    assert Mean.of([0.0, 1.0] * 10).half > 2.262 * 0.5 / math.sqrt(20)
 
 
-def test_a_study_trains_every_config_and_seed_once_and_compares_them(study, tmp_path, monkeypatch):
-    done = []
+def test_the_share_of_tokens_is_seed_by_seed_and_none_if_one_never_gets_there():
+    first = [{0: 5.0, 10: 4.0}, {0: 5.0, 10: 3.0}]
+    ours = [{0: 5.0, 10: 3.0}, {0: 5.0, 10: 1.0}]  # halfway: after 5 steps
+    ratio = share_of_tokens(ours, first)
+    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((0.5, 0.5, 0.5))
+    assert share_of_tokens(first, ours) is None
+    assert share_of_tokens(first[:1], first[:1]).low is None  # one seed has no interval
 
-    def counted(config, world):
-        done.append((config.optimizer, config.seed))
-        return train(config, world)
 
-    monkeypatch.setattr(learning, "train", counted)
-    main(*study)
-    assert done == [("adamw", 1), ("muon", 1), ("adamw", 2), ("muon", 2)]
-    sides, folder = plan(*study), tmp_path / "study"
-    adamw, muon = ([last(val_losses(config)) for config in configs] for configs in sides.values())
-    report = (folder / "report.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in report.splitlines() if line[:2] == "| "][2:]
-    assert [row[:2] for row in rows] == [
-        [name, which] for name in sides for which in ("1", "2", "mean", "spread")
-    ]
-    assert rows[4][2:4] == [f"{muon[0]:.4f}", f"{adamw[0] - muon[0]:.4f}"]
-    mean = statistics.fmean(muon)
-    assert rows[6][2:4] == [f"{mean:.4f}", f"{statistics.fmean(adamw) - mean:.4f}"]
-    assert rows[0][4] == f"{8 * 4 * 32:,}"  # the tokens to its own loss: all
+def fake_losses(run, *losses):
+    fake_run(run)
+    rows = "".join(f"{4 * i},{loss}\n" for i, loss in enumerate(losses))
+    (run.folder / "eval.csv").write_text(EVAL + rows)
+
+
+@pytest.mark.usefixtures("configs")
+def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
+    rungs = {
+        stage.name: with_seeds(stage, 3, []) for stage in plan("adamw.yaml", "aa.yaml", "muon.yaml")
+    }
+    seeds = [[run.config.seed for run in runs] for runs in rungs.values()]
+    assert seeds == [[1, 2, 3], [101, 102, 103], [1, 2, 3]]
+    for i in range(3):
+        noise = 0.01 * i
+        fake_losses(rungs["adamw"][i], 6.0, 5.0, 4.0 + noise)
+        fake_losses(rungs["aa"][i], 6.0, 5.0, 4.02 - noise)
+        fake_losses(rungs["muon"][i], 6.0, 4.0 + noise, 3.0 + noise)
+    adamw, aa, muon = rows_of(rungs)
+    assert (adamw["loss"], adamw["lower"]) == ("4.0100 +- 0.0248", None)
+    assert aa["lower"].endswith(" (within noise)")
+    assert (muon["base"], muon["lower"]) == ("adamw", "1.0000 +- 0.0000")
+    assert str(muon["tokens_share"]) == "0.500 (0.500 to 0.500)"
+    assert muon["time_share"].median == pytest.approx(0.5)  # at the same speed
+    (rungs["muon"][2].folder / "summary.json").unlink()
+    assert [row["stage"] for row in rows_of(rungs)] == ["adamw", "aa"]
+
+
+@pytest.mark.usefixtures("configs", "forked")
+def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(ladder, "cores", lambda: 2 * ladder.CORES_OF_A_RUN)
+    command = ["adamw.yaml", "muon.yaml", "--seeds", "2", "--rounds", "0"]
+    assert climb(*command) == 0
+    assert "== 2 of 4: adamw_seed_1, muon_seed_1" in capsys.readouterr().out
+    folder = tmp_path / "logs/ladder"
+    names = [f"{kind}_seed_{seed}" for kind in ("adamw", "muon") for seed in (1, 2)]
+    logs = [folder / name / "log.csv" for name in names]
+    assert len({tuple(row["loss"] for row in read_rows(log).values()) for log in logs}) == 4
+    rows = table(folder / "results.csv")
+    assert list(rows) == ["adamw", "muon"]
+    runs = with_seeds(plan("adamw.yaml")[0], 2, [])
+    mean = Mean.of([val_losses(run)[8] for run in runs])
+    assert rows["adamw"]["loss"] == f"{mean}"
     assert (folder / "learning.png").is_file()
-    for checkpoints in folder.glob("*/checkpoints"):
-        shutil.rmtree(checkpoints)
-    main(*study)
-    assert (folder / "report.md").read_text() == report
-    assert len(done) == 4, "a run was trained again"
+    before = [log.stat().st_mtime_ns for log in logs]
+    summary = folder / names[0] / "summary.json"  # of another machine: its loss counts
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"machine": "another"}))
+    assert climb(*command) == 0
+    assert [log.stat().st_mtime_ns for log in logs] == before
 
 
-def test_a_run_that_diverges_has_an_infinite_loss_at_its_end(study, monkeypatch, capsys):
-    def diverge(*_):
-        raise TrainingError("the loss is nan")
+def test_the_modern_ladder_adds_one_idea_a_rung_to_a_base_and_has_a_rung_of_noise():
+    rungs = plan("modern")
+    changed = {}
+    for stage, base in stages.with_bases(rungs):
+        ours, theirs = stage.config.model_dump(), base.config.model_dump()
+        names = {name for name in ours if ours[name] != theirs[name]} - {"run_name"}
+        changed[stage.name] = names
+    assert changed == {
+        "base": set(),
+        "aa": {"seed"},
+        "rope": {"rope"},
+        "rmsnorm": {"norm", "norm_weight", "bias"},
+        "muon": {"optimizer", "muon_lr", "lr"},
+        "relu2": {"activation"},
+        "zero_init": {"zero_init"},
+        "qk_norm": {"qk_norm"},
+        "untied": {"tie_weights", "embed_lr", "head_lr"},
+        "value_residual": {"value_residual", "scalar_lr"},
+        "embed_shortcut": {"embed_shortcut"},
+        "softcap": {"logit_softcap"},
+    }
+    assert all(load_config(stage.side[0]).notes() == [] for stage in rungs)
 
-    monkeypatch.setattr(learning, "train", diverge)
-    config = next(iter(plan(*study).values()))[0]
-    assert learning.learned(config, None) == {8: math.inf}
-    assert "the loss is nan" in capsys.readouterr().out
 
-
-@pytest.mark.parametrize(
-    ("sides", "message"),
-    [
-        (["learning.yaml"], "at least two different configs"),
-        (["learning.yaml", "quickstart.yaml --eval_every 0"], "sets no eval_every"),
-        (["learning.yaml", "A=1 learning.yaml"], "all runs share one environment"),
-    ],
-)
-def test_what_cannot_be_compared_is_one_error_line(sides, message):
-    with pytest.raises(UserError, match=message):
-        plan(LearningOptions(sides=sides), [])
-
-
-def test_names_of_runs_have_the_options_of_all():
-    sides = plan(LearningOptions(sides=["learning.yaml", "quickstart.yaml"]), ["--lr", "1e-4"])
-    names = [config.run_name for configs in sides.values() for config in configs]
-    assert re.fullmatch(r"learning\.yaml_lr_1e_4_[0-9a-f]{8}_seed_1", names[0])
-    assert len(set(names)) == 6
+@pytest.mark.usefixtures("configs")
+def test_a_config_without_evaluations_has_nothing_to_compare(tmp_path):
+    with pytest.raises(UserError, match="sets no eval_every"):
+        with_seeds(plan("baseline", folder=tmp_path)[0], 2, [])
