@@ -107,7 +107,9 @@ def test_a_shard_that_is_no_file_is_refused(make):
 
 
 def test_a_folder_without_training_files_says_how_to_write_some():
-    for prepare in (lambda: None, C.mkdir, lambda: write_token_file(VAL_SHARD, [range(50)])):
+    hidden = C / ".c_train_000000.bin"  # as editors and copying leave
+    files = (lambda path=path: write_token_file(path, [range(50)]) for path in (VAL_SHARD, hidden))
+    for prepare in (lambda: None, C.mkdir, *files):
         prepare()
         with refused(r"c: no token files .* to train on; .*python data/text.py FILE --name c"):
             split()

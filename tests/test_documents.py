@@ -32,10 +32,10 @@ from data.documents import WritingOptions, prepare
 from data.fineweb import FinewebOptions
 from data.manifest import Manifest, SourceFile, read_manifest, unfinished_folder
 from data.prepare import prepare_if_missing
-from data.token_file import TokenFile, write_token_file
+from data.token_file import TokenFile, TokenFileError, write_token_file
 from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import open_corpus
-from runtime.errors import TrainingError
+from runtime.errors import TrainingError, reported
 from runtime.files import sha256, sole_writer
 from tests.conftest import ended, refused, run, run_from_nothing, start, tokens_in, wait_for
 
@@ -694,6 +694,19 @@ def test_the_name_of_finewebs_corpus_is_not_for_others(tmp_path):
     done = run("data/documents.py", write(A, "a"), "--name", "fineweb", cwd=tmp_path)
     assert "is the corpus that data/fineweb.py writes" in done.stderr.splitlines()[-1]
     assert not MINE.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("can't start new thread"), "can't start new thread: raise the limit of "),
+        (TokenFileError("\x1b[2J is not finished; 😀"), r"\x1b[2J is not finished; 😀"),
+    ],
+)
+def test_threads_that_cannot_start_and_control_characters_are_a_line(error, line, capsys):
+    with pytest.raises(SystemExit), reported("data"):
+        raise error
+    assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
 # ---- training by the manifest
