@@ -202,7 +202,7 @@ def test_ctrl_c_while_another_is_waited_for_says_so(being_written):
     [
         ("data_dir", "a.txt", r"^a.txt/mine: cannot be written: File exists \(/"),
         ("data_dir", "/proc/no", r"^/proc/no/mine: cannot be written: No such file .* \(/"),
-        ("name", "shakespeare", "is the corpus that data/shakespeare.py writes"),
+        ("name", "fineweb", "is the corpus that data/fineweb.py writes"),
         ("name", "x" * 250, "cannot be written: File name too long"),
         *(
             ("name", name, "must be a plain name")

@@ -115,15 +115,14 @@ def test_a_folder_without_training_files_says_how_to_write_some():
             split()
 
 
-@pytest.mark.parametrize("bad", [[65536], [1, 70000, 2], [-1], "stop"], ids=str)
+@pytest.mark.parametrize("bad", [[65536], [-1], None], ids=str)
 def test_ids_that_do_not_fit_uint16_and_failures_half_way_leave_nothing_behind(bad):
     def parts():
         yield [1, 2, 3]
-        if bad == "stop":
-            raise RuntimeError(bad)
+        assert bad, "stop"
         yield bad
 
-    with pytest.raises((data.token_file.TokenFileError, RuntimeError), match=r"0 to 65535|stop"):
+    with pytest.raises((data.token_file.TokenFileError, AssertionError), match="0 to 65535|stop"):
         write_corpus(C, parts(), shard_tokens=2)
     assert list(Path().iterdir()) == []
 
@@ -208,26 +207,24 @@ def test_100_billion_tokens_are_opened_and_shuffled_in_little_memory_and_few_of_
 
 
 def test_the_fingerprint_is_of_the_training_tokens_and_of_all_of_a_small_corpus(monkeypatch):
+    def fingerprint(compared_whole=200, fraction=0.0):
+        monkeypatch.setattr(dataloader, "COMPARED_WHOLE", compared_whole)
+        return split(fraction=fraction)[0].fingerprint()
+
     monkeypatch.setattr(data.token_file, "SAMPLE", 2)
-
-    def fingerprints():
-        """Of all tokens, of 80% of them, of samples."""
-        for compared_whole, fraction in ((200, 0.0), (200, 0.2), (199, 0.0)):
-            monkeypatch.setattr(dataloader, "COMPARED_WHOLE", compared_whole)
-            yield split(fraction=fraction)[0].fingerprint()
-
     write_shards(100, 100)
-    before = [*fingerprints()]
-    assert len({*before}) == 3
+    whole, cut, samples = fingerprint(), fingerprint(fraction=0.2), fingerprint(199)
+    assert len({whole, cut, samples}) == 3
     write_token_file(VAL_SHARD, [range(100)])  # is no part of it
-    assert [*fingerprints()][::2] == before[::2]
+    assert (fingerprint(), fingerprint(199)) == (whole, samples)
     VAL_SHARD.unlink()
-    # the first is in no sample, the last in one, and beyond the cut
-    for token, same in ((3, [False, False, True]), (99, [False, True, False])):
+    for token in (3, 99):  # the first is in no sample, the last in one, and beyond the cut
         tokens = np.arange(100, 200)
         tokens[token] = 0
         write_token_file(C / "c_train_000001.bin", [tokens])
-        assert [now == then for now, then in zip(fingerprints(), before, strict=True)] == same
+        assert fingerprint() != whole
+        assert (fingerprint(fraction=0.2) == cut) == (token == 99)
+        assert (fingerprint(0) == samples) == (token == 3)
 
 
 # ---- validation split
@@ -281,17 +278,15 @@ def test_a_global_step_holds_the_same_sequences_in_order_at_any_world_size_and_a
 ):
     stream = make_stream(*sizes)
     steps = range(1, 3 * len(stream) // 8 + 2)  # across shard ends and three epochs
-    seen = []
+    expected = [rows(DataLoader(stream, 8, shuffle=shuffle), step) for step in steps]
     for world_size, batch_size, accumulation in SPLITS:
         how = {"world_size": world_size, "accumulation": accumulation, "shuffle": shuffle}
         loaders = [DataLoader(stream, batch_size, rank=rank, **how) for rank in range(world_size)]
         assert {loader.steps_per_epoch for loader in loaders} == {len(stream) // 8}
-        places = itertools.product(steps, range(accumulation), loaders)
-        seen.append(
-            [row for step, m, loader in places for row in loader.batch(step, m)[0].tolist()]
-        )
-    assert len(seen[0]) == 8 * len(steps)
-    assert all(sequences == seen[0] for sequences in seen)
+        for step, sequences in zip(steps, expected, strict=True):
+            micro_steps = itertools.product(range(accumulation), loaders)
+            batches = (loader.batch(step, m)[0].tolist() for m, loader in micro_steps)
+            assert [*itertools.chain(*batches)] == sequences
 
 
 @each_global_batch
@@ -363,8 +358,7 @@ def test_a_shuffled_order_is_the_same_for_ever_so_old_runs_can_be_repeated():
 
 
 def test_an_epoch_is_a_permutation_at_any_number_of_windows():
-    odd = [97, *(2**k + d for k in (7, 8, 10, 12, 16) for d in (-1, 0, 1)), 997, 9973, 99_991]
-    for n in [*range(1, 70), *odd]:
+    for n in [*range(1, 70), 97, 127, 128, 129, 1023, 1024, 1025, 9973, 65_535, 65_537, 99_991]:
         for epoch in (0, 1, 10**9):
             assert np.array_equal(np.sort(order(n, epoch=epoch)), np.arange(n)), (n, epoch)
 
@@ -563,7 +557,6 @@ def test_text_py_writes_each_file_as_a_document_and_names_the_corpus_as_the_firs
 
 
 BAD_TEXTS = {
-    "a folder": (None, "cannot be read: Is a directory"),
     "nothing but a byte order mark": (b"\xef\xbb\xbf", "is empty"),
     "not UTF-8, far in": (b"good text\n" * 300_000 + b"\xff", "not UTF-8"),
     "UTF-16 of ASCII letters": ("good text".encode("utf-16-le"), "NUL"),
@@ -576,10 +569,7 @@ def test_a_bad_text_is_named_and_leaves_nothing_behind(case):
     content, message = BAD_TEXTS[case]
     good, bad = Path("good.txt"), Path("bad.txt")
     good.write_text("Good text.")
-    if content is None:
-        bad.mkdir()
-    else:
-        bad.write_bytes(content)
+    bad.write_bytes(content)
     with refused(rf"^bad\.txt: .*{message}"):
         text.prepare(Path("new/data/mine"), [good, bad])
     assert {*Path().iterdir()} == {good, bad}
