@@ -98,14 +98,6 @@ def test_a_file_that_is_not_a_whole_token_file_is_refused_not_trained_on(case):
         split()
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("nowhere")])
-def test_a_shard_that_is_no_file_is_refused(make):
-    write_shards(50)
-    make(VAL_SHARD)
-    with refused(f"^{VAL_SHARD}: cannot be read: "):
-        split()
-
-
 def test_a_folder_without_training_files_says_how_to_write_some():
     hidden = C / ".c_train_000000.bin"  # as editors and copying leave
     files = (lambda path=path: write_token_file(path, [range(50)]) for path in (VAL_SHARD, hidden))
@@ -119,10 +111,11 @@ def test_a_folder_without_training_files_says_how_to_write_some():
 def test_ids_that_do_not_fit_uint16_and_failures_half_way_leave_nothing_behind(bad):
     def parts():
         yield [1, 2, 3]
-        assert bad, "stop"
+        if not bad:
+            raise RuntimeError("stop")
         yield bad
 
-    with pytest.raises((data.token_file.TokenFileError, AssertionError), match="0 to 65535|stop"):
+    with pytest.raises((data.token_file.TokenFileError, RuntimeError), match=r"0 to 65535|stop"):
         write_corpus(C, parts(), shard_tokens=2)
     assert list(Path().iterdir()) == []
 
@@ -325,25 +318,10 @@ def test_targets_are_the_next_tokens_and_no_window_crosses_the_end_of_a_file(siz
     assert torch.equal(y, x + 1)
 
 
-@each_order
-def test_a_batch_depends_on_the_step_alone_not_on_what_was_read_before(shuffle):
-    stream = make_stream(*LAYOUTS[1])
-    in_order, at_random = (DataLoader(stream, 3, shuffle=shuffle) for _ in range(2))
-    steps = random.Random(0).sample(range(1, 120), 60)
-    expected = {step: rows(in_order, step) for step in sorted(steps)}
-    assert {step: rows(at_random, step) for step in steps} == expected
-
-
-def test_the_seed_changes_the_shuffled_order_and_nothing_else_does():
+def test_the_seed_changes_the_shuffled_order():
     stream = make_stream(401)
-
-    def order(seed, shuffle=True):
-        np.random.seed(seed)  # the global generators must not matter
-        torch.manual_seed(seed)
-        return firsts(DataLoader(stream, 5, seed=seed, shuffle=shuffle), 1, 21)
-
-    assert order(1) != order(2)
-    assert order(1, shuffle=False) == order(2, shuffle=False)
+    one, other = (DataLoader(stream, 5, seed=seed, shuffle=True) for seed in (1, 2))
+    assert firsts(one, 1, 21) != firsts(other, 1, 21)
 
 
 def order(n, seed=1337, epoch=0):
@@ -423,7 +401,7 @@ def test_prefetch_yields_every_micro_step_of_every_step_in_order(accumulation):
     ahead = prefetch(loader, CPU, range(5, 12))
     for place in itertools.product(range(5, 12), range(accumulation)):
         assert all(map(torch.equal, next(ahead), loader.batch(*place)))
-    assert [*ahead, *prefetch(loader, CPU, [])] == []
+    assert [*ahead] == []
 
 
 def test_prefetch_passes_on_an_error_of_the_reading_thread_after_the_batches_before_it(by_samples):
@@ -557,6 +535,7 @@ def test_text_py_writes_each_file_as_a_document_and_names_the_corpus_as_the_firs
 
 
 BAD_TEXTS = {
+    "a folder": (None, "cannot be read: Is a directory"),
     "nothing but a byte order mark": (b"\xef\xbb\xbf", "is empty"),
     "not UTF-8, far in": (b"good text\n" * 300_000 + b"\xff", "not UTF-8"),
     "UTF-16 of ASCII letters": ("good text".encode("utf-16-le"), "NUL"),
@@ -569,7 +548,7 @@ def test_a_bad_text_is_named_and_leaves_nothing_behind(case):
     content, message = BAD_TEXTS[case]
     good, bad = Path("good.txt"), Path("bad.txt")
     good.write_text("Good text.")
-    bad.write_bytes(content)
+    bad.write_bytes(content) if content else bad.mkdir()
     with refused(rf"^bad\.txt: .*{message}"):
         text.prepare(Path("new/data/mine"), [good, bad])
     assert {*Path().iterdir()} == {good, bad}

@@ -16,6 +16,7 @@ import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -30,7 +31,7 @@ import data.workers
 from data import fineweb
 from data.documents import DocumentsOptions, WritingOptions, prepare
 from data.fineweb import FinewebOptions
-from data.manifest import SourceFile, read_manifest, unfinished_folder
+from data.manifest import read_manifest, unfinished_folder
 from data.prepare import prepare_if_missing
 from data.token_file import TokenFile, TokenFileError, write_token_file
 from data.tokenizer import END_OF_TEXT, get_encoding
@@ -210,21 +211,15 @@ def test_json_lines_that_are_unusual_are_read():
 def test_the_manifest_counts_and_names_the_files_with_their_sha256():
     documents = texts(50)
     n = len(written(write(A, documents)))
-    manifest = read_manifest(MINE)
-    counts = (manifest.documents, manifest.tokens, manifest.val_tokens, manifest.train_tokens)
-    assert counts == (len(documents), n, 1000, n - 1000)
+    manifest = json.loads((MINE / "manifest.json").read_text())
+    counts = {"documents": len(documents), "tokens": n, "val_tokens": 1000}
+    assert manifest.items() >= counts.items()
+    assert manifest["train_tokens"] == n - 1000
+    file = {"file": "a.jsonl", "bytes": A.stat().st_size, "sha256": sha256(A)}
     spelled_out = sum(text.count("<|endoftext|>") for text in documents)
-    assert manifest.sources == [
-        SourceFile(
-            file="a.jsonl",
-            bytes=A.stat().st_size,
-            sha256=sha256(A),
-            documents=len(documents),
-            skipped=0,
-            end_of_text_spelled_out=spelled_out,
-        )
-    ]
-    digests = {shard.file: shard.sha256 for shard in manifest.shards}
+    of_file = {"documents": len(documents), "skipped": 0, "end_of_text_spelled_out": spelled_out}
+    assert manifest["sources"] == [file | of_file]
+    digests = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
     assert digests == {path.name: sha256(path) for path in shards()}
 
 
@@ -385,10 +380,15 @@ def test_a_disk_that_fills_up_keeps_the_whole_shards_and_training_says_how_to_re
 
 
 def swap(path, one, other):
-    path.write_bytes(path.read_bytes().replace(one, other))
+    before = path.read_bytes()
+    assert one in before
+    path.write_bytes(before.replace(one, other))
 
 
-VAL_SHARD = UNFINISHED / "mine_val_000000.bin"
+VAL_SHARD, MANIFEST = UNFINISHED / "mine_val_000000.bin", UNFINISHED / "manifest.json"
+EDITED = (
+    r"manifest\.json: damaged or edited, .* or delete it: .* an unfinished corpus is begun anew"
+)
 HARM = {
     "same size": (
         lambda: swap(A, b"the", b"teh"),
@@ -399,10 +399,10 @@ HARM = {
         lambda: write_token_file(VAL_SHARD, [[1]]),
         r"mine_val_000000\.bin is not the shard that was written; .* or delete .* to begin anew",
     ),
-    "manifest": (
-        lambda: (UNFINISHED / "manifest.json").write_text("{"),
-        r"damaged or edited, .* an unfinished corpus is begun anew",
-    ),
+    "manifest cut": (lambda: MANIFEST.write_text("{"), EDITED),
+    "less of a batch": (lambda: swap(MANIFEST, b'"into":', b'"into":1'), EDITED),
+    "larger shards": (lambda: swap(MANIFEST, b'_tokens":1000', b'_tokens":2000'), EDITED),
+    "another folder's shard": (lambda: swap(MANIFEST, b'"mine_val', b'"../../mine_val'), EDITED),
 }
 
 
@@ -412,23 +412,6 @@ def test_a_corpus_whose_files_have_changed_is_not_resumed(case):
     harm, message = HARM[case]
     harm()
     with refused(message):
-        written(A, B)
-
-
-EDITS = {
-    "less of a batch": ('"into":', '"into":1'),
-    "larger shards": ('"shard_tokens":1000', '"shard_tokens":2000'),
-    "another folder's shard": ('"file":"mine_val_000000.bin"', '"file":"../../x.bin"'),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_unfinished_manifest_that_was_edited_is_refused(edit):
-    begin(texts(120))
-    manifest = UNFINISHED / "manifest.json"
-    assert EDITS[edit][0] in manifest.read_text()
-    manifest.write_text(manifest.read_text().replace(*EDITS[edit]))
-    with refused(rf"{manifest}: damaged or edited, .* or delete it"):
         written(A, B)
 
 
@@ -658,13 +641,8 @@ def test_a_file_that_is_no_document_is_one_line_that_names_it(case):
     assert not MINE.parent.exists()
 
 
-def free_space(monkeypatch, n_bytes):
-    usage = lambda place: shutil._ntuple_diskusage(10**9, 0, n_bytes())  # noqa: E731
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-
-
 def test_too_little_space_is_said_beforehand_with_what_is_needed(monkeypatch):
-    free_space(monkeypatch, lambda: 5000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=5000))
     with refused(
         r"mine: the disk has too little space: about [\d,]+ tokens, 0 of them written: .* are "
         "needed, 5 kB are free; free some, name another place with --data_dir"
