@@ -245,8 +245,6 @@ def test_end_of_text_in_a_text_stays_text_and_is_told_once(capsys):
     assert note.startswith(f"{start} as ordinary text, ")
     assert tokens_of().count(END_OF_TEXT) == 2
     assert tokens_of()[-7:] == get_encoding().encode_ordinary(separator)
-    text.prepare(DATA / "never", [A])
-    assert capsys.readouterr().err == "tokenized a.txt: 0.01 kB\n"
 
 
 # ---- a corpus that is touched, or changed, while in use
