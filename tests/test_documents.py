@@ -561,11 +561,15 @@ def test_a_record_without_a_text_is_named_by_file_and_number_and_can_be_left_out
 def test_more_bad_lines_than_may_be_left_out_end_it_and_with_more_it_resumes(small_batches):
     documents = texts(100)
     lines = [json.dumps({"text": text}) for text in documents]
-    A.write_text("\n".join([*lines[:20], "bad", *lines[20:80], "bad", *lines[80:], "bad"]))
-    with refused(r"line 114: not a line of JSON.*; the 2 before it were left out; .* kept: \d+; "):
-        written(A, skip_bad=2, shard_tokens=500, workers=1)
-    assert written(A, skip_bad=3, shard_tokens=500) == expected(documents)
-    assert read_manifest(MINE).skipped == 3
+    for path, part in ((A, lines[:50]), (B, lines[50:])):
+        path.write_text("\n".join([*part[:40], "bad", *part[40:]]))
+    for _ in range(2):  # what was left out counts after resuming too
+        with refused(
+            r"b\.jsonl: line 41: not .*; the 1 before it were left out; .* kept: \d+; run"
+        ):
+            written(A, B, skip_bad=1, shard_tokens=500, workers=1)
+    assert written(A, B, skip_bad=2, shard_tokens=500) == expected(documents)
+    assert read_manifest(MINE).skipped == 2
 
 
 def test_a_wrong_text_column_ends_it_before_anything_is_written(monkeypatch):
