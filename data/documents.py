@@ -137,6 +137,7 @@ def prepare(
                 small = max(1, min(SHARD_TOKENS, share))
                 manifest = Manifest(
                     corpus=folder.name,
+                    shards=[],
                     sources=[SourceFile(file=str(s.path), bytes=s.size) for s in sources],
                     options=CorpusOptions(
                         text_column=options.text_column,

@@ -24,7 +24,7 @@ class Part(pydantic.BaseModel):
 class Shard(Part):
     """A token file of the corpus."""
 
-    file: str
+    file: str = pydantic.Field(pattern=r"^[^/]+\.bin$")  # in the corpus's folder
     tokens: int
     sha256: str
 
@@ -71,7 +71,7 @@ class Manifest(Part):
     tokens: int = 0
     val_tokens: int = 0
     train_tokens: int = 0
-    shards: list[Shard] = []
+    shards: list[Shard]
     sources: list[SourceFile]
     unfinished: Unfinished | None = None
 

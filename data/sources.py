@@ -295,14 +295,12 @@ def _open_parquet(source: Source, column: str) -> Any:
     # by default, pyarrow holds a row group as a whole
     opened = parquet.ParquetFile(source.path, buffer_size=2**20, pre_buffer=False)
     fields = [(field.name, str(field.type)) for field in opened.schema_arrow]
-    is_text = re.compile(r"(dictionary<values=)?(large_)?string").match
-    count = sum(name == column and bool(is_text(kind)) for name, kind in fields)
-    if count != 1:
+    kinds = [kind for name, kind in fields if name == column]
+    if len(kinds) != 1 or not re.match(r"(dictionary<values=)?(large_)?string", kinds[0]):
         columns = ", ".join(f'"{name}" ({kind})' for name, kind in fields)
-        has = f"{count} columns" if count else "no column"
+        has = f'{len(kinds)} columns "{column}"' if kinds[1:] else f'no column "{column}" of text'
         raise TokenFileError(
-            f'{source.path}: has {has} "{column}" of text; it has {columns}; '
-            "say with --text_column which has the text"
+            f"{source.path}: has {has}; it has {columns}; say with --text_column which has the text"
         )
     return opened
 

@@ -3,10 +3,12 @@ moved project, odd names.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,10 @@ from data import text
 from data.prepare import prepare_if_missing
 from data.sources import BadRecords, find_source, read_pieces
 from data.text import TextOptions
-from data.token_file import write_corpus, write_token_file
+from data.token_file import TokenFileError, write_corpus, write_token_file
 from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import open_corpus
+from runtime.errors import reported
 from tests.conftest import (
     ALONE,
     ROOT,
@@ -259,12 +262,9 @@ TOUCHES = {
 
 
 def change_the_last_token(path):
-    """In place, with the time of the last change put back."""
-    status = path.stat()
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
     path.write_bytes(content)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["compared whole", "compared by samples"])
@@ -282,6 +282,7 @@ def test_a_file_whose_content_stays_the_same_can_be_touched_while_in_use(touch, 
         TOUCHES[touch](path)
         assert [read() for read in reads] == expected
     change_the_last_token(path)
+    os.utime(path, (2, 2))  # the system's clock of files has steps of some milliseconds
     for read in reads:
         with refused("was changed or replaced while in use; restore it, then resume with --resume"):
             read()
@@ -352,3 +353,47 @@ def test_a_data_dir_that_was_given_or_is_still_there_is_kept(project, tmp_path):
     DATA.rename("../old/data")
     write_corpus(TINY_CORPUS, [[5] * 4000])
     project()
+
+
+# ---- files that are not what they seem
+
+
+def test_a_file_that_is_rewritten_in_place_is_noticed_though_its_mtime_is_put_back():
+    write_corpus(MINE, [range(2000)])
+    path = MINE / "mine_train_000000.bin"
+    split, _ = open_corpus(MINE, 4, 2**16)
+    before = path.stat().st_mtime_ns
+    time.sleep(0.02)  # the system's clock of files has steps of some milliseconds
+    change_the_last_token(path)
+    os.utime(path, ns=(before, before))
+    with refused("was changed or replaced while in use"):
+        split.read([0])
+
+
+@pytest.mark.parametrize(
+    "shards", [{}, {"shards": [{"file": "../x.bin", "tokens": 1, "sha256": ""}]}], ids=str
+)
+def test_a_manifest_without_shards_or_with_one_of_another_folder_is_refused(shards):
+    write_corpus(MINE, [range(2000)])
+    counts = dict.fromkeys(("shard_tokens", "val_shards", "val_shard_tokens"), 1)
+    manifest = {"corpus": "mine", "options": {"text_column": "text", **counts}, "sources": []}
+    (MINE / "manifest.json").write_text(json.dumps(manifest | shards))
+    with refused("damaged or edited"):
+        open_corpus(MINE, 4, 2**16)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (TokenFileError("x\x1b[31m"), r"x\x1b[31m"),
+        (
+            RuntimeError("can't start new thread"),
+            "can't start new thread: raise the limit of processes (ulimit -u)",
+        ),
+    ],
+    ids=["control characters", "threads"],
+)
+def test_an_error_is_a_line_that_a_terminal_shows_as_it_is(error, line, capsys):
+    with pytest.raises(SystemExit), reported("data"):
+        raise error
+    assert capsys.readouterr().err == f"error: {line}\n"

@@ -18,7 +18,6 @@ import runtime.world
 from checkpoint.resume import check_same_tokens
 from runtime.errors import UserError
 from runtime.launch import Launch, describe_call
-from runtime.runlog import read_rows
 from runtime.signals import StopRequest, end_unfinished
 from runtime.world import World, describe_ranks
 from tests.conftest import (
@@ -34,7 +33,7 @@ from tests.conftest import (
     wait_for,
     write_tiny_corpus,
 )
-from tests.test_resume import needs_proc
+from tests.test_resume import curves, needs_proc
 from train import train
 
 
@@ -208,16 +207,6 @@ def is_agent() -> None:
     os.environ["AGENT"] = str(os.getpid())
 
 
-def figures(folder: Path) -> dict:
-    """Return the figures of log.csv and eval.csv, without times."""
-    return {
-        (step, column): row[column]
-        for name, columns in (("log.csv", ["loss", "norm"]), ("eval.csv", ["val_loss"]))
-        for step, row in read_rows(folder / name, columns).items()
-        for column in columns
-    }
-
-
 class Run:
     """A run on agents that stand for machines, each of one rank and working in its own folder."""
 
@@ -331,4 +320,5 @@ def test_a_run_on_two_machines_goes_on_after_a_loss(way, tmp_path):
             kill_all(working_in(tmp_path / name))
     assert [path.name for path in logs.glob("[!.]*")] == ["run"]  # not begun anew
     train(run.config.model_copy(update={"run_name": "straight"}), ALONE)
-    assert figures(logs / "run") == pytest.approx(figures(logs / "straight"), abs=1e-5)
+    straight = [pytest.approx(curve, abs=1e-5) for curve in curves(logs / "straight")]
+    assert curves(logs / "run") == straight

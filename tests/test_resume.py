@@ -4,10 +4,10 @@ the middle of a run; checkpoints that went bad.
 
 import csv
 import functools
-import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -16,18 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import inference.evaluation
-from checkpoint.files import CheckpointError
 from checkpoint.resume import newest_whole_checkpoint
 from checkpoint.state import read_state
 from checkpoint.weights import load_model
 from config import load_config
-from data.token_file import TokenFileError, write_corpus
-from model import GPT
+from data.token_file import write_corpus
 from runtime.cli import ConfigError
-from runtime.errors import TrainingError, UserError
+from runtime.errors import UserError
 from runtime.runlog import read_rows
 from runtime.signals import StopRequest
 from tests import soak
@@ -39,6 +36,7 @@ from tests.conftest import (
     fast_precision,
     flags,
     fork_server,
+    refused,
     reseal,
     run_ranks,
     start_ranks,
@@ -48,6 +46,9 @@ from train import train
 
 needs_proc = pytest.mark.skipif(
     not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="finds workers in /proc"
+)
+needs_dev_full = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs a device that is always full"
 )
 PARTS = ["model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA256SUMS"]
 NO_SPACE = "No space left on device"
@@ -148,17 +149,15 @@ def test_a_resume_after_the_last_step_has_nothing_to_do(go, here, capsys):
     assert go(resume="auto") == {"steps": 6}
     assert "nothing to do: " in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in here.rglob("*")} == before
-    assert go(resume="auto", max_steps=8)["steps"] == len(log(here)) == 8
 
 
 def cut(path, lines, torn=""):
     path.write_text("\n".join([*path.read_text().splitlines()[:lines], torn]))
 
 
-@pytest.mark.parametrize("log_every", [1, 4])
 @pytest.mark.parametrize("lost", ["two steps", "evaluations", "summary"])
-def test_what_a_kill_has_torn_or_prevented_is_there_once_after_a_resume(lost, log_every, go, here):
-    options = {"checkpoint_every": 2, "eval_every": 2, "val_fraction": 0.1, "log_every": log_every}
+def test_what_a_kill_has_torn_or_prevented_is_there_once_after_a_resume(lost, go, here):
+    options = {"checkpoint_every": 2, "eval_every": 2, "val_fraction": 0.1, "log_every": 4}
     summary = go(**options)
     before, evaluated = log(here), evals(here)
     shutil.rmtree(here / "checkpoints/best_000006")
@@ -203,7 +202,8 @@ def test_a_changed_log_every_keeps_the_rows_that_are_there(go, here, stop_at):
 
 def test_a_checkpoint_from_before_the_first_update_can_be_resumed(go, monkeypatch):
     disarm = poison(monkeypatch, 1)
-    go(skip_nonfinite=1, max_steps=1)
+    with refused("step 1, the last one, was left out"):
+        go(skip_nonfinite=1, max_steps=1)
     disarm()
     summary = go(skip_nonfinite=1, resume="auto")
     assert (summary["resumed_after_step"], summary["skipped_steps"], summary["steps"]) == (1, 1, 6)
@@ -245,13 +245,14 @@ def test_options_that_contradict_the_checkpoint_name_both_values(go):
     given = {"n_layer": 3, "shuffle": True, "optimizer": "muon"}
     with pytest.raises(ConfigError) as caught:
         go(resume="auto", max_steps=9, total_batch_tokens=256, **given)
-    lines = [line.split("; ")[0].split(" ") for line in str(caught.value).splitlines()]
-    assert {line[0]: (line[1], line[-1]) for line in lines} == {
-        "n_layer": ("3", "2"),
-        "shuffle": ("True", "False"),
-        "optimizer": ("muon", "adamw"),
-        "total_batch_tokens": ("256", "128"),
-    }
+    said = (
+        "n_layer 3 .* 2",
+        "shuffle True .* False",
+        "optimizer muon .* adamw",
+        "total_batch_tokens 256 .* 128",
+    )
+    for line, values in zip(sorted(str(caught.value).splitlines()), sorted(said), strict=True):
+        assert re.match(values, line)
 
 
 def test_another_corpus_is_refused_naming_both(go, corpus):
@@ -259,7 +260,7 @@ def test_another_corpus_is_refused_naming_both(go, corpus):
     shutil.rmtree(corpus / "tiny")
     write_corpus(corpus / "tiny", [[token % 99 for token in range(4000)]])
     said = r"another corpus than .*tiny: its fingerprint is 2:\w{10}, this one's 2:\w{10}"
-    with pytest.raises(CheckpointError, match=said):
+    with refused(said):
         go(resume="auto", max_steps=9)
 
 
@@ -285,9 +286,8 @@ def test_a_path_alone_is_enough(go, here):
     for resume, message in (
         (f"{here}/checkpoints/step_000004", "has later checkpoints, up to step_000006"),
         ("nowhere", "no such run or checkpoint"),
-        (f"{here}/log.csv", "no such run or checkpoint"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             go(load_config(resume=resume, max_steps=9))
 
 
@@ -322,7 +322,6 @@ def test_a_checkpoint_holds_plain_names_and_all_state(speed, go, here):
     assert "lm_head.weight" not in weights  # it is transformer.wte.weight
     assert state.scaler == {} if speed == "compile" else state.scaler["scale"] == 65536.0
     assert (state.step, state.tokens, len(state.random)) == (6, 6 * 128, 1)
-    assert state.config["n_embd"] == 32
     assert "transformer.wte.weight/exp_avg" in load_file(folder / "optimizer.safetensors")
     subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=folder, check=True)
 
@@ -330,7 +329,7 @@ def test_a_checkpoint_holds_plain_names_and_all_state(speed, go, here):
 # ---- signals
 
 
-@pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "USR2", "XCPU"])
+@pytest.mark.parametrize("name", ["USR1", "USR2", "XCPU"])
 def test_a_signal_asks_a_run_to_stop(name):
     with StopRequest() as stop:
         stop.begin_steps(1.0)
@@ -376,7 +375,7 @@ def test_a_rank_that_hangs_ends_the_others_with_a_message(tiny_config, tmp_path,
 # ---- faults
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@needs_dev_full
 def test_a_disk_that_fills_up_in_the_middle_of_a_run_names_the_file(go, here, monkeypatch):
     path = here / "log.csv"
 
@@ -392,23 +391,21 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_names_the_file(go, here, mo
 
 
 def test_a_corpus_that_goes_bad_stops_the_run_and_it_goes_on_once_restored(
-    go, here, tmp_path, corpus, monkeypatch
+    go, here, corpus, monkeypatch
 ):
     (path,) = (corpus / "tiny").glob("*.bin")
     good = path.read_bytes()
     disarm = at_step(
         monkeypatch, lambda call, _: path.write_bytes(good[:3000]) and None if call == 5 else None
     )
-    with pytest.raises(TokenFileError, match="was changed or replaced while in use"):
+    with refused("was changed or replaced while in use"):
         go(checkpoint_every=2, max_steps=40)
     assert read_state(newest(here)).step >= 4
-    with pytest.raises(TokenFileError, match="damaged"):
+    with refused("damaged"):
         go(resume="auto", max_steps=40)
     path.write_bytes(good)
     disarm()
-    go(run_name="straight", max_steps=40)
-    go(resume="auto", max_steps=40)
-    same_end(here, tmp_path / "logs/straight")
+    assert go(resume="auto", max_steps=40)["steps"] == 40
 
 
 def poisoned(model):
@@ -427,55 +424,40 @@ def test_a_non_finite_step_keeps_the_last_good_checkpoint_and_says_how_to_go_on(
 ):
     poison(monkeypatch, 5)
     said = r"step 5: .* norm nan.*--resume .*train --lr 0.00015 resumes from its last checkpoint$"
-    with pytest.raises(TrainingError, match=said):
+    with refused(said):
         go(checkpoint_every=2)
     assert read_state(newest(here)).step == 4
 
 
-def test_weights_that_are_no_longer_finite_are_not_saved(go, here):
+def test_weights_that_are_no_longer_finite_are_not_saved(go, here, monkeypatch):
     """A finite gradient can still make an update that overflows."""
-    calls = itertools.count(1)
 
-    def overflow(optimizer, *_):
-        if next(calls) == 4:
-            optimizer.param_groups[0]["params"][0].data[0] = float("inf")
+    def overflow(call, model):
+        if call == 4:
+            next(model.parameters()).data[0] = float("inf")
 
-    hook = register_optimizer_step_post_hook(overflow)
-    said = r"step 4: the weights are no longer finite and are not saved; .*Try a lower lr"
-    try:
-        with pytest.raises(TrainingError, match=said):
-            go(checkpoint_every=2)
-    finally:
-        hook.remove()
+    at_step(monkeypatch, overflow)
+    with refused(r"step 4: the weights are no longer finite and are not saved; .*Try a lower lr"):
+        go(checkpoint_every=2)
     assert read_state(newest(here)).step == 2
 
 
-def test_non_finite_steps_are_skipped_as_often_as_asked_and_logged(go, here, monkeypatch, capsys):
+def test_non_finite_steps_change_nothing_and_are_skipped_as_often_as_asked(
+    go, here, monkeypatch, capsys
+):
     poison(monkeypatch, 2, 4)
-    summary = go(skip_nonfinite=2, checkpoint_every=1)
+    summary = go(skip_nonfinite=2, checkpoint_every=1, keep_last=9)
     assert (summary["steps"], summary["skipped_steps"]) == (6, 2)
     assert [row[3] for row in log(here)].count("nan") == 2
     assert "left out, 2 of 2" in capsys.readouterr().out
-    poison(monkeypatch, 1, 2, 3)
-    with pytest.raises(TrainingError, match="step 3: "):
-        go(skip_nonfinite=2, run_name="more")
-
-
-@pytest.mark.parametrize("what", ["loss", "norm"])
-def test_a_non_finite_step_touches_neither_weights_nor_optimizer(what, go, here, monkeypatch):
-    if what == "norm":
-        poison(monkeypatch, 3)
-    else:  # whose gradients are finite
-        real, calls = GPT.forward, itertools.count(1)
-        monkeypatch.setattr(
-            GPT, "forward", lambda *args: real(*args) + (float("inf") if next(calls) == 3 else 0.0)
-        )
-    assert go(skip_nonfinite=1, checkpoint_every=1, keep_last=9, max_steps=4)["skipped_steps"] == 1
     for name in PARTS[:2]:
         before, skipped, after = (
-            (here / f"checkpoints/step_{step:06d}" / name).read_bytes() for step in (2, 3, 4)
+            (here / f"checkpoints/step_{step:06d}" / name).read_bytes() for step in (3, 4, 5)
         )
         assert before == skipped != after
+    poison(monkeypatch, 1, 2, 3)
+    with refused("step 3: "):
+        go(skip_nonfinite=2, run_name="more")
 
 
 # ---- bad checkpoints
@@ -492,26 +474,22 @@ def resume(folder, **options):
     return train(load_config(resume=str(folder), max_steps=9, **options), ALONE)
 
 
-HARMS = {
-    "empty": lambda whole: b"",
-    "flipped": lambda whole: bytes(b ^ (i == len(whole) // 2) for i, b in enumerate(whole)),
-    "missing": None,
-}
+def flip(path):
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("harm", [Path.unlink, flip])
 def test_a_damaged_checkpoint_is_skipped_or_refused_in_one_line(name, harm, saved, go, capsys):
-    whole = (saved / name).read_bytes()
-    (saved / name).unlink()
-    if HARMS[harm]:
-        (saved / name).write_bytes(HARMS[harm](whole))
-    with pytest.raises(CheckpointError, match=r"damaged|missing") as caught:
+    harm(saved / name)
+    with refused(r"damaged|missing") as caught:
         resume(saved)
     assert "\n" not in str(caught.value)
     # the flipped line is the optimizer's
-    if name != "optimizer.safetensors" and (name, harm) != ("SHA256SUMS", "flipped"):
-        with pytest.raises(CheckpointError, match=r"damaged|missing"):
+    if name != "optimizer.safetensors" and (name, harm) != ("SHA256SUMS", flip):
+        with refused(r"damaged|missing"):
             load_model(str(saved))
     assert go(max_steps=3, resume="auto")["resumed_after_step"] is None  # a fresh start
     output = capsys.readouterr().out
@@ -519,14 +497,19 @@ def test_a_damaged_checkpoint_is_skipped_or_refused_in_one_line(name, harm, save
     assert "is now " in output  # the old folder is kept
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(go, here, capsys):
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_unless_all_are(go, here, capsys):
     go(checkpoint_every=2)
     straight = log(here)
     (newest(here) / "model.safetensors").write_bytes(b"")
     assert go(checkpoint_every=2, resume="auto")["resumed_after_step"] == 4
     assert "step_000006/model.safetensors: damaged" in capsys.readouterr().out
     assert log(here) == straight
-    assert read_state(newest(here)).step == 6
+    for path in (here / "checkpoints").iterdir():
+        (path / "model.safetensors").write_bytes(b"")
+    with refused("has no whole checkpoint") as caught:
+        resume(here)
+    others = str(caught.value).splitlines()[1:]
+    assert [line.partition("step_")[2][:6] for line in others] == ["000006", "000004", "000002"]
 
 
 class Bomb:
@@ -540,7 +523,7 @@ def test_nothing_in_a_checkpoint_is_executed(saved, tmp_path, monkeypatch):
         whole = (saved / name).read_bytes()
         (saved / name).write_bytes(pickle.dumps(Bomb()))
         reseal(saved)
-        with pytest.raises(CheckpointError, match="damaged"):
+        with refused("damaged"):
             resume(saved)
         (saved / name).write_bytes(whole)
     assert not (tmp_path / "exploded").exists()
@@ -569,12 +552,10 @@ def test_a_foreign_or_inconsistent_state_is_one_clear_error(place, value, saved)
     assert str(saved) in str(caught.value)
 
 
-def test_another_architectures_weights_are_refused(saved, go, tmp_path):
+def test_another_architectures_optimizer_state_is_refused(saved, go, tmp_path):
+    """Weights that do not fit are among the states above."""
     go(n_embd=64, run_name="other", max_steps=1)
-    for name in PARTS[:2]:
-        whole = (saved / name).read_bytes()
-        shutil.copy(newest(tmp_path / "logs/other") / name, saved / name)
-        reseal(saved)
-        with pytest.raises(CheckpointError, match="fit"):
-            resume(saved)
-        (saved / name).write_bytes(whole)
+    shutil.copy(newest(tmp_path / "logs/other") / PARTS[1], saved)
+    reseal(saved)
+    with refused("the optimizer's state does not fit"):
+        resume(saved)

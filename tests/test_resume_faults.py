@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 import checkpoint.files
 import checkpoint.save
 import runtime.runlog
-from checkpoint.files import CheckpointError
 from checkpoint.resume import find_checkpoint, open_run, resumed_config
 from checkpoint.save import NotSavedError
 from checkpoint.state import read_state
@@ -30,7 +29,7 @@ from runtime.errors import UserError
 from runtime.files import write_whole
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped
-from tests.conftest import ALONE, TINY, flags, fork_server, reseal, run
+from tests.conftest import ALONE, TINY, flags, fork_server, refused, reseal, run
 from tests.test_resume import (
     NO_SPACE,
     PARTS,
@@ -97,7 +96,7 @@ def test_a_run_that_was_moved_aside_before_it_is_taken_up_is_left_alone(go, here
     newer.create()
     newer.close()
     said = r"step_000006: is gone: the run was moved aside or deleted at this moment"
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         open_run(run_folder, config, resumed, ALONE)
     assert not (here / "config.yaml").exists()
 
@@ -134,7 +133,7 @@ def test_a_full_disk_keeps_the_checkpoints_before_and_a_lower_keep_last_makes_ro
 ):
     options = {"checkpoint_every": 2, "max_steps": 8}
     disk(3)
-    with pytest.raises(NotSavedError, match=f"step_000008: cannot be written: .*{NO_SPACE}") as no:
+    with refused(f"step_000008: cannot be written: .*{NO_SPACE}") as no:
         go(**options, keep_last=9)
     assert no.value.__notes__ == [RunFolder(here).how_to_resume()]
     assert checkpoints(here) == ["step_000002", "step_000004", "step_000006"]
@@ -203,7 +202,7 @@ def test_a_log_that_cannot_be_flushed_hinders_no_save_a_checkpoint_that_stays_en
     forbidden = [here / "checkpoints/step_000002"] if stays else here / "log.csv"
     error = OSError(errno.EPERM, "Operation not permitted", "it")
     inject(monkeypatch, checkpoint.save, what, error, lambda given: given == forbidden)
-    is_told = pytest.raises(NotSavedError, match="not permitted")
+    is_told = refused("not permitted")
     with is_told if stays else contextlib.nullcontext():
         go(checkpoint_every=2, keep_last=1)
     assert checkpoints(here) == (["step_000002", "step_000004"] if stays else ["step_000006"])
@@ -247,7 +246,7 @@ def test_options_that_exclude_the_runs_own_are_told_with_its_values(steep, go, h
 
 def test_where_auto_finds_nothing_options_are_judged_as_a_new_runs(go, tiny_config, tmp_path):
     options = parse(Config, [*flags(tiny_config()), "--min_lr", "1e-3", "--resume", "auto"])
-    with pytest.raises(ConfigError, match=r"--min_lr: min_lr 0.001 is above lr"):
+    with refused(r"--min_lr: min_lr 0.001 is above lr"):
         go(options)
     assert not (tmp_path / "logs").exists()
 
@@ -272,7 +271,7 @@ def test_a_step_that_ranks_cannot_share_says_what_works(ranks, batch_size, go, h
         f"takes 4 sequences, no multiple of batch_size {batch_size} on {ranks} ranks; "
         "choose a batch_size and a number of ranks whose product divides 4"
     )
-    with pytest.raises(ConfigError, match=said):
+    with refused(said):
         resumed_config(load_config(batch_size=batch_size), read_state(newest(here)), ranks)
 
 
@@ -280,7 +279,7 @@ def test_another_run_name_than_the_resumed_runs_says_what_to_do(go, here, tmp_pa
     go()
     for resume in map(str, (here, here / "checkpoints", newest(here))):
         said = f"--run_name: run_name other is not the run that resume {resume} is of; leave "
-        with pytest.raises(ConfigError, match=said):
+        with refused(said):
             load_config(resume=resume, run_name="other")
         assert load_config(resume=resume, run_name="train").resume == resume
     (tmp_path / "any.yaml").write_text("max_steps: 7")  # its own name is not given
@@ -352,7 +351,7 @@ def test_a_run_is_resumed_from_within_its_folder(where, resume, go, here, monkey
 
 @pytest.mark.parametrize("place", ["disk/of_train", "disk/of_train/step_000004"])
 def test_checkpoints_that_are_in_no_runs_folder_are_not_resumed(place, linked, go, tmp_path):
-    with pytest.raises(UserError, match="has no whole checkpoint"):
+    with refused("has no whole checkpoint"):
         go(load_config(resume=str(tmp_path / place), max_steps=6))
 
 
@@ -372,36 +371,21 @@ def test_checkpoints_that_cannot_be_seen_now_are_not_taken_for_none(there, linke
         assert caught.value.filename == str(linked / "checkpoints")
 
 
-def test_a_run_without_a_whole_checkpoint_says_what_is_wrong_with_each(go, here):
-    go(checkpoint_every=3)
-    for path in (here / "checkpoints").iterdir():
-        (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError) as caught:
-        go(load_config(resume=str(here), max_steps=9))
-    first, *others = str(caught.value).splitlines()
-    assert "has no whole checkpoint" in first
-    assert [line.partition("step_")[2][:6] for line in others] == ["000006", "000003"]
-
-
-@pytest.mark.parametrize("step", [2, 6])
 @pytest.mark.parametrize("target", ["there", "gone"])
-def test_of_a_linked_checkpoint_only_the_link_is_deleted_or_replaced(
-    target, step, go, here, tmp_path
-):
+def test_of_linked_checkpoints_only_the_links_are_deleted_and_replaced(target, go, here, tmp_path):
     """Step 2's goes because of `keep_last`; step 6's is damaged, so the step is taken again."""
-    options = {"checkpoint_every": 2, "keep_last": 2 if step == 2 else 3}
-    go(**options, max_steps=4 if step == 2 else 6)
-    link, elsewhere = here / f"checkpoints/step_{step:06d}", tmp_path / "elsewhere"
-    link.rename(elsewhere)
-    if step == 6:
-        (elsewhere / "model.safetensors").write_bytes(b"damaged")
-    link.symlink_to(elsewhere if target == "there" else tmp_path / "nowhere")
-    before = contents(elsewhere)
-    go(**options, resume="auto")
-    assert not link.is_symlink()
-    assert checkpoints(here) == ["step_000002", "step_000004", "step_000006"][step == 2 :]
-    assert read_state(here / "checkpoints/step_000006").step == 6
-    assert contents(elsewhere) == before
+    go(checkpoint_every=2)
+    links = [here / f"checkpoints/step_{step:06d}" for step in (2, 6)]
+    (links[1] / "model.safetensors").write_bytes(b"damaged")
+    for link in links:
+        elsewhere = link.rename(tmp_path / link.name)
+        link.symlink_to(elsewhere if target == "there" else tmp_path / "nowhere")
+    before = [contents(tmp_path / link.name) for link in links]
+    go(checkpoint_every=2, keep_last=2, resume="auto")
+    assert checkpoints(here) == ["step_000004", "step_000006"]
+    assert not links[1].is_symlink()
+    assert read_state(links[1]).step == 6
+    assert [contents(tmp_path / link.name) for link in links] == before
 
 
 @pytest.mark.parametrize("call", ["rename", "mkdir"])
@@ -474,7 +458,7 @@ def test_an_optimizers_state_that_is_missing_or_of_another_dtype_is_refused(harm
             tensors[key] = tensor.half()
     save_file(tensors, path)
     reseal(path.parent)
-    with pytest.raises(CheckpointError, match=r"the optimizer's state (is missing|does not fit)"):
+    with refused("the optimizer.s state (is missing|does not fit)"):
         go(resume="auto", max_steps=3)
 
 

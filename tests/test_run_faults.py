@@ -30,18 +30,14 @@ from checkpoint.state import read_state
 from config import Config, load_config
 from data.token_file import TokenFileError
 from model import GPT, GPTConfig
-from runtime.cli import ConfigError, parse
+from runtime.cli import parse
 from runtime.errors import TrainingError, UserError, kind_of_failure, reported
 from runtime.runlog import RunFolder, duration
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
-from tests.conftest import ALONE, CPU, ROOT, TINY, at_step, flags, generate, run
-from tests.test_resume import checkpoints, evals, folder_of, log, newest, same_end
+from tests.conftest import ALONE, CPU, ROOT, TINY, at_step, flags, generate, refused, run
+from tests.test_resume import checkpoints, evals, folder_of, log, needs_dev_full, newest, same_end
 from train import train
-
-needs_dev_full = pytest.mark.skipif(
-    not Path("/dev/full").exists(), reason="needs a device that is always full"
-)
 
 
 def inject(monkeypatch, module, name, error, when=lambda *args: True):
@@ -78,8 +74,8 @@ def main(config):
     return stopped.value.code
 
 
-def line_count(path):
-    return len(path.read_text().splitlines()) if path.exists() else 0
+def has_rows(run, count):
+    return (run / "log.csv").exists() and len(log(run)) == count
 
 
 def to_go_on(folder):
@@ -115,14 +111,14 @@ EVALUATES = {
 def test_a_fault_in_or_after_a_step_saves_what_is_whole_and_the_run_goes_on_exactly(
     module, name, error, options, go, here, monkeypatch
 ):
-    log_file, straight = here / "log.csv", here.with_name("straight")
+    straight = here.with_name("straight")
     # after step 3: in log.csv are two rows while the third is written, then three
-    lines = 3 if name == "append_row" else 4
+    logged = 2 if name == "append_row" else 3
     with monkeypatch.context() as patched:
         if name == "step":
             failing(patched, 4, error)
         else:
-            inject(patched, module, name, error, lambda *_: line_count(log_file) == lines)
+            inject(patched, module, name, error, lambda *_: has_rows(here, logged))
         with pytest.raises(type(error), match="failed"):
             go(**options)
     assert read_state(newest(here)).step == 3
@@ -267,16 +263,11 @@ def test_output_that_nobody_reads_does_not_end_a_run(unread, why, tiny_config, h
 
 
 @pytest.mark.parametrize(
-    ("command", "into"),
-    [
-        ("data/text.py book.txt", "true"),
-        ("train.py --help", "head -1"),
-        ("train.py --print_config", "true"),
-    ],
+    "command", ["data/text.py book.txt", "train.py --help", "train.py --print_config"]
 )
-def test_commands_whose_output_nobody_reads_end_without_a_word(command, into, tmp_path):
+def test_commands_whose_output_nobody_reads_end_without_a_word(command, tmp_path):
     (tmp_path / "book.txt").write_text("It was a bright cold day in April.")
-    pipeline = f"{sys.executable} {ROOT}/{command} | {into}; exit ${{PIPESTATUS[0]}}"
+    pipeline = f"{sys.executable} {ROOT}/{command} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", pipeline], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode in (0, 128 + signal.SIGPIPE)
     assert [line for line in done.stderr.splitlines() if not line.startswith("tokeniz")] == []
@@ -401,10 +392,9 @@ def test_a_temperature_near_0_takes_the_likeliest_token(temperature, tiny_model)
 
 @pytest.mark.parametrize("temperature", [1e6, 1e300])
 def test_a_temperature_without_end_draws_evenly_from_the_top_k(temperature, tiny_model):
-    model, generator = tiny_model(), torch.Generator().manual_seed(1)
-    texts = [generate(model, TOKENS, 1, temperature, 3, generator=generator) for _ in range(60)]
-    likeliest = model(TOKENS)[0, -1].topk(3).indices.tolist()
-    assert {text[0, -1].item() for text in texts} == {*likeliest}
+    model = tiny_model()
+    drawn = generate(model, TOKENS.repeat(60, 1), 1, temperature, 3)[:, -1]
+    assert {*drawn.tolist()} == {*model(TOKENS)[0, -1].topk(3).indices.tolist()}
 
 
 NUMBERS = [
@@ -417,9 +407,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_an_upper_bound_that_is_told(name):
-    with pytest.raises(
-        ConfigError, match=rf"--{name}: input should be less than (or equal to )?[\d,.e+]+, not "
-    ):
+    with refused(rf"--{name}: input should be less than (or equal to )?[\d,.e+]+, not "):
         load_config(**{name: "1" + "0" * 40})
 
 
