@@ -242,8 +242,8 @@ def test_val_files_are_used_instead_of_val_fraction_and_never_trained_on(name):
     write_shards(100)
     write_token_file(C / name, [range(1000, 1020)])
     train, val = split(fraction=0.5)
-    assert ([span.path for span in train.spans], train.tokens) == ([SHARD], 100)
-    assert ([span.path for span in val.spans], val.tokens) == ([C / name], 20)
+    assert ([span.file.path for span in train.spans], train.tokens) == ([SHARD], 100)
+    assert ([span.file.path for span in val.spans], val.tokens) == ([C / name], 20)
 
 
 def test_a_corpus_with_val_in_its_own_name_can_still_be_trained_on():
