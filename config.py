@@ -341,7 +341,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             yield "min_lr", f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr"
         if (self.sample_every or self.hellaswag_every) and self.n_vocab != GPT2_TOKENS:
             yield (
-                "sample_every" if self.sample_every else "hellaswag_every",
+                "vocab_size",
                 "sample_every and hellaswag_every need GPT-2's vocabulary: set vocab_size to at "
                 f"least {GPT2_TOKENS}, or both to 0",
             )
@@ -440,21 +440,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 off.append(label)
         (on if world_size > 1 else off).append("several ranks")
         return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off)}"
-
-    def switched_off(self) -> dict[str, list[str]]:
-        """Return, for each optimization that is on, the flags that switch it off and no other.
-
-        With it go the optimizations that need it, which would have no effect any more.
-        """
-        on, flags = self.optimizations_on(), {}
-        for name in on:
-            is_switch = getattr(self, name) is True
-            flags[name] = f"--no-{name}" if is_switch else f"--{name}={self.off_value(name)}"
-        switched_off = {}
-        for name in on:
-            without = self.model_copy(update={name: self.off_value(name)}).optimizations_on()
-            switched_off[name] = [flags[other] for other in on if other not in without]
-        return switched_off
 
     def notes(self) -> list[str]:
         """Return a line for each option that has no effect with the others, or a surprising one."""

@@ -22,9 +22,8 @@ def make_optimizers(
     without decay.
     """
     params = dict(model.named_parameters())  # a tied matrix comes once
-    hidden: dict[str, Tensor] = {}
-    if config.optimizer == "muon":
-        hidden = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
+    is_muon = config.optimizer == "muon"
+    hidden = {name: p for name, p in params.items() if is_muon and ".h." in name and p.dim() == 2}
     rest = [p for name, p in params.items() if name not in hidden]
 
     # Weight decay pulls weights to 0. That regularizes matrices and embeddings; biases and norms
@@ -75,10 +74,10 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict[str, Any]], lr: float, weight_decay: float, compiled: bool = False
     ):
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "parts": 1})
-        self.orthogonalize = orthogonalize
-        if compiled:
-            self.orthogonalize = torch.compile(orthogonalize, dynamic=False)
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self.orthogonalize = (
+            torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
