@@ -8,10 +8,9 @@ a checkpoint fixes. Nothing here imports torch, so `--help` and mistakes answer 
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -23,19 +22,17 @@ GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 m
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
-@dataclass(frozen=True)
-class Rung:
+class Rung(NamedTuple):
     """Mark an option as an optimization, which is on where its value is not the default.
 
     A run says at its start which ones are on; `ladder.py --ablate` switches them off.
     """
 
     label: str = ""  # in what a run says; none: the option's name
-    off: "Callable[[Config], Any] | None" = None  # the value that is off; none: the default
+    off: str = ""  # the property that is the value which is off; none: the default is
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """Mark an option that has an effect only where another option has one of some values."""
 
     name: str
@@ -54,7 +51,7 @@ PATH = "path"  # of what a run reads, kept as an absolute path
 Size = Annotated[int, Field(ge=1, le=10**15)]  # tokens, sequences, units of a layer
 Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
 ZeroIsOff = Annotated[int, Field(ge=0, le=10**9)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Rate = Annotated[float, Field(gt=0, le=1e30)]
 Shape = Annotated[Size, ARCHITECTURE]
@@ -74,9 +71,7 @@ class ModelConfig(Options):
     """longest context, in tokens: the number of learned positions; fewer than those of init_from
     keep its first ones
     """
-    vocab_size: Annotated[Size, Rung("padded vocabulary", lambda config: config.n_vocab), FIXED] = (
-        50257
-    )
+    vocab_size: Annotated[Size, Rung("padded vocabulary", "n_vocab"), FIXED] = GPT2_TOKENS
     """rows of the embedding and of the output head; 50304 pads GPT-2's 50257 to a multiple of 128,
     which is faster
     """
@@ -86,7 +81,7 @@ class ModelConfig(Options):
     """
     bias: Annotated[bool, ARCHITECTURE] = True
     """biases in linear layers and norms"""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: Fraction = 0.0
     """dropout probability"""
     norm: Annotated[Literal["layernorm", "rmsnorm"], Rung(), ARCHITECTURE] = "layernorm"
     """normalization before attention, MLP and output head"""
@@ -94,25 +89,25 @@ class ModelConfig(Options):
     """learned weights in norms"""
     activation: Annotated[Literal["gelu_tanh", "gelu", "relu2"], Rung(), ARCHITECTURE] = "gelu_tanh"
     """the MLP's activation; GPT-2 has the tanh approximation; relu2: relu(x)^2"""
-    rope: Annotated[bool, Rung(), ARCHITECTURE] = False
+    rope: Annotated[Switch, ARCHITECTURE] = False
     """rotary positions: turn queries and keys by their position, in place of learned positions"""
-    qk_norm: Annotated[bool, Rung(), ARCHITECTURE] = False
+    qk_norm: Annotated[Switch, ARCHITECTURE] = False
     """normalize queries and keys of each head (RMSNorm without weights)"""
-    value_residual: Annotated[bool, Rung(), ARCHITECTURE] = False
+    value_residual: Annotated[Switch, ARCHITECTURE] = False
     """mix the first layer's values into those of all later layers, each by a learned share"""
-    embed_shortcut: Annotated[bool, Rung(), ARCHITECTURE] = False
+    embed_shortcut: Annotated[Switch, ARCHITECTURE] = False
     """normalize the embedded tokens, and add them again before every block, by a learned share"""
     logit_softcap: Annotated[NotNegative, Rung(), ARCHITECTURE] = 0.0
     """keep the logits within plus and minus this, smoothly, by tanh (0: off)"""
-    tie_weights: Annotated[bool, Rung(), ARCHITECTURE] = False
+    tie_weights: Annotated[Switch, ARCHITECTURE] = False
     """share one matrix between the token embedding and the output head"""
     init: Annotated[Literal["torch", "gpt2"], Rung(), Needs("init_from", ("scratch",)), INITIAL] = (
         "torch"
     )
     """initial weights: PyTorch's defaults, or GPT-2's N(0, 0.02)"""
-    residual_scaling: Annotated[bool, Rung(), Needs("init_from", ("scratch",)), INITIAL] = False
+    residual_scaling: Annotated[Switch, Needs("init_from", ("scratch",)), INITIAL] = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
-    zero_init: Annotated[bool, Rung(), Needs("init_from", ("scratch",)), INITIAL] = False
+    zero_init: Annotated[Switch, Needs("init_from", ("scratch",)), INITIAL] = False
     """residual projections start at 0, so that each block starts as the identity"""
     init_from: Annotated[Name, INITIAL] = "scratch"
     """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a
@@ -136,11 +131,11 @@ class DataConfig(Options):
     total_batch_tokens: Size | None = None
     """tokens per step over all processes, reached by gradient accumulation (none: one micro-step)
     """
-    shuffle: Annotated[bool, Rung(), FIXED] = False
+    shuffle: Annotated[Switch, FIXED] = False
     """every epoch in a fresh seeded order, without replacement (off: in the order of the text)"""
     overfit_batch: Annotated[bool, FIXED] = False
     """repeat the first step's batch for ever"""
-    val_fraction: Annotated[float, FIXED] = Field(0.0, ge=0, lt=1)
+    val_fraction: Annotated[Fraction, FIXED] = 0.0
     """share of the tokens, off the tail, kept for validation (0: the *_val_* token files, if there
     are any)
     """
@@ -169,7 +164,7 @@ class OptimizationConfig(Options):
     """
     wsd_decay_fraction: Annotated[float, Needs("lr_schedule", ("wsd",))] = Field(0.2, gt=0, le=1)
     """share of max_steps over which wsd decays"""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment"""
     eps: float = Field(1e-8, gt=0, le=1)
     """AdamW's epsilon"""
@@ -179,7 +174,7 @@ class OptimizationConfig(Options):
     """Muon's learning rate; warm-up and schedule are those of lr"""
     muon_weight_decay: Annotated[NotNegative, Needs("optimizer", ("muon",))] = 0.01
     """Muon's decoupled weight decay"""
-    decay_matrices_only: Annotated[bool, Rung(), Needs("weight_decay")] = False
+    decay_matrices_only: Annotated[Switch, Needs("weight_decay")] = False
     """decay matrices and embeddings only, not biases and norms"""
     grad_clip: Annotated[NotNegative, Rung()] = 0.0
     """clip the global gradient norm to this (0: off; the norm is logged all the same)"""
@@ -228,7 +223,7 @@ class SpeedConfig(Options):
     """compiled, compute norms, GELU, casts and residual sums again instead of keeping them (none:
     on a CPU, where it is free)
     """
-    residual_bf16: Annotated[bool, Rung(), Needs("bf16")] = False
+    residual_bf16: Annotated[Switch, Needs("bf16")] = False
     """the residual stream too in bfloat16, not in fp32: fewer bytes, rounded at each addition"""
     loss_chunks: Annotated[Count, Rung()] = 1
     """compute the loss in this many parts, so that the logits of all tokens never exist at once; 8
@@ -267,7 +262,7 @@ class RunConfig(Options):
     """steps per generated sample, also after the last step (0: never)"""
     sample_prompt: Annotated[str, Needs("sample_every")] = "The"
     """prompt of the samples in training"""
-    sample_tokens: Annotated[int, Needs("sample_every")] = Field(64, ge=1, le=1_000_000)
+    sample_tokens: Annotated[Count, Needs("sample_every")] = 64
     """tokens generated per sample"""
     checkpoint_every: Annotated[ZeroIsOff, Needs("keep_last")] = 0
     """steps per checkpoint; one is always saved at the end (0: only there)"""
@@ -298,8 +293,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     @model_validator(mode="before")
     @classmethod
-    def _name_the_run(cls, values: Any, info: ValidationInfo) -> Any:
-        if isinstance(values, dict) and values.get("run_name") is None:
+    def _name_the_run(cls, values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if values.get("run_name") is None:
             return values | {"run_name": (info.context or {}).get("config") or "train"}
         return values
 
@@ -323,20 +318,21 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 "run_name",
                 f"run_name {name!r} is not a plain folder name; set log_dir to the folder above it",
             )
-        if resume is None:
-            return
-        if self.estimate:
-            message = "estimate and resume exclude each other: an estimate is of a whole run"
-            yield "estimate", message
-        folders = {*os.path.abspath(resume).split(os.sep), *os.path.realpath(resume).split(os.sep)}
-        # A run that was moved aside, <run_name>.1, may have its old name in its config.yaml.
-        is_of_run = re.compile(rf"{re.escape(name)}(\.\d+)?").fullmatch
-        if resume != "auto" and run_name_is_given and not any(map(is_of_run, folders)):
+        if resume and self.estimate:
             yield (
-                "run_name",
-                f"run_name {name} is not the run that resume {resume} is of; leave run_name out, "
-                f"or begin a new run: --init_from {shlex.quote(resume)} in place of --resume",
+                "estimate",
+                "estimate and resume exclude each other: an estimate is of a whole run",
             )
+        if resume and resume != "auto" and run_name_is_given:
+            places = f"{os.path.abspath(resume)}/{os.path.realpath(resume)}/"
+            # A run that was moved aside, <run_name>.1, may have its old name in its config.yaml.
+            if not re.search(rf"/{re.escape(name)}(\.\d+)?/", places):
+                yield (
+                    "run_name",
+                    f"run_name {name} is not the run that resume {resume} is of; leave run_name "
+                    f"out, or begin a new run: --init_from {shlex.quote(resume)} in place of "
+                    "--resume",
+                )
 
     def _contradictions(self, world_size: int) -> Iterator[tuple[str, str]]:
         """Yield options that exclude each other: the one to blame, and a message."""
@@ -344,7 +340,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             yield (
                 "n_head",
                 f"n_embd {self.n_embd} does not divide into {self.n_head} heads; n_head must "
-                f"divide n_embd",
+                "divide n_embd",
             )
         elif self.rope and self.n_embd // self.n_head % 2:
             yield "rope", f"rope needs heads of an even size, not {self.n_embd // self.n_head}"
@@ -352,46 +348,43 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             yield (
                 "seq_len",
                 f"seq_len {self.seq_len} is longer than block_size {self.block_size}; lower "
-                f"seq_len or raise block_size",
+                "seq_len or raise block_size",
             )
         if self.n_vocab > self.vocab_size:
             yield (
                 "real_vocab_size",
                 f"real_vocab_size {self.n_vocab} is more than vocab_size {self.vocab_size}; it may "
-                f"be at most vocab_size",
+                "be at most vocab_size",
             )
         if self.tf32 and self.matmul_precision != "highest":
             yield "tf32", "tf32 is short for matmul_precision high; leave one of the two out"
         if self.bf16 and self.fp16:
             yield "fp16", "bf16 and fp16 exclude each other; choose one"
         if self.final_lr() > self.lr:
+            yield "min_lr", f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr"
+        if (self.sample_every or self.hellaswag_every) and self.n_vocab != GPT2_TOKENS:
             yield (
-                "min_lr",
-                f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr",
+                "vocab_size",
+                "sample_every and hellaswag_every need GPT-2's vocabulary: set vocab_size to at "
+                f"least {GPT2_TOKENS}, or both to 0",
             )
-        for name in ("sample_every", "hellaswag_every"):
-            if getattr(self, name) and self.n_vocab != GPT2_TOKENS:
-                yield (
-                    name,
-                    f"{name} {getattr(self, name)} needs GPT-2's vocabulary: set vocab_size to at "
-                    f"least {GPT2_TOKENS}, or {name} to 0",
-                )
-        if self.fp16 and self.optimizer == "muon":
+        if self.optimizer == "muon" and (self.fp16 or self.fsdp):
             yield (
-                "fp16",
-                "fp16 and optimizer muon exclude each other: at an overflow only one of its two "
-                "optimizers would skip the step; use bf16",
+                "optimizer",
+                "muon excludes fp16 (at an overflow only one of its two optimizers would skip the "
+                "step) and fsdp (its matrices have to be whole); use bf16, DDP, or adamw",
             )
-        if self.fsdp and self.optimizer == "muon":
+        micro_step = self.batch_size * self.seq_len * world_size
+        total = self.tokens_per_step(world_size)
+        if rest := total % micro_step:
+            below = total - rest
+            nearest = " or ".join(f"{n:,}" for n in (below, below + micro_step) if n)
             yield (
-                "fsdp",
-                "fsdp and optimizer muon exclude each other: Muon's matrices have to be whole; use "
-                "adamw, or several processes without fsdp",
+                "total_batch_tokens",
+                f"total_batch_tokens {total:,} is not a multiple of the {micro_step:,} tokens of "
+                f"one micro-step (batch_size {self.batch_size} x seq_len {self.seq_len} x "
+                f"{world_size} processes); nearest that work: {nearest}",
             )
-        try:
-            self.accumulation_steps(world_size)
-        except ContradictionError as error:
-            yield from error.problems
 
     def on_device(self, kind: str, world_size: int) -> Self:
         """Return the config as it acts on this kind of device: `none` has become a value, and
@@ -419,23 +412,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return self.model_dump(mode="json", exclude={"data_dir", "hellaswag_file", "log_dir"})
 
     def accumulation_steps(self, world_size: int) -> int:
-        """Return the micro-steps per step that make up `total_batch_tokens`.
-
-        Raises ContradictionError, naming the nearest totals that work, if it is not a multiple of
-        the tokens of one micro-step on `world_size` ranks.
-        """
-        tokens = self.batch_size * self.seq_len * world_size
-        total = self.total_batch_tokens or tokens
-        steps, rest = divmod(total, tokens)
-        if rest:
-            nearest = " or ".join(f"{n * tokens:,}" for n in (steps, steps + 1) if n)
-            message = (
-                f"total_batch_tokens {total:,} is not a multiple of the {tokens:,} tokens of one "
-                f"micro-step (batch_size {self.batch_size} x seq_len {self.seq_len} x {world_size} "
-                f"processes); nearest that work: {nearest}"
-            )
-            raise ContradictionError([("total_batch_tokens", message)])
-        return steps
+        """Return the micro-steps per step that make up `total_batch_tokens`."""
+        return self.tokens_per_step(world_size) // (self.batch_size * self.seq_len * world_size)
 
     def tokens_per_step(self, world_size: int) -> int:
         """Return the tokens of a step on `world_size` ranks."""
@@ -464,42 +442,27 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     def off_value(self, name: str) -> Any:
         """Return the value with which an optimization is off."""
         (rung,) = self.marks(name, Rung)
-        return rung.off(self) if rung.off else type(self).model_fields[name].default
+        return getattr(self, rung.off) if rung.off else type(self).model_fields[name].default
 
-    def is_on(self, name: str) -> bool:
-        """True if an optimization is on and has an effect."""
-        value = getattr(self, name)
-        return value not in (self.off_value(name), False) and not self.lacks(name)
+    def optimizations_on(self) -> list[str]:
+        """List the optimizations that are on and have an effect."""
+        return [
+            name
+            for name in self.names_marked(Rung)
+            if getattr(self, name) not in (self.off_value(name), False) and not self.lacks(name)
+        ]
 
     def describe_optimizations(self, world_size: int) -> str:
         """Return a line on which optimizations are on, with their values, and which are off."""
-        on, off = [], []
+        are_on, on, off = self.optimizations_on(), [], []
         for name in self.names_marked(Rung):
-            label = self.marks(name, Rung)[0].label or name
-            value = getattr(self, name)
-            if not self.is_on(name):
-                off.append(label)
-            else:
+            value, label = getattr(self, name), self.marks(name, Rung)[0].label or name
+            if name in are_on:
                 on.append(label if value is True else f"{label} {show(value)}")
-        on += [f"{world_size} ranks"] * (world_size > 1)
-        off += ["several ranks"] * (world_size == 1)
-        return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}"
-
-    def switched_off(self) -> dict[str, list[str]]:
-        """Return, for each optimization that is on, the flags that switch it off and no other.
-
-        With it go the optimizations that need it, which would have no effect any more.
-        """
-        on = [name for name in self.names_marked(Rung) if self.is_on(name)]
-        flags: dict[str, list[str]] = {}
-        for name in on:
-            needing = [o for o in on if any(n.name == name for n in self.marks(o, Needs))]
-            flags[name] = [word for o in (name, *needing) for word in self._flag_off(o)]
-        return flags
-
-    def _flag_off(self, name: str) -> list[str]:
-        is_switch = isinstance(getattr(self, name), bool)
-        return [f"--no-{name}"] if is_switch else [f"--{name}", str(self.off_value(name))]
+            else:
+                off.append(label)
+        (on if world_size > 1 else off).append("several ranks")
+        return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off)}"
 
     def notes(self) -> list[str]:
         """Return a line for each option that has no effect with the others, or a surprising one."""
@@ -534,7 +497,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             changed["min_lr"] = self.final_lr()
         return (
             "# All options of one run. Repeat it with: python train.py --config <this file>\n\n"
-            + to_yaml(self, changed)
+            + to_yaml(self.model_copy(update=changed))
         )
 
 

@@ -8,13 +8,15 @@ on the step and the seed alone. Processes and micro-steps only divide them up.
 """
 
 import hashlib
+import itertools
 import math
 import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,45 +29,40 @@ OPENED_AT_ONCE = 32  # files: a disk takes as long for many reads at once as for
 READ_AHEAD = 4  # batches, at once: shuffled, each waits for the disk several times
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Tokens start .. stop - 1 of a file."""
 
     file: TokenFile
     start: int
     stop: int
 
-    @property
-    def path(self) -> Path:
-        return self.file.path
-
 
 class TokenStream:
     """One split of a corpus as windows of seq_len tokens and their targets."""
 
     def __init__(self, spans: Sequence[Span], seq_len: int):
-        self.spans, self.seq_len = list(spans), seq_len
-        sizes = [span.stop - span.start for span in spans]
+        self.spans, self.seq_len = spans, seq_len
+        sizes = [stop - start for _, start, stop in spans]
         self.tokens = sum(sizes)
         windows = [max(0, size - 1) // seq_len for size in sizes]
-        # windows in the spans up to and including each
-        self._ends = np.cumsum(windows, dtype=np.int64)
-        self._firsts = self._ends - windows
+        # index of each span's first window; at the end, the number of all windows
+        self._firsts = np.cumsum([0, *windows])
 
     def __len__(self) -> int:
         """Number of windows."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._firsts[-1])
 
     def read(self, windows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each (len(windows), seq_len) int64. Raises TokenFileError for a file
         that went bad.
         """
         rows = np.empty((len(windows), self.seq_len + 1), dtype=np.int64)
-        spans = np.searchsorted(self._ends, windows, side="right")  # of each window
+        spans = np.searchsorted(self._firsts, windows, side="right") - 1  # of each window
         places = (windows - self._firsts[spans]) * self.seq_len  # in its span
         for i in np.unique(spans):
-            span, here = self.spans[i], spans == i
-            rows[here] = span.file.read((span.start + places[here]).tolist(), self.seq_len + 1)
+            file, start, _ = self.spans[i]
+            here = spans == i
+            rows[here] = file.read((start + places[here]).tolist(), self.seq_len + 1)
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
     def fingerprint(self) -> str:
@@ -75,9 +72,8 @@ class TokenStream:
         TokenFileError for a file that went bad.
         """
         digest = hashlib.sha256()
-        for span in self.spans:
-            place = f"{span.start} {span.stop};".encode()
-            digest.update(place + span.file.digest(span.start, span.stop))
+        for file, start, stop in self.spans:
+            digest.update(f"{start} {stop};".encode() + file.digest(start, stop))
         return "2:" + digest.hexdigest()  # 2: the version of this hash
 
 
@@ -96,8 +92,8 @@ def open_corpus(
         files = list(pool.map(lambda path: TokenFile(path, n_vocab, share), paths))
     check_shards(folder, {file.path.name: file.tokens for file in files})
     spans = [Span(file, 0, file.tokens) for file in files]
-    train = [span for span in spans if not is_validation(span.path)]
-    val = [span for span in spans if is_validation(span.path)]
+    train = [span for span in spans if not is_validation(span.file.path)]
+    val = [span for span in spans if is_validation(span.file.path)]
     if not train:
         raise TokenFileError(
             f"{folder}: no token files (*.bin) to train on; write some with a script in data/, "
@@ -114,17 +110,17 @@ def is_validation(path: Path) -> bool:
 
 
 def _cut_tail(spans: list[Span], fraction: float) -> tuple[list[Span], list[Span]]:
-    """Divide the spans so that the second list holds the last `fraction` of the tokens."""
-    keep = sum(span.stop for span in spans)
-    keep -= int(keep * fraction)
+    """Divide whole files so that the second list holds the last `fraction` of the tokens."""
+    tokens = sum(span.stop for span in spans)
+    keep = tokens - int(tokens * fraction)
     head, tail = [], []
-    for span in spans:
-        cut = min(keep, span.stop)
+    for file, _, stop in spans:
+        cut = min(keep, stop)
         keep -= cut
         if cut:
-            head.append(replace(span, stop=cut))
-        if cut < span.stop:
-            tail.append(replace(span, start=cut))
+            head.append(Span(file, 0, cut))
+        if cut < stop:
+            tail.append(Span(file, cut, stop))
     return head, tail
 
 
@@ -158,7 +154,7 @@ class DataLoader:
 
     def describe(self, val: TokenStream) -> list[str]:
         """Return lines on the tokens, with a validation split, on epochs, and on a step."""
-        loaded = f"loaded {self.stream.tokens:,} tokens of {self.stream.spans[0].path.parent}"
+        loaded = f"loaded {self.stream.tokens:,} tokens of {self.stream.spans[0].file.path.parent}"
         loaded += f", and {val.tokens:,} for validation" * bool(val.tokens)
         tokens = self.global_batch * self.stream.seq_len
         return [
@@ -239,16 +235,14 @@ def prefetch(
         batch = loader.batch(step, micro_step)
         return [tensor.pin_memory() if pin else tensor for tensor in batch]
 
-    def on_device(fetched: Future[list[Tensor]]) -> tuple[Tensor, Tensor]:
-        x, y = (tensor.to(device, non_blocking=pin) for tensor in fetched.result())
-        return x, y
-
     with ThreadPoolExecutor(READ_AHEAD) as pool:
-        ahead: deque[Future[list[Tensor]]] = deque()
-        for step in steps:
-            for micro_step in range(loader.accumulation):
-                ahead.append(pool.submit(fetch, step, micro_step))
-                if len(ahead) > READ_AHEAD:
-                    yield on_device(ahead.popleft())
+        fetched = (
+            pool.submit(fetch, step, micro_step)
+            for step in steps
+            for micro_step in range(loader.accumulation)
+        )
+        ahead = deque(itertools.islice(fetched, READ_AHEAD))
         while ahead:
-            yield on_device(ahead.popleft())
+            x, y = ahead.popleft().result()
+            ahead.extend(itertools.islice(fetched, 1))
+            yield x.to(device, non_blocking=pin), y.to(device, non_blocking=pin)

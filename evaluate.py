@@ -256,7 +256,7 @@ def open_validation(
             raise
         say(f"note: no validation loss: {error}")
         return None
-    if options.val_fraction is not None and is_validation(stream.spans[0].path):
+    if options.val_fraction is not None and is_validation(stream.spans[0].file.path):
         say(f"note: val_fraction has no effect: {folder} has validation files of its own")
     is_split_of_run = own is trained and fraction == own.val_fraction
     if saved and is_split_of_run and rest.fingerprint() != saved.corpus:

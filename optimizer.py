@@ -1,6 +1,7 @@
 """The optimizer, its weight-decay groups, and the learning rate of each step."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,16 +22,16 @@ def make_optimizers(
     without decay.
     """
     params = dict(model.named_parameters())  # a tied matrix comes once
-    hidden: dict[str, Tensor] = {}
-    if config.optimizer == "muon":
-        hidden = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
+    is_muon = config.optimizer == "muon"
+    hidden = {name: p for name, p in params.items() if is_muon and ".h." in name and p.dim() == 2}
     rest = [p for name, p in params.items() if name not in hidden]
     rates = {p: rate_of(name, p, config) for name, p in params.items()}
 
     # Weight decay pulls weights to 0. That regularizes matrices and embeddings; biases and norms
     # have no reason to be small, so GPT-3 leaves them out.
-    decayed = [p for p in rest if p.dim() >= 2 or not config.decay_matrices_only]
-    plain = [p for p in rest if p.dim() < 2 and config.decay_matrices_only]
+    decayed_dims = 2 if config.decay_matrices_only else 0
+    decayed = [p for p in rest if p.dim() >= decayed_dims]
+    plain = [p for p in rest if p.dim() < decayed_dims]
     groups = [
         {"params": [p for p in kind if rates[p] == rate], "lr": rate, "weight_decay": decay}
         for kind, decay in ((decayed, config.weight_decay), (plain, 0.0))
@@ -42,8 +43,8 @@ def make_optimizers(
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if hidden:
         # queries, keys and values are three matrices, which c_attn computes in one matmul
-        qkv = [p for name, p in hidden.items() if name.endswith("c_attn.weight")]
-        others = [p for name, p in hidden.items() if not name.endswith("c_attn.weight")]
+        qkv = [p for name, p in hidden.items() if "c_attn" in name]
+        others = [p for name, p in hidden.items() if "c_attn" not in name]
         matrices = [{"params": qkv, "parts": 3}, {"params": others, "parts": 1}]
         decay = config.muon_weight_decay
         optimizers.append(Muon(matrices, config.muon_lr, decay, compiled=config.compile))
@@ -88,30 +89,27 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict[str, Any]], lr: float, weight_decay: float, compiled: bool = False
     ):
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "parts": 1})
-        self.orthogonalize = orthogonalize
-        if compiled:
-            self.orthogonalize = torch.compile(orthogonalize, dynamic=False)
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self.orthogonalize = (
+            torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
-        """Update every parameter that has a gradient."""
+        """Update every parameter; all must have a gradient."""
         # by shape: weights, directions, sizes
-        updates: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
+        updates: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
+            params, parts = group["params"], group["parts"]
             momenta = self._momentum(params)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            parts = group["parts"]
             for p, momentum in zip(params, momenta, strict=True):
                 for weights, part in zip(p.chunk(parts), momentum.chunk(parts), strict=True):
                     rows, columns = weights.shape
                     size = group["lr"] * max(1.0, rows / columns) ** 0.5
                     if rows > columns:  # the matmuls below are smallest with few rows
                         weights, part = weights.T, part.T
-                    updates.setdefault(weights.shape, []).append((weights, part, size))
+                    updates[weights.shape].append((weights, part, size))
         for same_shape in updates.values():
             directions = torch.stack([part for _, part, _ in same_shape])  # (n, rows, columns)
             dtype = torch.bfloat16 if has_bf16_matmuls(directions.device) else torch.float32
@@ -125,13 +123,14 @@ class Muon(torch.optim.Optimizer):
         For all parameters at once (foreach): on a GPU, launching small kernels one by one takes
         longer than running them.
         """
-        gradients = [p.grad for p in params if p.grad is not None]
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"step": torch.tensor(0.0), "momentum_buffer": torch.zeros_like(p)}
             self.state[p]["step"] += 1
-        momentum = 0.85 + 0.1 * min(1.0, self.state[params[0]]["step"].item() / 300)
-        averages = [self.state[p]["momentum_buffer"] for p in params]
+        states = [self.state[p] for p in params]
+        averages = [state["momentum_buffer"] for state in states]
+        gradients = [p.grad for p in params if p.grad is not None]
+        momentum = 0.85 + 0.1 * min(1.0, states[0]["step"].item() / 300)
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
         return torch._foreach_lerp(gradients, averages, momentum)
 

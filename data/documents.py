@@ -344,11 +344,10 @@ def _check_resumable(
             f"{command}; or delete {where} to begin anew"
         )
 
-    then = manifest.options.model_dump()
     fixed = {"text_column", "shard_tokens", "val_shards"}
     for name, value in options.model_dump(include=fixed, exclude_none=True).items():
-        if value != then[name]:
-            refuse(f"it was begun with --{name} {then[name]}, not {value}")
+        if value != (then := getattr(manifest.options, name)):
+            refuse(f"it was begun with --{name} {then}, not {value}")
     files, known_files = [str(s.path) for s in sources], [known.file for known in manifest.sources]
     if files != known_files:
         others = sorted(set(files) ^ set(known_files))

@@ -97,23 +97,24 @@ def find_sources(named: Iterable[Path]) -> list[Source]:
     for a file that is missing.
     """
     sources: dict[str, Source] = {}
-    twice = others = 0
+    taken = others = 0
     for name in named:
-        is_folder, before = name.is_dir(), len(sources) + twice
+        is_folder, before = name.is_dir(), taken
         for path in _files_in(name) if is_folder else [name]:
             match = ENDING.search(path.name.lower())
             # in a folder, .json is mostly one object about the data
-            if not match or (is_folder and match[1] == ".json"):
+            if match and not (is_folder and match[1] == ".json"):
+                taken += 1
+                source = find_source(path, match[1], match[2] or "")
+                sources.setdefault(os.path.realpath(path), source)
+            else:
                 others += 1
-                continue
-            twice += (real := os.path.realpath(path)) in sources
-            sources.setdefault(real, find_source(path, match[1], match[2] or ""))
-        if len(sources) + twice == before:
+        if taken == before:
             what = "no file in it has a name that ends" if is_folder else "its name does not end"
             raise TokenFileError(f"{name}: {what} in {ENDINGS}, which says what a file holds")
     left_out = f"files left out, as their names do not end in {ENDINGS}"
     once = "files named more than once, and taken once, at their first place"
-    for note, count in ((left_out, others), (once, twice)):
+    for note, count in ((left_out, others), (once, taken - len(sources))):
         if count:
             print(f"note: {note}: {count:,}", file=sys.stderr)
     return list(sources.values())

@@ -46,7 +46,7 @@ class Evaluation:
                 f"{val.tokens:,} tokens make no sequence of {config.seq_len}; raise val_fraction "
                 f"above {config.val_fraction:g}, or add a *_val_*.bin file"
             )
-        if config.val_fraction and val.spans and is_validation(val.spans[0].path):
+        if config.val_fraction and val.spans and is_validation(val.spans[0].file.path):
             self.folder.message(
                 f"note: val_fraction has no effect: {corpus} has validation files of its own"
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from config import Config
 from measure.interleaved import WIDTH, SideError, results_of, run_rounds, training_side
 from measure.ratio import FEWEST, Ratio, median_ratio, product
 from measure.stages import (
@@ -150,7 +151,7 @@ def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tup
     The first is with it alone against with none; the second with all against with all but it.
     """
     everything = [config, *of_runs]
-    off = training_config(everything).switched_off()
+    off = switched_off(training_config(everything))
     nothing = [*everything, *chain(*off.values())]
     pairs = {}
     for name, flags in off.items():
@@ -161,6 +162,22 @@ def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tup
             Pair(f"{name} last", [*everything, *flags], everything, last),
         )
     return pairs
+
+
+def switched_off(config: Config) -> dict[str, list[str]]:
+    """Return, for each optimization that is on, the flags that switch it off and no other.
+
+    With it go the optimizations that need it, which would have no effect any more.
+    """
+    on, flags = config.optimizations_on(), {}
+    for name in on:
+        is_switch = getattr(config, name) is True
+        flags[name] = f"--no-{name}" if is_switch else f"--{name}={config.off_value(name)}"
+    off = {}
+    for name in on:
+        without = config.model_copy(update={name: config.off_value(name)}).optimizations_on()
+        off[name] = [flags[other] for other in on if other not in without]
+    return off
 
 
 # ---- the stages in figures

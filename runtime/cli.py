@@ -147,16 +147,12 @@ def _load(
         raise ConfigError("\n".join(_error_lines(options, error, origin))) from None
 
 
-def to_yaml(
-    options: Options,
-    changed: Mapping[str, Any] | None = None,
-    origin: Mapping[str, str] | None = None,
-) -> str:
-    """Return the options, with the values `changed`, as a YAML file, section by section.
+def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
+    """Return the options as a YAML file, section by section.
 
     With `origin`, a comment on each line says where the value came from.
     """
-    values = options.model_dump(mode="json") | dict(changed or {})
+    values = options.model_dump(mode="json")
     lines: list[str] = []
     for section in sections(type(options)):
         lines += ["", f"# {section.__doc__}"]

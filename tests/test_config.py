@@ -26,6 +26,7 @@ from config import (
     SpeedConfig,
     load_config,
 )
+from measure.comparison import switched_off
 from model import GPTConfig
 from runtime.cli import (
     CONFIG_DIR,
@@ -191,6 +192,8 @@ FLAG_MISTAKES = """
 --n_head 7 => --n_head: .. n_embd 768 .. 7 heads .. must divide
 --seq_len 2048 => --seq_len: .. 2048 .. block_size 1024
 --bf16 --fp16 => --fp16: .. bf16 and fp16 .. choose one
+--optimizer muon --fp16 => --optimizer: muon excludes fp16 .. use bf16
+--optimizer=muon --fsdp => --optimizer: .. fsdp .. DDP, or adamw
 --min_lr 1e-3 => --min_lr: .. 0.001 .. lr 0.0003
 --real_vocab_size 60000 => --real_vocab_size: .. 60000 .. vocab_size 50257
 --total_batch_tokens 10000 => --total_batch_tokens: .. 8,192 or 12,288
@@ -199,7 +202,7 @@ FLAG_MISTAKES = """
 --run_name . => --run_name: .. '.' .. log_dir
 --run_name .. => --run_name: .. '..' .. log_dir
 --run_name a\x07 => --run_name: .. 'a\\x07' .. log_dir
---sample_every 5 --vocab_size 256 => --sample_every: .. vocab_size .. 50257
+--sample_every 5 --vocab_size 256 => --vocab_size: sample_every .. 50257
 --config => --config: expected one argument
 --config speedup99 => speedup99: no such config file .. did you mean speedup9?
 --config zzz => zzz: no such config file .. configs/, which has .. baseline, .. quickstart
@@ -647,8 +650,9 @@ def test_a_flag_that_is_added_to_the_class_is_seen_everywhere():
     assert "twice_as_fast" in alone.describe_optimizations(1).partition("; off: ")[2]
     on = load(Extended, {"twice_as_fast": True, "compile": True})
     assert "twice_as_fast" in on.describe_optimizations(1).partition("; off: ")[0]
-    assert on.switched_off()["twice_as_fast"] == ["--no-twice_as_fast"]
-    assert "--no-twice_as_fast" in on.switched_off()["compile"], "it has no effect alone"
+    off = switched_off(on)
+    assert off["twice_as_fast"] == ["--no-twice_as_fast"]
+    assert "--no-twice_as_fast" in off["compile"], "it has no effect alone"
     for mark in (FIXED, Rung, Needs, Needs("compile")):
         assert "twice_as_fast" in Extended.names_marked(mark)
     assert "twice_as_fast" not in Extended.names_marked(Needs("flash"))

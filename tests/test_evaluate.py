@@ -327,7 +327,7 @@ def test_without_its_file_a_run_does_not_begin(scored_config):
 
 
 def test_hellaswag_needs_gpt2s_vocabulary(tiny_config):
-    said = "hellaswag_every 1 needs GPT-2's vocabulary: set vocab_size to at least 50257"
+    said = "hellaswag_every need GPT-2's vocabulary: set vocab_size to at least 50257"
     with pytest.raises(ConfigError, match=said):
         tiny_config(hellaswag_every=1)
 

@@ -14,7 +14,6 @@ from checkpoint.resume import newest_whole_checkpoint
 from checkpoint.weights import load_model
 from config import load_config
 from inference.sampling import sample_text
-from runtime.cli import ConfigError
 from tests.conftest import (
     ALONE,
     MODERN,
@@ -268,11 +267,3 @@ def test_a_shard_that_cannot_be_written_is_one_error_and_leaves_the_checkpoint_b
         two["not saved"],
     )
     assert [path.name for path in (run_folder / "checkpoints").iterdir()] == ["step_000002"]
-
-
-# ---- mistakes
-
-
-def test_muon_is_refused_as_its_matrices_have_to_be_whole(tiny_config):
-    with pytest.raises(ConfigError, match="fsdp and optimizer muon exclude each other"):
-        tiny_config(fsdp=True, optimizer="muon")

@@ -181,8 +181,9 @@ def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):
     adamw, muon = make_optimizers(tiny_model(), config)[0]
     factors = [group["lr_factor"] for group in adamw.param_groups + muon.param_groups]
     assert factors == pytest.approx([1, 50, 50])
-    p = muon.param_groups[0]["params"][0]
-    p.grad = torch.ones_like(p)
+    p, *others = [p for group in muon.param_groups for p in group["params"]]
+    for each in (p, *others):
+        each.grad = torch.ones_like(each)
     expected = 0.0
     for step, momentum in ((0, 0.85 + 0.1 / 300), (1, 0.85 + 0.2 / 300), (1000, 0.95)):
         if step:

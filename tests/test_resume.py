@@ -297,6 +297,16 @@ def test_auto_begins_where_there_is_nothing_and_the_config_yaml_repeats_the_run(
     assert load_config(str(here / "config.yaml")).resume is None
 
 
+@pytest.mark.parametrize("option", ["resume", "init_from"])
+def test_a_run_that_begins_anew_keeps_its_config_files_name(option, go, here, tmp_path):
+    go(max_steps=1)
+    file = tmp_path / "mine.yaml"
+    file.write_text((here / "config.yaml").read_text().replace("run_name: train\n", ""))
+    value = {"resume": "auto", "init_from": str(here)}[option]
+    assert go(load_config(str(file), **{option: value}))["resumed_after_step"] is None
+    assert read_state(newest(here.with_name("mine"))).step == 1
+
+
 # ---- which checkpoints are kept, and what is in them
 
 
