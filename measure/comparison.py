@@ -1,6 +1,5 @@
 """Compare the stages of a ladder: speed from interleaved runs, loss curves with published ones."""
 
-import json
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,7 @@ from measure.stages import (
     training_config,
     with_bases,
 )
-from measure.tables import Row
-from runtime.files import write_whole
+from measure.tables import Row, write_json
 from runtime.report import machine
 from runtime.runlog import read_rows
 
@@ -141,7 +139,7 @@ def compare_pairs(
             continue
         result |= {"device": str(here[1]), "settings": [base, other]}
         result["retained_memory"] = fits
-        write_whole(pair.path, json.dumps(result, indent=1) + "\n")
+        write_json(pair.path, result)
 
 
 def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tuple[Pair, Pair]]:

@@ -34,9 +34,9 @@ from pydantic import Field
 
 from config import Config
 from measure.ratio import FEWEST, Ratio, median_ratio
+from measure.tables import write_json
 from runtime.cli import Options, parse
 from runtime.errors import TrainingError, UserError, reported, why_it_failed
-from runtime.files import write_whole
 from runtime.launch import environment_of
 from runtime.report import git_commit, items, machine, print_table
 from runtime.signals import ENDS_WITH
@@ -225,7 +225,7 @@ def run_rounds(
     def enough(rates: Rates) -> bool:
         base, *others = rates
         if results:
-            write_whole(results, json.dumps(results_of(rates, sides), indent=1) + "\n")
+            write_json(results, results_of(rates, sides))
         line = f"round {len(rates[base])} of at most {rounds}: "
         line += ", ".join(f"{rate[-1]:,.0f}" for rate in rates.values()) + " tokens/s"
         if len(rates[base]) >= FEWEST:

@@ -97,8 +97,6 @@ def report(
         for stage in stages
         if stage.published.log and (run := stage.repeats) and run.summary()
     }
-    if rows:
-        write_csv(folder / "results.csv", rows)
     write_report(
         folder / "report.md",
         f"The {ladder} ladder" if ladder in SERIES else "A ladder",
@@ -110,6 +108,7 @@ def report(
         "![loss curves, measured over published](loss.png)" if curves else "",
         "\n".join(runs),
     )
+    write_csv(folder / "results.csv", rows)
     over_first = {f"speed over {rows[0]['stage']}": [row["over_first"] for row in rows]}
     draw_factors(folder / "speed.png", [row["stage"] for row in rows], over_first)
     if curves:
@@ -161,8 +160,6 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
             row = {"optimization": optimization, "first": first.ratio, "last": last.ratio}
             rows.append(row | {"memory_mb_without": without, "memory_mb_with": everything})
     failures = failures_of(itertools.chain(*pairs.values()))
-    if rows:
-        write_csv(folder / "results.csv", rows)
     write_report(
         folder / "report.md",
         f"What each optimization of {name} is worth",
@@ -173,6 +170,7 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
         "\n".join(dict.fromkeys(where)),
         "![factors with their intervals](worth.png)",
     )
+    write_csv(folder / "results.csv", rows)
     series = {"switched on first": [r["first"] for r in rows], "last": [r["last"] for r in rows]}
     draw_factors(folder / "worth.png", [row["optimization"] for row in rows], series)
     return failures

@@ -11,7 +11,6 @@ without the settings that train.py makes for its process (how it takes memory fr
 """
 
 import datetime
-import json
 import math
 import statistics
 import tempfile
@@ -39,10 +38,10 @@ from measure.interleaved import (
 from measure.ladder_report import draw_factors
 from measure.options import given, optional_fields, to_flags
 from measure.ratio import FEWEST
-from measure.tables import Row, write_report
+from measure.tables import Row, write_json, write_report
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
-from runtime.files import aside, write_whole
+from runtime.files import aside
 from runtime.report import field, git_commit, machine
 from runtime.start import start
 
@@ -286,7 +285,7 @@ def report(
         "in_turn": groups,
         "failed": failed,
     }
-    write_whole(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    write_json(folder / "results.json", results)
 
 
 def main(options: PeersOptions) -> None:

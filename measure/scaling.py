@@ -1,7 +1,5 @@
 """Measure how a run scales: the same batch on one rank and on several, interleaved."""
 
-import dataclasses
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,10 +19,9 @@ from measure.interleaved import (
 )
 from measure.options import to_flags
 from measure.ratio import Ratio
-from measure.tables import Row, about_machine, draw_panels, new_folder, write_report
+from measure.tables import Row, about_machine, draw_panels, new_folder, write_json, write_report
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
-from runtime.files import write_whole
 from runtime.launch import Launch, launch
 from runtime.report import Column, field, git_commit, machine
 from runtime.start import cores
@@ -154,5 +151,4 @@ def report(rows: Sequence[Row], name: str, folder: Path, device: torch.device, r
         "rounds": rounds,
         "counts": rows,
     }
-    text = json.dumps(results, indent=1, default=dataclasses.asdict)
-    write_whole(folder / "results.json", text + "\n")
+    write_json(folder / "results.json", results)

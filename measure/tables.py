@@ -5,6 +5,7 @@ FIGURES (None where the pass failed), error, times_s, and the settings of `timin
 """
 
 import csv
+import dataclasses
 import datetime
 import io
 import itertools
@@ -148,6 +149,11 @@ def write_report(
     print("\n".join([*remarks, f"{path} has this table, and there are pictures"]))
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, whole or not at all; a Ratio has its median, low and high there."""
+    write_whole(path, json.dumps(content, indent=1, default=dataclasses.asdict) + "\n")
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows to a CSV file, with a column for every key.
 
@@ -171,7 +177,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 def write_results(rows: Sequence[Row], folder: Path) -> None:
     """Write results.json and results.csv; pandas reads both."""
-    write_whole(folder / "results.json", json.dumps(rows, indent=1) + "\n")
+    write_json(folder / "results.json", rows)
     without_times = [{k: v for k, v in row.items() if k != "times_s"} for row in rows]
     write_csv(folder / "results.csv", without_times)
 
