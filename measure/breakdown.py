@@ -13,7 +13,7 @@ from config import Config
 from data.token_file import TokenFileError
 from measure.duration import part_flops
 from measure.tables import FLOP_RATE, Row, about_machine, precision, show_table
-from measure.timing import Clock, in_fresh_process, is_mixed, set_up, settings
+from measure.timing import Clock, in_fresh_process, is_mixed, set_up
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_whole
@@ -207,7 +207,8 @@ def inspect_model(
     for note in run.notes:
         print(f"note: {note}")
     device = run.world.device
-    lines = [about_machine(settings(run.config) | {"device": device_name(device)}), ""]
+    about = {"device": device_name(device), "threads": torch.get_num_threads()}
+    lines = [about_machine(about), ""]
     if "memory" in wanted:
         snapshot(run, folder / f"memory_{label}.pickle")
     if "breakdown" in wanted:

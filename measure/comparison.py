@@ -60,10 +60,10 @@ class Comparison(BaseModel, allow_inf_nan=False):
     sides: tuple[Side, Side]
 
     @property
-    def factors(self) -> list[float]:
-        """Return the speed of the other over the base in each round."""
+    def ratio(self) -> Ratio:
+        """Return the speed of the other over the base."""
         base, other = (side.tokens_per_sec for side in self.sides)
-        return [ours / theirs for theirs, ours in zip(base, other, strict=True)]
+        return median_ratio(other, base)
 
 
 @dataclass
@@ -88,12 +88,6 @@ class Pair:
         except (OSError, ValidationError):
             return None
         return result if result.settings == self.settings() and not self.error else None
-
-    @property
-    def ratio(self) -> Ratio | None:
-        """Return the speed of the other over the base; None if it is not known."""
-        result = self.result()
-        return median_ratio(result.factors) if result else None
 
 
 def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
@@ -178,7 +172,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
         over_base = Ratio(rate / before["tokens_per_sec"]) if before else None
         over_first = Ratio(rate / first["tokens_per_sec"]) if first else Ratio(1.0)
         if result:
-            over_base = median_ratio(result.factors)
+            over_base = result.ratio
             # a product, where interleaved factors lead all the way from the first stage
             if before and (before is first or before["over_first"].low):
                 over_first = product([before["over_first"], over_base])
@@ -189,7 +183,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
             "base": base.name,
             # interleaved, else of the tokens/s; None if the base has not run
             "over_base": Ratio(1.0) if stage is base else over_base,
-            "rounds": len(result.factors) if result else 0,
+            "rounds": len(result.sides[0].tokens_per_sec) if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
             "over_first": over_first,
             **summary.model_dump(include=SUMMARIZED),

@@ -33,7 +33,7 @@ from typing import Any
 from pydantic import Field
 
 from config import Config
-from measure.ratio import FEWEST, Ratio, median_ratio
+from measure.ratio import FEWEST, median_ratio
 from measure.tables import write_json
 from runtime.cli import Options, parse
 from runtime.errors import TrainingError, UserError, reported, why_it_failed
@@ -79,20 +79,14 @@ def interleave(
     return rates
 
 
-def ratio_of(rates: Rates, side: str, base: str) -> Ratio:
-    """Return how many times as fast as `base` a side is, from the ratio within each round."""
-    pairs = zip(rates[side], rates[base], strict=True)
-    return median_ratio([ours / theirs for ours, theirs in pairs])
-
-
 def is_narrow(rates: Rates, width: float) -> bool:
     """True if the interval of every side over every other one is narrower than `width`.
 
     Only the width ends the rounds, not the ratio: stopping at a pleasant one would make it false.
     """
     return len(next(iter(rates.values()))) >= FEWEST_FOR_AN_EARLY_END and all(
-        ratio_of(rates, side, base).width <= width
-        for base, side in itertools.combinations(rates, 2)
+        median_ratio(ours, theirs).width <= width
+        for theirs, ours in itertools.combinations(rates.values(), 2)
     )
 
 
@@ -223,13 +217,13 @@ def run_rounds(
     """
 
     def enough(rates: Rates) -> bool:
-        base, *others = rates
+        base, *others = rates.values()
         if results:
             write_json(results, results_of(rates, sides))
-        line = f"round {len(rates[base])} of at most {rounds}: "
+        line = f"round {len(base)} of at most {rounds}: "
         line += ", ".join(f"{rate[-1]:,.0f}" for rate in rates.values()) + " tokens/s"
-        if len(rates[base]) >= FEWEST:
-            line += "; x first " + ", ".join(str(ratio_of(rates, other, base)) for other in others)
+        if len(base) >= FEWEST:
+            line += "; x first " + ", ".join(str(median_ratio(other, base)) for other in others)
         say(line)
         return is_narrow(rates, width)
 
@@ -322,18 +316,18 @@ def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
     results = Path(options.output) if options.output else None
     sides = plan(options, of_all)
     rates = run_rounds(sides, options.rounds, options.width, results=results)
-    base = sides[0].name
+    base = rates[sides[0].name]
     rows = [
         (
             side.name,
-            f"{statistics.median(rates[side.name]):,.0f}",
-            "" if side.name == base else str(ratio_of(rates, side.name, base)),
+            f"{statistics.median(ours):,.0f}",
+            "" if ours is base else str(median_ratio(ours, base)),
             f"{side.answers[-1]['peak_memory_mb']:,.0f}",
         )
-        for side in sides
+        for side, ours in zip(sides, rates.values(), strict=True)
     ]
     columns = items("side", "tokens/s", "x first", "MB")
-    print_table(f"{len(rates[base])} interleaved rounds", columns, rows)
+    print_table(f"{len(base)} interleaved rounds", columns, rows)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from measure.interleaved import (
     WIDTH,
     Side,
     SideError,
-    ratio_of,
     results_of,
     run_rounds,
     say,
@@ -37,7 +36,7 @@ from measure.interleaved import (
 )
 from measure.ladder_report import draw_factors
 from measure.options import given, optional_fields, to_flags
-from measure.ratio import FEWEST
+from measure.ratio import FEWEST, median_ratio
 from measure.tables import Row, write_json, write_report
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
@@ -213,19 +212,21 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
     """Return the figures of each side. Every group begins with ours."""
     rows: dict[str, Row] = {}
     for group in groups:
-        rates = {side["name"]: side["tokens_per_sec"] for side in group}
-        ours = next(iter(rates))
+        ours = group[0]
         for side in group:
-            name, memory = side["name"], side["turns"][-1]["peak_memory_mb"]
-            figures = {
-                "side": name,
-                "tokens_per_sec": statistics.median(rates[name]),
-                "ours_over": ratio_of(rates, ours, name) if name != ours else None,
+            rates, memory = side["tokens_per_sec"], side["turns"][-1]["peak_memory_mb"]
+            row = {
+                "side": side["name"],
+                "tokens_per_sec": statistics.median(rates),
+                "ours_over": None,
                 "peak_memory_mb": memory,
-                "memory_ratio": rows[ours]["peak_memory_mb"] / memory if name != ours else None,
+                "memory_ratio": None,
                 "first_step_s": side["turns"][0]["seconds"][0],
             }
-            rows.setdefault(name, figures)
+            if side is not ours:
+                row["ours_over"] = median_ratio(ours["tokens_per_sec"], rates)
+                row["memory_ratio"] = rows[ours["name"]]["peak_memory_mb"] / memory
+            rows.setdefault(side["name"], row)
     return list(rows.values())
 
 

@@ -13,12 +13,11 @@ from measure.interleaved import (
     WIDTH,
     Rates,
     Side,
-    ratio_of,
     run_rounds,
     training_side,
 )
 from measure.options import to_flags
-from measure.ratio import Ratio
+from measure.ratio import Ratio, median_ratio
 from measure.tables import Row, about_machine, draw_panels, new_folder, write_json, write_report
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
@@ -58,10 +57,9 @@ def measure_scaling(
     """
     if launch().world_size > 1:
         raise UserError("--scaling: starts its ranks itself; run it without torchrun")
-    config, counts = load_config(name, **values), sorted(set(counts))
-    most = counts[-1]
+    config, most = load_config(name, **values), max(counts)
     device = choose_device(config.device, Launch(world_size=most, local_world_size=most))
-    batch_sizes = {n: split(config, n)[0] for n in counts}
+    batch_sizes = {n: split(config, n)[0] for n in sorted(set(counts))}
     folder = new_folder(log_dir)
     if device.type == "cpu" and most > cores():
         print(f"note: {most} ranks share {cores()} cores, which says nothing of more cores")
@@ -75,7 +73,7 @@ def measure_scaling(
     for row in rows:
         row["hardware"] = row["used"] / rows[0]["used"]
         row["efficiency"] = row["over_first"].median / row["hardware"]
-    report(rows, name, folder, device, len(rates[sides[0].name]))
+    report(rows, name, folder, len(rates[sides[0].name]))
 
 
 def row_of(config: Config, device: torch.device, side: Side, rates: Rates) -> Row:
@@ -84,18 +82,19 @@ def row_of(config: Config, device: torch.device, side: Side, rates: Rates) -> Ro
     Efficiency is how many times as fast as the first it is, over how many times as much hardware
     it uses.
     """
-    last, ranks, first = side.answers[-1], side.ranks, next(iter(rates))
+    last, ranks = side.answers[-1], side.ranks
+    ours, first = rates[side.name], next(iter(rates.values()))
     batch_size, micro_steps = split(config, ranks)
-    tokens, tokens_per_sec = config.tokens_per_step(1), statistics.median(rates[side.name])
-    over_first = Ratio(1.0) if side.name == first else ratio_of(rates, side.name, first)
+    tokens, tokens_per_sec = config.tokens_per_step(1), statistics.median(ours)
     return {
+        "device": device_name(device),
         "ranks": ranks,
         "threads": last["threads"],  # of each rank
         "batch_size": batch_size,
         "micro_steps": micro_steps,
         "tokens": tokens,  # of a step, of all ranks
         "tokens_per_sec": tokens_per_sec,
-        "over_first": over_first,
+        "over_first": Ratio(1.0) if ours is first else median_ratio(ours, first),
         # GPUs, or cores
         "used": ranks if device.type == "cuda" else min(cores(), ranks * last["threads"]),
         "step_s": tokens / tokens_per_sec,
@@ -122,7 +121,7 @@ MEANING = (
 )
 
 
-def report(rows: Sequence[Row], name: str, folder: Path, device: torch.device, rounds: int) -> None:
+def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:
     """Print the figures and write them: report.md, results.json and a picture."""
     ranks = [row["ranks"] for row in rows]
     factors = {
@@ -131,14 +130,13 @@ def report(rows: Sequence[Row], name: str, folder: Path, device: torch.device, r
     }
     panels = {f"tokens/s over those of {ranks[0]}": factors}
     draw_panels(folder / "scaling.png", panels, "ranks")
-    versions = {"torch": torch.__version__, "device": device_name(device)}
     write_report(
         folder / "report.md",
         f"{Path(name).stem}: the same batch on more ranks",
         COLUMNS,
         rows,
         [],
-        f"{about_machine(rows[0] | versions)} {rows[0]['tokens']:,} tokens a "
+        f"{about_machine(rows[0])} {rows[0]['tokens']:,} tokens a "
         f"step, {rounds} interleaved rounds after the first {LEFT_OUT}.",
         MEANING,
         "![tokens/s](scaling.png)",

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,10 @@ def describe_row(row: Row) -> str:
 
 
 def about_machine(about: Mapping[str, Any]) -> str:
-    """Say where and when a row, or something with its settings, was measured."""
+    """Say where and when something was measured, with the device and the threads of `about`."""
     return (
-        f"{machine()}; device {about.get('device', 'not reached')}, {about['threads']} threads, "
-        f"torch {about['torch']}, commit {git_commit()}, {datetime.date.today()}."
+        f"{machine()}; device {about['device']}, {about['threads']} threads, "
+        f"torch {version('torch')}, commit {git_commit()}, {datetime.date.today()}."
     )
 
 
