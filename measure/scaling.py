@@ -11,7 +11,6 @@ from config import Config, load_config
 from measure.interleaved import (
     LEFT_OUT,
     WIDTH,
-    Rates,
     Side,
     run_rounds,
     training_side,
@@ -69,23 +68,24 @@ def measure_scaling(
         arguments = ["--config", name, *to_flags({**values, **given})]
         sides.append(training_side(f"{n} rank{'s' * (n > 1)}", arguments, ranks=n))
     rates = run_rounds(sides, rounds, WIDTH, results=folder / "in_turn.json")
-    rows = [row_of(config, device, side, rates) for side in sides]
-    for row in rows:
+    rows = [row_of(config, device, *of_side) for of_side in zip(sides, rates, strict=True)]
+    for row, of_side in zip(rows, rates, strict=True):
+        is_first = of_side is rates[0]
+        row["over_first"] = Ratio(1.0) if is_first else median_ratio(of_side, rates[0])
         row["hardware"] = row["used"] / rows[0]["used"]
         row["efficiency"] = row["over_first"].median / row["hardware"]
-    report(rows, name, folder, len(rates[sides[0].name]))
+    report(rows, name, folder, len(rates[0]))
 
 
-def row_of(config: Config, device: torch.device, side: Side, rates: Rates) -> Row:
+def row_of(config: Config, device: torch.device, side: Side, rates: Sequence[float]) -> Row:
     """Return the figures of a number of ranks, as results.json has them.
 
     Efficiency is how many times as fast as the first it is, over how many times as much hardware
     it uses.
     """
     last, ranks = side.answers[-1], side.ranks
-    ours, first = rates[side.name], next(iter(rates.values()))
     batch_size, micro_steps = split(config, ranks)
-    tokens, tokens_per_sec = config.tokens_per_step(1), statistics.median(ours)
+    tokens, tokens_per_sec = config.tokens_per_step(1), statistics.median(rates)
     return {
         "device": device_name(device),
         "ranks": ranks,
@@ -94,7 +94,6 @@ def row_of(config: Config, device: torch.device, side: Side, rates: Rates) -> Ro
         "micro_steps": micro_steps,
         "tokens": tokens,  # of a step, of all ranks
         "tokens_per_sec": tokens_per_sec,
-        "over_first": Ratio(1.0) if ours is first else median_ratio(ours, first),
         # GPUs, or cores
         "used": ranks if device.type == "cuda" else min(cores(), ranks * last["threads"]),
         "step_s": tokens / tokens_per_sec,

@@ -39,31 +39,27 @@ def test_drift_makes_no_factor():
 
         return train
 
-    sides = {"slow": side(1.1), "fast": side(1.0), "same": side(1.0)}
-    rates = interleave(sides, rounds=20)
-    ratio = median_ratio(rates["fast"], rates["slow"])
+    slow, fast, same = interleave([side(1.1), side(1.0), side(1.0)], 20, lambda _: False)
+    ratio = median_ratio(fast, slow)
     assert 1 < ratio.low < 1.1 < ratio.high
-    ratio = median_ratio(rates["same"], rates["fast"])
+    ratio = median_ratio(same, fast)
     assert ratio.low < 1 < ratio.high
 
 
 def test_every_other_round_goes_backwards_and_the_first_rounds_are_left_out():
     order = []
-    rates = interleave(
-        {name: lambda name=name: order.append(name) or len(order) for name in "abc"},
-        rounds=2,
-        left_out=1,
-    )
-    assert "".join(order) == "abccbaabc"
-    assert rates == {"a": [6, 7], "b": [5, 8], "c": [4, 9]}
+    sides = [lambda name=name: order.append(name) or len(order) for name in "abc"]
+    rates = interleave(sides, 2, lambda _: False)
+    assert "".join(order) == "abccbaabccba"
+    assert rates == [[7, 12], [8, 11], [9, 10]]
 
 
 @pytest.mark.parametrize(("spread", "rounds"), [(0, 10), (2, 50)])
 def test_rounds_end_when_the_interval_is_narrow_and_not_before_there_is_one(spread, rounds):
     chance = random.Random(3)
-    sides = {"a": lambda: 1.0, "b": lambda: 1 + spread * chance.random()}
-    rates = interleave(sides, rounds=50, enough=lambda rates: is_narrow(rates, 0.02))
-    assert len(rates["a"]) == rounds
+    sides = [lambda: 1.0, lambda: 1 + spread * chance.random()]
+    rates = interleave(sides, 50, lambda rates: is_narrow(rates, 0.02))
+    assert len(rates[0]) == rounds
 
 
 @pytest.mark.parametrize(
