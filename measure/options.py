@@ -22,10 +22,9 @@ def optional_fields(
     for name in names:
         field = source.model_fields[name]
         kind: Any = field.annotation
-        if field.metadata:
-            kind = Annotated[(kind, *field.metadata)]
         help_text = (field.description or "").partition(" (none:")[0]
-        fields[name] = (kind | None, Field(None, description=f"{help_text} (none: {none})"))
+        described = Field(description=f"{help_text} (none: {none})")
+        fields[name] = (Annotated[(kind | None, *field.metadata, described)], None)
     return create_model("Overrides", __base__=Options, __doc__=title, **fields)
 
 

@@ -68,24 +68,22 @@ def measure_scaling(
         arguments = ["--config", name, *to_flags({**values, **given})]
         sides.append(training_side(f"{n} rank{'s' * (n > 1)}", arguments, ranks=n))
     rates = run_rounds(sides, rounds, WIDTH, results=folder / "in_turn.json")
-    rows = [row_of(config, device, *of_side) for of_side in zip(sides, rates, strict=True)]
-    for row, of_side in zip(rows, rates, strict=True):
-        is_first = of_side is rates[0]
-        row["over_first"] = Ratio(1.0) if is_first else median_ratio(of_side, rates[0])
+    rows: list[Row] = []
+    for side, of_side in zip(sides, rates, strict=True):
+        over_first = median_ratio(of_side, rates[0]) if rows else Ratio(1.0)
+        rows.append(row := row_of(config, device, side, statistics.median(of_side)))
+        row["over_first"] = over_first
         row["hardware"] = row["used"] / rows[0]["used"]
+        # how many times as fast, over how many times as much hardware
         row["efficiency"] = row["over_first"].median / row["hardware"]
     report(rows, name, folder, len(rates[0]))
 
 
-def row_of(config: Config, device: torch.device, side: Side, rates: Sequence[float]) -> Row:
-    """Return the figures of a number of ranks, as results.json has them.
-
-    Efficiency is how many times as fast as the first it is, over how many times as much hardware
-    it uses.
-    """
+def row_of(config: Config, device: torch.device, side: Side, tokens_per_sec: float) -> Row:
+    """Return the figures of a number of ranks that follow from its side alone."""
     last, ranks = side.answers[-1], side.ranks
     batch_size, micro_steps = split(config, ranks)
-    tokens, tokens_per_sec = config.tokens_per_step(1), statistics.median(rates)
+    tokens = config.tokens_per_step(1)
     return {
         "device": device_name(device),
         "ranks": ranks,

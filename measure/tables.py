@@ -162,13 +162,13 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """
     lines: list[Row] = []
     for row in rows:
-        lines.append({})
+        line: Row = {}
+        lines.append(line)
         for name, value in row.items():
             if isinstance(value, Ratio):
-                ends = {f"{name}_low": value.low, f"{name}_high": value.high}
-                lines[-1] |= {name: value.median} | ends
+                line |= {name: value.median, f"{name}_low": value.low, f"{name}_high": value.high}
             else:
-                lines[-1][name] = json.dumps(value) if isinstance(value, bool) else value
+                line[name] = json.dumps(value) if isinstance(value, bool) else value
     text = io.StringIO()
     writer = csv.DictWriter(text, dict.fromkeys(itertools.chain(*lines)), lineterminator="\n")
     writer.writeheader()
