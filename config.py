@@ -462,21 +462,20 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         off += ["several ranks"] * (world_size == 1)
         return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}"
 
-    def switched_off(self) -> dict[str, list[str]]:
-        """Return, for each optimization that is on, the flags that switch it off and no other.
+    def switched_off(self) -> dict[str, dict[str, Any]]:
+        """Return, for each optimization that is on, the options that switch it off and no other.
 
         With it go the optimizations that need it, which would have no effect any more.
         """
+        options: dict[str, dict[str, Any]] = {}
         on = [name for name in self.names_marked(Rung) if self.is_on(name)]
-        flags: dict[str, list[str]] = {}
         for name in on:
             needing = [o for o in on if any(n.name == name for n in self.marks(o, Needs))]
-            flags[name] = [word for o in (name, *needing) for word in self._flag_off(o)]
-        return flags
-
-    def _flag_off(self, name: str) -> list[str]:
-        is_switch = isinstance(getattr(self, name), bool)
-        return [f"--no-{name}"] if is_switch else [f"--{name}", str(self.off_value(name))]
+            options[name] = {
+                o: False if getattr(self, o) is True else self.off_value(o)
+                for o in (name, *needing)
+            }
+        return options
 
     def notes(self) -> list[str]:
         """Return a line for each option that has no effect with the others, or a surprising one."""

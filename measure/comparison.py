@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from measure.interleaved import WIDTH, SideError, results_of, run_rounds, training_side
+from measure.options import to_flags
 from measure.ratio import FEWEST, Ratio, median_ratio, product
 from measure.stages import (
     Published,
@@ -141,16 +142,19 @@ def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tup
 
     The first is with it alone against with none; the second with all against with all but it.
     """
-    everything = [config, *of_runs]
-    off = training_config(everything).switched_off()
-    nothing = [*everything, *chain(*off.values())]
+    off = training_config([config, *of_runs]).switched_off()
+
+    def without(*names: str) -> list[str]:
+        options = dict(chain(*(off[name].items() for name in names)))
+        return [config, *of_runs, *to_flags(options)]
+
     pairs = {}
-    for name, flags in off.items():
-        others = chain(*(flags for other, flags in off.items() if other != name))
+    for name in off:
+        alone = without(*(other for other in off if other != name))
         first, last = folder / f"{name}_first.json", folder / f"{name}_last.json"
         pairs[name] = (
-            Pair(f"{name} first", nothing, [*everything, *others], first),
-            Pair(f"{name} last", [*everything, *flags], everything, last),
+            Pair(f"{name} first", without(*off), alone, first),
+            Pair(f"{name} last", without(name), without(), last),
         )
     return pairs
 

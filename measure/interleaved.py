@@ -118,28 +118,29 @@ class Side:
             # as torchrun's agent has one; it lives as long as this object
             self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             of_ranks = [environment_of(i, self.ranks, self.store.port) for i in range(self.ranks)]
-        self.processes: list[subprocess.Popen[str]] = []
-        self.errors: list[Any] = []  # files with their stderr
-        for of_rank in of_ranks:
-            self.errors.append(tempfile.TemporaryFile("w+", errors="replace"))
-            self.processes.append(
-                subprocess.Popen(
-                    self.command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self.errors[-1],
-                    text=True,
-                    env=os.environ | {ENDS_WITH: str(os.getpid())} | self.environment | of_rank,
-                )
+        self.files = contextlib.ExitStack()
+        self.errors = [  # stderr of each rank
+            self.files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+            for _ in of_ranks
+        ]
+        self.processes = [
+            subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | {ENDS_WITH: str(os.getpid())} | self.environment | of_rank,
             )
+            for of_rank, errors in zip(of_ranks, self.errors, strict=True)
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()  # it has nothing to save
             process.communicate()
-        for file in self.errors:
-            file.close()
+        self.files.close()
 
     def train(self) -> float:
         """Take the steps; returns tokens/s. Raises SideError if a rank fails."""
@@ -251,19 +252,28 @@ def results_of(rates: Rates, sides: Sequence[Side]) -> dict[str, Any]:
 # ---- the command
 
 
-class InterleavedOptions(Options):
-    """options"""
+class RoundsOptions(Options):
+    """how long"""
 
-    sides: tuple[str, ...] = ()
-    """configs; quote one together with options after it, and environment variables before it"""
     rounds: int = Field(20, ge=FEWEST)
     """rounds at most"""
     width: float = Field(WIDTH, ge=0, le=1)
     """stop once every interval is narrower than this share of its median"""
+
+
+class SidesOptions(Options):
+    """what to compare"""
+
+    sides: tuple[str, ...] = ()
+    """configs; quote one together with options after it, and environment variables before it"""
     code: str | None = None
     """folder of another copy of this code, by which the configs are trained too"""
     output: str | None = None
     """JSON file for the steps of every side, written after each round"""
+
+
+class InterleavedOptions(RoundsOptions, SidesOptions):
+    """All options of an interleaved comparison."""
 
 
 def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:

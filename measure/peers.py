@@ -21,12 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from config import Config, DataConfig, load_config
 from measure.interleaved import (
     LEFT_OUT,
-    WIDTH,
+    RoundsOptions,
     Side,
     SideError,
     results_of,
@@ -36,7 +34,7 @@ from measure.interleaved import (
 )
 from measure.ladder_report import draw_factors
 from measure.options import given, optional_fields, to_flags
-from measure.ratio import FEWEST, median_ratio
+from measure.ratio import median_ratio
 from measure.tables import Row, write_json, write_report
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
@@ -77,15 +75,11 @@ class WhatOptions(Options):
     """this project's best rung"""
     baseline: bool = True
     """also baseline.yaml"""
-    rounds: int = Field(20, ge=FEWEST)
-    """rounds at most"""
-    width: float = Field(WIDTH, ge=0, le=1)
-    """stop once every interval is narrower than this share of its median"""
     log_dir: str = "logs"
     """results go to peers/ in this folder"""
 
 
-class PeersOptions(Overrides, WhatOptions):
+class PeersOptions(RoundsOptions, Overrides, WhatOptions):
     """All options of a comparison with peers."""
 
 
