@@ -118,29 +118,28 @@ class Side:
             # as torchrun's agent has one; it lives as long as this object
             self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             of_ranks = [environment_of(i, self.ranks, self.store.port) for i in range(self.ranks)]
-        self.files = contextlib.ExitStack()
-        self.errors = [  # stderr of each rank
-            self.files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-            for _ in of_ranks
-        ]
-        self.processes = [
-            subprocess.Popen(
-                self.command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=os.environ | {ENDS_WITH: str(os.getpid())} | self.environment | of_rank,
+        self.processes: list[subprocess.Popen[str]] = []
+        self.errors: list[Any] = []  # files with their stderr
+        for of_rank in of_ranks:
+            self.errors.append(tempfile.TemporaryFile("w+", errors="replace"))
+            self.processes.append(
+                subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self.errors[-1],
+                    text=True,
+                    env=os.environ | {ENDS_WITH: str(os.getpid())} | self.environment | of_rank,
+                )
             )
-            for of_rank, errors in zip(of_ranks, self.errors, strict=True)
-        ]
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()  # it has nothing to save
             process.communicate()
-        self.files.close()
+        for file in self.errors:
+            file.close()
 
     def train(self) -> float:
         """Take the steps; returns tokens/s. Raises SideError if a rank fails."""
