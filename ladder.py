@@ -93,7 +93,8 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
             print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
     pairs: list[Pair] = []
     if not options.report_only:
-        note_slow_bf16(stages, device.get("bf16_slowdown"))
+        if "tflops" in device:
+            note_slow_bf16(stages, device["tflops"])
         runs = [stage for stage in runs_of(stages) if options.rerun or not stage.summary()]
         turns = 2 * (LEFT_OUT + options.rounds) if options.rounds else 0
         work = [(stage.config, stage.config.max_steps) for stage in runs]
