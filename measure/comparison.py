@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from measure.interleaved import WIDTH, SideError, results_of, run_rounds, training_side
+from measure.interleaved import SideError, results_of, run_rounds, training_side
 from measure.options import to_flags
 from measure.ratio import FEWEST, Ratio, median_ratio, product
 from measure.stages import (
@@ -23,11 +23,10 @@ from measure.stages import (
 )
 from measure.tables import Row, write_json
 from runtime.report import machine
-from runtime.runlog import read_rows
+from runtime.runlog import curve, read_rows
 
 COMPARED = range(11, 51)  # steps over which loss curves are compared
 HEADROOM = 1.25  # of memory, for what a process needs besides its peak
-Curve = Mapping[int, Mapping[str, Any]]  # rows of a log by step
 ON_ANOTHER_GPU = "cuda_bf16"  # the log of a stage whose base ran on an Apple GPU
 
 
@@ -127,7 +126,7 @@ def compare_pairs(
             for side in (pair.base, pair.other)
         ]
         try:
-            result = results_of(run_rounds(sides, rounds, WIDTH), sides)
+            result = results_of(run_rounds(sides, rounds), sides)
         except SideError as error:
             pair.error = str(error)
             print(f"failed: {pair.name}: {error}", flush=True)
@@ -209,18 +208,16 @@ def published_factor(ours: Published, theirs: Published) -> float | None:
 
 
 def published_difference(stage: Stage) -> float | None:
-    """Return the difference from the published loss curve; None if it is not known."""
+    """Return the mean absolute difference from the published loss curve over steps 11 to 50.
+
+    As many of these steps as both have; None if there are none, and where none was published.
+    """
     run, log = stage.repeats, stage.published.log
     if not (run and log and run.summary()):
         return None
-    return loss_difference(read_rows(run.folder / "log.csv"), published_rows(log))
-
-
-def loss_difference(ours: Curve, published: Curve) -> float | None:
-    """Return the mean absolute difference of two loss curves over steps 11 to 50.
-
-    As many of these steps as both have; None if there are none.
-    """
-    steps = [s for s in COMPARED if s in ours and s in published]
-    differences = [abs(ours[s]["loss"] - published[s]["loss"]) for s in steps]
+    ours, published = (
+        dict(zip(*curve(rows), strict=True))
+        for rows in (read_rows(run.folder / "log.csv"), published_rows(log))
+    )
+    differences = [abs(ours[s] - published[s]) for s in COMPARED if s in ours and s in published]
     return statistics.fmean(differences) if differences else None

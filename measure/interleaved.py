@@ -178,10 +178,8 @@ class Side:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(max(0, deadline - time.monotonic()))
                 reasons.append(why_it_failed(status, errors))
-        return min(reasons, key=lambda why: (bool(OTHER_FAILED.search(why)), "exit status" in why))
-
-
-OTHER_FAILED = re.compile("another (process|rank)")
+        other_failed = re.compile("another (process|rank)").search
+        return min(reasons, key=lambda why: (bool(other_failed(why)), "exit status" in why))
 
 
 def training_side(
@@ -203,7 +201,7 @@ def training_side(
 def run_rounds(
     sides: Sequence[Side],
     rounds: int,
-    width: float,
+    width: float = WIDTH,
     *,
     results: Path | None = None,
     check: Callable[[Side], None] = lambda _: None,

@@ -11,9 +11,7 @@ from runtime.cli import Options
 C = TypeVar("C", bound=Config)
 
 
-def optional_fields(
-    source: type[Options], *names: str, title: str, none: str = "as the config says"
-) -> Any:
+def optional_fields(source: type[Options], *names: str, title: str, none: str) -> Any:
     """Make a section of options from fields of `source`: same type, bounds and help, default None.
 
     `none` says what None means. The result is typed Any, as mypy knows no computed base classes.

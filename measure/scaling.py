@@ -10,7 +10,6 @@ import torch
 from config import Config, load_config
 from measure.interleaved import (
     LEFT_OUT,
-    WIDTH,
     Side,
     run_rounds,
     training_side,
@@ -67,7 +66,7 @@ def measure_scaling(
         given = {"total_batch_tokens": config.tokens_per_step(1), "batch_size": batch_size}
         arguments = ["--config", name, *to_flags({**values, **given})]
         sides.append(training_side(f"{n} rank{'s' * (n > 1)}", arguments, ranks=n))
-    rates = run_rounds(sides, rounds, WIDTH, results=folder / "in_turn.json")
+    rates = run_rounds(sides, rounds, results=folder / "in_turn.json")
     rows: list[Row] = []
     for side, of_side in zip(sides, rates, strict=True):
         over_first = median_ratio(of_side, rates[0]) if rows else Ratio(1.0)

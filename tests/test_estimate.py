@@ -105,7 +105,7 @@ def test_an_estimate_is_of_a_whole_run(tiny_config):
 
 
 def test_a_long_run_says_how_long_it_takes(tiny_config, monkeypatch, capsys):
-    monkeypatch.setattr(measure.summary, "matmul_tflops", lambda *_, **__: 0.2)
+    monkeypatch.setattr(measure.summary, "matmul_rates", lambda _: {"float32": 0.2})
     state = Mock(step=0)
     (line,) = describe_long_run(load_config("baseline"), state, ALONE)
     assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)

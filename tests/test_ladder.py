@@ -365,13 +365,15 @@ def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one
     assert "rtx3080_speedup9" not in logs, "a shorter cosine is another schedule"
 
 
-def test_the_difference_of_two_curves_is_over_steps_11_to_50():
-    ours = {step: {"loss": 1.0} for step in range(1, 31)}
+def test_the_difference_of_two_curves_is_over_steps_11_to_50(tmp_path, monkeypatch):
+    (stage,) = finished("baseline", folder=tmp_path)  # whose losses are 6.0, up to step 50
     published = {
-        step: {"loss": 9.0 if step < 11 else 1.5 if step % 2 else 0.75} for step in range(1, 51)
+        step: {"loss": 9.0 if step < 11 else 6.5 if step % 2 else 5.75} for step in range(1, 31)
     }
-    assert comparison.loss_difference(ours, published) == 0.375
-    assert comparison.loss_difference({1: {"loss": 1.0}}, published) is None
+    monkeypatch.setattr(comparison, "published_rows", lambda _: published)
+    assert comparison.published_difference(stage) == 0.375
+    published = {1: {"loss": 1.0}}
+    assert comparison.published_difference(stage) is None
 
 
 def test_a_run_as_logged_lends_its_curve_and_unsynchronized_times_are_not_compared(tmp_path):
