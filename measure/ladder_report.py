@@ -244,20 +244,10 @@ def draw_factors(
     path: Path, names: Sequence[str], series: Mapping[str, Sequence[Ratio | None]]
 ) -> None:
     """Draw a bar for the factor of speed that each series has for each name, with its interval."""
-    colours = dict(zip(series, itertools.cycle(COLOURS), strict=False))
     bars = [
-        (name, factor, colours[label])
+        (name, factor.median, str(factor), factor.ends, colour)
         for name, *factors in zip(names, *series.values(), strict=True)
-        for label, factor in zip(series, factors, strict=True)
+        for factor, colour in zip(factors, itertools.cycle(COLOURS), strict=False)
         if factor
     ]
-    draw_bars(
-        path,
-        [name for name, *_ in bars],
-        [factor.median for _, factor, _ in bars],
-        [str(factor) for _, factor, _ in bars],
-        "factor of speed",
-        colours=[colour for *_, colour in bars],
-        meanings={colour: label for label, colour in colours.items()},
-        whiskers=[factor.ends for _, factor, _ in bars],
-    )
+    draw_bars(path, bars, "factor of speed", dict(zip(COLOURS, series, strict=False)))

@@ -255,17 +255,14 @@ def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> 
 
 def draw_times(rows: Sequence[Row], path: Path) -> None:
     """Draw bars of the mean seconds: blue in full precision, orange in mixed."""
-    means = [row["mean_s"] for row in rows]
-    draw_bars(
-        path,
-        [f"{describe_row(row)}, warm-up {row['warmup_steps']}" for row in rows],
-        means,
-        [f"{mean:.3g}" for mean in means],
-        "seconds per pass: mean, and one standard deviation",
-        whiskers=[(row["mean_s"] - row["std_s"], row["mean_s"] + row["std_s"]) for row in rows],
-        colours=[ORANGE if row["mixed_precision"] else BLUE for row in rows],
-        meanings={BLUE: "full precision", ORANGE: "mixed precision"},
-    )
+    bars = []
+    for row in rows:
+        name = f"{describe_row(row)}, warm-up {row['warmup_steps']}"
+        mean, std = row["mean_s"], row["std_s"]
+        colour = ORANGE if row["mixed_precision"] else BLUE
+        bars.append((name, mean, f"{mean:.3g}", (mean - std, mean + std), colour))
+    meanings = {BLUE: "full precision", ORANGE: "mixed precision"}
+    draw_bars(path, bars, "seconds per pass: mean, and one standard deviation", meanings)
 
 
 def draw_panels(
