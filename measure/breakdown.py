@@ -198,12 +198,12 @@ def inspect_model(
 
     Files are named after `label`. Raises UserError for what this device cannot do.
     """
-    data = f"{config.data_dir}/{config.dataset}"
+    data = f"{config.data_dir}/{config.dataset}" if from_corpus else "random tokens"
     try:
         run = set_up(config, from_corpus=from_corpus and "breakdown" in wanted)
     except TokenFileError as error:
         print(f"note: data is random tokens: {error}")
-        run, from_corpus = set_up(config), False
+        run, data = set_up(config), "random tokens"
     for note in run.notes:
         print(f"note: {note}")
     device = run.world.device
@@ -212,9 +212,7 @@ def inspect_model(
     if "memory" in wanted:
         snapshot(run, folder / f"memory_{label}.pickle")
     if "breakdown" in wanted:
-        if config.compile:
-            print("note: the breakdown is of the uncompiled model: compiled, its parts are fused")
-        title = f"parts of a step; data: {data if from_corpus else 'random tokens'}"
+        title = f"parts of a step, uncompiled; data: {data}"
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
         lines += show_table(title, PART, break_down(run, steps))
     if "trace" in wanted:

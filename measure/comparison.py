@@ -131,9 +131,8 @@ def compare_pairs(
             pair.error = str(error)
             print(f"failed: {pair.name}: {error}", flush=True)
             continue
-        result |= {"device": str(here[1]), "settings": [base, other]}
-        result["retained_memory"] = fits
-        write_json(pair.path, result)
+        about = {"device": str(here[1]), "settings": [base, other], "retained_memory": fits}
+        write_json(pair.path, result | about)
 
 
 def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tuple[Pair, Pair]]:

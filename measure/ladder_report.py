@@ -8,7 +8,7 @@ from pathlib import Path
 from measure.comparison import COMPARED, Pair, compare, published_factor
 from measure.ratio import Ratio
 from measure.stages import SERIES, Stage, published, published_rows, runs_of
-from measure.tables import Row, draw_panels, write_csv, write_report
+from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, draw_panels, write_csv, write_report
 from runtime.errors import UserError
 from runtime.report import (
     COLOURS,
@@ -21,11 +21,11 @@ from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 
 COLUMNS = [
     field("stage", "stage"),
-    field("tokens/s", "tokens_per_sec", ",.0f"),
+    TOKENS_PER_SEC,
     field("x base", "over_base"),
     field("x first", "over_first"),
     field("loss", "final_loss", ".3f"),
-    field("MB", "peak_memory_mb", ",.0f"),
+    PEAK_MEMORY,
     field("published", "published_over_base", ".2f"),
     field("diff.", "loss_difference", ".3f"),
     field("ms/step", "ms_per_step", ",.0f"),

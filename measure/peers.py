@@ -35,7 +35,7 @@ from measure.interleaved import (
 from measure.ladder_report import draw_factors
 from measure.options import given, optional_fields, to_flags
 from measure.ratio import median_ratio
-from measure.tables import Row, write_json, write_report
+from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, write_json, write_report
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import aside
@@ -174,10 +174,10 @@ def plan(
         return ["--config", file, *to_flags(values | {"init_from": f"{place}/{weights}"})]
 
     chosen = flags(options.config, Overrides.model_fields, "tied")
-    others = []
-    for peer, path in peers.items():
-        arguments = [*chosen, "--peer", path]
-        others.append(training_side(peer, arguments, module="measure.peer_side"))
+    others = [
+        training_side(peer, [*chosen, "--peer", path], module="measure.peer_side")
+        for peer, path in peers.items()
+    ]
     if options.baseline:
         shape = ("n_layer", "n_head", "n_embd", "block_size", "device", "seed")
         plain = flags("baseline.yaml", [*DataConfig.model_fields, *shape], "untied")
@@ -228,9 +228,9 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
 
 COLUMNS = [
     field("side", "side"),
-    field("tokens/s", "tokens_per_sec", ",.0f"),
+    TOKENS_PER_SEC,
     field("ours over it", "ours_over"),
-    field("MB", "peak_memory_mb", ",.0f"),
+    PEAK_MEMORY,
     field("MB, ours over its", "memory_ratio", ".2f"),
     field("first step, s", "first_step_s", ".1f"),
 ]

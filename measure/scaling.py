@@ -16,7 +16,15 @@ from measure.interleaved import (
 )
 from measure.options import to_flags
 from measure.ratio import Ratio, median_ratio
-from measure.tables import Row, about_machine, draw_panels, new_folder, write_json, write_report
+from measure.tables import (
+    TOKENS_PER_SEC,
+    Row,
+    about_machine,
+    draw_panels,
+    new_folder,
+    write_json,
+    write_report,
+)
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.launch import Launch, launch
@@ -104,7 +112,7 @@ COLUMNS = [
     field("ranks", "ranks"),
     field("threads", "threads"),
     Column("batch", lambda row: f"{row['batch_size']} x {row['micro_steps']}"),
-    field("tokens/s", "tokens_per_sec", ",.0f"),
+    TOKENS_PER_SEC,
     field("x first", "over_first"),
     field("efficiency", "efficiency", ".0%"),
     field("MB each", "memory_mb", ",.0f"),
