@@ -157,14 +157,15 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
         where += [f"{r.machine}; device {r.device}, commit {r.git}" for r in (alone, top) if r]
         without, everything = (s.peak_memory_mb for s in top.sides) if top else (None, None)
         if alone or top:
-            row = {
-                "optimization": optimization,
-                "first": alone.ratio if alone else None,
-                "last": top.ratio if top else None,
-                "memory_mb_without": without,
-                "memory_mb_with": everything,
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "optimization": optimization,
+                    "first": alone.ratio if alone else None,
+                    "last": top.ratio if top else None,
+                    "memory_mb_without": without,
+                    "memory_mb_with": everything,
+                }
+            )
     failures = failures_of(itertools.chain(*pairs.values()))
     write_report(
         folder / "report.md",

@@ -128,9 +128,8 @@ def rows_of(
     for name, configs in sides.items():
         losses = [last(curve) for curve in curves[name]]
         for config, curve, loss, base in zip(configs, curves[name], losses, bases, strict=True):
-            steps, tokens = steps_to(curve, base), "never"
-            if steps is not None:
-                tokens = f"{steps * config.tokens_per_step(ranks):,.0f}"
+            steps = steps_to(curve, base)
+            tokens = "never" if steps is None else f"{steps * config.tokens_per_step(ranks):,.0f}"
             rows.append((name, str(config.seed), f"{loss:.4f}", f"{base - loss:.4f}", tokens))
         mean = statistics.fmean(losses)
         rows.append((name, "mean", f"{mean:.4f}", f"{statistics.fmean(bases) - mean:.4f}", ""))
