@@ -11,7 +11,6 @@ python bench.py --compare logs/reference/timeit.csv       beside earlier or publ
 
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -24,30 +23,7 @@ from measure.ratio import FEWEST
 from runtime.cli import ContradictionError, Name, Options, Positive
 from runtime.start import start
 
-# layers, heads and width
-SIZES = {
-    "small": (12, 12, 768),
-    "medium": (24, 16, 1024),
-    "large": (36, 20, 1280),
-    "xl": (48, 25, 1600),
-}
-# the rest of the published profile
-PROFILE: dict[str, Any] = {
-    "vocab_size": 10_000,
-    "norm": "rmsnorm",
-    "bias": False,
-    "activation": "gelu",
-    "tie_weights": False,
-    "init": "gpt2",
-    "residual_scaling": True,
-    "batch_size": 16,
-    "seq_len": 128,
-    "seed": 20230310,
-    "compile": False,
-    "flash": False,
-}
-
-Size = Literal["small", "medium", "large", "xl"]
+Size = Literal["small", "medium", "large", "xl"]  # of configs/timeit/
 Computation = Literal["forward", "backward", "forward_backward", "training_step"]
 Overrides: Any = optional_fields(
     Config,
@@ -91,11 +67,11 @@ class HowOptions(Options):
     """profile a training step: top operators, and a trace that ui.perfetto.dev opens"""
     memory: bool = False
     """write a snapshot of the CUDA memory of a training step, which pytorch.org/memory_viz opens"""
-    scan: str | None = None
+    scan: str | None = Field(None, pattern=r"^(batch_size|seq_len)=\d{1,15}(,\d{1,15})*$")
     """tokens/s and memory of training steps over values of batch_size or seq_len, such as
     batch_size=1,2,4
     """
-    scaling: tuple[Positive, ...] = ()
+    scaling: tuple[Positive, ...] = Field((), min_length=2)
     """numbers of ranks, such as 1,2,4, that train the same batch, interleaved: tokens/s and
     efficiency
     """
@@ -117,7 +93,7 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         chosen = self.model_fields_set
-        scanned, values = parse_scan(self.scan or "")
+        scanned = (self.scan or "").partition("=")[0]
         timed_steps = self.breakdown or self.scan
         # options, and with which others they have no effect
         without_effect = {
@@ -130,9 +106,10 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
             scanned: ["scan"],
         }
         reasons = {
-            name: f"with {' and '.join(without)}"
+            name: f"with {other}"
             for name, others in without_effect.items()
-            if (without := [other for other in others if getattr(self, other)])
+            for other in others
+            if getattr(self, other)
         }
         if not self.scaling:
             reasons |= dict.fromkeys(("total_batch_tokens", "rounds"), "without scaling")
@@ -141,26 +118,14 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
             for name, reason in reasons.items()
             if name in chosen
         ]
-        if self.scan is not None and not values:
-            text = "is not understood; write batch_size=1,2,4 or seq_len=128,256"
-            problems.append(("scan", f"scan {self.scan!r} {text}"))
         if self.scan and "warmup_steps" in chosen and len(self.warmup_steps) > 1:
             problems.append(("warmup_steps", "scan takes one number of warm-up steps"))
-        if self.scaling and (len(set(self.scaling)) < 2 or not self.config):
-            text = "scaling needs a config, whose corpus it trains on, such as --config "
-            text += "quickstart.yaml, and at least two numbers of ranks, such as 1,2"
-            problems.append(("scaling", text))
+        if self.scaling and not self.config:
+            text = "needs a config, whose corpus it trains on, such as --config quickstart.yaml"
+            problems.append(("scaling", f"scaling {text}"))
         if problems:
             raise ContradictionError(problems)
         return self
-
-
-def parse_scan(text: str) -> tuple[str, list[int]]:
-    """Return the option and the values of `batch_size=1,2,4`; no values if it is no such text."""
-    match = re.fullmatch(r"(batch_size|seq_len)=([1-9][0-9]{0,15}(,[1-9][0-9]{0,15})*)", text)
-    if not match:
-        return "", []
-    return match[1], sorted({int(value) for value in match[2].split(",")})
 
 
 if __name__ == "__main__":
@@ -186,7 +151,7 @@ from measure.tables import (
     write_report,
     write_results,
 )
-from measure.timing import FLOPS_SHARE, Job, empty_row, time_job
+from measure.timing import FLOPS_SHARE, Job, empty_row, settings, time_job
 from runtime.device import choose_device
 from runtime.errors import TrainingError, UserError, reported
 
@@ -210,13 +175,13 @@ def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
     if options.config:
         values |= {"total_batch_tokens": None}  # a pass is one micro-step
         return [(Path(options.config).stem, load_config(options.config, **values))]
-    configs: list[tuple[str, Config]] = []
+    if options.seq_len:
+        values |= {"block_size": options.seq_len}
     both = (False, True) if options.mixed_precision is None else (options.mixed_precision,)
-    for size, mixed in itertools.product(options.size, both):
-        shape = dict(zip(("n_layer", "n_head", "n_embd"), SIZES[size], strict=True))
-        model = PROFILE | values | shape | {"bf16": mixed}
-        configs.append((size, load_config(**model, block_size=model["seq_len"])))
-    return configs
+    return [
+        (size, load_config(f"timeit/{size}", **(values | {"bf16": mixed})))
+        for size, mixed in itertools.product(options.size, both)
+    ]
 
 
 def jobs_of(options: BenchOptions) -> list[Job]:
@@ -226,10 +191,13 @@ def jobs_of(options: BenchOptions) -> list[Job]:
     """
     scanned = [options]
     if options.scan:
-        name, values = parse_scan(options.scan)
+        name, _, values = options.scan.partition("=")
         update: dict[str, Any] = {"computation": ("training_step",), "warmup_steps": (1,)}
         update |= options.model_dump(include=options.model_fields_set)
-        scanned = [options.model_copy(update={**update, name: value}) for value in values]
+        scanned = [
+            options.model_copy(update={**update, name: value})
+            for value in sorted(map(int, values.split(",")))
+        ]
     return [
         Job(size, config, computation, warm_up(config, each.warmup_steps), each.steps)
         for each in scanned
@@ -292,7 +260,8 @@ def time_grid(
     draw_times(measured, folder / "times.png")
     beside = ""
     if options.compare:
-        beside = compare(measured, options.compare, theirs, PROFILE | about_them)
+        profile = settings(load_config("timeit/small"))  # whose published file does not say it
+        beside = compare(measured, options.compare, theirs, profile | about_them)
     write_report(
         folder / "report.md",
         "Seconds per pass: forward, backward and both",
@@ -311,12 +280,11 @@ def time_grid(
 # ---- the scan: one option's values, up to out of memory
 
 
-def scan(options: BenchOptions, jobs: Sequence[Job], folder: Path) -> None:
-    """Measure tokens/s and memory over the values of one option, up to out of memory.
+def scan(name: str, jobs: Sequence[Job], folder: Path) -> None:
+    """Measure tokens/s and memory over the values of the option `name`, up to out of memory.
 
     Raises TrainingError if nothing can be measured.
     """
-    name, _ = parse_scan(options.scan or "")
     rows = time_jobs(jobs, folder)
     measured = sorted((row for row in rows if not row["error"]), key=describe_row)
     draw_scan(name, measured, folder / "scan.png")
@@ -354,7 +322,7 @@ def main(options: BenchOptions) -> None:
         models, from_corpus = job_configs(options), bool(options.config)
         inspect_models(inspected, models, folder, steps=options.steps, from_corpus=from_corpus)
     if options.scan:
-        scan(options, jobs, folder)
+        scan(options.scan.partition("=")[0], jobs, folder)
     elif not inspected:
         time_grid(options, jobs, folder, theirs, about_them)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")

@@ -105,7 +105,8 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
             print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
     pairs: list[Pair] = []
     if not options.report_only:
-        note_slow_bf16(stages, device.get("bf16_slowdown"))
+        if "tflops" in device:
+            note_slow_bf16(stages, device["tflops"])
         # One seed of all rungs before the next one: what there is can be compared at any time.
         to_run = [*chain(*zip(*rungs.values(), strict=True))] if seeds else runs_of(stages)
         runs = [stage for stage in to_run if options.rerun or not stage.summary()]

@@ -2,9 +2,9 @@
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -13,7 +13,7 @@ from config import Config
 from data.token_file import TokenFileError
 from measure.duration import part_flops
 from measure.tables import FLOP_RATE, Row, about_machine, precision, show_table
-from measure.timing import Clock, in_fresh_process, is_mixed, set_up, settings
+from measure.timing import in_fresh_process, is_mixed, set_up
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_whole
@@ -60,7 +60,7 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
     return hooks
 
 
-def break_down(run: Run, steps: int, clock: Clock = time.perf_counter) -> list[Row]:
+def break_down(run: Run, steps: int) -> list[Row]:
     """Return the parts of a step of the uncompiled model, medians over `steps` after one step more.
 
     The part `backward` is all of the backward pass; the parts after it are what it consists of.
@@ -73,7 +73,7 @@ def break_down(run: Run, steps: int, clock: Clock = time.perf_counter) -> list[R
         """Count the time since the last mark as the part's; waits for the device."""
         nonlocal last
         synchronize(run.world.device)
-        before, last = last, clock()
+        before, last = last, perf_counter()
         of_steps[-1][part] = of_steps[-1].get(part, 0.0) + last - before
 
     def marked_batches() -> Batches:
@@ -198,22 +198,21 @@ def inspect_model(
 
     Files are named after `label`. Raises UserError for what this device cannot do.
     """
-    data = f"{config.data_dir}/{config.dataset}"
+    data = f"{config.data_dir}/{config.dataset}" if from_corpus else "random tokens"
     try:
         run = set_up(config, from_corpus=from_corpus and "breakdown" in wanted)
     except TokenFileError as error:
         print(f"note: data is random tokens: {error}")
-        run, from_corpus = set_up(config), False
+        run, data = set_up(config), "random tokens"
     for note in run.notes:
         print(f"note: {note}")
     device = run.world.device
-    lines = [about_machine(settings(run.config) | {"device": device_name(device)}), ""]
+    about = {"device": device_name(device), "threads": torch.get_num_threads()}
+    lines = [about_machine(about), ""]
     if "memory" in wanted:
         snapshot(run, folder / f"memory_{label}.pickle")
     if "breakdown" in wanted:
-        if config.compile:
-            print("note: the breakdown is of the uncompiled model: compiled, its parts are fused")
-        title = f"parts of a step; data: {data if from_corpus else 'random tokens'}"
+        title = f"parts of a step, uncompiled; data: {data}"
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
         lines += show_table(title, PART, break_down(run, steps))
     if "trace" in wanted:

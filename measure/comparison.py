@@ -1,6 +1,5 @@
 """Compare the stages of a ladder: speed from interleaved runs, loss curves with published ones."""
 
-import json
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from config import Config
-from measure.interleaved import WIDTH, SideError, results_of, run_rounds, training_side
+from measure.interleaved import SideError, results_of, run_rounds, training_side
+from measure.options import to_flags
 from measure.ratio import FEWEST, Ratio, median_ratio, product
 from measure.stages import (
     Published,
@@ -22,14 +22,12 @@ from measure.stages import (
     training_config,
     with_bases,
 )
-from measure.tables import Row
-from runtime.files import write_whole
+from measure.tables import Row, write_json
 from runtime.report import machine
-from runtime.runlog import read_rows
+from runtime.runlog import curve, read_rows
 
 COMPARED = range(11, 51)  # steps over which loss curves are compared
 HEADROOM = 1.25  # of memory, for what a process needs besides its peak
-Curve = Mapping[int, Mapping[str, Any]]  # rows of a log by step
 ON_ANOTHER_GPU = "cuda_bf16"  # the log of a stage whose base ran on an Apple GPU
 
 
@@ -63,10 +61,10 @@ class Comparison(BaseModel, allow_inf_nan=False):
     sides: tuple[Side, Side]
 
     @property
-    def factors(self) -> list[float]:
-        """Return the speed of the other over the base in each round."""
+    def ratio(self) -> Ratio:
+        """Return the speed of the other over the base."""
         base, other = (side.tokens_per_sec for side in self.sides)
-        return [ours / theirs for theirs, ours in zip(base, other, strict=True)]
+        return median_ratio(other, base)
 
 
 @dataclass
@@ -91,12 +89,6 @@ class Pair:
         except (OSError, ValidationError):
             return None
         return result if result.settings == self.settings() and not self.error else None
-
-    @property
-    def ratio(self) -> Ratio | None:
-        """Return the speed of the other over the base; None if it is not known."""
-        result = self.result()
-        return median_ratio(result.factors) if result else None
 
 
 def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
@@ -135,14 +127,13 @@ def compare_pairs(
             for side in (pair.base, pair.other)
         ]
         try:
-            result = results_of(run_rounds(sides, rounds, WIDTH), sides)
+            result = results_of(run_rounds(sides, rounds), sides)
         except SideError as error:
             pair.error = str(error)
             print(f"failed: {pair.name}: {error}", flush=True)
             continue
-        result |= {"device": str(here[1]), "settings": [base, other]}
-        result["retained_memory"] = fits
-        write_whole(pair.path, json.dumps(result, indent=1) + "\n")
+        about = {"device": str(here[1]), "settings": [base, other], "retained_memory": fits}
+        write_json(pair.path, result | about)
 
 
 def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tuple[Pair, Pair]]:
@@ -150,33 +141,36 @@ def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tup
 
     The first is with it alone against with none; the second with all against with all but it.
     """
-    everything = [config, *of_runs]
-    off = switched_off(training_config(everything))
-    nothing = [*everything, *chain(*off.values())]
+    off = switched_off(training_config([config, *of_runs]))
+
+    def without(*names: str) -> list[str]:
+        options = dict(chain(*(off[name].items() for name in names)))
+        return [config, *of_runs, *to_flags(options)]
+
     pairs = {}
-    for name, flags in off.items():
-        others = chain(*(flags for other, flags in off.items() if other != name))
+    for name in off:
+        alone = without(*(other for other in off if other != name))
         first, last = folder / f"{name}_first.json", folder / f"{name}_last.json"
         pairs[name] = (
-            Pair(f"{name} first", nothing, [*everything, *others], first),
-            Pair(f"{name} last", [*everything, *flags], everything, last),
+            Pair(f"{name} first", without(*off), alone, first),
+            Pair(f"{name} last", without(name), without(), last),
         )
     return pairs
 
 
-def switched_off(config: Config) -> dict[str, list[str]]:
-    """Return, for each optimization that is on, the flags that switch it off and no other.
+def switched_off(config: Config) -> dict[str, dict[str, Any]]:
+    """Return, for each optimization that is on, the options that switch it off and no other.
 
     With it go the optimizations that need it, which would have no effect any more.
     """
-    on, flags = config.optimizations_on(), {}
-    for name in on:
-        is_switch = getattr(config, name) is True
-        flags[name] = f"--no-{name}" if is_switch else f"--{name}={config.off_value(name)}"
-    off = {}
+    on, off = config.optimizations_on(), {}
     for name in on:
         without = config.model_copy(update={name: config.off_value(name)}).optimizations_on()
-        off[name] = [flags[other] for other in on if other not in without]
+        off[name] = {
+            other: False if getattr(config, other) is True else config.off_value(other)
+            for other in on
+            if other not in without
+        }
     return off
 
 
@@ -197,7 +191,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
         over_base = Ratio(rate / before["tokens_per_sec"]) if before else None
         over_first = Ratio(rate / first["tokens_per_sec"]) if first else Ratio(1.0)
         if result:
-            over_base = median_ratio(result.factors)
+            over_base = result.ratio
             # a product, where interleaved factors lead all the way from the first stage
             if before and (before is first or before["over_first"].low):
                 over_first = product([before["over_first"], over_base])
@@ -208,7 +202,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
             "base": base.name,
             # interleaved, else of the tokens/s; None if the base has not run
             "over_base": Ratio(1.0) if stage is base else over_base,
-            "rounds": len(result.factors) if result else 0,
+            "rounds": len(result.sides[0].tokens_per_sec) if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
             "over_first": over_first,
             **summary.model_dump(include=SUMMARIZED),
@@ -230,18 +224,16 @@ def published_factor(ours: Published, theirs: Published) -> float | None:
 
 
 def published_difference(stage: Stage) -> float | None:
-    """Return the difference from the published loss curve; None if it is not known."""
+    """Return the mean absolute difference from the published loss curve over steps 11 to 50.
+
+    As many of these steps as both have; None if there are none, and where none was published.
+    """
     run, log = stage.repeats, stage.published.log
     if not (run and log and run.summary()):
         return None
-    return loss_difference(read_rows(run.folder / "log.csv"), published_rows(log))
-
-
-def loss_difference(ours: Curve, published: Curve) -> float | None:
-    """Return the mean absolute difference of two loss curves over steps 11 to 50.
-
-    As many of these steps as both have; None if there are none.
-    """
-    steps = [s for s in COMPARED if s in ours and s in published]
-    differences = [abs(ours[s]["loss"] - published[s]["loss"]) for s in steps]
+    ours, published = (
+        dict(zip(*curve(rows), strict=True))
+        for rows in (read_rows(run.folder / "log.csv"), published_rows(log))
+    )
+    differences = [abs(ours[s] - published[s]) for s in COMPARED if s in ours and s in published]
     return statistics.fmean(differences) if differences else None

@@ -78,19 +78,12 @@ def estimate(config: Config, world: World) -> None:
     for mfu in (0.3, 0.4, 0.5):  # what training reaches
         seconds = flops / (rate * 1e12 * ranks * mfu)
         print(
-            f"at {mfu:.0%} MFU: {hours(seconds)}, "
+            f"at {mfu:.0%} MFU: {seconds / 3600:,.2f} hours ({seconds / 86400:,.1f} days), "
             f"{seconds / config.max_steps:,.3f} s a step, {tokens / seconds:,.0f} tokens/s"
         )
     shards = ranks if config.fsdp else 1
     print(describe_disk(config, shards * (moments["kept"].parameters + moments["kept"].optimizer)))
     print_memory(config, world, moments)
-
-
-def hours(seconds: float) -> str:
-    """Return a time in hours; more than two days in days too."""
-    number = seconds / 3600
-    text = f"{number:,.3g} hours" if number < 999.5 else f"{number:,.0f} hours"
-    return text + (f" ({number / 24:,.0f} days)" if number > 48 else "")
 
 
 def describe_corpus(config: Config, tokens: int, n_vocab: int) -> str:

@@ -33,10 +33,10 @@ from typing import Any
 from pydantic import Field
 
 from config import Config
-from measure.ratio import FEWEST, Ratio, median_ratio
+from measure.ratio import FEWEST, median_ratio
+from measure.tables import write_json
 from runtime.cli import Options, parse
 from runtime.errors import TrainingError, UserError, reported, why_it_failed
-from runtime.files import write_whole
 from runtime.launch import environment_of
 from runtime.report import git_commit, items, machine, print_table
 from runtime.signals import ENDS_WITH
@@ -51,7 +51,7 @@ OTHERS_END = 15.0  # seconds within which the other ranks of a run end after one
 # Train at least this long at a time: less is lost in the machine's noise. Rehearsals set less.
 TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
 
-Rates = Mapping[str, Sequence[float]]  # tokens/s of each side in each round
+Rates = Sequence[Sequence[float]]  # tokens/s of each side, in each round
 say = functools.partial(print, flush=True)
 
 
@@ -59,30 +59,22 @@ say = functools.partial(print, flush=True)
 
 
 def interleave(
-    sides: Mapping[str, Callable[[], float]],
-    rounds: int,
-    enough: Callable[[Rates], bool] = lambda _: False,
-    left_out: int = LEFT_OUT - 1,
-) -> dict[str, list[float]]:
+    sides: Sequence[Callable[[], float]], rounds: int, enough: Callable[[Rates], bool]
+) -> Rates:
     """Call every side once a round, in reverse order every other round; returns what they returned.
 
-    The first `left_out` rounds do not count. Ends after `rounds` more, or once they are `enough`.
+    Two rounds come before those that count. Ends after `rounds`, or once they are `enough`.
     """
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for i in range(left_out + rounds):
-        for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
-            rate = sides[name]()
-            if i >= left_out:
-                rates[name].append(rate)
-        if i >= left_out and enough(rates):
+    rates: list[list[float]] = [[] for _ in sides]
+    turns = list(zip(sides, rates, strict=True))
+    for i in range(1 - LEFT_OUT, rounds):
+        for side, of_side in turns[:: 1 if i % 2 == 0 else -1]:
+            rate = side()
+            if i >= 0:
+                of_side.append(rate)
+        if i >= 0 and enough(rates):
             break
     return rates
-
-
-def ratio_of(rates: Rates, side: str, base: str) -> Ratio:
-    """Return how many times as fast as `base` a side is, from the ratio within each round."""
-    pairs = zip(rates[side], rates[base], strict=True)
-    return median_ratio([ours / theirs for ours, theirs in pairs])
 
 
 def is_narrow(rates: Rates, width: float) -> bool:
@@ -90,9 +82,9 @@ def is_narrow(rates: Rates, width: float) -> bool:
 
     Only the width ends the rounds, not the ratio: stopping at a pleasant one would make it false.
     """
-    return len(next(iter(rates.values()))) >= FEWEST_FOR_AN_EARLY_END and all(
-        ratio_of(rates, side, base).width <= width
-        for base, side in itertools.combinations(rates, 2)
+    return len(rates[0]) >= FEWEST_FOR_AN_EARLY_END and all(
+        median_ratio(ours, theirs).width <= width
+        for theirs, ours in itertools.combinations(rates, 2)
     )
 
 
@@ -186,10 +178,8 @@ class Side:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(max(0, deadline - time.monotonic()))
                 reasons.append(why_it_failed(status, errors))
-        return min(reasons, key=lambda why: (bool(OTHER_FAILED.search(why)), "exit status" in why))
-
-
-OTHER_FAILED = re.compile("another (process|rank)")
+        other_failed = re.compile("another (process|rank)").search
+        return min(reasons, key=lambda why: (bool(other_failed(why)), "exit status" in why))
 
 
 def training_side(
@@ -211,11 +201,11 @@ def training_side(
 def run_rounds(
     sides: Sequence[Side],
     rounds: int,
-    width: float,
+    width: float = WIDTH,
     *,
     results: Path | None = None,
     check: Callable[[Side], None] = lambda _: None,
-) -> dict[str, list[float]]:
+) -> Rates:
     """Start the sides and interleave them; returns tokens/s of each in each round.
 
     `results`: a JSON file to write. `check`: called with every side after its first steps. Raises
@@ -225,11 +215,11 @@ def run_rounds(
     def enough(rates: Rates) -> bool:
         base, *others = rates
         if results:
-            write_whole(results, json.dumps(results_of(rates, sides), indent=1) + "\n")
-        line = f"round {len(rates[base])} of at most {rounds}: "
-        line += ", ".join(f"{rate[-1]:,.0f}" for rate in rates.values()) + " tokens/s"
-        if len(rates[base]) >= FEWEST:
-            line += "; x first " + ", ".join(str(ratio_of(rates, other, base)) for other in others)
+            write_json(results, results_of(rates, sides))
+        line = f"round {len(base)} of at most {rounds}: "
+        line += ", ".join(f"{rate[-1]:,.0f}" for rate in rates) + " tokens/s"
+        if len(base) >= FEWEST:
+            line += "; x first " + ", ".join(str(median_ratio(other, base)) for other in others)
         say(line)
         return is_narrow(rates, width)
 
@@ -239,7 +229,7 @@ def run_rounds(
         for side in sides:  # the first steps alone, as the compiler times the kernels it chooses
             side.train()
             check(side)
-        return interleave({side.name: side.train for side in sides}, rounds, enough)
+        return interleave([side.train for side in sides], rounds, enough)
 
 
 def results_of(rates: Rates, sides: Sequence[Side]) -> dict[str, Any]:
@@ -248,10 +238,10 @@ def results_of(rates: Rates, sides: Sequence[Side]) -> dict[str, Any]:
         {
             "name": side.name,
             "command": shlex.join(["python", *side.command[1:]]),
-            "tokens_per_sec": rates[side.name],
+            "tokens_per_sec": of_side,
             "turns": side.answers,
         }
-        for side in sides
+        for side, of_side in zip(sides, rates, strict=True)
     ]
     return {"machine": machine(), "git": git_commit(), "left_out": LEFT_OUT, "sides": answers}
 
@@ -259,19 +249,28 @@ def results_of(rates: Rates, sides: Sequence[Side]) -> dict[str, Any]:
 # ---- the command
 
 
-class InterleavedOptions(Options):
-    """options"""
+class RoundsOptions(Options):
+    """how long"""
 
-    sides: tuple[str, ...] = ()
-    """configs; quote one together with options after it, and environment variables before it"""
     rounds: int = Field(20, ge=FEWEST)
     """rounds at most"""
     width: float = Field(WIDTH, ge=0, le=1)
     """stop once every interval is narrower than this share of its median"""
+
+
+class SidesOptions(Options):
+    """what to compare"""
+
+    sides: tuple[str, ...] = ()
+    """configs; quote one together with options after it, and environment variables before it"""
     code: str | None = None
     """folder of another copy of this code, by which the configs are trained too"""
     output: str | None = None
     """JSON file for the steps of every side, written after each round"""
+
+
+class InterleavedOptions(RoundsOptions, SidesOptions):
+    """All options of an interleaved comparison."""
 
 
 def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -322,18 +321,17 @@ def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
     results = Path(options.output) if options.output else None
     sides = plan(options, of_all)
     rates = run_rounds(sides, options.rounds, options.width, results=results)
-    base = sides[0].name
     rows = [
         (
             side.name,
-            f"{statistics.median(rates[side.name]):,.0f}",
-            "" if side.name == base else str(ratio_of(rates, side.name, base)),
+            f"{statistics.median(ours):,.0f}",
+            "" if ours is rates[0] else str(median_ratio(ours, rates[0])),
             f"{side.answers[-1]['peak_memory_mb']:,.0f}",
         )
-        for side in sides
+        for side, ours in zip(sides, rates, strict=True)
     ]
     columns = items("side", "tokens/s", "x first", "MB")
-    print_table(f"{len(rates[base])} interleaved rounds", columns, rows)
+    print_table(f"{len(rates[0])} interleaved rounds", columns, rows)
 
 
 if __name__ == "__main__":

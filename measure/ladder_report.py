@@ -8,7 +8,7 @@ from pathlib import Path
 from measure.comparison import COMPARED, Pair, compare, published_factor
 from measure.ratio import Ratio
 from measure.stages import SERIES, Stage, published, published_rows, runs_of
-from measure.tables import Row, draw_panels, write_csv, write_report
+from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, draw_panels, write_csv, write_report
 from runtime.errors import UserError
 from runtime.report import (
     COLOURS,
@@ -21,11 +21,11 @@ from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 
 COLUMNS = [
     field("stage", "stage"),
-    field("tokens/s", "tokens_per_sec", ",.0f"),
+    TOKENS_PER_SEC,
     field("x base", "over_base"),
     field("x first", "over_first"),
     field("loss", "final_loss", ".3f"),
-    field("MB", "peak_memory_mb", ",.0f"),
+    PEAK_MEMORY,
     field("published", "published_over_base", ".2f"),
     field("diff.", "loss_difference", ".3f"),
     field("ms/step", "ms_per_step", ",.0f"),
@@ -97,8 +97,6 @@ def report(
         for stage in stages
         if stage.published.log and (run := stage.repeats) and run.summary()
     }
-    if rows:
-        write_csv(folder / "results.csv", rows)
     write_report(
         folder / "report.md",
         f"The {ladder} ladder" if ladder in SERIES else "A ladder",
@@ -110,6 +108,7 @@ def report(
         "![loss curves, measured over published](loss.png)" if curves else "",
         "\n".join(runs),
     )
+    write_csv(folder / "results.csv", rows)
     over_first = {f"speed over {rows[0]['stage']}": [row["over_first"] for row in rows]}
     draw_factors(folder / "speed.png", [row["stage"] for row in rows], over_first)
     if curves:
@@ -158,11 +157,16 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
         where += [f"{r.machine}; device {r.device}, commit {r.git}" for r in (alone, top) if r]
         without, everything = (s.peak_memory_mb for s in top.sides) if top else (None, None)
         if alone or top:
-            row = {"optimization": optimization, "first": first.ratio, "last": last.ratio}
-            rows.append(row | {"memory_mb_without": without, "memory_mb_with": everything})
+            rows.append(
+                {
+                    "optimization": optimization,
+                    "first": alone.ratio if alone else None,
+                    "last": top.ratio if top else None,
+                    "memory_mb_without": without,
+                    "memory_mb_with": everything,
+                }
+            )
     failures = failures_of(itertools.chain(*pairs.values()))
-    if rows:
-        write_csv(folder / "results.csv", rows)
     write_report(
         folder / "report.md",
         f"What each optimization of {name} is worth",
@@ -173,6 +177,7 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
         "\n".join(dict.fromkeys(where)),
         "![factors with their intervals](worth.png)",
     )
+    write_csv(folder / "results.csv", rows)
     series = {"switched on first": [r["first"] for r in rows], "last": [r["last"] for r in rows]}
     draw_factors(folder / "worth.png", [row["optimization"] for row in rows], series)
     return failures
@@ -240,20 +245,10 @@ def draw_factors(
     path: Path, names: Sequence[str], series: Mapping[str, Sequence[Ratio | None]]
 ) -> None:
     """Draw a bar for the factor of speed that each series has for each name, with its interval."""
-    colours = dict(zip(series, itertools.cycle(COLOURS), strict=False))
     bars = [
-        (name, factor, colours[label])
+        (name, factor.median, str(factor), factor.ends, colour)
         for name, *factors in zip(names, *series.values(), strict=True)
-        for label, factor in zip(series, factors, strict=True)
+        for factor, colour in zip(factors, itertools.cycle(COLOURS), strict=False)
         if factor
     ]
-    draw_bars(
-        path,
-        [name for name, *_ in bars],
-        [factor.median for _, factor, _ in bars],
-        [str(factor) for _, factor, _ in bars],
-        "factor of speed",
-        colours=[colour for *_, colour in bars],
-        meanings={colour: label for label, colour in colours.items()},
-        whiskers=[factor.ends for _, factor, _ in bars],
-    )
+    draw_bars(path, bars, "factor of speed", dict(zip(COLOURS, series, strict=False)))

@@ -11,9 +11,7 @@ from runtime.cli import Options
 C = TypeVar("C", bound=Config)
 
 
-def optional_fields(
-    source: type[Options], *names: str, title: str, none: str = "as the config says"
-) -> Any:
+def optional_fields(source: type[Options], *names: str, title: str, none: str) -> Any:
     """Make a section of options from fields of `source`: same type, bounds and help, default None.
 
     `none` says what None means. The result is typed Any, as mypy knows no computed base classes.
@@ -22,10 +20,9 @@ def optional_fields(
     for name in names:
         field = source.model_fields[name]
         kind: Any = field.annotation
-        if field.metadata:
-            kind = Annotated[(kind, *field.metadata)]
         help_text = (field.description or "").partition(" (none:")[0]
-        fields[name] = (kind | None, Field(None, description=f"{help_text} (none: {none})"))
+        described = Field(description=f"{help_text} (none: {none})")
+        fields[name] = (Annotated[(kind | None, *field.metadata, described)], None)
     return create_model("Overrides", __base__=Options, __doc__=title, **fields)
 
 

@@ -32,7 +32,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ from torch import Tensor
 from checkpoint.weights import read_weights
 from dataloader import DataLoader, prefetch
 from measure.options import without_end
-from measure.side import Requests
+from measure.side import serve, take_stdout
 from measure.timing import time_passes
 from optimizer import make_optimizers
 from runtime import errors
@@ -153,7 +153,7 @@ def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) 
 # ---- the loop
 
 
-def train_peer(options: PeerConfig, requests: Requests) -> None:
+def train_peer(options: PeerConfig, answers: TextIO) -> None:
     """Train the peer for as many steps as are asked for. Raises UserError."""
     device, options = choose_device(options.device), without_end(options)
     torch.set_float32_matmul_precision(usable_precision(device, fp32_precision(options)))
@@ -188,7 +188,7 @@ def train_peer(options: PeerConfig, requests: Requests) -> None:
             "peak_memory_mb": peak_memory_mb(device),
         }
 
-    requests.serve(take_steps)
+    serve(answers, take_steps)
 
 
 @torch.no_grad()
@@ -204,4 +204,4 @@ def loss_in_fp32(name: str, model: torch.nn.Module, loss_of: LossOf, loader: Dat
 
 if __name__ == "__main__":
     with reported(OPTIONS.peer, advice=OPTIONS.advice()):
-        train_peer(OPTIONS, Requests())
+        train_peer(OPTIONS, take_stdout())

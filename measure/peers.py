@@ -11,7 +11,6 @@ without the settings that train.py makes for its process (how it takes memory fr
 """
 
 import datetime
-import json
 import math
 import statistics
 import tempfile
@@ -22,15 +21,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from config import Config, DataConfig, load_config
 from measure.interleaved import (
     LEFT_OUT,
-    WIDTH,
+    RoundsOptions,
     Side,
     SideError,
-    ratio_of,
     results_of,
     run_rounds,
     say,
@@ -38,11 +34,11 @@ from measure.interleaved import (
 )
 from measure.ladder_report import draw_factors
 from measure.options import given, optional_fields, to_flags
-from measure.ratio import FEWEST
-from measure.tables import Row, write_report
+from measure.ratio import median_ratio
+from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, write_json, write_report
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
-from runtime.files import aside, write_whole
+from runtime.files import aside
 from runtime.report import field, git_commit, machine
 from runtime.start import start
 
@@ -79,15 +75,11 @@ class WhatOptions(Options):
     """this project's best rung"""
     baseline: bool = True
     """also baseline.yaml"""
-    rounds: int = Field(20, ge=FEWEST)
-    """rounds at most"""
-    width: float = Field(WIDTH, ge=0, le=1)
-    """stop once every interval is narrower than this share of its median"""
     log_dir: str = "logs"
     """results go to peers/ in this folder"""
 
 
-class PeersOptions(Overrides, WhatOptions):
+class PeersOptions(RoundsOptions, Overrides, WhatOptions):
     """All options of a comparison with peers."""
 
 
@@ -182,10 +174,10 @@ def plan(
         return ["--config", file, *to_flags(values | {"init_from": f"{place}/{weights}"})]
 
     chosen = flags(options.config, Overrides.model_fields, "tied")
-    others = []
-    for peer, path in peers.items():
-        arguments = [*chosen, "--peer", path]
-        others.append(training_side(peer, arguments, module="measure.peer_side"))
+    others = [
+        training_side(peer, [*chosen, "--peer", path], module="measure.peer_side")
+        for peer, path in peers.items()
+    ]
     if options.baseline:
         shape = ("n_layer", "n_head", "n_embd", "block_size", "device", "seed")
         plain = flags("baseline.yaml", [*DataConfig.model_fields, *shape], "untied")
@@ -214,19 +206,21 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
     """Return the figures of each side. Every group begins with ours."""
     rows: dict[str, Row] = {}
     for group in groups:
-        rates = {side["name"]: side["tokens_per_sec"] for side in group}
-        ours = next(iter(rates))
+        ours = group[0]
         for side in group:
-            name, memory = side["name"], side["turns"][-1]["peak_memory_mb"]
-            figures = {
-                "side": name,
-                "tokens_per_sec": statistics.median(rates[name]),
-                "ours_over": ratio_of(rates, ours, name) if name != ours else None,
+            rates, memory = side["tokens_per_sec"], side["turns"][-1]["peak_memory_mb"]
+            row = {
+                "side": side["name"],
+                "tokens_per_sec": statistics.median(rates),
+                "ours_over": None,
                 "peak_memory_mb": memory,
-                "memory_ratio": rows[ours]["peak_memory_mb"] / memory if name != ours else None,
+                "memory_ratio": None,
                 "first_step_s": side["turns"][0]["seconds"][0],
             }
-            rows.setdefault(name, figures)
+            if side is not ours:
+                row["ours_over"] = median_ratio(ours["tokens_per_sec"], rates)
+                row["memory_ratio"] = rows[ours["name"]]["peak_memory_mb"] / memory
+            rows.setdefault(side["name"], row)
     return list(rows.values())
 
 
@@ -234,9 +228,9 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
 
 COLUMNS = [
     field("side", "side"),
-    field("tokens/s", "tokens_per_sec", ",.0f"),
+    TOKENS_PER_SEC,
     field("ours over it", "ours_over"),
-    field("MB", "peak_memory_mb", ",.0f"),
+    PEAK_MEMORY,
     field("MB, ours over its", "memory_ratio", ".2f"),
     field("first step, s", "first_step_s", ".1f"),
 ]
@@ -286,7 +280,7 @@ def report(
         "in_turn": groups,
         "failed": failed,
     }
-    write_whole(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    write_json(folder / "results.json", results)
 
 
 def main(options: PeersOptions) -> None:

@@ -48,23 +48,23 @@ class Ratio:
         return (high - low) / self.median
 
 
-def median_ratio(pairs: Sequence[float]) -> Ratio:
-    """Return the median of the ratios of independent pairs, at least six, with its interval.
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Return the median ratio of independent pairs, at least six, with its interval.
 
     The interval is that of the sign test: each pair is above or below the true median with even
     odds, so it reaches from the k-th smallest to the k-th largest ratio, with the largest k for
     which fewer than k of them on one side is rare enough (David and Nagaraja, Order Statistics,
     section 7.1). Raises ValueError for too few pairs.
     """
-    n = len(pairs)
+    ordered = sorted(our / their for our, their in zip(ours, theirs, strict=True))
+    n = len(ordered)
     if n < FEWEST:
         raise ValueError(f"{n} pairs are too few for an interval: at least {FEWEST}")
     k, tail = 0, 0.5**n  # tail: how likely it is that at most k of n are below the true median
     while 2 * tail <= 1 - CONFIDENCE:
         k += 1
         tail += math.comb(n, k) * 0.5**n
-    ordered = sorted(pairs)
-    return Ratio(statistics.median(pairs), ordered[k - 1], ordered[n - k])
+    return Ratio(statistics.median(ordered), ordered[k - 1], ordered[n - k])
 
 
 def product(factors: Sequence[Ratio]) -> Ratio:

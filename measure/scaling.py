@@ -1,7 +1,5 @@
 """Measure how a run scales: the same batch on one rank and on several, interleaved."""
 
-import dataclasses
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,19 +10,23 @@ import torch
 from config import Config, load_config
 from measure.interleaved import (
     LEFT_OUT,
-    WIDTH,
-    Rates,
     Side,
-    ratio_of,
     run_rounds,
     training_side,
 )
 from measure.options import to_flags
-from measure.ratio import Ratio
-from measure.tables import Row, about_machine, draw_panels, new_folder, write_report
+from measure.ratio import Ratio, median_ratio
+from measure.tables import (
+    TOKENS_PER_SEC,
+    Row,
+    about_machine,
+    draw_panels,
+    new_folder,
+    write_json,
+    write_report,
+)
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
-from runtime.files import write_whole
 from runtime.launch import Launch, launch
 from runtime.report import Column, field, git_commit, machine
 from runtime.start import cores
@@ -61,10 +63,9 @@ def measure_scaling(
     """
     if launch().world_size > 1:
         raise UserError("--scaling: starts its ranks itself; run it without torchrun")
-    config, counts = load_config(name, **values), sorted(set(counts))
-    most = counts[-1]
+    config, most = load_config(name, **values), max(counts)
     device = choose_device(config.device, Launch(world_size=most, local_world_size=most))
-    batch_sizes = {n: split(config, n)[0] for n in counts}
+    batch_sizes = {n: split(config, n)[0] for n in sorted(set(counts))}
     folder = new_folder(log_dir)
     if device.type == "cpu" and most > cores():
         print(f"note: {most} ranks share {cores()} cores, which says nothing of more cores")
@@ -73,32 +74,31 @@ def measure_scaling(
         given = {"total_batch_tokens": config.tokens_per_step(1), "batch_size": batch_size}
         arguments = ["--config", name, *to_flags({**values, **given})]
         sides.append(training_side(f"{n} rank{'s' * (n > 1)}", arguments, ranks=n))
-    rates = run_rounds(sides, rounds, WIDTH, results=folder / "in_turn.json")
-    rows = [row_of(config, device, side, rates) for side in sides]
-    for row in rows:
+    rates = run_rounds(sides, rounds, results=folder / "in_turn.json")
+    rows: list[Row] = []
+    for side, of_side in zip(sides, rates, strict=True):
+        over_first = median_ratio(of_side, rates[0]) if rows else Ratio(1.0)
+        rows.append(row := row_of(config, device, side, statistics.median(of_side)))
+        row["over_first"] = over_first
         row["hardware"] = row["used"] / rows[0]["used"]
+        # how many times as fast, over how many times as much hardware
         row["efficiency"] = row["over_first"].median / row["hardware"]
-    report(rows, name, folder, device, len(rates[sides[0].name]))
+    report(rows, name, folder, len(rates[0]))
 
 
-def row_of(config: Config, device: torch.device, side: Side, rates: Rates) -> Row:
-    """Return the figures of a number of ranks, as results.json has them.
-
-    Efficiency is how many times as fast as the first it is, over how many times as much hardware
-    it uses.
-    """
-    last, ranks, first = side.answers[-1], side.ranks, next(iter(rates))
+def row_of(config: Config, device: torch.device, side: Side, tokens_per_sec: float) -> Row:
+    """Return the figures of a number of ranks that follow from its side alone."""
+    last, ranks = side.answers[-1], side.ranks
     batch_size, micro_steps = split(config, ranks)
-    tokens, tokens_per_sec = config.tokens_per_step(1), statistics.median(rates[side.name])
-    over_first = Ratio(1.0) if side.name == first else ratio_of(rates, side.name, first)
+    tokens = config.tokens_per_step(1)
     return {
+        "device": device_name(device),
         "ranks": ranks,
         "threads": last["threads"],  # of each rank
         "batch_size": batch_size,
         "micro_steps": micro_steps,
         "tokens": tokens,  # of a step, of all ranks
         "tokens_per_sec": tokens_per_sec,
-        "over_first": over_first,
         # GPUs, or cores
         "used": ranks if device.type == "cuda" else min(cores(), ranks * last["threads"]),
         "step_s": tokens / tokens_per_sec,
@@ -112,7 +112,7 @@ COLUMNS = [
     field("ranks", "ranks"),
     field("threads", "threads"),
     Column("batch", lambda row: f"{row['batch_size']} x {row['micro_steps']}"),
-    field("tokens/s", "tokens_per_sec", ",.0f"),
+    TOKENS_PER_SEC,
     field("x first", "over_first"),
     field("efficiency", "efficiency", ".0%"),
     field("MB each", "memory_mb", ",.0f"),
@@ -125,7 +125,7 @@ MEANING = (
 )
 
 
-def report(rows: Sequence[Row], name: str, folder: Path, device: torch.device, rounds: int) -> None:
+def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:
     """Print the figures and write them: report.md, results.json and a picture."""
     ranks = [row["ranks"] for row in rows]
     factors = {
@@ -134,14 +134,13 @@ def report(rows: Sequence[Row], name: str, folder: Path, device: torch.device, r
     }
     panels = {f"tokens/s over those of {ranks[0]}": factors}
     draw_panels(folder / "scaling.png", panels, "ranks")
-    versions = {"torch": torch.__version__, "device": device_name(device)}
     write_report(
         folder / "report.md",
         f"{Path(name).stem}: the same batch on more ranks",
         COLUMNS,
         rows,
         [],
-        f"{about_machine(rows[0] | versions)} {rows[0]['tokens']:,} tokens a "
+        f"{about_machine(rows[0])} {rows[0]['tokens']:,} tokens a "
         f"step, {rounds} interleaved rounds after the first {LEFT_OUT}.",
         MEANING,
         "![tokens/s](scaling.png)",
@@ -154,5 +153,4 @@ def report(rows: Sequence[Row], name: str, folder: Path, device: torch.device, r
         "rounds": rounds,
         "counts": rows,
     }
-    text = json.dumps(results, indent=1, default=dataclasses.asdict)
-    write_whole(folder / "results.json", text + "\n")
+    write_json(folder / "results.json", results)

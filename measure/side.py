@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -35,29 +35,29 @@ ASLEEP = 0.1  # of one core, below which a process counts as asleep
 FREES_CACHE = bool(os.environ.get("FREES_CACHE"))
 
 
-class Requests:
-    """The requests on stdin and the answers on stdout; what others print goes to stderr."""
-
-    def __init__(self) -> None:
-        self.answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-
-    def serve(self, take_steps: Callable[[int], dict[str, Any]]) -> None:
-        """Take the steps that are asked for, and answer, until nobody asks any more.
-
-        Answers once this process sleeps; `asleep` says whether it does.
-        """
-        for line in sys.stdin:
-            figures = take_steps(int(line)) | {"asleep": falls_asleep()}
-            print(json.dumps(figures), file=self.answers, flush=True)
+def take_stdout() -> TextIO:
+    """Return stdout, for the answers alone: what is printed from here on goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
 
 
-def falls_asleep(patience: float = 2.0) -> bool:
+def serve(answers: TextIO, take_steps: Callable[[int], dict[str, Any]]) -> None:
+    """Take the steps that stdin asks for, and answer, until nobody asks any more.
+
+    Answers once this process sleeps; `asleep` says whether it does.
+    """
+    for line in sys.stdin:
+        figures = take_steps(int(line)) | {"asleep": falls_asleep()}
+        print(json.dumps(figures), file=answers, flush=True)
+
+
+def falls_asleep() -> bool:
     """Wait until this process's threads use no CPU: after a parallel region they spin for a while.
 
-    False if they still do after `patience` seconds, as with OMP_WAIT_POLICY=active.
+    False if they still do after two seconds, as with OMP_WAIT_POLICY=active.
     """
-    end = time.monotonic() + patience
+    end = time.monotonic() + 2.0
     while time.monotonic() < end:
         used, begun = time.process_time(), time.monotonic()
         time.sleep(0.005)
@@ -88,10 +88,10 @@ def take_steps(run: Run, count: int) -> dict[str, Any]:
 
 def main(config: Config) -> None:
     """Train with the options of the command line, as many steps as are asked for."""
-    requests = Requests()
+    answers = take_stdout()
     with joined_world(choose_device(config.device, launch()), config.timeout) as world:
         run = setup(without_end(config), world)
-        requests.serve(functools.partial(take_steps, run))
+        serve(answers, functools.partial(take_steps, run))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ SERIES = {
     "gpu_ms": [f"gpu_ms/{name}" for name in GPU_MS],
     "modern": [f"modern/{name}" for name in MODERN],
 }
+SLOW = 1.5  # times as long in bf16 as in fp32, from which a ladder says so
 NOT_TIMED = 5  # the first steps, which published times leave out
 # Times in these logs were read without waiting for the GPU: up to 1.9 million tokens/s, more than
 # ten times what an RTX 3080 can compute.
@@ -320,15 +321,18 @@ def run_commands(
 
 def probe(device: str) -> dict[str, Any]:
     """Ask a fresh process about the device; see measure/probe.py. Empty if that fails."""
-    command = [sys.executable, "-m", "measure.probe", f"--device={device}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    code = f"from measure.probe import print_findings; print_findings({device!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return dict(json.loads(done.stdout or "{}"))
 
 
-def note_slow_bf16(stages: Sequence[Stage], slowdown: float | None) -> None:
+def note_slow_bf16(stages: Sequence[Stage], tflops: Mapping[str, float]) -> None:
     """Print which stages are slow because this machine emulates bfloat16, if any are."""
     names = ", ".join(stage.name for stage in stages if stage.config.bf16)
-    if slowdown and names:
+    slowdown = tflops["float32"] / tflops["bfloat16"]
+    if slowdown > SLOW and names:
         print(
             f"note: matmuls in bf16 take {slowdown:.1f} times as long as in fp32 on this machine, "
             f"which makes {names} slow; `-- --no-bf16` goes without",

@@ -10,6 +10,7 @@ import torch
 from checkpoint.state import State
 from config import Config
 from measure.duration import describe_duration, part_flops
+from measure.probe import matmul_rates
 from runtime.device import device_name, matmul_dtype, matmul_tflops, peak_memory_mb
 from runtime.report import git_commit, machine
 from runtime.runlog import RunFolder
@@ -70,10 +71,8 @@ def describe_long_run(config: Config, state: State, world: World) -> list[str]:
     flops = steps * sum(part_flops(config, config.tokens_per_step(1)).values())
     if world.device.type == "cuda" or flops < 3e13:
         return []
-    rate = matmul_tflops(world.device, matmul_dtype(bf16=config.bf16, fp16=config.fp16))
-    rates = dict.fromkeys(("float32", "bfloat16"), rate)
     shorter = "--max_steps 5, or --config quickstart.yaml; --estimate tells the memory"
-    return [describe_duration([(config, steps)], rates, shorter)]
+    return [describe_duration([(config, steps)], matmul_rates(world.device), shorter)]
 
 
 def mfu(flops_per_token: int, tokens_per_sec: float, matmul: float, world: World) -> float:

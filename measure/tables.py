@@ -5,12 +5,14 @@ FIGURES (None where the pass failed), error, times_s, and the settings of `timin
 """
 
 import csv
+import dataclasses
 import datetime
 import io
 import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +74,10 @@ def describe_row(row: Row) -> str:
 
 
 def about_machine(about: Mapping[str, Any]) -> str:
-    """Say where and when a row, or something with its settings, was measured."""
+    """Say where and when something was measured, with the device and the threads of `about`."""
     return (
-        f"{machine()}; device {about.get('device', 'not reached')}, {about['threads']} threads, "
-        f"torch {about['torch']}, commit {git_commit()}, {datetime.date.today()}."
+        f"{machine()}; device {about['device']}, {about['threads']} threads, "
+        f"torch {version('torch')}, commit {git_commit()}, {datetime.date.today()}."
     )
 
 
@@ -148,6 +150,11 @@ def write_report(
     print("\n".join([*remarks, f"{path} has this table, and there are pictures"]))
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, whole or not at all; a Ratio has its median, low and high there."""
+    write_whole(path, json.dumps(content, indent=1, default=dataclasses.asdict) + "\n")
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows to a CSV file, with a column for every key.
 
@@ -155,13 +162,13 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """
     lines: list[Row] = []
     for row in rows:
-        lines.append({})
+        line: Row = {}
+        lines.append(line)
         for name, value in row.items():
             if isinstance(value, Ratio):
-                ends = {f"{name}_low": value.low, f"{name}_high": value.high}
-                lines[-1] |= {name: value.median} | ends
+                line |= {name: value.median, f"{name}_low": value.low, f"{name}_high": value.high}
             else:
-                lines[-1][name] = json.dumps(value) if isinstance(value, bool) else value
+                line[name] = json.dumps(value) if isinstance(value, bool) else value
     text = io.StringIO()
     writer = csv.DictWriter(text, dict.fromkeys(itertools.chain(*lines)), lineterminator="\n")
     writer.writeheader()
@@ -171,7 +178,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 def write_results(rows: Sequence[Row], folder: Path) -> None:
     """Write results.json and results.csv; pandas reads both."""
-    write_whole(folder / "results.json", json.dumps(rows, indent=1) + "\n")
+    write_json(folder / "results.json", rows)
     without_times = [{k: v for k, v in row.items() if k != "times_s"} for row in rows]
     write_csv(folder / "results.csv", without_times)
 
@@ -248,17 +255,14 @@ def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> 
 
 def draw_times(rows: Sequence[Row], path: Path) -> None:
     """Draw bars of the mean seconds: blue in full precision, orange in mixed."""
-    means = [row["mean_s"] for row in rows]
-    draw_bars(
-        path,
-        [f"{describe_row(row)}, warm-up {row['warmup_steps']}" for row in rows],
-        means,
-        [f"{mean:.3g}" for mean in means],
-        "seconds per pass: mean, and one standard deviation",
-        whiskers=[(row["mean_s"] - row["std_s"], row["mean_s"] + row["std_s"]) for row in rows],
-        colours=[ORANGE if row["mixed_precision"] else BLUE for row in rows],
-        meanings={BLUE: "full precision", ORANGE: "mixed precision"},
-    )
+    bars = []
+    for row in rows:
+        name = f"{describe_row(row)}, warm-up {row['warmup_steps']}"
+        mean, std = row["mean_s"], row["std_s"]
+        colour = ORANGE if row["mixed_precision"] else BLUE
+        bars.append((name, mean, f"{mean:.3g}", (mean - std, mean + std), colour))
+    meanings = {BLUE: "full precision", ORANGE: "mixed precision"}
+    draw_bars(path, bars, "seconds per pass: mean, and one standard deviation", meanings)
 
 
 def draw_panels(

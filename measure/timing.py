@@ -6,10 +6,10 @@ import multiprocessing
 import os
 import signal
 import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -34,8 +34,6 @@ from train import Run, setup, train_step
 
 # Share of a training step's FLOPs: the backward pass has two matmuls for each of the forward pass.
 FLOPS_SHARE = {"forward": 1 / 3, "backward": 2 / 3, "forward_backward": 1.0, "training_step": 1.0}
-
-Clock = Callable[[], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,22 +108,21 @@ def time_passes(
     timed: Callable[[Any], object],
     count: int,
     device: torch.device,
-    clock: Clock = time.perf_counter,
 ) -> list[float]:
     """Return the seconds of each pass of `timed`, which gets the result of `prepare`."""
     seconds = []
     for _ in range(count):
         prepared = prepare()
         synchronize(device)
-        start = clock()
+        start = perf_counter()
         result = timed(prepared)
         synchronize(device)
-        seconds.append(clock() - start)
+        seconds.append(perf_counter() - start)
         del prepared, result  # freeing a graph is not part of the pass
     return seconds
 
 
-def measure(job: Job, clock: Clock = time.perf_counter) -> list[Row]:
+def measure(job: Job) -> list[Row]:
     """Return a row for each of the job's numbers of warm-up passes.
 
     The passes are done once: a row of w warm-up passes leaves out the first w of them and counts
@@ -135,7 +132,7 @@ def measure(job: Job, clock: Clock = time.perf_counter) -> list[Row]:
     run = set_up(job.config)
     config, model, device = run.config, run.state.model, run.world.device
     prepare, timed = passes(run, job.computation)
-    seconds = time_passes(prepare, timed, max(job.warmup_steps) + job.steps, device, clock)
+    seconds = time_passes(prepare, timed, max(job.warmup_steps) + job.steps, device)
     peak = peak_memory_mb(device)  # before the measurement below adds to it
     matmul = matmul_tflops(device, matmul_dtype(bf16=config.bf16, fp16=config.fp16))
     tokens = config.batch_size * config.seq_len

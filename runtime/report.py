@@ -17,6 +17,7 @@ COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # told apart in print too
 BLUE, ORANGE = COLOURS[:2]
 Curve = tuple[Sequence[int], Sequence[Any]]  # steps, and the value at each
+Bar = tuple[str, float, str, tuple[float, float], str]  # name, length, label, interval, colour
 
 
 # ---- the machine
@@ -171,33 +172,20 @@ def draw_losses(path: Path, training: Mapping[str, Curve], validation: Mapping[s
     save_picture(figure, path)
 
 
-def draw_bars(
-    path: Path,
-    names: Sequence[str],
-    lengths: Sequence[float],
-    labels: Sequence[str],
-    xlabel: str,
-    whiskers: Sequence[tuple[float, float]],
-    *,
-    colours: Sequence[str] | str = BLUE,
-    meanings: Mapping[str, str] | None = None,
-) -> None:
-    """Draw horizontal bars, the first on top, each with a label at its end.
-
-    `whiskers`: an interval for each bar. `meanings`: the legend's text for each colour.
-    """
+def draw_bars(path: Path, bars: Sequence[Bar], xlabel: str, meanings: Mapping[str, str]) -> None:
+    """Draw horizontal bars, the first on top. `meanings`: the legend's text for each colour."""
     from matplotlib.patches import Patch
 
-    figure, axes = new_figure(figsize=(8, 1.2 + 0.32 * len(names)))
-    rows = range(len(names))
-    bars = axes.barh(rows, lengths, color=colours, tick_label=[plain(name) for name in names])
-    axes.bar_label(bars, labels, padding=5)
-    axes.hlines(rows, *zip(*whiskers, strict=True), colors="black")
+    figure, axes = new_figure(figsize=(8, 1.2 + 0.32 * len(bars)))
+    names, lengths, labels, intervals, colours = zip(*bars, strict=True)
+    rows = range(len(bars))
+    drawn = axes.barh(rows, lengths, color=colours, tick_label=[plain(name) for name in names])
+    axes.bar_label(drawn, labels, padding=5)
+    axes.hlines(rows, *zip(*intervals, strict=True), colors="black")
     axes.margins(x=0.25)  # room for the labels
     axes.invert_yaxis()
     axes.set_xlabel(plain(xlabel))
     axes.spines[["top", "right"]].set_visible(False)
-    if meanings:
-        patches = [Patch(color=colour, label=text) for colour, text in meanings.items()]
-        figure.legend(handles=patches, loc="outside upper right", ncols=len(patches))
+    patches = [Patch(color=colour, label=text) for colour, text in meanings.items()]
+    figure.legend(handles=patches, loc="outside upper right", ncols=len(patches))
     save_picture(figure, path)

@@ -18,7 +18,6 @@ from measure.estimate import (
     Moment,
     describe_disk,
     estimate,
-    hours,
     largest_batch,
     print_memory,
     process_bytes,
@@ -58,7 +57,7 @@ def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, cap
         f"{tmp_path}/fineweb is not there yet",
         f"{flops:.3g} FLOPs",
         "250.00 TFLOP/s here, in bfloat16",
-        f"at 40% MFU: {flops / 1e14 / 3600:.3g} hours, {flops / 1e14 / 19073:.3f} s a step",
+        f"at 40% MFU: {flops / 3.6e17:.2f} hours (1.0 days), {flops / 1.9073e18:.3f} s a step",
         "at 30% MFU: ",
         "at 50% MFU: ",
         "1.49 GB a checkpoint, at most 5.97 GB for 3 at a time and the best one; ",
@@ -106,23 +105,13 @@ def test_an_estimate_is_of_a_whole_run(tiny_config):
 
 
 def test_a_long_run_says_how_long_it_takes(tiny_config, monkeypatch, capsys):
-    monkeypatch.setattr(measure.summary, "matmul_tflops", lambda *_, **__: 0.2)
+    monkeypatch.setattr(measure.summary, "matmul_rates", lambda _: {"float32": 0.2})
     state = Mock(step=0)
     (line,) = describe_long_run(load_config("baseline"), state, ALONE)
     assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)
     monkeypatch.setattr("train.describe_long_run", lambda *_: ["takes long"])
     train(tiny_config(max_steps=1), ALONE)
     assert "\ntakes long\n" in capsys.readouterr().out
-
-
-def test_a_time_is_in_hours_and_in_days_where_it_is_long():
-    assert [hours(seconds) for seconds in (36, 5400, 100 * 3600, 999.7 * 3600, 1e7)] == [
-        "0.01 hours",
-        "1.5 hours",
-        "100 hours (4 days)",
-        "1,000 hours (42 days)",
-        "2,778 hours (116 days)",
-    ]
 
 
 # ---- memory

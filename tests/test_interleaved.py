@@ -18,7 +18,6 @@ from measure.interleaved import (
     interleave,
     is_narrow,
     plan,
-    ratio_of,
 )
 from measure.options import without_end
 from measure.ratio import Ratio, median_ratio, product
@@ -40,30 +39,27 @@ def test_drift_makes_no_factor():
 
         return train
 
-    sides = {"slow": side(1.1), "fast": side(1.0), "same": side(1.0)}
-    rates = interleave(sides, rounds=20)
-    ratio = ratio_of(rates, "fast", "slow")
+    slow, fast, same = interleave([side(1.1), side(1.0), side(1.0)], 20, lambda _: False)
+    ratio = median_ratio(fast, slow)
     assert 1 < ratio.low < 1.1 < ratio.high
-    assert ratio_of(rates, "same", "fast").low < 1 < ratio_of(rates, "same", "fast").high
+    ratio = median_ratio(same, fast)
+    assert ratio.low < 1 < ratio.high
 
 
 def test_every_other_round_goes_backwards_and_the_first_rounds_are_left_out():
     order = []
-    rates = interleave(
-        {name: lambda name=name: order.append(name) or len(order) for name in "abc"},
-        rounds=2,
-        left_out=1,
-    )
-    assert "".join(order) == "abccbaabc"
-    assert rates == {"a": [6, 7], "b": [5, 8], "c": [4, 9]}
+    sides = [lambda name=name: order.append(name) or len(order) for name in "abc"]
+    rates = interleave(sides, 2, lambda _: False)
+    assert "".join(order) == "abccbaabccba"
+    assert rates == [[7, 12], [8, 11], [9, 10]]
 
 
 @pytest.mark.parametrize(("spread", "rounds"), [(0, 10), (2, 50)])
 def test_rounds_end_when_the_interval_is_narrow_and_not_before_there_is_one(spread, rounds):
     chance = random.Random(3)
-    sides = {"a": lambda: 1.0, "b": lambda: 1 + spread * chance.random()}
-    rates = interleave(sides, rounds=50, enough=lambda rates: is_narrow(rates, 0.02))
-    assert len(rates["a"]) == rounds
+    sides = [lambda: 1.0, lambda: 1 + spread * chance.random()]
+    rates = interleave(sides, 50, lambda rates: is_narrow(rates, 0.02))
+    assert len(rates[0]) == rounds
 
 
 @pytest.mark.parametrize(
@@ -71,7 +67,7 @@ def test_rounds_end_when_the_interval_is_narrow_and_not_before_there_is_one(spre
     [(6, 1, 6), (8, 1, 8), (9, 2, 8), (20, 6, 15), (100, 40, 61)],
 )
 def test_the_interval_has_the_ranks_of_the_sign_tests_tables(pairs, low, high):
-    found = median_ratio(random.Random(0).sample(range(1, pairs + 1), pairs))
+    found = median_ratio(random.Random(0).sample(range(1, pairs + 1), pairs), [1] * pairs)
     assert (found.low, found.high) == (low, high)
 
 
@@ -79,7 +75,7 @@ def test_an_interval_holds_the_true_ratio_19_times_in_20_however_times_are_distr
     chance, held, medians = random.Random(2), 0, [1.0, 2.0, 1.5]
     for _ in range(1000):
         factors = [  # far from normal
-            median_ratio([true * chance.lognormvariate(0, 0.3) ** 3 for _ in range(20)])
+            median_ratio([true * chance.lognormvariate(0, 0.3) ** 3 for _ in range(20)], [1] * 20)
             for true in medians
         ]
         found = product(factors)

@@ -18,7 +18,7 @@ import ladder
 import runtime.report as reports
 from measure import comparison, interleaved, ladder_report, stages
 from measure.interleaved import SideError
-from measure.ratio import Ratio, median_ratio, product
+from measure.ratio import Ratio, product
 from runtime.cli import parse
 from runtime.errors import UserError, why_it_failed
 from tests.conftest import ROOT, TINY, ended, forks, run, start, wait_for
@@ -222,10 +222,10 @@ def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(tmp_path, fol
     pairs = [folder / name / "interleaved.json" for name in ("flash", "tied")]
     ratios = []
     for row, path in zip([*rows.values()][1:], pairs, strict=True):
-        factors = comparison.Comparison.model_validate_json(path.read_text()).factors
-        ratios.append(median_ratio(factors))
+        found = comparison.Comparison.model_validate_json(path.read_text())
+        ratios.append(found.ratio)
         assert float(row["over_base_low"]) == pytest.approx(ratios[-1].low)
-        assert int(row["rounds"]) == len(factors) >= 6
+        assert int(row["rounds"]) == len(found.sides[0].tokens_per_sec) >= 6
     assert f"| {product(ratios)} |" in (folder / "report.md").read_text()
 
     # what is finished is not done again, unless another machine did it, whose speed says nothing
@@ -365,13 +365,15 @@ def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one
     assert "rtx3080_speedup9" not in logs, "a shorter cosine is another schedule"
 
 
-def test_the_difference_of_two_curves_is_over_steps_11_to_50():
-    ours = {step: {"loss": 1.0} for step in range(1, 31)}
+def test_the_difference_of_two_curves_is_over_steps_11_to_50(tmp_path, monkeypatch):
+    (stage,) = finished("baseline", folder=tmp_path)  # whose losses are 6.0, up to step 50
     published = {
-        step: {"loss": 9.0 if step < 11 else 1.5 if step % 2 else 0.75} for step in range(1, 51)
+        step: {"loss": 9.0 if step < 11 else 6.5 if step % 2 else 5.75} for step in range(1, 31)
     }
-    assert comparison.loss_difference(ours, published) == 0.375
-    assert comparison.loss_difference({1: {"loss": 1.0}}, published) is None
+    monkeypatch.setattr(comparison, "published_rows", lambda _: published)
+    assert comparison.published_difference(stage) == 0.375
+    published = {1: {"loss": 1.0}}
+    assert comparison.published_difference(stage) is None
 
 
 def test_a_run_as_logged_lends_its_curve_and_unsynchronized_times_are_not_compared(tmp_path):
@@ -434,10 +436,9 @@ def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(
 
 def test_stages_that_bf16_makes_slow_are_named_before_anything_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    rates = {"float32": 1.0, "bfloat16": 0.1}
-    for options, slowdown in ((["--no-bf16"], 12.3), ([], None), ([], 12.3)):
+    for options, slowdown in ((["--no-bf16"], 12.3), ([], 1.4), ([], 12.3)):
         assert "note:" not in capsys.readouterr().out
-        found = {"gpus": 0, "bf16_slowdown": slowdown, "tflops": rates}
+        found = {"gpus": 0, "tflops": {"float32": 1.23, "bfloat16": 1.23 / slowdown}}
         climbed(monkeypatch, found, "baseline", "speedup3", "speedup4", "--", *options)
     note = "take 12.3 times as long as in fp32 on this machine, which makes speedup3, speedup4 slow"
     printed = capsys.readouterr().out
@@ -452,7 +453,6 @@ def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked):
     assert found["gpus"] == 0
     assert found["memory_mb"] > 1000
     assert min(found["tflops"].values()) > 0
-    assert found["bf16_slowdown"] is None or found["bf16_slowdown"] > 1.5
     assert stages.probe("no-such-device") == {}
 
 
