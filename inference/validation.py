@@ -10,14 +10,32 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from dataloader import TokenStream
+from dataloader import TokenStream, is_validation
 from model import GPT
-from runtime.errors import TrainingError
+from runtime.errors import TrainingError, UserError
 from runtime.start import trim_memory_if_short
 from runtime.world import World
 
 T = TypeVar("T")
 Autocast = Callable[[], contextlib.AbstractContextManager]
+
+
+def check_split(
+    val: TokenStream, corpus: str, val_fraction: float, *, is_needed: bool = True
+) -> list[str]:
+    """Return a note if the validation split of a corpus is not the share of it that was wanted.
+
+    Raises UserError if the split is needed and makes no sequence.
+    """
+    if is_needed and not len(val):
+        raise UserError(
+            f"{corpus}: nothing to validate on: {val.tokens:,} tokens make no sequence of "
+            f"{val.seq_len}; raise val_fraction above {val_fraction:g}, lower seq_len, or add a "
+            f"*_val_*.bin file"
+        )
+    if val_fraction and val.spans and is_validation(val.spans[0].path):
+        return [f"note: val_fraction has no effect: {corpus} has validation files of its own"]
+    return []
 
 
 @contextlib.contextmanager

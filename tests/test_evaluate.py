@@ -365,7 +365,7 @@ def test_a_runs_loss_is_bit_for_bit_what_the_run_logged_last(options, tokens, ti
 def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp_path, capsys):
     ours, theirs, folder = pair
     options = {"dataset": "tiny", "data_dir": str(corpus), "val_fraction": 1, "tokens": 640}
-    saved = tmp_path / "out.json"
+    saved = tmp_path / "new/out.json"
     results = evaluated(run=str(folder), **options, hellaswag=str(file), json=str(saved))
     tokens = tokens_in(next((corpus / "tiny").glob("*.bin")))[:641].astype("int64")
     x, y = (torch.from_numpy(part).view(10, CONTEXT) for part in (tokens[:-1], tokens[1:]))
@@ -427,10 +427,13 @@ def test_a_run_whose_corpus_was_changed_moved_or_deleted(
     [
         ("none", "none: no such run"),
         ("HF", "HF: evaluate it on what? Name a corpus, --dataset NAME"),
-        ("HF --dataset tiny", "without *_val_*.bin files, give the share of its tokens"),
+        (
+            "HF --dataset tiny",
+            "nothing to validate on: 0 tokens make no sequence of 64; raise val_",
+        ),
         (
             "HF --dataset tiny --val_fraction 0.001",
-            "4 tokens for validation make no sequence of 64",
+            "4 tokens make no sequence of 64; raise val_fra",
         ),
         (
             "HF --dataset tinny",
@@ -438,7 +441,6 @@ def test_a_run_whose_corpus_was_changed_moved_or_deleted(
         ),
         ("HF --dataset tiny --seq_len 65", "longer than the model's context, 64"),
         ("HF --hellaswag none.jsonl", "none.jsonl: no such file; HellaSwag's validation split is"),
-        ("HF --hellaswag items.jsonl --json no/out", "--json no/out: cannot be written"),
     ],
 )
 def test_mistakes_of_the_command_are_one_line(words, said, pair, corpus, file, monkeypatch):
