@@ -182,8 +182,10 @@ def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState
 
 
 def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPTConfig) -> Config:
-    """Return the options of the run with the given ones over them; for weights that are no run's,
-    the model's and defaults, without a corpus. Raises ConfigError if the model's context is too short.
+    """Return the options of the run with the given ones over them.
+
+    For weights that are no run's: the model's and the defaults, without a corpus. Raises
+    ConfigError if the model's context is too short.
     """
     no_run = {**vars(model), "dataset": "", "seq_len": model.block_size}
     config = dict(saved.config if saved else no_run)
