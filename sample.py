@@ -123,7 +123,6 @@ class Sampler:
         self.at_once, self.tokens, self.seconds = at_once, 0, 0.0
         dtype = matmul_dtype(bf16=options.bf16)
         self.model = load_model(options.run, options.log_dir).to(device, dtype)
-        encode(self.model, "")  # fails now rather than at the first prompt
         self.decode = None
         if options.compile:
             self.decode = torch.compile(next_logits, dynamic=False, fullgraph=True)

@@ -82,8 +82,8 @@ def ending_losses(
     """Return the loss in nats, summed, of each row's scored tokens.
 
     The longest rows come first, in batches of up to `tokens_at_once` tokens, but at least one row.
-    Equal rows are computed once, so that equal endings tie. All ranks have to
-    call this, each with its own rows: all take part in as many batches, which FSDP needs.
+    Equal rows are computed once, so that equal endings tie. All ranks have to call this, each with
+    its own rows: all take part in as many batches, which FSDP needs.
     """
     by_length = sorted(dict.fromkeys(rows), key=lambda row: len(row.tokens), reverse=True)
     longest = max((len(row.tokens) // 2 for row in by_length), default=1)

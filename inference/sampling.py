@@ -36,10 +36,9 @@ def filter_logits(
     # Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers this
     # multiplies a negative logit by it, as dividing would make its token likelier.
     if repetition_penalty != 1:
-        seen = torch.tensor(list(set(text)))
-        of_seen, penalty = logits[seen], repetition_penalty
-        penalized = torch.where(of_seen > 0, of_seen / penalty, of_seen * penalty)
-        logits = logits.index_copy(0, seen, penalized)
+        seen, penalty = logits[text], repetition_penalty
+        logits = logits.clone()
+        logits[text] = torch.where(seen > 0, seen / penalty, seen * penalty)
     if temperature < 1e-6:  # dividing by it could overflow: only the likeliest token stays
         return torch.full_like(logits, -math.inf).index_fill(0, logits.argmax(), 0.0)
     scores = logits / temperature

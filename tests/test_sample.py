@@ -21,11 +21,11 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+import inference.kv_cache
 import inference.sampling
 import sample
 from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.kv_cache import SPAN_MULTIPLE
 from inference.sampling import Text, filter_logits, grow, next_logits, seeded
 from runtime.cli import ConfigError, parse
 from runtime.errors import UserError
@@ -122,37 +122,26 @@ def test_prompts_of_different_lengths_each_get_what_they_get_alone_also_where_th
         assert together[seed] == alone(model, prompt, 40, seed, **settings)
 
 
-def test_on_cuda_attention_sees_a_multiple_of_128_keys_and_gives_the_same_logits(
-    tiny_model, monkeypatch
-):
+def test_attention_sees_a_multiple_of_128_keys_and_gives_the_same_logits(tiny_model, monkeypatch):
     """cuDNN's attention takes long to plan for each new number of keys."""
-    model, lengths = tiny_model(block_size=300, init="gpt2"), set[int]()
-    texts, attention = [[*range(100)] * 2, [1, 2, 3]], F.scaled_dot_product_attention
+    model, lengths, logits = tiny_model(block_size=300, init="gpt2"), set[int](), []
+    attention = F.scaled_dot_product_attention
 
-    def watched(q, k, v, **given):
+    def attend(q, k, v, **given):
         lengths.add(k.size(2))
         return attention(q, k, v, **given)
 
-    def logits_of_all():
-        rows = []
+    def watched(*given):
+        logits.append(next_logits(*given))
+        return logits[-1]
 
-        def watched(logits, *_, **__):
-            rows.append(logits)
-            return logits
-
-        with monkeypatch.context() as patch:
-            patch.setattr(inference.sampling, "filter_logits", watched)
-            patch.setattr(inference.sampling, "draw", lambda scores, _: int(scores.argmax()))
-            grown(model, texts, 70)
-        return torch.stack(rows)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    expected = logits_of_all()
-    assert len(lengths) == 70
-    lengths.clear()
-    monkeypatch.setitem(SPAN_MULTIPLE, "cpu", SPAN_MULTIPLE["cuda"])
-    torch.testing.assert_close(logits_of_all(), expected)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(inference.sampling, "next_logits", watched)
+    grown(model, [[*range(100)] * 2, [1, 2, 3]], 70)
     assert lengths == {256, 384}
+    monkeypatch.setattr(inference.kv_cache, "MULTIPLE", 1)
+    grown(model, [[*range(100)] * 2, [1, 2, 3]], 70)
+    torch.testing.assert_close(logits[:70], logits[70:])
 
 
 def test_each_text_stops_at_its_own_end_and_the_others_go_on(tiny_model, monkeypatch):
