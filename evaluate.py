@@ -5,11 +5,13 @@ The validation loss and its perplexity, always over the same tokens, each exactl
 scores in HellaSwag. The processes that torchrun starts share the work.
 """
 
+import contextlib
 import functools
+import io
 import json
 import math
+import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,7 +91,6 @@ from runtime.launch import launch
 from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
-Say = Callable[[str], None]
 RESULTS = (
     "{weights}: {parameters:,} parameters, {dtype}, batch_size {batch_size}; device {device}, "
     "processes: {processes}"
@@ -105,11 +106,6 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
     Raises UserError.
     """
-
-    def say(text: str) -> None:
-        if world.rank == 0:
-            print(text, flush=True)
-
     folder, saved, model = read_model(options, world)
     config = merge_options(options, saved, model.config)
     dtype, autocast = set_precision(config, world.device)
@@ -124,15 +120,12 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "torch": torch.__version__,
     }
-    say(RESULTS.format(**results))
-    precision = config.fp32_precision()
-    for note in check_precision(world.device, matmul_precision=precision, bf16=config.bf16):
-        say(f"note: {note}")
+    print(RESULTS.format(**results))
 
     # all that is read, before anything is computed: mistakes are told at once
     file = world.on_rank0(lambda: find_hellaswag(options, model, config))
     items = read_questions(file, world) if file else []
-    val = open_validation(options, config, saved, world, say)
+    val = open_validation(options, config, saved, world)
     if val:
         tokens = config.eval_tokens
         loss = validation_loss(model, val, config.batch_size, tokens, world, autocast)
@@ -143,11 +136,11 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
             "loss": loss,
             "perplexity": math.exp(min(loss, 700)),
         }
-        say(VALIDATION.format(**results["validation"]))
+        print(VALIDATION.format(**results["validation"]))
     if file:
         scores = score(model, items, config.batch_size * config.block_size, world, autocast)
         results["hellaswag"] = {"file": str(file)} | scores
-        say(describe_scores(scores))
+        print(describe_scores(scores))
     if options.json and world.rank == 0:
         path = Path(options.json)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,9 +150,11 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
 def set_precision(config: Config, device: torch.device) -> tuple[torch.dtype, Autocast]:
     """Set the process's precision as train.setup does; returns the dtype of matmuls, autocast."""
+    precision, dtype = config.fp32_precision(), matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     make_repeatable(device)
-    torch.set_float32_matmul_precision(usable_precision(device, config.fp32_precision()))
-    dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+    torch.set_float32_matmul_precision(usable_precision(device, precision))
+    for note in check_precision(device, matmul_precision=precision, bf16=config.bf16):
+        print(f"note: {note}")
     enabled = dtype != torch.float32
     return dtype, functools.partial(torch.autocast, device.type, dtype=dtype, enabled=enabled)
 
@@ -225,7 +220,6 @@ def open_validation(
     config: Config,
     saved: SavedState | None,
     world: World,
-    say: Say,
 ) -> TokenStream | None:
     """Return the validation split that the loss is of.
 
@@ -233,14 +227,14 @@ def open_validation(
     """
     if not config.dataset:
         for name in {"tokens", "seq_len", "val_fraction"} & options.model_fields_set:
-            say(f"note: {name} has no effect without a validation loss")
+            print(f"note: {name} has no effect without a validation loss")
         return None
     places = (config.data_dir, options.data_dir or "data")  # the run's corpora may have moved
     folders = [Path(place) / config.dataset for place in places]
 
     def find() -> Path:
         folder = next(filter(is_there, folders), folders[-1])
-        prepare_if_missing(folder, say)
+        prepare_if_missing(folder, print)
         return folder
 
     try:
@@ -249,17 +243,16 @@ def open_validation(
             lambda: open_corpus(folder, config.seq_len, config.n_vocab, config.val_fraction)
         )
         check_same_tokens(str(folder), rest.fingerprint() + val.fingerprint(), world)
-        notes = check_split(val, str(folder), config.val_fraction)
+        for note in check_split(val, str(folder), config.val_fraction):
+            print(note)
     except UserError as error:
         if options.dataset or not options.hellaswag:
             raise
-        say(f"note: no validation loss: {error}")
+        print(f"note: no validation loss: {error}")
         return None
-    for note in notes:
-        say(note)
     split = {"dataset": config.dataset, "val_fraction": config.val_fraction}
     if saved and split.items() <= saved.config.items() and rest.fingerprint() != saved.corpus:
-        say(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
+        print(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
     return val
 
 
@@ -273,6 +266,8 @@ def main(options: EvaluateOptions) -> None:
     with (
         reported(options.run, advice=advice),
         joined_world(choose_device(options.device, launch()), TIMEOUT) as world,
+        # one rank speaks for all
+        contextlib.redirect_stdout(io.StringIO() if world.rank else sys.stdout),
     ):
         evaluate(options, world)
 

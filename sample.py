@@ -197,17 +197,16 @@ def converse(sampler: Sampler, options: SampleOptions) -> None:
     context, generator, typed = list[int](), seeded(options.seed), sys.stdin.isatty()
     block_size = sampler.model.config.block_size
     room = max(block_size - options.max_new_tokens, block_size // 2, 1)
-    given = [options.prompt] if "prompt" in options.model_fields_set else []
+    given = [options.prompt] if options.prompt else []
     while True:
         try:
             line = given.pop() if given else input("> " if typed else "")
         except (EOFError, KeyboardInterrupt):
             show("\n" if typed else "")
             return
-        if not context:
-            context = encode(sampler.model, line)
-        elif line:
-            context += encode(sampler.model, line if context[-1] == END_OF_TEXT else f"\n{line}")
+        line_break = "\n" if context and context[-1] != END_OF_TEXT else ""
+        if line or not context:  # an empty line adds nothing
+            context += encode(sampler.model, line_break + line)
         context = context[-room:]
         with contextlib.suppress(KeyboardInterrupt):  # ends the answer
             sampler.write([Text("", context, generator)])

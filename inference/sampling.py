@@ -1,7 +1,6 @@
 """Text from a model: choosing tokens, and growing texts of any lengths together."""
 
 import codecs
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,15 +20,15 @@ from runtime.errors import UserError
 # ---- from logits to a token
 
 
-def filter_logits(
+def candidates(
     logits: Tensor,
     text: list[int],
     temperature: float,
     top_k: int | None,
     top_p: float = 1.0,
     repetition_penalty: float = 1.0,
-) -> Tensor:
-    """Return the scores (V,) of what follows a text, -inf for tokens that are not drawn from.
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens that may follow a text, the likeliest first, and their probabilities.
 
     Each option is as transformers defines it, in the order in which transformers applies them.
     """
@@ -40,24 +39,20 @@ def filter_logits(
         logits = logits.clone()
         logits[text] = torch.where(seen > 0, seen / penalty, seen * penalty)
     if temperature < 1e-6:  # dividing by it could overflow: only the likeliest token stays
-        return torch.full_like(logits, -math.inf).index_fill(0, logits.argmax(), 0.0)
-    scores = logits / temperature
-    if top_k is not None:
-        least = logits.topk(min(top_k, len(logits))).values[-1]
-        scores = scores.masked_fill(logits < least, -math.inf)
+        temperature, top_k = 1.0, 1
+    likeliest, tokens = logits.topk(min(top_k or len(logits), len(logits)))
+    p = F.softmax(likeliest / temperature, dim=-1)
     # Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1: the fewest
     # likeliest tokens, at least one, whose probabilities add up to top_p.
     if top_p < 1:
-        ordered = scores[scores > -math.inf].sort(descending=True).values
-        p = F.softmax(ordered, dim=-1)
-        n = int((p.cumsum(-1) - p < top_p).sum())  # tokens before which top_p is not reached
-        scores = scores.masked_fill(scores < ordered[max(n, 1) - 1], -math.inf)
-    return scores
+        before = p.cumsum(-1) - p
+        p[(before > 0) & (before >= top_p)] = 0
+    return tokens, p
 
 
-def draw(scores: Tensor, generator: torch.Generator) -> int:
-    """Draw a token with the probabilities that the softmax of the scores (V,) gives."""
-    return int(torch.multinomial(F.softmax(scores, dim=-1), 1, generator=generator))
+def draw(tokens: Tensor, p: Tensor, generator: torch.Generator) -> int:
+    """Draw one of the tokens, with probabilities in proportion to `p`."""
+    return int(tokens[torch.multinomial(p, 1, generator=generator)])
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -111,7 +106,7 @@ def grow(
 ) -> Iterator[None]:
     """Continue texts of any lengths together; each iteration adds a token to those not ended.
 
-    Each text gets the logits that it gets alone; `settings` are those of filter_logits. Past
+    Each text gets the logits that it gets alone; `settings` are those of `candidates`. Past
     block_size tokens, the model, which is in evaluation mode, reads the last block_size. `agree` is
     given each token and returns the one that counts. `decode`: a compiled `next_logits`, for one
     token of each text and always the same shapes. Raises ValueError for a text without tokens,
@@ -140,8 +135,8 @@ def grow(
             )
         for text, of_text in zip(texts, logits, strict=True):
             if not text.ended:
-                scores = filter_logits(of_text, text.tokens, **settings)
-                token = agree(draw(scores, text.generator))
+                tokens, p = candidates(of_text, text.tokens, **settings)
+                token = agree(draw(tokens, p, text.generator))
                 text.append(token, is_last=step == max_new_tokens - 1)
         yield
 

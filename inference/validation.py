@@ -73,12 +73,11 @@ def validation_loss(
     finite.
     """
     sequences = count_sequences(stream, tokens)
-    own, most = range(world.rank, sequences, world.world_size), -(-sequences // world.world_size)
-    total = 0.0
+    at_once, total = batch_size * world.world_size, 0.0  # of all ranks
     with evaluating(model):
-        for first in with_progress(range(0, most, batch_size), "validation loss", world):
+        for first in with_progress(range(0, sequences, at_once), "validation loss", world):
             trim_memory_if_short()
-            batch = own[first : first + batch_size]
+            batch = range(sequences)[first : first + at_once][world.rank :: world.world_size]
             # With FSDP a rank without sequences has to take part all the same: with one that does
             # not count.
             x, y = (t.to(world.device) for t in stream.read(batch or range(1)))  # (B, T) each

@@ -26,7 +26,7 @@ import inference.sampling
 import sample
 from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.sampling import Text, filter_logits, grow, next_logits, seeded
+from inference.sampling import Text, candidates, grow, next_logits, seeded
 from runtime.cli import ConfigError, parse
 from runtime.errors import UserError
 from sample import SampleOptions, Sampler, read_prompts
@@ -64,7 +64,7 @@ def options(*words):
     ],
     ids=str,
 )
-def test_scores_are_those_of_transformers(settings):
+def test_probabilities_are_those_of_transformers(settings):
     s = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "repetition_penalty": 1.0} | settings
     theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(s["repetition_penalty"])])
     theirs += [TemperatureLogitsWarper(s["temperature"])]
@@ -74,8 +74,10 @@ def test_scores_are_those_of_transformers(settings):
     for _ in range(20):
         logits = torch.randn(200, generator=generator) * 3
         text = torch.randint(0, 200, (30,), generator=generator)
-        expected = theirs(text[None], logits[None])[0]
-        torch.testing.assert_close(filter_logits(logits, text.tolist(), **s), expected)
+        expected = theirs(text[None], logits[None])[0].softmax(-1)
+        tokens, p = candidates(logits, text.tolist(), **s)
+        ours = torch.zeros(200).index_copy(0, tokens, p / p.sum())
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
@@ -104,8 +106,8 @@ def alone(model, prompt, n, seed=0, **settings):
 
 @pytest.mark.parametrize("settings", [(1.0, None, 1e-300), (0, 3, 1e-9)])
 def test_a_tiny_top_p_and_temperature_0_keep_the_likeliest_token(settings):
-    scores = filter_logits(torch.tensor([0.0, 3.0, 1.0, 2.0]), [0], *settings)
-    assert scores.isfinite().tolist() == [False, True, False, False]
+    tokens, p = candidates(torch.tensor([0.0, 3.0, 1.0, 2.0]), [0], *settings)
+    assert tokens[p > 0].tolist() == [1]
 
 
 # ---- together and alone
