@@ -24,7 +24,7 @@ class SampleOptions(Options):
     """type prompts, each of which goes on after the text so far; Ctrl-C stops an answer, Ctrl-D
     ends
     """
-    max_new_tokens: int = Field(100, ge=1, le=1_000_000)
+    max_new_tokens: Positive = 100
     """tokens to generate"""
     temperature: float = Field(0.8, ge=0)
     """below 1: likelier tokens, above 1: more varied tokens; 0: always the likeliest token"""
@@ -42,7 +42,7 @@ class SampleOptions(Options):
     """
     num_samples: int = Field(1, ge=1, le=10_000)
     """texts to generate, of each prompt"""
-    batch_size: int = Field(16, ge=1, le=10_000)
+    batch_size: Positive = 16
     """texts to generate at a time, at most; changes no text but by rounding"""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """auto, cuda, mps or cpu"""
@@ -102,7 +102,7 @@ from data.tokenizer import END_OF_TEXT
 from inference.sampling import Text, encode, grow, next_logits, seeded
 from runtime.device import check_compiler, check_precision, choose_device, matmul_dtype
 
-SEPARATOR = "\n---\n"  # between two texts
+SEPARATOR = "---\n"  # between two texts
 
 
 class Sampler:
@@ -137,19 +137,19 @@ class Sampler:
         """Continue the texts, and print them in their order while they grow. Raises UserError.
 
         What the first one gains is printed at once; what the next has gained by then is printed
-        when the first has ended.
+        when the first has ended. A line break is printed at the end, also after Ctrl-C.
         """
         decode = self.decode if len(texts) == self.at_once else None
         start, shown, before = time.perf_counter(), 0, sum(len(text.tokens) for text in texts)
+        steps = grow(self.model, texts, decode=decode, **self.settings)
         try:
-            for _ in itertools.chain(
-                [None], grow(self.model, texts, decode=decode, **self.settings)
-            ):
+            for _ in itertools.chain([None], steps):  # the prompt is printed before the first step
                 ended = list(itertools.takewhile(lambda text: text.ended, texts))
-                whole = SEPARATOR.join(text.string for text in texts[: len(ended) + 1])
+                whole = f"\n{SEPARATOR}".join(text.string for text in texts[: len(ended) + 1])
                 show(whole[shown:])
                 shown = len(whole)
         finally:
+            show("\n")
             self.seconds += time.perf_counter() - start
             self.tokens += sum(len(text.tokens) for text in texts) - before
 
@@ -177,12 +177,9 @@ def print_texts(sampler: Sampler, options: SampleOptions, prompts: Sequence[str]
         for prompt in prompts
         for i in range(options.num_samples)
     ]
-    try:
-        for first in range(0, len(texts), sampler.at_once):
-            show(SEPARATOR if first else "")
-            sampler.write(texts[first : first + sampler.at_once])
-    finally:
-        show("\n")  # also where Ctrl-C or an error ends this in the middle of a line
+    for first in range(0, len(texts), sampler.at_once):
+        show(SEPARATOR if first else "")
+        sampler.write(texts[first : first + sampler.at_once])
 
 
 def converse(sampler: Sampler, options: SampleOptions) -> None:
@@ -210,7 +207,6 @@ def converse(sampler: Sampler, options: SampleOptions) -> None:
         context = context[-room:]
         with contextlib.suppress(KeyboardInterrupt):  # ends the answer
             sampler.write([Text("", context, generator)])
-        show("\n")
 
 
 def main(options: SampleOptions) -> None:

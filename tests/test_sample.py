@@ -193,7 +193,7 @@ def test_texts_come_in_order_the_first_as_it_grows(run_folder, monkeypatch):
     monkeypatch.setattr(sample, "grow", grow_as_told)
     monkeypatch.setattr(sample, "show", shown.append)
     Sampler(options("--log_dir", run_folder / "logs"), 3).write(texts)
-    assert shown == ["A", "a", "b\n---\nXx\n---\n12", "3"]
+    assert shown == ["A", "a", "b\n---\nXx\n---\n12", "3", "\n"]
 
 
 def test_a_model_of_weights_that_are_no_numbers_is_an_error_of_the_user(tiny_model):
