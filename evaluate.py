@@ -6,7 +6,6 @@ scores in HellaSwag. The processes that torchrun starts share the work.
 """
 
 import contextlib
-import functools
 import io
 import json
 import math
@@ -76,7 +75,7 @@ from data.prepare import is_there, prepare_if_missing
 from dataloader import TokenStream, open_corpus
 from inference.hellaswag import METRICS, read_questions, score
 from inference.sampling import encode
-from inference.validation import Autocast, check_split, count_sequences, validation_loss
+from inference.validation import check_split, count_sequences, validation_loss
 from model import GPT, GPTConfig
 from runtime.device import (
     check_precision,
@@ -128,7 +127,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     val = open_validation(options, config, saved, world)
     if val:
         tokens = config.eval_tokens
-        loss = validation_loss(model, val, config.batch_size, tokens, world, autocast)
+        with autocast:
+            loss = validation_loss(model, val, config.batch_size, tokens, world)
         results["validation"] = {
             "corpus": str(val.spans[0].path.parent),
             "tokens": count_sequences(val, tokens) * val.seq_len,
@@ -138,7 +138,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         }
         print(VALIDATION.format(**results["validation"]))
     if file:
-        scores = score(model, items, config.batch_size * config.block_size, world, autocast)
+        with autocast:
+            scores = score(model, items, config.batch_size * config.block_size, world)
         results["hellaswag"] = {"file": str(file)} | scores
         print(describe_scores(scores))
     if options.json and world.rank == 0:
@@ -148,15 +149,14 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     return results
 
 
-def set_precision(config: Config, device: torch.device) -> tuple[torch.dtype, Autocast]:
+def set_precision(config: Config, device: torch.device) -> tuple[torch.dtype, torch.autocast]:
     """Set the process's precision as train.setup does; returns the dtype of matmuls, autocast."""
     precision, dtype = config.fp32_precision(), matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     make_repeatable(device)
     torch.set_float32_matmul_precision(usable_precision(device, precision))
     for note in check_precision(device, matmul_precision=precision, bf16=config.bf16):
         print(f"note: {note}")
-    enabled = dtype != torch.float32
-    return dtype, functools.partial(torch.autocast, device.type, dtype=dtype, enabled=enabled)
+    return dtype, torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState | None, GPT]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from data.tokenizer import get_encoding
 from dataloader import TokenStream
 from inference.hellaswag import METRICS, read_questions, score
 from inference.sampling import sample_text
-from inference.validation import Autocast, check_split, validation_loss
+from inference.validation import check_split, validation_loss
 from model import GPT
 from runtime.errors import TrainingError
 from runtime.runlog import RunFolder
@@ -32,7 +32,7 @@ class Evaluation:
     world: World
     model: GPT
     val: TokenStream
-    autocast: Autocast
+    autocast: Callable[[], contextlib.AbstractContextManager]
     folder: RunFolder
 
     def __post_init__(self) -> None:
@@ -61,12 +61,7 @@ class Evaluation:
         if config.is_due(config.eval_every, step) and "val_loss" not in known:
             with self.logged(step) as figures:
                 figures["val_loss"] = validation_loss(
-                    self.model,
-                    self.val,
-                    config.batch_size,
-                    config.eval_tokens,
-                    self.world,
-                    self.autocast,
+                    self.model, self.val, config.batch_size, config.eval_tokens, self.world
                 )
         return known.get("val_loss", math.inf)
 
@@ -76,17 +71,19 @@ class Evaluation:
         if config.is_due(config.hellaswag_every, step) and "hellaswag_acc" not in known:
             tokens_at_once = config.batch_size * config.seq_len  # takes less memory than a step
             with self.logged(step) as figures:
-                scores = score(self.model, self.items, tokens_at_once, self.world, self.autocast)
+                scores = score(self.model, self.items, tokens_at_once, self.world)
                 figures |= {f"hellaswag_{name}": scores[name]["score"] for name in METRICS}
 
     @contextlib.contextmanager
     def logged(self, step: int) -> Iterator[dict[str, float]]:
-        """Log the figures that are put into what this yields; if instead the model turns out to
-        have diverged, add the step and what to do to the error.
+        """Compute under autocast, and log the figures that are put into what this yields.
+
+        If instead the model turns out to have diverged, add the step and what to do to the error.
         """
         figures: dict[str, float] = {}
         try:
-            yield figures
+            with self.autocast():
+                yield figures
         except TrainingError as error:
             advice = hint(self.folder.path, self.config.lr)
             raise TrainingError(f"step {step}: {error}; {advice}") from None
@@ -97,14 +94,14 @@ class Evaluation:
         """Log a text that the model writes, if it is due. Draws from a generator of its own."""
         config = self.config
         if step and config.is_due(config.sample_every, step):
-            text = sample_text(
-                self.model,
-                config.sample_prompt,
-                config.sample_tokens,
-                seed=config.seed,
-                agree=self.world.broadcast,
-                autocast=self.autocast,
-            )
+            with self.autocast():
+                text = sample_text(
+                    self.model,
+                    config.sample_prompt,
+                    config.sample_tokens,
+                    config.seed,
+                    self.world.broadcast,
+                )
             self.folder.log_sample(step, text)
 
     def latest(self) -> dict[str, float | None]:

@@ -1,6 +1,5 @@
 """HellaSwag: a model's scores, as EleutherAI's harness and build-nanogpt compute them."""
 
-import contextlib
 import itertools
 import math
 from collections import Counter
@@ -16,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.hellaswag import ENDINGS, Item, read_items
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.validation import Autocast, evaluating, with_progress
+from inference.validation import evaluating, with_progress
 from model import GPT
 from runtime.errors import TrainingError
 from runtime.start import trim_memory_if_short
@@ -77,7 +76,6 @@ def ending_losses(
     rows: Iterable[Row],
     tokens_at_once: int,
     world: World,
-    autocast: Autocast = contextlib.nullcontext,
 ) -> dict[Row, float]:
     """Return the loss in nats, summed, of each row's scored tokens.
 
@@ -95,9 +93,8 @@ def ending_losses(
         for batch in with_progress(batches, "HellaSwag", world):
             trim_memory_if_short()
             tokens, lines, columns = (t.to(world.device) for t in padded(batch))
-            with autocast():
-                # most tokens are a context's: they do without the head, a third of the work
-                logits = model(tokens[:, :-1], where=(lines, columns - 1))  # (tokens scored, V)
+            # most tokens are a context's: they do without the head, a third of the work
+            logits = model(tokens[:, :-1], where=(lines, columns - 1))  # (tokens scored, V)
             targets = tokens[lines, columns]
             of_tokens = F.cross_entropy(logits.float(), targets, reduction="none").cpu().double()
             of_rows = of_tokens.split([row.scored for row in batch])
@@ -147,7 +144,6 @@ def score(
     items: Sequence[Item],
     tokens_at_once: int,
     world: World,
-    autocast: Autocast = contextlib.nullcontext,
 ) -> dict[str, Any]:
     """Score the model over the items of all ranks. All have to call this, and get the same.
 
@@ -157,7 +153,7 @@ def score(
     """
     rows = [rows_of(item, model.config.block_size) for item in items]
     every_row = itertools.chain.from_iterable(rows)
-    losses = ending_losses(model, every_row, tokens_at_once, world, autocast)
+    losses = ending_losses(model, every_row, tokens_at_once, world)
     if not math.isfinite(world.sum(sum(losses.values()))):
         raise TrainingError(
             "HellaSwag: the model's losses are not finite: its weights are damaged or have diverged"

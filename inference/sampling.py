@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.tokenizer import END_OF_TEXT, get_encoding
 from inference.kv_cache import KVCache
-from inference.validation import Autocast, evaluating
+from inference.validation import evaluating
 from model import GPT
 from runtime.errors import UserError
 
@@ -177,7 +176,6 @@ def sample_text(
     max_new_tokens: int,
     seed: int,
     agree: Callable[[int], int] = int,
-    autocast: Autocast = nullcontext,
 ) -> str:
     """Return a text that begins with the prompt and ends at its <|endoftext|>, if it gets there.
 
@@ -185,7 +183,7 @@ def sample_text(
     may let them draw others. Raises UserError.
     """
     text = Text(prompt, encode(model, prompt), seeded(seed))
-    with evaluating(model), autocast():
+    with evaluating(model):
         for _ in grow(model, [text], max_new_tokens, agree, temperature=0.8, top_k=50):
             pass
     return text.string

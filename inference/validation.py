@@ -3,7 +3,7 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,6 @@ from runtime.start import trim_memory_if_short
 from runtime.world import World
 
 T = TypeVar("T")
-Autocast = Callable[[], contextlib.AbstractContextManager]
 
 
 def check_split(
@@ -63,7 +62,6 @@ def validation_loss(
     batch_size: int,
     tokens: int | None,
     world: World,
-    autocast: Autocast = contextlib.nullcontext,
 ) -> float:
     """Return the mean loss in nats per token over the first `tokens` of the stream (none: all), in
     whole sequences, at least one.
@@ -81,9 +79,7 @@ def validation_loss(
             # With FSDP a rank without sequences has to take part all the same: with one that does
             # not count.
             x, y = (t.to(world.device) for t in stream.read(batch or range(1)))  # (B, T) each
-            with autocast():
-                loss = model(x, y)
-            total += loss.item() * len(batch)
+            total += model(x, y).item() * len(batch)
     mean = world.sum(total) / sequences
     if not math.isfinite(mean):
         raise TrainingError(
