@@ -60,20 +60,19 @@ class SampleOptions(Options):
             ("prompt_file", "prompt"),
             ("prompt_file", "interactive"),
             ("num_samples", "interactive"),
+            ("batch_size", "interactive"),
         ):
             if {name, other} <= given:
-                raise ContradictionError([(name, f"{name} and {other} exclude each other")])
+                problem = f"{name} and {other} exclude each other; leave one out"
+                raise ContradictionError([(name, problem)])
         return self
 
     def notes(self) -> list[str]:
         """Return a line for each option that has no effect with the others."""
-        unused = {}
-        if self.temperature == 0:
-            unused = dict.fromkeys(("seed", "top_k", "top_p"), "temperature is 0")
-        if self.interactive:
-            unused["batch_size"] = "interactive has one text"
-        given = unused.keys() & self.model_fields_set
-        return [f"{name} has no effect: {unused[name]}" for name in sorted(given)]
+        if self.temperature > 0:
+            return []
+        unused = {"seed", "top_k", "top_p"} & self.model_fields_set
+        return [f"{name} has no effect: temperature is 0" for name in sorted(unused)]
 
     def advice(self) -> dict[str, str]:
         """Return what may help at each kind of failure that runtime/errors.py tells apart."""
@@ -130,8 +129,7 @@ class Sampler:
             texts = [Text("", [END_OF_TEXT], seeded(0)) for _ in range(at_once)]
             # the second token is the first to be decoded
             list(grow(self.model, texts, 2, lambda _: 0, self.decode, temperature=0, top_k=None))
-            seconds = time.perf_counter() - start
-            print(f"note: compiled in {seconds:.0f} s", file=sys.stderr)
+            print(f"note: compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
 
     def write(self, texts: Sequence[Text]) -> None:
         """Continue the texts, and print them in their order while they grow. Raises UserError.

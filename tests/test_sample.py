@@ -258,6 +258,7 @@ def test_a_file_of_prompts_that_cannot_be_used_is_an_error_that_names_it(
         (["--prompt_file", "x", "--prompt", "y"], "prompt_file and prompt exclude each other"),
         (["--interactive", "--prompt_file", "x"], "prompt_file and interactive exclude each other"),
         (["--interactive", "--num_samples", "2"], "num_samples and interactive exclude each other"),
+        (["--interactive", "--batch_size", "2"], "batch_size and interactive exclude each other"),
         (["--top_p", "0"], "--top_p: input should be greater than 0"),
         (["--top_p", "1.1"], "--top_p: input should be less than or equal to 1"),
         # so small that the penalized logits, and then the probabilities, would overflow
