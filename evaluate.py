@@ -119,7 +119,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "torch": torch.__version__,
     }
-    print(RESULTS.format(**results))
+    print(RESULTS.format(**results), flush=True)
 
     # all that is read, before anything is computed: mistakes are told at once
     file = world.on_rank0(lambda: find_hellaswag(options, model, config))
@@ -136,7 +136,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
             "loss": loss,
             "perplexity": math.exp(min(loss, 700)),
         }
-        print(VALIDATION.format(**results["validation"]))
+        print(VALIDATION.format(**results["validation"]), flush=True)
     if file:
         with autocast:
             scores = score(model, items, config.batch_size * config.block_size, world)

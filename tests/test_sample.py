@@ -119,9 +119,8 @@ def test_prompts_of_different_lengths_each_get_what_they_get_alone_also_where_th
 ):
     model = tiny_model(init="gpt2")
     settings = {"temperature": temperature, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
-    together = grown(model, PROMPTS, 40, range(5), **settings)
-    for seed, prompt in enumerate(PROMPTS):
-        assert together[seed] == alone(model, prompt, 40, seed, **settings)
+    one_by_one = [alone(model, prompt, 40, seed, **settings) for seed, prompt in enumerate(PROMPTS)]
+    assert grown(model, PROMPTS, 40, range(5), **settings) == one_by_one
 
 
 def test_attention_sees_a_multiple_of_128_keys_and_gives_the_same_logits(tiny_model, monkeypatch):
