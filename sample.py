@@ -74,14 +74,6 @@ class SampleOptions(Options):
         unused = {"seed", "top_k", "top_p"} & self.model_fields_set
         return [f"{name} has no effect: temperature is 0" for name in sorted(unused)]
 
-    def advice(self) -> dict[str, str]:
-        """Return what may help at each kind of failure that runtime/errors.py tells apart."""
-        return {
-            "memory": f"out of memory at batch_size {self.batch_size}; take fewer"
-            + ", or --bf16" * (not self.bf16),
-            "compiler": "--compile failed: {reason}; or run without --compile",
-        }
-
 
 if __name__ == "__main__":
     # Before torch is imported, which takes seconds: --help and mistakes answer at once.
@@ -221,5 +213,9 @@ def main(options: SampleOptions) -> None:
 
 
 if __name__ == "__main__":
-    with reported("stdout", advice=OPTIONS.advice()):
+    advice = {
+        "memory": "out of memory; take a smaller --batch_size, or --bf16",
+        "compiler": "--compile failed: {reason}; or run without --compile",
+    }
+    with reported("stdout", advice=advice):
         main(OPTIONS)
