@@ -24,7 +24,7 @@ class SampleOptions(Options):
     """type prompts, each of which goes on after the text so far; Ctrl-C stops an answer, Ctrl-D
     ends
     """
-    max_new_tokens: Positive = 100
+    max_new_tokens: int = Field(100, ge=1, le=1_000_000)
     """tokens to generate"""
     temperature: float = Field(0.8, ge=0)
     """below 1: likelier tokens, above 1: more varied tokens; 0: always the likeliest token"""

@@ -157,26 +157,16 @@ def test_each_text_stops_at_its_own_end_and_the_others_go_on(tiny_model, monkeyp
 # ---- texts
 
 
-def tokens_of(text):
-    """A text's bytes, a token each: so that characters span tokens."""
-    return [get_encoding().encode_single_token(bytes([byte])) for byte in text.encode()]
-
-
-def strings_of(tokens):
-    """A text's characters after each of its tokens."""
-    text, strings = Text("", [], seeded(0)), []
-    for i, token in enumerate(tokens):
-        text.append(token, is_last=i == len(tokens) - 1)
-        strings.append(text.string)
-    return strings
-
-
 def test_a_character_that_spans_tokens_comes_out_whole_and_a_cut_one_at_the_end():
-    whole = ["a", "a", "a", "a€", "a€", "a€", "a€", "a€😀", "a€😀", "a€😀é"]
-    assert strings_of(tokens_of("a€😀é")) == whole
-    cut = tokens_of("x😀")[:-1]
-    assert strings_of(cut) == ["x", "x", "x", "x\ufffd"]
-    assert strings_of([*cut, END_OF_TEXT]) == ["x", "x", "x", "x", "x\ufffd"]
+    bytes_of = [get_encoding().encode_single_token(bytes([byte])) for byte in "a€😀".encode()]
+    for last, is_last in ((END_OF_TEXT, False), (bytes_of[-2], True)):
+        text, strings = Text("", [], seeded(0)), []
+        for token in bytes_of[:-2]:
+            text.append(token, is_last=False)
+            strings.append(text.string)
+        assert strings == ["a", "a", "a", "a€", "a€", "a€"]
+        text.append(last, is_last)
+        assert (text.string, text.ended) == ("a€\ufffd", True)
 
 
 def test_texts_come_in_order_the_first_as_it_grows(run_folder, monkeypatch):
