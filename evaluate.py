@@ -141,7 +141,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         with autocast:
             scores = score(model, items, config.batch_size * config.block_size, world)
         results["hellaswag"] = {"file": str(file)} | scores
-        print(describe_scores(scores))
+        print_scores(scores)
     if options.json and world.rank == 0:
         path = Path(options.json)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPT
     For weights that are no run's: the model's and the defaults, without a corpus. Raises
     ConfigError if the model's context is too short.
     """
-    no_run = {**vars(model), "dataset": "", "seq_len": model.block_size}
+    no_run = vars(model) | {"dataset": "", "seq_len": model.block_size}
     config = dict(saved.config if saved else no_run)
     if options.dataset not in (None, config["dataset"]):
         config |= {"val_fraction": 0.0, "eval_tokens": None}  # the run's are of its own corpus
@@ -198,13 +198,12 @@ def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPT
     return Config.model_construct(**config)
 
 
-def describe_scores(scores: dict[str, Any]) -> str:
-    """Return lines on HellaSwag's scores."""
-    lines = [f"HellaSwag, {scores['items']:,} items, each score with its 95% interval:"]
+def print_scores(scores: dict[str, Any]) -> None:
+    """Print HellaSwag's scores."""
+    print(f"HellaSwag, {scores['items']:,} items, each score with its 95% interval:")
     for metric, meaning in METRICS.items():
         share, (low, high) = scores[metric].values()
-        lines.append(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
-    return "\n".join(lines)
+        print(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
 
 
 def find_hellaswag(options: EvaluateOptions, model: GPT, config: Config) -> Path | None:
