@@ -407,6 +407,10 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """Number of tokens that exist, as the model counts them (GPTConfig)."""
         return self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)
 
+    def fp32_precision(self) -> str:
+        """Return the precision of fp32 matmuls, as PyTorch names it; `tf32` is short for `high`."""
+        return "high" if self.tf32 else self.matmul_precision
+
     def alike(self) -> dict[str, Any]:
         """Return the options that have to be the same on all ranks; folders may differ."""
         return self.model_dump(mode="json", exclude={"data_dir", "hellaswag_file", "log_dir"})

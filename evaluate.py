@@ -5,11 +5,12 @@ The validation loss and its perplexity, always over the same tokens, each exactl
 scores in HellaSwag. The processes that torchrun starts share the work.
 """
 
-import functools
+import contextlib
+import io
 import json
 import math
+import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,10 +72,10 @@ from checkpoint.weights import find_weights, load_model
 from config import Config
 from data.hellaswag import download
 from data.prepare import is_there, prepare_if_missing
-from dataloader import TokenStream, is_validation, open_corpus
+from dataloader import TokenStream, open_corpus
 from inference.hellaswag import METRICS, read_questions, score
 from inference.sampling import encode
-from inference.validation import Autocast, count_sequences, validation_loss
+from inference.validation import check_split, count_sequences, validation_loss
 from model import GPT, GPTConfig
 from runtime.device import (
     check_precision,
@@ -89,7 +90,6 @@ from runtime.launch import launch
 from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
-Say = Callable[[str], None]
 RESULTS = (
     "{weights}: {parameters:,} parameters, {dtype}, batch_size {batch_size}; device {device}, "
     "processes: {processes}"
@@ -105,18 +105,9 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
     Raises UserError.
     """
-
-    def say(text: str) -> None:
-        if world.rank == 0:
-            print(text, flush=True)
-
     folder, saved, model = read_model(options, world)
-    # the run's options; for weights that are no run's, the defaults without a corpus
-    no_run = {"dataset": "", "seq_len": model.config.block_size}
-    trained = Config.model_construct(**(saved.config if saved else no_run))
-    make_repeatable(world.device)
-    dtype, autocast, notes = set_precision(options, trained, world.device)
-    batch_size = options.batch_size or trained.batch_size
+    config = merge_options(options, saved, model.config)
+    dtype, autocast = set_precision(config, world.device)
     results: dict[str, Any] = {
         "run": options.run,
         "weights": str(folder),
@@ -125,59 +116,54 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         "device": device_name(world.device),
         "dtype": str(dtype).removeprefix("torch."),
         "processes": world.world_size,
-        "batch_size": batch_size,
+        "batch_size": config.batch_size,
         "torch": torch.__version__,
     }
-    say(RESULTS.format(**results))
-    for note in notes:
-        say(f"note: {note}")
+    print(RESULTS.format(**results), flush=True)
 
     # all that is read, before anything is computed: mistakes are told at once
-    file = world.on_rank0(lambda: find_hellaswag(options, model, trained))
+    file = world.on_rank0(lambda: find_hellaswag(options, model, config))
     items = read_questions(file, world) if file else []
-    validation = open_validation(options, trained, saved, model.config, world, say)
-    if validation:
-        corpus, stream, tokens = validation
-        loss = validation_loss(model, stream, batch_size, tokens, world, autocast)
+    val = open_validation(options, config, saved, world)
+    if val:
+        tokens = config.eval_tokens
+        with autocast:
+            loss = validation_loss(model, val, config.batch_size, tokens, world)
         results["validation"] = {
-            "corpus": str(corpus),
-            "tokens": count_sequences(stream, tokens) * stream.seq_len,
-            "seq_len": stream.seq_len,
+            "corpus": str(val.spans[0].file.path.parent),
+            "tokens": count_sequences(val, tokens) * val.seq_len,
+            "seq_len": val.seq_len,
             "loss": loss,
             "perplexity": math.exp(min(loss, 700)),
         }
-        say(VALIDATION.format(**results["validation"]))
+        print(VALIDATION.format(**results["validation"]), flush=True)
     if file:
-        scores = score(model, items, batch_size * model.config.block_size, world, autocast)
+        with autocast:
+            scores = score(model, items, config.batch_size * config.block_size, world)
         results["hellaswag"] = {"file": str(file)} | scores
-        say(describe_scores(scores))
+        print_scores(scores)
     if options.json and world.rank == 0:
-        write_whole(Path(options.json), json.dumps(results, indent=1, allow_nan=False) + "\n")
+        path = Path(options.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
     return results
 
 
-def set_precision(
-    options: EvaluateOptions, trained: Config, device: torch.device
-) -> tuple[torch.dtype, Autocast, list[str]]:
-    """Set the process's precision as train.setup does, that of --bf16 or the run's.
-
-    Returns the dtype of matmuls, autocast, and notes.
-    """
-    bf16, fp16 = trained.bf16, trained.fp16
-    if options.bf16 is not None:
-        bf16, fp16 = options.bf16, False
-    dtype = matmul_dtype(bf16=bf16, fp16=fp16)
-    wanted = "high" if trained.tf32 else trained.matmul_precision
-    torch.set_float32_matmul_precision(usable_precision(device, wanted))
-    autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=bf16 or fp16)
-    return dtype, autocast, check_precision(device, matmul_precision=wanted, bf16=bf16)
+def set_precision(config: Config, device: torch.device) -> tuple[torch.dtype, torch.autocast]:
+    """Set the process's precision as train.setup does; returns the dtype of matmuls, autocast."""
+    precision, dtype = config.fp32_precision(), matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+    make_repeatable(device)
+    torch.set_float32_matmul_precision(usable_precision(device, precision))
+    for note in check_precision(device, matmul_precision=precision, bf16=config.bf16):
+        print(f"note: {note}")
+    return dtype, torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState | None, GPT]:
     """Return the folder of the weights, what its checkpoint.json holds (None for weights that are
     no run's), and the model on its device.
 
-    Raises UserError, also if there is nothing to evaluate on, or no place for the results.
+    Raises UserError, also if there is nothing to evaluate on.
     """
     # one answer for all ranks: the run may be training, and save meanwhile
     folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
@@ -187,81 +173,86 @@ def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState
             f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
             f"--hellaswag FILE or --hellaswag download"
         )
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        raise UserError(f"--json {options.json}: cannot be written: its folder is not there")
     return folder, saved, load_model(str(folder)).to(world.device)
 
 
-def describe_scores(scores: dict[str, Any]) -> str:
-    """Return lines on HellaSwag's scores."""
-    lines = [f"HellaSwag, {scores['items']:,} items, each score with its 95% interval:"]
+def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPTConfig) -> Config:
+    """Return the options of the run with the given ones over them.
+
+    For weights that are no run's: the model's and the defaults, without a corpus. Raises
+    ConfigError if the model's context is too short.
+    """
+    no_run = vars(model) | {"dataset": "", "seq_len": model.block_size}
+    config = dict(saved.config if saved else no_run)
+    if options.dataset not in (None, config["dataset"]):
+        config |= {"val_fraction": 0.0, "eval_tokens": None}  # the run's are of its own corpus
+    config |= options.model_dump(include={*Config.model_fields}, exclude_none=True)
+    if options.tokens:
+        config["eval_tokens"] = options.tokens
+    if options.bf16 is not None:
+        config["fp16"] = False
+    if config["seq_len"] > model.block_size:
+        raise ConfigError(
+            f"--seq_len {options.seq_len}: longer than the model's context, {model.block_size}"
+        )
+    return Config.model_construct(**config)
+
+
+def print_scores(scores: dict[str, Any]) -> None:
+    """Print HellaSwag's scores."""
+    print(f"HellaSwag, {scores['items']:,} items, each score with its 95% interval:")
     for metric, meaning in METRICS.items():
         share, (low, high) = scores[metric].values()
-        lines.append(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
-    return "\n".join(lines)
+        print(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
 
 
-def find_hellaswag(options: EvaluateOptions, model: GPT, trained: Config) -> Path | None:
+def find_hellaswag(options: EvaluateOptions, model: GPT, config: Config) -> Path | None:
     """Return the file that --hellaswag means, if any; downloads it if asked to."""
     if options.hellaswag is None:
         return None
     encode(model, "")  # raises UserError for another vocabulary than GPT-2's
-    if options.hellaswag == "download":
-        return download(options.data_dir or trained.data_dir)
-    return Path(options.hellaswag)
+    return download(config.data_dir) if options.hellaswag == "download" else Path(options.hellaswag)
 
 
 def open_validation(
     options: EvaluateOptions,
-    trained: Config,
+    config: Config,
     saved: SavedState | None,
-    config: GPTConfig,
     world: World,
-    say: Say,
-) -> tuple[Path, TokenStream, int | None] | None:
-    """Return the corpus that the options mean, its validation split, and the number of tokens that
-    the loss is the mean of (none: all).
+) -> TokenStream | None:
+    """Return the validation split that the loss is of.
 
     None without a corpus, or where a run's own cannot be had and nobody asked for it.
     """
-    dataset = options.dataset or trained.dataset
-    if not dataset:
+    if not config.dataset:
         for name in {"tokens", "seq_len", "val_fraction"} & options.model_fields_set:
-            say(f"note: {name} has no effect without a validation loss")
+            print(f"note: {name} has no effect without a validation loss")
         return None
-    own = trained if dataset == trained.dataset else Config.model_construct()
-    seq_len = options.seq_len or trained.seq_len
-    fraction = own.val_fraction if options.val_fraction is None else options.val_fraction
-    if seq_len > config.block_size:
-        raise ConfigError(
-            f"--seq_len {seq_len}: longer than the model's context, {config.block_size}"
-        )
-    places = [options.data_dir] if options.data_dir else [trained.data_dir, "data"]
-    folders = [Path(place) / dataset for place in places]
+    places = (config.data_dir, options.data_dir or "data")  # the run's corpora may have moved
+    folders = [Path(place) / config.dataset for place in places]
+
+    def find() -> Path:
+        folder = next(filter(is_there, folders), folders[-1])
+        prepare_if_missing(folder, print)
+        return folder
+
     try:
-        folder = world.on_rank0(lambda: next(filter(is_there, folders), folders[-1]))
-        world.on_rank0(lambda: prepare_if_missing(folder, say))
-        rest, stream = world.raise_on_all(
-            lambda: open_corpus(folder, seq_len, config.n_vocab, fraction)
+        folder = world.on_rank0(find)
+        rest, val = world.raise_on_all(
+            lambda: open_corpus(folder, config.seq_len, config.n_vocab, config.val_fraction)
         )
-        check_same_tokens(str(folder), rest.fingerprint() + stream.fingerprint(), world)
-        if not len(stream):
-            raise UserError(
-                f"{folder}: {stream.tokens:,} tokens for validation make no sequence of {seq_len}: "
-                f"without *_val_*.bin files, give the share of its tokens to take, off the tail, "
-                f"such as --val_fraction 0.1, or 1 for all; or lower --seq_len"
-            )
+        check_same_tokens(str(folder), rest.fingerprint() + val.fingerprint(), world)
+        for note in check_split(val, str(folder), config.val_fraction):
+            print(note)
     except UserError as error:
         if options.dataset or not options.hellaswag:
             raise
-        say(f"note: no validation loss: {error}")
+        print(f"note: no validation loss: {error}")
         return None
-    if options.val_fraction is not None and is_validation(stream.spans[0].file.path):
-        say(f"note: val_fraction has no effect: {folder} has validation files of its own")
-    is_split_of_run = own is trained and fraction == own.val_fraction
-    if saved and is_split_of_run and rest.fingerprint() != saved.corpus:
-        say(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
-    return folder, stream, options.tokens or own.eval_tokens
+    split = {"dataset": config.dataset, "val_fraction": config.val_fraction}
+    if saved and split.items() <= saved.config.items() and rest.fingerprint() != saved.corpus:
+        print(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
+    return val
 
 
 def main(options: EvaluateOptions) -> None:
@@ -274,6 +265,8 @@ def main(options: EvaluateOptions) -> None:
     with (
         reported(options.run, advice=advice),
         joined_world(choose_device(options.device, launch()), TIMEOUT) as world,
+        # one rank speaks for all
+        contextlib.redirect_stdout(io.StringIO() if world.rank else sys.stdout),
     ):
         evaluate(options, world)
 

@@ -42,7 +42,7 @@ class SampleOptions(Options):
     """
     num_samples: int = Field(1, ge=1, le=10_000)
     """texts to generate, of each prompt"""
-    batch_size: int = Field(16, ge=1, le=10_000)
+    batch_size: Positive = 16
     """texts to generate at a time, at most; changes no text but by rounding"""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """auto, cuda, mps or cpu"""
@@ -56,8 +56,12 @@ class SampleOptions(Options):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         given = {name for name in self.model_fields_set if getattr(self, name)}
-        pairs = ("prompt_file", "prompt"), ("prompt_file", "interactive")
-        for name, other in (*pairs, ("num_samples", "interactive")):
+        for name, other in (
+            ("prompt_file", "prompt"),
+            ("prompt_file", "interactive"),
+            ("num_samples", "interactive"),
+            ("batch_size", "interactive"),
+        ):
             if {name, other} <= given:
                 problem = f"{name} and {other} exclude each other; leave one out"
                 raise ContradictionError([(name, problem)])
@@ -65,19 +69,10 @@ class SampleOptions(Options):
 
     def notes(self) -> list[str]:
         """Return a line for each option that has no effect with the others."""
-        greedy, single = self.temperature == 0, self.interactive
-        unused = dict.fromkeys(("top_k", "top_p", "seed"), "temperature is 0") if greedy else {}
-        unused |= {"batch_size": "interactive has one text"} if single else {}
-        given = unused.keys() & self.model_fields_set
-        return [f"{name} has no effect: {unused[name]}" for name in sorted(given)]
-
-    def advice(self) -> dict[str, str]:
-        """Return what may help at each kind of failure that runtime/errors.py tells apart."""
-        return {
-            "memory": f"out of memory at batch_size {self.batch_size}; take fewer"
-            + ", or --bf16" * (not self.bf16),
-            "compiler": "--compile failed: {reason}; or run without --compile",
-        }
+        if self.temperature > 0:
+            return []
+        unused = {"seed", "top_k", "top_p"} & self.model_fields_set
+        return [f"{name} has no effect: temperature is 0" for name in sorted(unused)]
 
 
 if __name__ == "__main__":
@@ -85,23 +80,24 @@ if __name__ == "__main__":
     OPTIONS = start(SampleOptions, description=__doc__, positional="run")
 
 import contextlib
+import itertools
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT
-from inference.sampling import Decode, chooser, decode_stream, encode, next_logits, seeded, stream
+from inference.sampling import Text, encode, grow, next_logits, seeded
 from runtime.device import check_compiler, check_precision, choose_device, matmul_dtype
 
-SEPARATOR = "\n---\n"  # between two texts
+SEPARATOR = "---\n"  # between two texts
 
 
 class Sampler:
-    """Draw texts from the model of a command's options; count tokens and seconds."""
+    """Continue texts with the model of a command's options; count tokens and seconds."""
 
     def __init__(self, options: SampleOptions, at_once: int):
         """Load the model; with --compile, compile decoding for `at_once` texts.
@@ -113,33 +109,39 @@ class Sampler:
         notes += check_compiler(device) if options.compile else []
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        self.options, self.at_once, self.tokens, self.seconds = options, at_once, 0, 0.0
+        settings = {"max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty"}
+        self.settings = options.model_dump(include=settings)
+        self.at_once, self.tokens, self.seconds = at_once, 0, 0.0
         dtype = matmul_dtype(bf16=options.bf16)
         self.model = load_model(options.run, options.log_dir).to(device, dtype)
-        encode(self.model, "")  # fails now rather than at the first prompt
-        self.decode: Decode | None = None
+        self.decode = None
         if options.compile:
             self.decode = torch.compile(next_logits, dynamic=False, fullgraph=True)
             start = time.perf_counter()
-            texts = [[END_OF_TEXT] for _ in range(at_once)]
+            texts = [Text("", [END_OF_TEXT], seeded(0)) for _ in range(at_once)]
             # the second token is the first to be decoded
-            list(stream(self.model, texts, 2, None, lambda *_: 0, self.decode))
-            seconds = time.perf_counter() - start
-            print(f"note: compiled in {seconds:.0f} s", file=sys.stderr)
+            list(grow(self.model, texts, 2, lambda _: 0, self.decode, temperature=0, top_k=None))
+            print(f"note: compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
 
-    def draw(
-        self, texts: Sequence[list[int]], generators: Sequence[torch.Generator]
-    ) -> Iterator[list[int | None]]:
-        """Continue the texts, as `stream` does; count tokens and seconds. Raises UserError."""
-        settings = {"temperature", "top_k", "top_p", "repetition_penalty"}
-        choose = chooser(generators, **self.options.model_dump(include=settings))
+    def write(self, texts: Sequence[Text]) -> None:
+        """Continue the texts, and print them in their order while they grow. Raises UserError.
+
+        What the first one gains is printed at once; what the next has gained by then is printed
+        when the first has ended. A line break is printed at the end, also after Ctrl-C.
+        """
         decode = self.decode if len(texts) == self.at_once else None
-        count, start = self.options.max_new_tokens, time.perf_counter()
-        for tokens in stream(self.model, texts, count, END_OF_TEXT, choose, decode):
+        start, shown, before = time.perf_counter(), 0, sum(len(text.tokens) for text in texts)
+        steps = grow(self.model, texts, decode=decode, **self.settings)
+        try:
+            for _ in itertools.chain([None], steps):  # the prompt is printed before the first step
+                ended = list(itertools.takewhile(lambda text: text.ended, texts))
+                whole = f"\n{SEPARATOR}".join(text.string for text in texts[: len(ended) + 1])
+                show(whole[shown:])
+                shown = len(whole)
+        finally:
+            show("\n")
             self.seconds += time.perf_counter() - start
-            self.tokens += len(tokens) - tokens.count(None)
-            yield tokens
-            start = time.perf_counter()
+            self.tokens += sum(len(text.tokens) for text in texts) - before
 
 
 def read_prompts(path: str) -> list[str]:
@@ -158,41 +160,19 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def in_order(texts: Sequence[str], steps: Iterable[list[str | None]]) -> Iterator[str]:
-    """Yield pieces of texts that grow together, in the order in which they are printed.
-
-    What the first text gains comes at once; what the next has gained by then comes when the first
-    has ended.
-    """
-    waiting, at = list(texts), 0
-    yield waiting[0]
-    waiting[0] = ""
-    for pieces in steps:
-        waiting = [text + (piece or "") for text, piece in zip(waiting, pieces, strict=True)]
-        while pieces[at] is None and at + 1 < len(waiting):
-            yield waiting[at] + SEPARATOR
-            at += 1
-        yield waiting[at]
-        waiting[at] = ""
-    yield SEPARATOR.join(waiting[at:])
-
-
-def print_texts(sampler: Sampler, prompts: Sequence[str]) -> None:
+def print_texts(sampler: Sampler, options: SampleOptions, prompts: Sequence[str]) -> None:
     """Print num_samples texts of each prompt as they are drawn, in this order."""
-    o, n = sampler.options, sampler.at_once
-    texts = [(prompt, seeded(o.seed + i)) for prompt in prompts for i in range(o.num_samples)]
-    try:
-        for first in range(0, len(texts), n):
-            batch, generators = zip(*texts[first : first + n], strict=True)
-            show(SEPARATOR if first else "")
-            steps = sampler.draw([encode(sampler.model, text) for text in batch], generators)
-            for piece in in_order(batch, decode_stream(steps)):
-                show(piece)
-    finally:
-        show("\n")  # also where Ctrl-C or an error ends this in the middle of a line
+    texts = [
+        Text(prompt, encode(sampler.model, prompt), seeded(options.seed + i))
+        for prompt in prompts
+        for i in range(options.num_samples)
+    ]
+    for first in range(0, len(texts), sampler.at_once):
+        show(SEPARATOR if first else "")
+        sampler.write(texts[first : first + sampler.at_once])
 
 
-def converse(sampler: Sampler) -> None:
+def converse(sampler: Sampler, options: SampleOptions) -> None:
     """Continue what is typed, line by line.
 
     Each line continues the text so far; an empty one lets the model continue by itself. What the
@@ -201,40 +181,41 @@ def converse(sampler: Sampler) -> None:
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # lets a typed line be edited
-    o, context, typed = sampler.options, list[int](), sys.stdin.isatty()
-    block_size, generator = sampler.model.config.block_size, seeded(o.seed)
-    given = [o.prompt] if "prompt" in o.model_fields_set else []
+    context, generator, typed = list[int](), seeded(options.seed), sys.stdin.isatty()
+    block_size = sampler.model.config.block_size
+    room = max(block_size - options.max_new_tokens, block_size // 2, 1)
+    given = [options.prompt] if options.prompt else []
     while True:
         try:
             line = given.pop() if given else input("> " if typed else "")
         except (EOFError, KeyboardInterrupt):
             show("\n" if typed else "")
             return
-        if not context:
-            context = encode(sampler.model, line)
-        elif line:
-            context += encode(sampler.model, line if context[-1] == END_OF_TEXT else f"\n{line}")
-        context = context[-max(block_size - o.max_new_tokens, block_size // 2, 1) :]
+        line_break = "\n" if context and context[-1] != END_OF_TEXT else ""
+        if line or not context:  # an empty line adds nothing
+            context += encode(sampler.model, line_break + line)
+        context = context[-room:]
         with contextlib.suppress(KeyboardInterrupt):  # ends the answer
-            for (piece,) in decode_stream(sampler.draw([context], [generator])):
-                show(piece or "")
-        show("\n")
+            sampler.write([Text("", context, generator)])
 
 
 def main(options: SampleOptions) -> None:
     """Print the texts. Raises UserError."""
     prompts = [options.prompt] if options.prompt_file is None else read_prompts(options.prompt_file)
-    texts = 1 if options.interactive else len(prompts) * options.num_samples
-    sampler = Sampler(options, min(options.batch_size, texts))
+    sampler = Sampler(options, min(options.batch_size, len(prompts) * options.num_samples))
     if options.interactive:
-        converse(sampler)
+        converse(sampler, options)
     else:
-        print_texts(sampler, prompts)
+        print_texts(sampler, options, prompts)
     speed = sampler.tokens / max(sampler.seconds, 1e-9)
     drawn = f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: {speed:.1f} tokens/s"
     print(drawn, file=sys.stderr)
 
 
 if __name__ == "__main__":
-    with reported("stdout", advice=OPTIONS.advice()):
+    advice = {
+        "memory": "out of memory; take a smaller --batch_size, or --bf16",
+        "compiler": "--compile failed: {reason}; or run without --compile",
+    }
+    with reported("stdout", advice=advice):
         main(OPTIONS)

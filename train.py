@@ -103,7 +103,7 @@ def setup(
     # TF32 (`high`): the tensor cores multiply fp32 numbers, rounded to 10 bits of mantissa, and add
     # up in fp32. 1000 -> 333 ms a step. `medium` does the same with bf16 on CPUs that have AMX.
     # PyTorch keeps this setting for the whole process, so it is set in every run.
-    torch.set_float32_matmul_precision(usable_precision(device, fp32_precision(config)))
+    torch.set_float32_matmul_precision(usable_precision(device, config.fp32_precision()))
 
     # Mixed precision: forward and loss do their matmuls in bf16, which has fp32's range with half
     # the bytes to move. 333 -> 300 ms. Softmax, norms and the loss add up many small numbers and
@@ -162,16 +162,11 @@ def setup(
     return Run(config, world, state, trained, autocast, batches, val, notes)
 
 
-def fp32_precision(config: Config) -> str:
-    """Return the precision of fp32 matmuls, as PyTorch names it; `tf32` is short for `high`."""
-    return "high" if config.tf32 else config.matmul_precision
-
-
 def check_device(
     config: Config, acting: Config, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     """Return notes on options that do less here than one might expect; UserError: cannot run."""
-    notes = check_precision(device, matmul_precision=fp32_precision(config), bf16=config.bf16)
+    notes = check_precision(device, matmul_precision=config.fp32_precision(), bf16=config.bf16)
     if config.compile:
         notes += check_compiler(device, config.compile_mode, acting.compile_mode)
     if config.flash:

@@ -54,7 +54,7 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
     be, and for a folder that is there already; OSError for one that cannot be written.
     """
     folder = folder.resolve()
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+    if folder.is_file() or any(folder.glob("*")):
         raise UserError(f"{folder}: is there already; choose another name or delete it first")
     path = find_weights(source, log_dir)
     model = load_model(str(path))
@@ -102,16 +102,10 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
     write_whole(folder / "vocab.json", vocab)
     write_whole(folder / "merges.txt", merges)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": True,
-    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [{"id": END_OF_TEXT, "content": SEPARATOR, "special": True} | flags],
-        "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": byte_level,
         "decoder": byte_level,
@@ -123,12 +117,14 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": block_size,
+        "bos_token": SEPARATOR,
+        "eos_token": SEPARATOR,
+        "unk_token": SEPARATOR,
     }
-    special = ("bos_token", "eos_token", "unk_token")
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     for name, content in {
         "tokenizer.json": tokenizer,
-        "tokenizer_config.json": settings | dict.fromkeys(special, SEPARATOR),
+        "tokenizer_config.json": settings,
         "generation_config.json": dict.fromkeys(ids, END_OF_TEXT),
     }.items():
         write_whole(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -1,8 +1,9 @@
 """HellaSwag: a model's scores, as EleutherAI's harness and build-nanogpt compute them."""
 
-import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.hellaswag import ENDINGS, Item, read_items
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.validation import Autocast, evaluating, with_progress
+from inference.validation import evaluating, with_progress
 from model import GPT
 from runtime.errors import TrainingError
 from runtime.start import trim_memory_if_short
@@ -49,95 +50,82 @@ def read_questions(path: Path, world: World) -> list[Item]:
 
 
 def rows_of(item: Item, block_size: int) -> list[Row]:
-    """Tokenize an item's endings: four rows in the harness's wording, then four in the file's own.
+    """Tokenize the endings, four rows in the harness's wording, then four in the file's own.
 
     The beginning of a text that is longer than the model's context is left out.
     """
     encode = get_encoding().encode_ordinary
-    # the harness lets white space at a context's end count to the ending
-    context = item.context.rstrip()
-    space = item.context[len(context) :] + " "
-    # the model has to read something before the first token that is scored
-    start = [] if context else [END_OF_TEXT]
-    before = len(start or encode(context))
-    # the harness encodes context and ending in one piece, build-nanogpt each for itself
-    harness = [start + encode(context + space + ending) for ending in item.endings]
-    plain_context = encode(item.plain_context) or [END_OF_TEXT]
-    plain_endings = [encode(f" {ending}") for ending in item.plain_endings]
-    pairs = [(tokens, len(tokens) - before) for tokens in harness]
-    pairs += [(plain_context + ending, len(ending)) for ending in plain_endings]
-    return [
-        Row(np.array(tokens[-block_size - 1 :], dtype=np.uint16).tobytes(), min(scored, block_size))
-        for tokens, scored in pairs
-    ]
+    # The harness encodes context and ending in one piece, and lets white space at a context's end
+    # count to the ending; build-nanogpt encodes each for itself.
+    context, plain_context = item.context + " ", encode(item.plain_context)
+    before = len(encode(context.rstrip()))
+    harness = [encode(context + ending) for ending in item.endings]
+    pairs = [(tokens[:before], tokens[before:]) for tokens in harness]
+    pairs += [(plain_context, encode(f" {ending}")) for ending in item.plain_endings]
+    rows = []
+    for read, ending in pairs:
+        # the model has to read something before the first token that is scored
+        tokens = (read or [END_OF_TEXT]) + ending
+        in_context = np.array(tokens[-block_size - 1 :], dtype=np.uint16)
+        rows.append(Row(in_context.tobytes(), min(len(ending), block_size)))
+    return rows
 
 
 def ending_losses(
     model: GPT,
-    rows: Sequence[Row],
+    rows: Iterable[Row],
     tokens_at_once: int,
     world: World,
-    autocast: Autocast = contextlib.nullcontext,
-) -> list[float]:
+) -> dict[Row, float]:
     """Return the loss in nats, summed, of each row's scored tokens.
 
-    The longest rows come first, in batches of up to `tokens_at_once` tokens with their padding, but
-    at least one row. Equal rows are computed once, so that equal endings tie. All ranks have to
-    call this, each with its own rows: all take part in as many batches, which FSDP needs.
+    The longest rows come first, in batches of up to `tokens_at_once` tokens, but at least one row.
+    Equal rows are computed once, so that equal endings tie. All ranks have to call this, each with
+    its own rows: all take part in as many batches, which FSDP needs.
     """
-    batches = make_batches(rows, tokens_at_once)
+    by_length = sorted(dict.fromkeys(rows), key=lambda row: len(row.tokens), reverse=True)
+    longest = max((len(row.tokens) // 2 for row in by_length), default=1)
+    size = max(1, tokens_at_once // longest)
+    batches = [by_length[i : i + size] for i in range(0, len(by_length), size)]
     batches += [[ANY_ROW]] * (max(world.gather(len(batches))) - len(batches))
     losses: dict[Row, float] = {}
     with evaluating(model):
         for batch in with_progress(batches, "HellaSwag", world):
             trim_memory_if_short()
-            x, y = (t.to(world.device) for t in inputs_and_targets(batch))  # (B, T) each
-            scored = y >= 0
-            with autocast():
-                # most tokens are a context's: they do without the head, a third of the work
-                logits = model(x, where=scored)  # (tokens scored, V)
-            of_tokens = F.cross_entropy(logits.float(), y[scored], reduction="none").cpu().double()
+            tokens, lines, columns = (t.to(world.device) for t in padded(batch))
+            # most tokens are a context's: they do without the head, a third of the work
+            logits = model(tokens[:, :-1], where=(lines, columns - 1))  # (tokens scored, V)
+            targets = tokens[lines, columns]
+            of_tokens = F.cross_entropy(logits.float(), targets, reduction="none").cpu().double()
             of_rows = of_tokens.split([row.scored for row in batch])
             losses |= {row: loss.sum().item() for row, loss in zip(batch, of_rows, strict=True)}
-    return [losses[row] for row in rows]
+    return losses
 
 
-def make_batches(rows: Sequence[Row], tokens_at_once: int) -> list[list[Row]]:
-    """Batch the rows, equal ones once, the longest first."""
-    rest = sorted(dict.fromkeys(rows), key=lambda row: len(row.tokens), reverse=True)
-    batches = []
-    while rest:
-        n = max(1, tokens_at_once // (len(rest[0].tokens) // 2 - 1))
-        batches.append(rest[:n])
-        del rest[:n]
-    return batches
-
-
-def inputs_and_targets(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets (B, T) of rows; targets that are not scored are -1.
+def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens (B, T + 1) of rows, and the line and the column of each one to score.
 
     Padding comes after all that counts, so that the causal mask keeps it out.
     """
-    texts = [torch.tensor(np.frombuffer(row.tokens, np.uint16).astype(np.int64)) for row in rows]
-    targets = [text[1:].clone() for text in texts]
-    for target, row in zip(targets, rows, strict=True):
-        target[: -row.scored] = -1
-    x = pad_sequence([text[:-1] for text in texts], batch_first=True)
-    return x, pad_sequence(targets, batch_first=True, padding_value=-1)
+    texts = [torch.frombuffer(bytearray(row.tokens), dtype=torch.uint16).long() for row in rows]
+    places = [
+        (line, column)
+        for line, (text, row) in enumerate(zip(texts, rows, strict=True))
+        for column in range(len(text))[-row.scored :]
+    ]
+    return pad_sequence(texts, batch_first=True), *torch.tensor(places).T
 
 
-def choices(item: Item, rows: Sequence[Row], losses: Sequence[float]) -> dict[str, int]:
-    """Return the ending that each metric takes, given the item's rows and their losses.
+def choices(item: Item, rows: Sequence[Row], losses: Mapping[Row, float]) -> dict[str, int]:
+    """Return the ending that each metric takes, given the item's rows and the losses of rows.
 
     The first of those that tie. An ending without text is never taken per unit of its length.
     """
-    harness, plain = np.reshape(losses, (2, ENDINGS))
-    characters = [len(ending) or NOTHING for ending in item.endings]
-    in_bytes = [len(ending.encode(errors="replace")) or NOTHING for ending in item.endings]
+    harness, plain = np.reshape([losses[row] for row in rows], (2, ENDINGS))
     per_unit = {
         "acc": harness,
-        "acc_norm": harness / characters,
-        "acc_bytes": harness / in_bytes,
+        "acc_norm": harness / [len(ending) or NOTHING for ending in item.endings],
+        "acc_bytes": harness / [len(ending.encode()) or NOTHING for ending in item.endings],
         "acc_token": plain / [row.scored for row in rows[ENDINGS:]],
     }
     return {metric: int(values.argmin()) for metric, values in per_unit.items()}
@@ -156,7 +144,6 @@ def score(
     items: Sequence[Item],
     tokens_at_once: int,
     world: World,
-    autocast: Autocast = contextlib.nullcontext,
 ) -> dict[str, Any]:
     """Score the model over the items of all ranks. All have to call this, and get the same.
 
@@ -164,20 +151,20 @@ def score(
     evaluate.py's --json has them. `tokens_at_once` as for `ending_losses`. Raises TrainingError if
     a loss is not finite.
     """
-    rows = [row for item in items for row in rows_of(item, model.config.block_size)]
-    losses = ending_losses(model, rows, tokens_at_once, world, autocast)
-    if not math.isfinite(world.sum(sum(losses))):
+    rows = [rows_of(item, model.config.block_size) for item in items]
+    every_row = itertools.chain.from_iterable(rows)
+    losses = ending_losses(model, every_row, tokens_at_once, world)
+    if not math.isfinite(world.sum(sum(losses.values()))):
         raise TrainingError(
             "HellaSwag: the model's losses are not finite: its weights are damaged or have diverged"
         )
-    right = dict.fromkeys(METRICS, 0)
-    for i, item in enumerate(items):
-        own = slice(i * 2 * ENDINGS, (i + 1) * 2 * ENDINGS)
-        for metric, choice in choices(item, rows[own], losses[own]).items():
-            right[metric] += choice == item.label
-    total = round(world.sum(len(items)))
-    scores: dict[str, Any] = {"items": total}
-    for metric, of_rank in right.items():
-        n = round(world.sum(of_rank))
-        scores[metric] = {"score": n / total, "interval": interval(n, total)}
-    return scores
+    right = Counter(items=len(items))
+    for item, of_item in zip(items, rows, strict=True):
+        taken = choices(item, of_item, losses).items()
+        right.update(metric for metric, choice in taken if choice == item.label)
+    right = sum(world.gather(right), Counter[str]())
+    n = right["items"]
+    return {"items": n} | {
+        metric: {"score": right[metric] / n, "interval": interval(right[metric], n)}
+        for metric in METRICS
+    }

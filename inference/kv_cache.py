@@ -4,7 +4,6 @@ Prefill reads the prompts once and keeps their keys and values; each decode step
 token per text.
 """
 
-import functools
 import math
 
 import torch
@@ -15,7 +14,7 @@ from model import GPT
 
 # cuDNN's attention, which GPUs since Hopper take in bf16, builds a plan for each number of keys. So
 # the keys are a multiple of this, and 128 tokens in a row share a plan; the rest is masked.
-SPAN_MULTIPLE = {"cuda": 128}
+MULTIPLE = 128
 
 
 class KVCache:
@@ -28,15 +27,16 @@ class KVCache:
     def __init__(self, model: GPT, rows: int, size: int):
         """Allocate room for `size` positions of `rows` texts, in the model's dtype."""
         c, like = model.config, model.lm_head.weight
-        self.multiple = SPAN_MULTIPLE.get(like.device.type, 1)
         self.attend_to(size)
         shape = (rows, c.n_head, self.span, c.n_embd // c.n_head)  # (B, nh, S, hs)
-        empty = functools.partial(torch.zeros, shape, dtype=like.dtype, device=like.device)
-        self.layers = [(empty(), empty()) for _ in range(c.n_layer)]
+        self.layers = [
+            [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in ("keys", "values")]
+            for _ in range(c.n_layer)
+        ]
 
     def attend_to(self, positions: int) -> None:
         """Attend to this many positions, each row's last among them: the fewer, the faster."""
-        self.span = math.ceil(positions / self.multiple) * self.multiple
+        self.span = math.ceil(positions / MULTIPLE) * MULTIPLE
 
     def begin(self, positions: Tensor) -> None:
         """Tell at which positions (B, T) the next tokens are."""

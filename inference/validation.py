@@ -3,21 +3,38 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from dataloader import TokenStream
+from dataloader import TokenStream, is_validation
 from model import GPT
-from runtime.errors import TrainingError
+from runtime.errors import TrainingError, UserError
 from runtime.start import trim_memory_if_short
 from runtime.world import World
 
 T = TypeVar("T")
-Autocast = Callable[[], contextlib.AbstractContextManager]
+
+
+def check_split(
+    val: TokenStream, corpus: str, val_fraction: float, *, is_needed: bool = True
+) -> list[str]:
+    """Return a note if the validation split of a corpus is not the share of it that was wanted.
+
+    Raises UserError if the split is needed and makes no sequence.
+    """
+    if is_needed and not len(val):
+        raise UserError(
+            f"{corpus}: nothing to validate on: {val.tokens:,} tokens make no sequence of "
+            f"{val.seq_len}; raise val_fraction above {val_fraction:g}, lower seq_len, or add a "
+            f"*_val_*.bin file"
+        )
+    if val_fraction and val.spans and is_validation(val.spans[0].file.path):
+        return [f"note: val_fraction has no effect: {corpus} has validation files of its own"]
+    return []
 
 
 @contextlib.contextmanager
@@ -45,7 +62,6 @@ def validation_loss(
     batch_size: int,
     tokens: int | None,
     world: World,
-    autocast: Autocast = contextlib.nullcontext,
 ) -> float:
     """Return the mean loss in nats per token over the first `tokens` of the stream (none: all), in
     whole sequences, at least one.
@@ -55,18 +71,15 @@ def validation_loss(
     finite.
     """
     sequences = count_sequences(stream, tokens)
-    own, most = range(world.rank, sequences, world.world_size), -(-sequences // world.world_size)
-    total = 0.0
+    at_once, total = batch_size * world.world_size, 0.0  # of all ranks
     with evaluating(model):
-        for first in with_progress(range(0, most, batch_size), "validation loss", world):
+        for first in with_progress(range(0, sequences, at_once), "validation loss", world):
             trim_memory_if_short()
-            batch = own[first : first + batch_size]
+            batch = range(sequences)[first : first + at_once][world.rank :: world.world_size]
             # With FSDP a rank without sequences has to take part all the same: with one that does
             # not count.
             x, y = (t.to(world.device) for t in stream.read(batch or range(1)))  # (B, T) each
-            with autocast():
-                loss = model(x, y)
-            total += loss.item() * len(batch)
+            total += model(x, y).item() * len(batch)
     mean = world.sum(total) / sequences
     if not math.isfinite(mean):
         raise TrainingError(

@@ -28,7 +28,7 @@ from runtime.device import check_precision, device_name, matmul_dtype, matmul_tf
 from runtime.report import flops_rate
 from runtime.start import memory_left
 from runtime.world import World
-from train import fp32_precision, setup, train_step
+from train import setup, train_step
 
 Kind, Passing = mem_tracker._MemRefType, mem_tracker._ModState
 MB = 2**20
@@ -61,7 +61,7 @@ def estimate(config: Config, world: World) -> None:
     flops = tokens * model.flops_per_token(config.seq_len)
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
     for note in (
-        *check_precision(world.device, matmul_precision=fp32_precision(config), bf16=config.bf16),
+        *check_precision(world.device, matmul_precision=config.fp32_precision(), bf16=config.bf16),
         *config.notes(),
     ):
         print(f"note: {note}")

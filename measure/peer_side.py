@@ -48,7 +48,7 @@ from runtime import errors
 from runtime.device import choose_device, peak_memory_mb, usable_precision
 from runtime.errors import UserError, reported
 from runtime.world import World
-from train import fp32_precision, open_data
+from train import open_data
 
 TRANSFORMERS = "transformers"
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # of the model, compiled or not, and a batch
@@ -156,7 +156,7 @@ def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) 
 def train_peer(options: PeerConfig, answers: TextIO) -> None:
     """Train the peer for as many steps as are asked for. Raises UserError."""
     device, options = choose_device(options.device), without_end(options)
-    torch.set_float32_matmul_precision(usable_precision(device, fp32_precision(options)))
+    torch.set_float32_matmul_precision(usable_precision(device, options.fp32_precision()))
     torch.manual_seed(options.seed)
     model, loss_of = build_peer(options.peer, options)
     model.to(device)

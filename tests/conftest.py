@@ -26,7 +26,7 @@ import measure.summary
 from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
-from inference.sampling import chooser, seeded, stream
+from inference.sampling import Text, grow, seeded
 from inference.validation import evaluating
 from model import GPT, GPTConfig
 from runtime.device import NOTED_SLOWDOWN, bf16_slowdown, matmul_tflops
@@ -516,9 +516,8 @@ def generate(
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """Continue the tokens idx (B, T) by `count`, all rows drawing from one generator."""
-    choose = chooser([generator or seeded(0)] * len(idx), temperature=temperature, top_k=top_k)
-    texts = idx.tolist()
+    generator = generator or seeded(0)
+    texts = [Text("", row, generator) for row in idx.tolist()]
     with evaluating(model):
-        for _ in stream(model, texts, count, None, choose):
-            pass
-    return torch.tensor(texts, device=idx.device)
+        list(grow(model, texts, count, temperature=temperature, top_k=top_k))
+    return torch.tensor([text.tokens for text in texts], device=idx.device)

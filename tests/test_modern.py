@@ -11,7 +11,7 @@ from model import rms_norm, rotate
 from tests.conftest import ALONE, MODERN, generate, refused
 from tests.test_export import exported
 from tests.test_model import assert_same, close, tokens
-from tests.test_sample import PROMPTS, alone, chooser, seeded, stream
+from tests.test_sample import PROMPTS, alone, grown, seeded
 from train import train
 
 FLAGS = [{name: value} for name, value in MODERN.items() if name not in ("norm", "norm_weight")]
@@ -125,9 +125,9 @@ def test_a_text_grows_by_the_kv_cache_as_without_together_as_alone_and_past_the_
     flags, shaken
 ):
     model = shaken(**flags)
-    greedy = chooser([seeded(row) for row in range(5)], temperature=0, top_k=None)
-    together = zip(*stream(model, [[*p] for p in PROMPTS], 36, None, greedy), strict=True)
-    assert [[*drawn] for drawn in together] == [alone(model, prompt, 36) for prompt in PROMPTS]
+    greedy = {"temperature": 0, "top_k": None}
+    together = grown(model, PROMPTS, 36, range(5), **greedy)
+    assert together == [alone(model, prompt, 36, **greedy) for prompt in PROMPTS]
     idx = tokens(T=5)
     with torch.no_grad():
         for _ in range(30):

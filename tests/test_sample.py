@@ -21,22 +21,15 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+import inference.kv_cache
 import inference.sampling
 import sample
 from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.kv_cache import SPAN_MULTIPLE
-from inference.sampling import (
-    chooser,
-    decode_stream,
-    filter_logits,
-    next_logits,
-    seeded,
-    stream,
-)
+from inference.sampling import Text, grow, next_logits, probabilities, seeded
 from runtime.cli import ConfigError, parse
 from runtime.errors import UserError
-from sample import SampleOptions, in_order, read_prompts
+from sample import SampleOptions, Sampler, read_prompts
 from tests.conftest import ROOT, refused, run, start, transformers_pair, wait_for
 
 # the last ones reach the context's end, 32
@@ -71,7 +64,7 @@ def options(*words):
     ],
     ids=str,
 )
-def test_scores_are_those_of_transformers(settings):
+def test_probabilities_are_those_of_transformers(settings):
     s = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "repetition_penalty": 1.0} | settings
     theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(s["repetition_penalty"])])
     theirs += [TemperatureLogitsWarper(s["temperature"])]
@@ -81,8 +74,9 @@ def test_scores_are_those_of_transformers(settings):
     for _ in range(20):
         logits = torch.randn(200, generator=generator) * 3
         text = torch.randint(0, 200, (30,), generator=generator)
-        expected = theirs(text[None], logits[None])[0]
-        torch.testing.assert_close(filter_logits(logits, text.tolist(), **s), expected)
+        expected = theirs(text[None], logits[None])[0].softmax(-1)
+        ours = probabilities(logits, text.tolist(), **s)
+        torch.testing.assert_close(ours / ours.sum(), expected)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
@@ -95,16 +89,24 @@ def test_greedy_texts_with_a_penalty_are_those_of_transformers_generate(run_fold
     assert alone(ours, prompt, 25, repetition_penalty=penalty) == expected[3:].tolist()
 
 
+def grown(model, prompts, n, seeds=None, **settings):
+    """The tokens, up to n, that continue each prompt, by default the likeliest."""
+    seeds = seeds or [0] * len(prompts)
+    texts = [Text("", [*p], seeded(seed)) for p, seed in zip(prompts, seeds, strict=True)]
+    list(grow(model, texts, n, **{"temperature": 0, "top_k": None} | settings))
+    return [text.tokens[len(p) :] for text, p in zip(texts, prompts, strict=True)]
+
+
 def alone(model, prompt, n, seed=0, **settings):
-    """The n tokens that continue a prompt, by default the likeliest."""
-    choose = chooser([seeded(seed)], **{"temperature": 0, "top_k": None} | settings)
-    return [token for (token,) in stream(model, [[*prompt]], n, None, choose)]
+    """The tokens, up to n, that continue a prompt."""
+    (tokens,) = grown(model, [prompt], n, [seed], **settings)
+    return tokens
 
 
 @pytest.mark.parametrize("settings", [(1.0, None, 1e-300), (0, 3, 1e-9)])
 def test_a_tiny_top_p_and_temperature_0_keep_the_likeliest_token(settings):
-    scores = filter_logits(torch.tensor([0.0, 3.0, 1.0, 2.0]), [0], *settings)
-    assert scores.isfinite().tolist() == [False, True, False, False]
+    p = probabilities(torch.tensor([0.0, 3.0, 1.0, 2.0]), [0], *settings)
+    assert p.nonzero().tolist() == [[1]]
 
 
 # ---- together and alone
@@ -116,74 +118,70 @@ def test_prompts_of_different_lengths_each_get_what_they_get_alone_also_where_th
 ):
     model = tiny_model(init="gpt2")
     settings = {"temperature": temperature, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
-    choose = chooser([seeded(row) for row in range(5)], **settings)
-    together = zip(*stream(model, [[*p] for p in PROMPTS], 40, None, choose), strict=True)
-    for row, drawn in enumerate(together):
-        assert [*drawn] == alone(model, PROMPTS[row], 40, seed=row, **settings)
+    one_by_one = [alone(model, prompt, 40, seed, **settings) for seed, prompt in enumerate(PROMPTS)]
+    assert grown(model, PROMPTS, 40, range(5), **settings) == one_by_one
 
 
-def test_on_cuda_attention_sees_a_multiple_of_128_keys_and_gives_the_same_logits(
-    tiny_model, monkeypatch
-):
+def test_attention_sees_a_multiple_of_128_keys_and_gives_the_same_logits(tiny_model, monkeypatch):
     """cuDNN's attention takes long to plan for each new number of keys."""
-    model, lengths = tiny_model(block_size=300, init="gpt2"), set[int]()
-    texts, attention = [[*range(100)] * 2, [1, 2, 3]], F.scaled_dot_product_attention
+    model, lengths, logits = tiny_model(block_size=300, init="gpt2"), set[int](), []
+    attention = F.scaled_dot_product_attention
 
-    def watched(q, k, v, **given):
+    def attend(q, k, v, **given):
         lengths.add(k.size(2))
         return attention(q, k, v, **given)
 
-    def logits_of_all():
-        rows = []
-        choose = lambda logits, *_: rows.append(logits) or int(logits.argmax())  # noqa: E731
-        list(stream(model, [[*text] for text in texts], 70, None, choose))
-        return torch.stack(rows)
+    def watched(*given):
+        logits.append(next_logits(*given))
+        return logits[-1]
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    expected = logits_of_all()
-    assert len(lengths) == 70
-    lengths.clear()
-    monkeypatch.setitem(SPAN_MULTIPLE, "cpu", SPAN_MULTIPLE["cuda"])
-    torch.testing.assert_close(logits_of_all(), expected)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(inference.sampling, "next_logits", watched)
+    grown(model, [[*range(100)] * 2, [1, 2, 3]], 70)
     assert lengths == {256, 384}
+    monkeypatch.setattr(inference.kv_cache, "MULTIPLE", 1)
+    grown(model, [[*range(100)] * 2, [1, 2, 3]], 70)
+    torch.testing.assert_close(logits[:70], logits[70:])
 
 
-def test_each_text_stops_at_its_own_end_and_the_others_go_on(tiny_model):
+def test_each_text_stops_at_its_own_end_and_the_others_go_on(tiny_model, monkeypatch):
     model = tiny_model(init="gpt2")
     texts = [alone(model, prompt, 40, temperature=1.0) for prompt in PROMPTS]
     stop = texts[3][4]  # soon, and past the context's end
-    choose = chooser([seeded(0) for _ in PROMPTS], temperature=1.0, top_k=None)
-    together = zip(*stream(model, [[*p] for p in PROMPTS], 40, stop, choose), strict=True)
-    for drawn, text in zip(together, texts, strict=True):
-        until = text.index(stop) + 1 if stop in text else 40
-        assert [*drawn] == text[:until] + [None] * (len(drawn) - until)
+    monkeypatch.setattr(inference.sampling, "END_OF_TEXT", stop)
+    for drawn, text in zip(grown(model, PROMPTS, 40, temperature=1.0), texts, strict=True):
+        assert drawn == (text[: text.index(stop) + 1] if stop in text else text)
 
 
 # ---- texts
 
 
-def tokens_of(text):
-    """A text's bytes, a token each: so that characters span tokens."""
-    return [get_encoding().encode_single_token(bytes([byte])) for byte in text.encode()]
-
-
-def pieces_of(tokens):
-    return [piece for (piece,) in decode_stream([token] for token in tokens)]
-
-
 def test_a_character_that_spans_tokens_comes_out_whole_and_a_cut_one_at_the_end():
-    assert pieces_of(tokens_of("a€😀é")) == ["a", "", "", "€", "", "", "", "😀", "", "é", ""]
-    cut, pieces = tokens_of("x😀")[:-1], ["x", "", "", ""]
-    assert pieces_of(cut) == [*pieces, "\ufffd"]
-    assert pieces_of([*cut, END_OF_TEXT, None]) == [*pieces, "\ufffd", None, ""]
+    bytes_of = [get_encoding().encode_single_token(bytes([byte])) for byte in "a€😀".encode()]
+    for last, is_last in ((END_OF_TEXT, False), (bytes_of[-2], True)):
+        text, strings = Text("", [], seeded(0)), []
+        for token in bytes_of[:-2]:
+            text.append(token, is_last=False)
+            strings.append(text.string)
+        assert strings == ["a", "a", "a", "a€", "a€", "a€"]
+        text.append(last, is_last)
+        assert (text.string, text.ended) == ("a€\ufffd", True)
 
 
-def test_texts_come_in_order_the_first_as_it_grows():
-    steps = [["a", "x", "1"], ["b", None, "2"], [None, None, "3"], ["", "", ""]]
-    expected = ["A", "a", "b", "\n---\n", "Xx\n---\n", "123", "", ""]
-    assert list(in_order(["A", "X", ""], steps)) == expected
-    steps = [["a", "x"], ["b", "y"], ["", "\ufffd"]]
-    assert "".join(in_order(["A", "X"], steps)) == "Aab\n---\nXxy\ufffd"
+def test_texts_come_in_order_the_first_as_it_grows(run_folder, monkeypatch):
+    texts, shown = [Text(string, [0], seeded(0)) for string in ("A", "X", "")], []
+
+    def grow_as_told(*_, **__):
+        for pieces in (("a", "x.", "1"), ("b.", "", "2"), ("", "", "3.")):
+            for text, piece in zip(texts, pieces, strict=True):
+                text.string += piece.removesuffix(".")
+                text.ended = text.ended or piece.endswith(".")
+            yield
+
+    monkeypatch.setattr(sample, "grow", grow_as_told)
+    monkeypatch.setattr(sample, "show", shown.append)
+    Sampler(options("--log_dir", run_folder / "logs"), 3).write(texts)
+    assert shown == ["A", "a", "b\n---\nXx\n---\n12", "3", "\n"]
 
 
 def test_a_model_of_weights_that_are_no_numbers_is_an_error_of_the_user(tiny_model):
@@ -248,6 +246,7 @@ def test_a_file_of_prompts_that_cannot_be_used_is_an_error_that_names_it(
         (["--prompt_file", "x", "--prompt", "y"], "prompt_file and prompt exclude each other"),
         (["--interactive", "--prompt_file", "x"], "prompt_file and interactive exclude each other"),
         (["--interactive", "--num_samples", "2"], "num_samples and interactive exclude each other"),
+        (["--interactive", "--batch_size", "2"], "batch_size and interactive exclude each other"),
         (["--top_p", "0"], "--top_p: input should be greater than 0"),
         (["--top_p", "1.1"], "--top_p: input should be less than or equal to 1"),
         # so small that the penalized logits, and then the probabilities, would overflow
@@ -353,12 +352,11 @@ def conversation(printed, monkeypatch):
         contexts, answers, shown = [], [], []
         real_show = sample.show
 
-        def watched(model, prompts, *given):
-            contexts.append([*prompts[0]])
-            answers.append([])
-            for tokens in stream(model, prompts, *given):
-                answers[-1] += tokens
-                yield tokens
+        def watched(model, texts, **given):
+            contexts.append([*texts[0].tokens])
+            for _ in grow(model, texts, **given):
+                answers[len(contexts) - 1 :] = [texts[0].tokens[len(contexts[-1]) :]]
+                yield
 
         def show(text):
             shown.append(text)
@@ -366,7 +364,7 @@ def conversation(printed, monkeypatch):
             if len(shown) == stop_at:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(sample, "stream", watched)
+        monkeypatch.setattr(sample, "grow", watched)
         monkeypatch.setattr(sample, "show", show)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
         return printed("--interactive", *words), contexts, answers
@@ -390,7 +388,7 @@ def test_a_conversation_keeps_its_context_and_ends_at_the_end_of_input(conversat
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on_from_there(conversation):
-    _, contexts, answers = conversation(b"One\nTwo\n", "--max_new_tokens", 8, stop_at=3)
+    _, contexts, answers = conversation(b"One\nTwo\n", "--max_new_tokens", 8, stop_at=4)
     assert [len(answer) for answer in answers] == [3, 8]
     assert contexts == [encoded("One"), encoded("One") + answers[0] + encoded("\nTwo")]
 

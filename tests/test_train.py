@@ -215,7 +215,7 @@ def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(
     torch._dynamo.utils.counters.clear()
 
     # as sample_text does, with a vocabulary that shares the other tests' compilation
-    def sample(model, prompt, tokens, **_):
+    def sample(model, prompt, tokens, *_):
         return f"a text of {generate(model, torch.ones(1, 3, dtype=torch.long), tokens).shape}"
 
     monkeypatch.setattr(evaluation_module, "sample_text", sample)
