@@ -56,7 +56,8 @@ def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
     rank reads its own shard. Raises CheckpointError.
     """
     shards = folder / SHARDS[part]
-    sharded = {name: p for name, p in model.named_parameters() if is_sharded(p)} if model else {}
+    parameters = model.named_parameters() if model else ()
+    sharded: dict[str, Tensor] = {name: p for name, p in parameters if is_sharded(p)}
     if not shards.is_dir() and not sharded:
         return read_tensors(folder / part)
     import torch.distributed.checkpoint as dcp
@@ -70,10 +71,10 @@ def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
         for name, stored in entries.items():
             # NaN: what no shard holds would stay as it is, and must not pass for weights.
             if ("/" in name) == (part == OPTIMIZER):
-                whole = torch.full(stored.size, math.nan, dtype=stored.properties.dtype)
-                ours = sharded.get(name.partition("/")[0], whole)
-                fits = ours.shape == stored.size and ours.dtype == whole.dtype
-                tensors[name] = torch.full_like(ours, math.nan) if fits else whole
+                ours = sharded.get(name.partition("/")[0])
+                if ours is None or ours.shape != stored.size:
+                    ours = torch.empty(stored.size)
+                tensors[name] = torch.full_like(ours, math.nan, dtype=stored.properties.dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that each rank reads by itself
             dcp.load(tensors, storage_reader=reader, no_dist=True)

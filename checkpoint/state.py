@@ -104,7 +104,7 @@ def put_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def _encode(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
+    return base64.b64encode(bytes(state.numpy())).decode()
 
 
 def _decode(text: str) -> Tensor:

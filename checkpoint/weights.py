@@ -47,7 +47,7 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
         )
     if not config.rope:
         weights[POSITIONS] = weights[POSITIONS][: config.block_size]
-    return config, _model_with(weights, GPTConfig.of(config), path)
+    return config, load_weights(GPT(GPTConfig.of(config)), weights, str(path))
 
 
 def check_given(given: dict[str, Any], fixed: dict[str, Any], source: str) -> None:
@@ -68,17 +68,11 @@ def load_model(source: str, log_dir: str = "logs") -> GPT:
     """
     path = find_weights(source, log_dir)
     config, weights = read_weights(path)
-    return _model_with(weights, config, path).eval()
+    return load_weights(GPT(config), weights, str(path)).eval()
 
 
-def _model_with(weights: Tensors, config: GPTConfig, source: Path) -> GPT:
-    model = GPT(config)
-    load_weights(model, weights, str(source))
-    return model
-
-
-def load_weights(model: GPT, weights: Tensors, source: str) -> None:
-    """Copy weights into the model, tied or not and padded or not on either side.
+def load_weights(model: GPT, weights: Tensors, source: str) -> GPT:
+    """Copy weights into the model, tied or not and padded or not on either side; returns it.
 
     Padding rows that only one side has stay as they are. Raises CheckpointError for weights that
     do not fit.
@@ -101,6 +95,7 @@ def load_weights(model: GPT, weights: Tensors, source: str) -> None:
             if theirs.dim() == 2 and n_vocab <= len(theirs) != len(ours[name]):
                 weights[name] = torch.cat((theirs[:n_vocab].to(padding), padding))
         model.load_state_dict(weights)
+        return model
     except RuntimeError as error:
         raise CheckpointError(f"{problem}: {in_a_line(error)}") from None
 
@@ -137,8 +132,8 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     if source in HUGGING_FACE:
         return download(source)
     path = find_folder(source, log_dir) or Path(source)
-    is_folder = any((path / name).is_file() for name in (STATE, "config.json"))
-    if is_folder or (path.suffix == ".pt" and path.is_file()):
+    is_pt = path.suffix == ".pt" and path.is_file()
+    if is_pt or (path / STATE).is_file() or (path / "config.json").is_file():
         return path
     run, _ = run_and_checkpoint(path)
     if path.is_dir() and (found := [*all_checkpoints(run, "best"), *all_checkpoints(run)]):
