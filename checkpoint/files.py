@@ -1,6 +1,8 @@
 """Files of a checkpoint: their names, their checksums, JSON and safetensors."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime.errors import UserError
+from runtime.errors import UserError, in_a_line
 from runtime.files import flush_to_disk, sha256
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -21,12 +23,21 @@ class CheckpointError(UserError):
     """Report a checkpoint or weights that cannot be found, read, written or used."""
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise CheckpointError, which names the path, where it turns out to be missing or damaged."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: missing or damaged: {in_a_line(error)}") from None
+
+
 def verify(folder: Path, *parts: str) -> None:
     """Compare files of a checkpoint with their checksums. Raises CheckpointError.
 
     `parts`: what the names of the files to read for this begin with; none: all files.
     """
-    try:
+    with reading(folder):
         lines = (folder / SUMS).read_text(encoding="ascii").splitlines()
         sums = {folder / file: digest for digest, file in (line.split("  ") for line in lines)}
         # A file without a checksum is wrong too: PyTorch reads every shard in a folder.
@@ -34,27 +45,21 @@ def verify(folder: Path, *parts: str) -> None:
             is_read = path.relative_to(folder).as_posix().startswith(parts or "")
             if is_read and sha256(path) != sums.get(path):
                 raise CheckpointError(f"{path}: damaged: its checksum is not the one in {SUMS}")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: a file is missing or damaged: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises CheckpointError."""
-    try:
+    with reading(path):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: missing or damaged: {error}") from None
-    return content
+        return content
 
 
 def read_tensors(path: Path) -> Tensors:
     """Read the tensors of a safetensors file to the CPU. Raises CheckpointError."""
-    try:
+    with reading(path):
         return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: missing or damaged: {error}") from None
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:

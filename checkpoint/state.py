@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from torch import Tensor
 
-from checkpoint.files import STATE, CheckpointError, Tensors, read_json, verify
+from checkpoint.files import STATE, Tensors, read_json, reading, verify
 from model import GPT
-from runtime.errors import in_a_line
 from runtime.runlog import LogRow, step_of
 
 
@@ -131,7 +130,5 @@ class SavedState(BaseModel):
 def read_state(folder: Path, *parts: str) -> SavedState:
     """Read checkpoint.json, after `verify`. Raises CheckpointError."""
     verify(folder, *parts)
-    try:
+    with reading(folder / STATE):
         return SavedState(**read_json(folder / STATE) | {"folder": folder})
-    except ValidationError as error:
-        raise CheckpointError(f"{folder / STATE}: damaged: {in_a_line(error)}") from None
