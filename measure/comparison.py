@@ -23,6 +23,7 @@ from measure.stages import (
     with_bases,
 )
 from measure.tables import Row, write_json
+from runtime.cli import show
 from runtime.report import machine
 from runtime.runlog import curve, read_rows
 
@@ -167,7 +168,7 @@ def switched_off(config: Config) -> dict[str, dict[str, Any]]:
     for name in on:
         without = config.model_copy(update={name: config.off_value(name)}).optimizations_on()
         off[name] = {
-            other: False if getattr(config, other) is True else config.off_value(other)
+            other: False if getattr(config, other) is True else show(config.off_value(other))
             for other in on
             if other not in without
         }

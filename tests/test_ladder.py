@@ -289,7 +289,7 @@ def test_a_config_without_each_of_its_optimizations_is_compared(tmp_path, monkey
 
     monkeypatch.setattr(ladder, "compare_pairs", compare_pairs)
     assert climb("--ablate", "both.yaml", "--", "--n_layer", "2") == 0
-    extra, no_flash, no_clip = ["--n_layer", "2"], ["--no-flash"], ["--grad_clip=0.0"]
+    extra, no_flash, no_clip = ["--n_layer", "2"], ["--no-flash"], ["--grad_clip", "0.0"]
     nothing = [*extra, *no_clip, *no_flash]
     assert compared == [
         ("grad_clip first", nothing, [*extra, *no_flash]),
