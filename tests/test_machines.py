@@ -237,7 +237,7 @@ class Run:
                 f"--nnodes={nnodes}",
                 f"--rdzv_endpoint=localhost:{self.port}",
                 f"--rdzv_conf=is_host={int(agent == 'a')},last_call_timeout=1,"
-                "keep_alive_interval=1,keep_alive_max_attempt=4",
+                "keep_alive_interval=1,keep_alive_max_attempt=10",
                 self.place / "gated.py",
                 *flags(self.config),
                 cwd=self.place / agent,
