@@ -168,8 +168,11 @@ def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
 
 
 def _read_own(folder: Path, run: Path) -> SavedState:
-    """Read a checkpoint's state. Raises UserError if it was copied in from another run."""
+    """Read a checkpoint's state. Raises UserError if it was renamed, or is of another run."""
     saved, own = read_state(folder), RunFolder(run).run_id()
+    # By its name a save takes a step for saved, and keep_last and sampling choose.
+    if folder.name not in (f"step_{saved.step:06d}", f"best_{saved.step:06d}"):
+        raise UserError(f"{folder}: was renamed; rename it to step_{saved.step:06d}")
     if own and saved.run_id and saved.run_id != own:
         raise UserError(
             f"{folder}: is of another run than the one in {run}; move it away, or begin a new run "

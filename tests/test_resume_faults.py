@@ -485,3 +485,14 @@ def test_a_checkpoint_of_another_run_is_refused_and_one_without_an_id_is_not(go,
     (copied / "checkpoint.json").write_text(json.dumps(state | {"run_id": None}))
     reseal(copied)
     assert go(resume="auto", max_steps=4)["resumed_after_step"] == 3
+
+
+@pytest.mark.parametrize("name", ["final", "step_000002.bak", "step_000003"])
+def test_a_renamed_checkpoint_is_not_resumed(name, go, here):
+    """Step 3 would pass for saved, and its state be lost."""
+    go(max_steps=2)
+    (here / "checkpoints/step_000002").rename(here / "checkpoints" / name)
+    before = contents(here)
+    with pytest.raises(UserError, match=f"{name}: was renamed; rename it to step_000002"):
+        go(load_config(resume=str(here / "checkpoints" / name), max_steps=3))
+    assert contents(here) == before
