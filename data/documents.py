@@ -286,7 +286,7 @@ def _finish(folder: Path, manifest: Manifest) -> None:
     manifest.tokens, manifest.val_tokens = sum(sizes), sum(sizes[:n_val])
     manifest.train_tokens = manifest.tokens - manifest.val_tokens
     manifest.unfinished = None
-    if manifest.tokens <= manifest.documents and manifest.documents:
+    if manifest.tokens <= manifest.documents:
         _delete_all(folder)
         raise TokenFileError(f"{folder}: none of the {manifest.documents:,} documents has any text")
     if not manifest.train_tokens:

@@ -178,6 +178,8 @@ def read_pieces(source: Source, column: str, bad: BadRecords) -> Iterator[Piece]
     was made.
     """
     with _reading(source), open(source.path, "rb") as file:
+        if source.packed and not source.size:  # as after a download that failed
+            raise EOFError("it is empty")
         if source.kind == ".txt":
             yield from _text(source, file)
         elif source.kind == ".parquet":

@@ -446,6 +446,8 @@ def append_row(path: Path, columns: Sequence[str], row: Mapping[str, float | Non
     """Add a row to a log at once. Raises OSError that names the file."""
     try:
         with open(path, "a", newline="", encoding="utf-8") as file:
+            if not file.tell():  # deleted in the middle of a run
+                file.write(f"{','.join(columns)}\n")
             file.write(f"{_line(columns, row)}\n")
     except OSError as error:
         raise cannot_be_written(path, error) from None

@@ -621,9 +621,19 @@ def test_a_damaged_file_is_one_line_that_names_it(name, damage):
 def test_documents_without_text_and_lines_without_end_are_refused(monkeypatch):
     with refused("none of the 50 documents has any text"):
         written(write(A, [""] * 50), val_shards=0)
+    with refused("none of the 0 documents has any text"):
+        written(write(A, []), val_shards=0)
     monkeypatch.setattr(data.sources, "LINE_BYTES", 2**20)
     with refused("a.jsonl: line 2: longer than 1 MB; a document that long has to be a .txt file"):
         written(write(A, ["short", "long " * 2**18]))
+    assert not MINE.parent.exists()
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+def test_a_packed_file_of_no_bytes_is_no_corpus_without_documents(packed):
+    Path(f"b.jsonl{packed}").touch()
+    with refused(rf"b\.jsonl{packed}{NO_FILE}"):
+        written(write(A, texts(20)), Path(f"b.jsonl{packed}"), val_shards=0)
     assert not MINE.parent.exists()
 
 

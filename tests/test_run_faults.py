@@ -32,7 +32,7 @@ from data.token_file import TokenFileError
 from model import GPT, GPTConfig
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError, kind_of_failure, reported
-from runtime.runlog import RunFolder, duration
+from runtime.runlog import LOG_COLUMNS, LogRow, RunFolder, append_row, duration, read_rows
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
 from tests.conftest import ALONE, CPU, ROOT, TINY, at_step, flags, generate, refused, run
@@ -507,3 +507,9 @@ def test_a_run_whose_last_step_was_left_out_saves_and_ends_with_an_error(
     assert read_state(newest(here)).step == 6
     monkeypatch.undo()
     assert go(resume="auto", max_steps=7)["steps"] == 7
+
+
+def test_a_log_that_is_deleted_in_the_middle_of_a_run_gets_its_header_again(tmp_path):
+    path, row = tmp_path / "log.csv", LogRow(3, 1.0, 1e-3, 0.5, 10.0, 100.0)
+    append_row(path, LOG_COLUMNS, row._asdict())
+    assert read_rows(path) == {3: row._asdict()}
