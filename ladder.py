@@ -30,7 +30,7 @@ from measure.stages import (
     run_stages,
     runs_of,
 )
-from runtime.cli import Options, Positive, ZeroIsOff
+from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import sole_writer
 from runtime.start import cores, start
@@ -46,7 +46,7 @@ class LadderOptions(Options):
     """speedup, a100, mps, gpu_ms or modern; or config files; with --plot, folders of runs; with
     --across, folders of ladders
     """
-    log_dir: str = "logs"
+    log_dir: Name = "logs"
     """folder for the ladder's folder"""
     seeds: Positive | None = None
     """seeds that each config is trained with, to compare what it learns (none: 3 with modern; else

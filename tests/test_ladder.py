@@ -163,6 +163,7 @@ def test_two_ladders_do_not_climb_in_one_folder(tmp_path, folder):
         ("--stages", "--stages: is given without a flag"),
         ("baseline -- --config y", "--config after --: the ladder sets it for each run"),
         ("baseline -- --run_name=x", "--run_name after --"),
+        ("speedup --report_only --log_dir=", "--log_dir: string should have at least 1 character"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path, monkeypatch):
