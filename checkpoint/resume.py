@@ -298,6 +298,6 @@ def _open_run(
         if aside and Path(config.init_from).is_relative_to(run.path):  # it has been moved as well
             init_from = aside / Path(config.init_from).relative_to(run.path)
             config = config.model_copy(update={"init_from": str(init_from)})
+    run.write_calls(calls)  # first: ranks that are started again at this moment find the run by it
     run.write_config(config.to_yaml())
-    run.write_calls(calls)
     return notes

@@ -236,7 +236,7 @@ class Run:
                 *["-m", "torch.distributed.run", "--max_restarts=5", "--rdzv_backend=c10d"],
                 f"--nnodes={nnodes}",
                 f"--rdzv_endpoint=localhost:{self.port}",
-                f"--rdzv_conf=is_host={int(agent == 'a')},last_call_timeout=1,"
+                f"--rdzv_conf=is_host={int(agent == 'a')},last_call_timeout=5,"
                 "keep_alive_interval=1,keep_alive_max_attempt=10",
                 self.place / "gated.py",
                 *flags(self.config),
