@@ -94,7 +94,7 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     device = {} if options.report_only else probe(stages[0].config.device)
     ranks = options.nproc_per_node
     if ladder == "ladder":
-        for stage in stages:
+        for stage in [*stages, *chain(*rungs.values())]:
             stage.ranks = ranks or 1
     elif ladder == "speedup" and (ranks or device.get("gpus", 1)) > 1:
         ddp = make_stage("ddp", "ddp", str(folder), of_runs)

@@ -12,15 +12,16 @@ from measure.learning import Mean, rows_of, share_of_tokens, steps_to, val_losse
 from runtime.errors import UserError
 from runtime.runlog import read_rows
 from tests.conftest import TINY
-from tests.test_ladder import climb, fake_run, plan, table
+from tests.test_ladder import (
+    OFF,
+    climb,
+    fake_run,
+    nothing_is_known_of_this_machine,  # noqa: F401  # applies to each test here too
+    plan,
+    table,
+)
 
 EVAL = "step,val_loss\n"
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_known_of_this_machine(monkeypatch):
-    """But its name: asking it starts a process that imports PyTorch."""
-    monkeypatch.setattr(ladder, "probe", lambda _: {"device": "cpu"})
 
 
 @pytest.fixture
@@ -106,6 +107,17 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"machine": "another"}))
     assert climb(*command) == 0
     assert [log.stat().st_mtime_ns for log in logs] == before
+
+
+@pytest.mark.usefixtures("configs")
+def test_every_seed_of_a_rung_runs_on_as_many_ranks(monkeypatch):
+    ranks = []
+    monkeypatch.setattr(
+        ladder, "run_stages", lambda runs, *_, **__: ranks.extend(run.ranks for run in runs)
+    )
+    with pytest.raises(UserError, match="no finished stage"):
+        climb("adamw.yaml", "muon.yaml", "--seeds", "2", *OFF, "--nproc_per_node", "2")
+    assert ranks == [2] * 4
 
 
 def test_the_modern_ladder_adds_one_idea_a_rung_to_a_base_and_has_a_rung_of_noise():
