@@ -178,8 +178,16 @@ class OptimizationConfig(Options):
     """decay matrices and embeddings only, not biases and norms"""
     grad_clip: Annotated[NotNegative, Rung()] = 0.0
     """clip the global gradient norm to this (0: off; the norm is logged all the same)"""
-    max_steps: Count = 50
+    max_steps: Annotated[Count, Needs("max_minutes", (None,))] = 50
     """optimizer steps"""
+    max_minutes: Rate | None = None
+    """end by the clock, so many minutes after the first step begins, evaluations included; the
+    schedule follows the share of the time (none: after max_steps)
+    """
+    skip_spikes: ZeroIsOff = 0
+    """leave out up to this many updates whose loss or gradient norm is far above those of the last
+    128 steps (0: only note them)
+    """
     skip_nonfinite: ZeroIsOff = 0
     """leave out up to this many steps whose loss or gradient norm is not finite (0: stop at the
     first)
@@ -251,6 +259,10 @@ class RunConfig(Options):
     eval_tokens: Annotated[Size | None, Needs("eval_every")] = None
     """tokens that the validation loss is the mean of, always the same ones (none: the whole
     validation split)
+    """
+    reference: Annotated[Name | None, Needs("eval_every")] = None
+    """validation curve that each evaluation is compared with: a CSV file, or a name in
+    configs/reference (none: no comparison)
     """
     hellaswag_every: ZeroIsOff = 0
     """steps per score in HellaSwag, also before the first and after the last step (0: never)"""
@@ -427,9 +439,14 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """List the packages that follow the run."""
         return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
 
-    def is_due(self, every: int, step: int) -> bool:
-        """Return True after every so many steps (0: never), and after the last."""
-        return every > 0 and (step % every == 0 or step >= self.max_steps)
+    @property
+    def last_step(self) -> int | None:
+        """The number of the last step; None where the clock ends the run."""
+        return None if self.max_minutes else self.max_steps
+
+    def progress(self, step: int, seconds: float) -> float:
+        """Return the share of the run that is over after so many steps and seconds."""
+        return seconds / (60 * self.max_minutes) if self.max_minutes else step / self.max_steps
 
     def final_lr(self) -> float:
         """Return the learning rate that a decaying schedule ends at (`min_lr`, or lr / 10)."""
@@ -471,7 +488,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     def notes(self) -> list[str]:
         """Return a line for each option that has no effect with the others, or a surprising one."""
         notes = []
-        if self.warmup_steps > self.max_steps:
+        if self.warmup_steps > self.max_steps and not self.max_minutes:
             reached = self.lr * self.max_steps / self.warmup_steps
             notes.append(
                 f"warmup_steps {self.warmup_steps} > max_steps {self.max_steps}: the learning rate "

@@ -6,23 +6,33 @@ python ladder.py baseline.yaml my.yaml                any configs
 python ladder.py a.yaml b.yaml --seeds 3              what they learn, and how fast
 python ladder.py speedup -- --max_steps 10            options after -- go to every run
 python ladder.py --ablate speedup10.yaml              what each optimization of a config is worth
+python ladder.py --ablate my.yaml --seeds 3           in loss, where it changes what is learned
 python ladder.py --across logs/results/*/speedup      ladders of several machines beside each other
 python ladder.py --plot logs/a logs/b                 loss curves of any runs in one picture
 """
 
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from config import Config
 from measure.comparison import Pair, ablation, compare_pairs, pairs_of
 from measure.duration import describe_duration
 from measure.interleaved import LEFT_OUT, split_command_line
 from measure.ladder_report import across, plot_runs, report, report_ablation
-from measure.learning import report_learning, with_seeds
+from measure.learning import (
+    ablation_rungs,
+    report_learned_ablation,
+    report_learning,
+    with_seeds,
+)
+from measure.options import without_end
 from measure.ratio import FEWEST
 from measure.stages import (
     SERIES,
+    Stage,
     make_stage,
     note_slow_bf16,
     plan,
@@ -77,7 +87,8 @@ def check(options: LadderOptions) -> None:
         raise UserError(f"name a series ({', '.join(SERIES)}) or config files; see --help")
     if options.ablate + options.across + options.plot > 1:
         raise UserError("--ablate, --across and --plot exclude each other; choose one")
-    if 0 < options.rounds < FEWEST or (options.ablate and not options.rounds):
+    needs_rounds = options.ablate and not options.seeds
+    if 0 < options.rounds < FEWEST or (needs_rounds and not options.rounds):
         raise UserError(f"--rounds {options.rounds}: at least {FEWEST} make an interval")
     if options.ablate and (len(options.stages) > 1 or options.stages[0] in SERIES):
         raise UserError("--ablate takes one config, such as speedup10.yaml")
@@ -107,17 +118,14 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     if not options.report_only:
         if "tflops" in device:
             note_slow_bf16(stages, device["tflops"])
-        # One seed of all rungs before the next one: what there is can be compared at any time.
-        to_run = [*chain(*zip(*rungs.values(), strict=True))] if seeds else runs_of(stages)
+        to_run = by_seed(rungs) if seeds else runs_of(stages)
         runs = [stage for stage in to_run if options.rerun or not stage.summary()]
         turns = 2 * (LEFT_OUT + options.rounds) if options.rounds else 0
         work = [(stage.config, stage.config.max_steps) for stage in runs]
-        work += [(stage.config, turns) for stage in stages[1:]]
+        work += [(without_end(stage.config), turns) for stage in stages[1:]]
         print(describe_duration(work, device.get("tflops"), SHORTER), flush=True)
         with sole_writer(folder):
-            gpus = device.get("gpus", 0)
-            at_once = min(seeds, gpus or cores() // CORES_OF_A_RUN) or 1
-            run_stages(to_run, options.rerun, anywhere=seeds > 0, at_once=at_once, gpus=gpus)
+            run_stages(to_run, options.rerun, anywhere=seeds > 0, **side_by_side(seeds, device))
             pairs = list(pairs_of(stages).values())
             if options.rounds:
                 compare_pairs(pairs, options.rounds, options.rerun, device)
@@ -126,11 +134,35 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     return report(ladder, stages, folder, pairs)
 
 
+def by_seed(rungs: Mapping[str, Sequence[Stage]]) -> list[Stage]:
+    """List one seed of all rungs before the next: what there is can be compared at any time."""
+    return [*chain(*zip(*rungs.values(), strict=True))]
+
+
+def side_by_side(seeds: int, device: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many runs of so many seeds to run at once, and on how many GPUs."""
+    gpus = device.get("gpus", 0)
+    return {"at_once": min(seeds, gpus or cores() // CORES_OF_A_RUN) or 1, "gpus": gpus}
+
+
 def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
     """Compare and report the optimizations of a config; returns what failed."""
     (config,) = options.stages
     stem = Path(config).stem
     folder = Path(options.log_dir) / f"ablate_{stem}"
+    if options.seeds:
+        names, rungs = ablation_rungs(config, of_runs, str(folder), options.seeds)
+        if not names:
+            raise UserError(f"{config}: has no optimization on that changes what is learned")
+        if not options.report_only:
+            runs = by_seed(rungs)
+            found = probe(runs[0].config.device)
+            work = [(run.config, run.config.max_steps) for run in runs if not run.summary()]
+            print(describe_duration(work, found.get("tflops"), SHORTER), flush=True)
+            with sole_writer(folder):
+                at_once = side_by_side(options.seeds, found)
+                run_stages(runs, options.rerun, anywhere=True, **at_once)
+        return report_learned_ablation(stem, names, rungs, folder)
     device = make_stage("ablate", config, str(folder), of_runs).config.device
     pairs = ablation(config, of_runs, folder)
     if not pairs:

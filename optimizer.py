@@ -170,21 +170,26 @@ def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:
     return norm
 
 
-def learning_rate(step: int, config: Config) -> float:
-    """Return the learning rate of a step, counted from 1.
+def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
+    """Return the learning rate of a step, counted from 1, `seconds` after the run's first one.
 
     Linear warm-up to `lr`, which step `warmup_steps` has, then the schedule. cosine: Loshchilov &
     Hutter 2017 (SGDR), without restarts, with the published logs' count: the step after the
     warm-up still has the full rate, and step `max_steps` is one short of min_lr. wsd
-    (warmup-stable-decay): Hu et al. 2024 (MiniCPM), section 4; step `max_steps` has min_lr.
+    (warmup-stable-decay): Hu et al. 2024 (MiniCPM), section 4; step `max_steps` has min_lr. With
+    max_minutes, after the warm-up the share of the time takes the place of the steps'.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
+    progress = config.progress(step, seconds)
     if config.lr_schedule == "cosine":
-        progress = (step - 1 - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+        if not config.max_minutes:
+            progress = (step - 1 - config.warmup_steps) / (config.max_steps - config.warmup_steps)
         share = 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.max_minutes:
+        share = min(1.0, (1 - progress) / config.wsd_decay_fraction)
     else:
         decay_steps = max(1, round(config.wsd_decay_fraction * config.max_steps))
         last_stable = max(1, config.warmup_steps, config.max_steps - decay_steps)

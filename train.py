@@ -152,7 +152,7 @@ def setup(
         check_same_tokens(f"{config.data_dir}/{config.dataset}", state.corpus, world)
         if resumed:
             restore(resumed, state, config, world)
-        batches = prefetch(loader, device, range(state.step + 1, config.max_steps + 1))
+        batches = prefetch(loader, device, state.next_steps(config))
     notes = [
         describe_device(device, world.world_size),
         *counts,
@@ -250,11 +250,12 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
     mean_loss, norm = run.world.all_reduce_metrics(torch.stack(losses).sum(), total_norm)
 
     # Warm-up and schedule: the learning rate of this step, in each group times its own factor.
-    lr = learning_rate(step, config)
+    lr = learning_rate(step, config, state.seconds)
+    leaves_out = state.leaves_out(mean_loss, norm, config)  # a step that is not finite, or a spike
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
-        if config.fp16 or math.isfinite(mean_loss + norm):  # the scaler itself skips overflows
+        if not leaves_out:
             state.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
@@ -285,15 +286,16 @@ def timed_step(run: Run, step: int) -> tuple[float, float, float]:
 def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stopping: bool) -> None:
     """Save, evaluate and sample where it is due: before the first step and after every one."""
     config, state = run.config, run.state
-    step, last = state.step, state.step >= config.max_steps
+    step, last = state.step, state.is_over(config)
+    is_due = config.checkpoint_every and step % config.checkpoint_every == 0
     # A run that ends always saves, so that no step is lost.
-    if step and (last or stopping or config.is_due(config.checkpoint_every, step)):
+    if step and (last or stopping or is_due):
         save(folder, state, config, run.world)
     if not stopping:  # else whoever asked for it may not wait
-        val_loss = evaluation.validate(step)
+        val_loss = evaluation.validate(step, last)
         save_if_best(val_loss, folder, state, config, run.world)
-        evaluation.score_hellaswag(step)
-        evaluation.sample(step)
+        evaluation.score_hellaswag(step, last)
+        evaluation.sample(step, last)
 
 
 def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
@@ -342,16 +344,17 @@ def take_steps(
     """
     config, state, world = run.config, run.state, run.world
     seconds, loss, stopping, left_out = list[float](), math.nan, False, False
+    began = time.monotonic() - state.seconds
     while True:
         # First, so that a fresh start, a resumed run and the end take the same path.
         between_steps(run, folder, evaluation, stopping)
         # Saved, but not done: whoever reads only the exit status must see that.
-        if left_out and state.step >= config.max_steps:
+        if left_out and state.is_over(config):
             raise TrainingError(
                 f"step {state.step}, the last one, was left out: its loss or norm is not finite; "
                 f"resume with a larger --max_steps and a lower --lr"
             )
-        if stopping or state.step >= config.max_steps:
+        if stopping or state.is_over(config):
             return seconds, loss
 
         # The step, with the state of the generators kept for a fault in the middle of it.
@@ -360,17 +363,21 @@ def take_steps(
         step = state.begin_step(world.device)
         loss, norm, step_seconds = timed_step(run, step)
         seconds.append(step_seconds)
-        state.finish_step(step)
+        lr = learning_rate(step, config, state.seconds)
+        unusual = state.finish_step(step, loss, norm, step_seconds, config)
+        if config.max_minutes:
+            state.seconds = world.broadcast(time.monotonic() - began)
 
         # What it computed: finite, or left out; the same decision on all ranks.
-        lr = learning_rate(step, config)
         left_out = not check_finite(loss, norm, lr, folder, state, config)
-        last = step == config.max_steps
+        last = state.is_over(config)
         stopping = world.any(stop.received is not None) and not last  # which ends by itself
-        if stopping or left_out or step == 1 or config.is_due(config.log_every, step):
+        if stopping or left_out or last or step == 1 or step % config.log_every == 0:
             tokens_per_sec = config.tokens_per_step(world.world_size) / step_seconds
             row = LogRow(step, loss, lr, norm, step_seconds * 1e3, tokens_per_sec)
-            folder.log(row, config.max_steps)
+            folder.log(row, config.last_step)
+        for line in unusual:
+            folder.message(line)
 
 
 def main(config: Config) -> None:

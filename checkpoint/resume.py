@@ -16,17 +16,20 @@ from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
 from model import GPT
 from runtime.cli import ConfigError, load
 from runtime.errors import UserError
+from runtime.recent import Recent
 from runtime.runlog import RunFolder, all_checkpoints, step_of
 from runtime.world import World, describe_ranks
 
 
 def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
     """True, with a message, if the run has ended with the checkpoint's step."""
-    is_over = saved.step >= config.max_steps and world.broadcast(run.is_finished())
+    has_ended = config.progress(saved.step, saved.seconds) >= 1
+    is_over = has_ended and world.broadcast(run.is_finished())
     if is_over:
+        end = f"{config.max_minutes:g} minutes" if config.max_minutes else config.max_steps
         run.message(
-            f"nothing to do: {saved.folder} is step {saved.step} of {config.max_steps}; "
-            f"raise max_steps to resume"
+            f"nothing to do: {saved.folder} is step {saved.step} of {end}; raise "
+            f"{'max_minutes' if config.max_minutes else 'max_steps'} to resume"
         )
     return is_over
 
@@ -56,6 +59,8 @@ def restore(saved: SavedState, state: State, config: Config, world: World) -> No
         problem = f"{saved.folder}: its scaler or random states do not fit: {error}"
         raise CheckpointError(problem) from None
     state.step, state.skipped_steps = saved.step, saved.skipped_steps
+    state.skipped_spikes, state.seconds = saved.skipped_spikes, saved.seconds
+    state.recent = Recent(saved.recent)
     state.best_val_loss, state.checkpoint = saved.best_val_loss, saved.folder
 
 
@@ -289,7 +294,8 @@ def _open_run(
 ) -> list[str]:
     if saved:
         # A run that is over keeps its last row, whatever log_every says.
-        log_every = config.log_every if saved.step < config.max_steps else 1
+        is_over = config.progress(saved.step, saved.seconds) >= 1
+        log_every = 1 if is_over else config.log_every
         run.resume(saved.step, log_every, saved.folder, config.keep_last, saved.not_logged)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]
     else:

@@ -1,8 +1,10 @@
 """All of a run that changes from step to step: in memory, and as a checkpoint's JSON has it."""
 
 import base64
+import math
 import random
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from checkpoint.files import STATE, Tensors, read_json, reading, verify
+from config import Config
 from model import GPT
+from runtime.recent import Recent
 from runtime.runlog import LogRow, step_of
 
 
@@ -31,6 +35,9 @@ class State:
     corpus: str = ""  # fingerprint of the training tokens
     step: int = 0  # steps taken
     skipped_steps: int = 0  # of these, left out because loss or norm was not finite
+    skipped_spikes: int = 0  # of these, left out because loss or norm was far above the others'
+    seconds: float = 0.0  # since the first step began, where max_minutes ends the run
+    recent: Recent = field(default_factory=Recent)
     best_val_loss: float | None = None
     checkpoint: Path | None = None  # the newest one that is known to be whole
     is_updating: bool = False  # a step's update has begun and is not complete
@@ -51,9 +58,36 @@ class State:
         """Note that weights change from here on. A hook of the optimizers, which pass arguments."""
         self.is_updating = True
 
-    def finish_step(self, step: int) -> None:
-        """Count a step whose update is complete."""
+    def leaves_out(self, loss: float, norm: float, config: Config) -> bool:
+        """True if a step's update is not to be made; in fp16 the scaler judges what is not finite.
+
+        The same on all ranks, as loss and norm are.
+        """
+        if not math.isfinite(loss + norm):
+            return not config.fp16
+        return self.skipped_spikes < config.skip_spikes and bool(self.recent.spikes(loss, norm))
+
+    def finish_step(
+        self, step: int, loss: float, norm: float, seconds: float, config: Config
+    ) -> list[str]:
+        """Count a step whose update is complete; returns what is unusual about it, in words."""
+        unusual = self.recent.spikes(loss, norm)
+        if unusual and self.skipped_spikes < config.skip_spikes:
+            self.skipped_spikes += 1
+            unusual[-1] += f": left out, {self.skipped_spikes} of {config.skip_spikes}"
+        unusual += self.recent.slowness(seconds)
+        self.recent.add(loss, norm, seconds)
         self.step, self.is_updating = step, False
+        return [f"step {step}: {line}" for line in unusual]
+
+    def next_steps(self, config: Config) -> Iterable[int]:
+        """Return the numbers of the steps to come: without end where the clock ends the run."""
+        last = 10**9 if config.max_minutes else config.max_steps
+        return range(self.step + 1, last + 1)
+
+    def is_over(self, config: Config) -> bool:
+        """True after the run's last step."""
+        return config.progress(self.step, self.seconds) >= 1
 
     def undo_step(self, device: torch.device) -> None:
         """Take back what a step has changed that failed before its update."""
@@ -119,6 +153,9 @@ class SavedState(BaseModel):
     tokens_per_step: int = Field(ge=1)
     best_val_loss: float | None
     skipped_steps: int
+    skipped_spikes: int = 0  # these three are not in checkpoints of an earlier version
+    seconds: float = 0.0
+    recent: list[tuple[float, float]] = []
     corpus: str  # the training tokens' fingerprint
     config: dict[str, Any]
     scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16

@@ -12,12 +12,18 @@ from data.hellaswag import Item, default_path
 from data.tokenizer import get_encoding
 from dataloader import TokenStream
 from inference.hellaswag import METRICS, read_questions, score
+from inference.reference import Reference
 from inference.sampling import sample_text
 from inference.validation import check_split, validation_loss
 from model import GPT
 from runtime.errors import TrainingError
 from runtime.runlog import RunFolder
 from runtime.world import World
+
+
+def is_due(every: int, step: int, last: bool) -> bool:
+    """True after every so many steps (0: never), and after the last."""
+    return every > 0 and (last or step % every == 0)
 
 
 @dataclass
@@ -39,6 +45,7 @@ class Evaluation:
         config = self.config
         self.figures: dict[int, dict[str, float]] = {}  # by step and column of eval.csv
         self.items: list[Item] = []
+        self.reference = Reference.read(config.reference) if config.reference else None
         if config.sample_every:
             get_encoding()
         if config.hellaswag_every:
@@ -52,23 +59,35 @@ class Evaluation:
         """Take over what the run's folder has of earlier calls: nothing is evaluated twice."""
         self.figures = self.world.broadcast(self.folder.evaluations())
 
-    def validate(self, step: int) -> float:
+    def validate(self, step: int, last: bool) -> float:
         """Return the validation loss after this step, in nats per token; infinity if there is none.
 
         Computes it if it is due. Raises TrainingError if it is not finite.
         """
         config, known = self.config, self.figures.setdefault(step, {})
-        if config.is_due(config.eval_every, step) and "val_loss" not in known:
+        if is_due(config.eval_every, step, last) and "val_loss" not in known:
             with self.logged(step) as figures:
                 figures["val_loss"] = validation_loss(
                     self.model, self.val, config.batch_size, config.eval_tokens, self.world
                 )
+            self.compare(step)
         return known.get("val_loss", math.inf)
 
-    def score_hellaswag(self, step: int) -> None:
+    def compare(self, step: int) -> None:
+        """Say whether the run is on track after this step, where the config names its curve."""
+        if self.reference is None or self.world.rank:
+            return
+        tokens = step * self.config.tokens_per_step(self.world.world_size)
+        earlier = [figures for at, figures in self.figures.items() if at < step]
+        before = min((figures.get("val_loss", math.inf) for figures in earlier), default=math.inf)
+        loss, row = self.figures[step]["val_loss"], self.folder.last_row()
+        if verdict := self.reference.judge(tokens, loss, before, self.config, row):
+            self.folder.message(f"step {step}: {verdict}")
+
+    def score_hellaswag(self, step: int, last: bool) -> None:
         """Score the model in HellaSwag if it is due. Raises TrainingError if it has diverged."""
         config, known = self.config, self.figures.setdefault(step, {})
-        if config.is_due(config.hellaswag_every, step) and "hellaswag_acc" not in known:
+        if is_due(config.hellaswag_every, step, last) and "hellaswag_acc" not in known:
             tokens_at_once = config.batch_size * config.seq_len  # takes less memory than a step
             with self.logged(step) as figures:
                 scores = score(self.model, self.items, tokens_at_once, self.world)
@@ -88,12 +107,12 @@ class Evaluation:
             advice = hint(self.folder.path, self.config.lr)
             raise TrainingError(f"step {step}: {error}; {advice}") from None
         self.figures[step] |= figures
-        self.folder.log_evaluation(step, self.config.max_steps, **figures)
+        self.folder.log_evaluation(step, self.config.last_step, **figures)
 
-    def sample(self, step: int) -> None:
+    def sample(self, step: int, last: bool) -> None:
         """Log a text that the model writes, if it is due. Draws from a generator of its own."""
         config = self.config
-        if step and config.is_due(config.sample_every, step):
+        if step and is_due(config.sample_every, step, last):
             with self.autocast():
                 text = sample_text(
                     self.model,

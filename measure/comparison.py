@@ -2,7 +2,7 @@
 
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -137,26 +137,40 @@ def compare_pairs(
         write_json(pair.path, result | about)
 
 
-def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tuple[Pair, Pair]]:
-    """Return two pairs for each optimization that a config has on.
+def ablated(
+    config: str, of_runs: Sequence[str], among: Container[str] = Config.model_fields
+) -> dict[str, tuple[list[str], list[str], list[str], list[str]]]:
+    """Return four sides for each optimization, of those `among`, that a config has on.
 
-    The first is with it alone against with none; the second with all against with all but it.
+    With none of them, with it alone, with all but it, with all.
     """
     off = switched_off(training_config([config, *of_runs]))
+    off = {name: options for name, options in off.items() if name in among}
 
     def without(*names: str) -> list[str]:
         options = dict(chain(*(off[name].items() for name in names)))
         return [config, *of_runs, *to_flags(options)]
 
-    pairs = {}
-    for name in off:
-        alone = without(*(other for other in off if other != name))
-        first, last = folder / f"{name}_first.json", folder / f"{name}_last.json"
-        pairs[name] = (
-            Pair(f"{name} first", without(*off), alone, first),
-            Pair(f"{name} last", without(name), without(), last),
+    return {
+        name: (
+            without(*off),
+            without(*(other for other in off if other != name)),
+            without(name),
+            without(),
         )
-    return pairs
+        for name in off
+    }
+
+
+def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tuple[Pair, Pair]]:
+    """Return two pairs for each optimization that a config has on: on first, and on last."""
+    return {
+        name: (
+            Pair(f"{name} first", none, alone, folder / f"{name}_first.json"),
+            Pair(f"{name} last", without, with_all, folder / f"{name}_last.json"),
+        )
+        for name, (none, alone, without, with_all) in ablated(config, of_runs).items()
+    }
 
 
 def switched_off(config: Config) -> dict[str, dict[str, Any]]:

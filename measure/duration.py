@@ -33,5 +33,5 @@ def describe_duration(
     for config, steps in work:
         rate = tflops["bfloat16" if config.bf16 or config.fp16 else "float32"] * 1e12 * MFU
         flops = sum(part_flops(config, config.tokens_per_step(1)).values())
-        minutes += steps * flops / rate / 60
+        minutes += config.max_minutes or steps * flops / rate / 60
     return f"takes about {minutes:,.0f} minutes, at {MFU:.0%} MFU; shorter: {shorter}"

@@ -57,9 +57,14 @@ def estimate(config: Config, world: World) -> None:
     model, moments = trace(config, world)
     dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
-    tokens = config.max_steps * per_step
-    flops = tokens * model.flops_per_token(config.seq_len)
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
+    flops_per_step = per_step * model.flops_per_token(config.seq_len)
+    if config.max_minutes:
+        in_a_minute = 60 * 0.4 * rate * 1e12 * ranks / flops_per_step
+        steps = math.ceil(in_a_minute * config.max_minutes)
+        config = config.model_copy(update={"max_steps": steps, "max_minutes": None})
+        print(f"note: at 40% MFU max_minutes makes {steps:,} steps, which these lines are about")
+    tokens, flops = config.max_steps * per_step, config.max_steps * flops_per_step
     for note in (
         *check_precision(world.device, matmul_precision=config.fp32_precision(), bf16=config.bf16),
         *config.notes(),

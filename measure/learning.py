@@ -8,9 +8,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from measure.comparison import Pair, compare
+from config import DataConfig, ModelConfig, OptimizationConfig
+from measure.comparison import Pair, ablated, compare
 from measure.ladder_report import INTERVALS, failures_of
 from measure.ratio import Ratio, product
 from measure.stages import Stage, make_stage, with_bases
@@ -78,6 +80,23 @@ def with_seeds(stage: Stage, seeds: int, of_runs: Sequence[str]) -> list[Stage]:
     ]
 
 
+def ablation_rungs(
+    config: str, of_runs: Sequence[str], folder: str, seeds: int
+) -> tuple[list[str], dict[str, list[Stage]]]:
+    """Return which optimizations of a config change what is learned, and the rungs that tell by
+    how much: `none` and `all` of them, each alone (`NAME_first`), and all but each (`NAME_last`).
+    """
+    sections = (ModelConfig, DataConfig, OptimizationConfig)
+    sides = ablated(config, of_runs, {name for s in sections for name in s.model_fields})
+    named: dict[str, list[str]] = {}
+    for name, (none, alone, without, with_all) in sides.items():
+        named |= {"none": none, "all": with_all, f"{name}_first": alone, f"{name}_last": without}
+    return [*sides], {
+        name: with_seeds(make_stage(name, side[0], folder, side[1:]), seeds, side[1:])
+        for name, side in named.items()
+    }
+
+
 def val_losses(run: Stage) -> Curve:
     """Read what a run has evaluated."""
     steps, losses = curve(read_rows(run.folder / "eval.csv", EVAL_COLUMNS), "val_loss")
@@ -115,6 +134,12 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Ratio | No
     return Ratio(math.exp(mean.value), *map(math.exp, ends))
 
 
+def lower_by(base: Sequence[float], ours: Sequence[float]) -> str:
+    """Say by how much our losses are lower than the base's, seed by seed."""
+    lower = Mean.of([theirs - loss for theirs, loss in zip(base, ours, strict=True)])
+    return f"{lower}{' (within noise)' * (abs(lower.value) <= (lower.half or 0.0))}"
+
+
 def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
     """Return a row for each rung whose runs are finished, as the first rung's have to be."""
     done = {name: runs for name, runs in rungs.items() if all(run.summary() for run in runs)}
@@ -126,11 +151,9 @@ def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
     first, rows = next(iter(rungs)), list[Row]()
     for name in done if first in done else []:
         ends, base = [last(losses) for losses in curves[name]], bases[name]
-        lower, noise = None, ""
+        lower = None
         if base in curves and base != name:
-            of_base = [last(losses) for losses in curves[base]]
-            lower = Mean.of([theirs - ours for theirs, ours in zip(of_base, ends, strict=True)])
-            noise = " (within noise)" if abs(lower.value) <= (lower.half or 0.0) else ""
+            lower = lower_by([last(losses) for losses in curves[base]], ends)
         tokens, speed = share_of_tokens(curves[name], curves[first]), speeds[name]
         low, high = speed.ends
         slower = Ratio(1 / speed.median, 1 / high, 1 / low)
@@ -139,13 +162,49 @@ def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
                 "stage": name,
                 "base": base,
                 "loss": str(Mean.of(ends)),
-                "lower": f"{lower}{noise}" if lower else None,
+                "lower": lower,
                 "tokens_share": tokens,
                 "speed": speed,
                 "time_share": tokens and product([tokens, slower]),
             }
         )
     return rows
+
+
+def report_learned_ablation(
+    title: str, names: Sequence[str], rungs: Mapping[str, Sequence[Stage]], folder: Path
+) -> list[str]:
+    """Report by how much each optimization lowers the loss, on first and on last; returns what
+    failed.
+
+    Raises UserError, or TrainingError after failures, if nothing is finished.
+    """
+    done = {name: runs for name, runs in rungs.items() if all(run.summary() for run in runs)}
+    ends = {name: [last(val_losses(run)) for run in runs] for name, runs in done.items()}
+    rows = list[Row]()
+    for name in names:
+        row: Row = {"optimization": name}
+        pairs = {"first": ("none", f"{name}_first"), "last": (f"{name}_last", "all")}
+        for column, (base, other) in pairs.items():
+            if base in ends and other in ends:
+                row[column] = lower_by(ends[base], ends[other])
+        if len(row) > 1:
+            rows.append(row)
+    failures = failures_of(chain(*rungs.values()))
+    if rows:
+        write_csv(folder / "results.csv", rows)
+    write_report(
+        folder / "report.md",
+        f"What each optimization of {title} learns",
+        [field("optimization", "optimization"), field("on first", "first"), field("last", "last")],
+        rows,
+        failures,
+        "on first: by how much the validation loss at the end is lower with this optimization "
+        "alone than with none, in nats per token. last: with all than with all but this one. After "
+        "+-: the half width of the 95% interval over the seeds, by Student's t; within noise: it "
+        "holds 0. All other options, such as learning rates, stay as they are.",
+    )
+    return failures
 
 
 def report_learning(

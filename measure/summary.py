@@ -41,10 +41,11 @@ def summarize(
     tokens_per_sec = median and tokens_per_step / median
     return {
         "steps": state.step,
-        "interrupted": state.step < config.max_steps,
+        "interrupted": not state.is_over(config),
         "tokens": state.step * tokens_per_step,
         "parameters": state.model.num_parameters(),
         "skipped_steps": state.skipped_steps,
+        "skipped_spikes": state.skipped_spikes,
         "final_loss": loss if math.isfinite(loss) else None,
         "median_dt_ms": median and median * 1e3,
         "median_tokens_per_sec": tokens_per_sec,
@@ -67,7 +68,7 @@ def summarize(
 
 def describe_long_run(config: Config, state: State, world: World) -> list[str]:
     """Return a line on how long the run takes, if its FLOPs are minutes of any CPU's time."""
-    steps = config.max_steps - state.step
+    steps = 0 if config.max_minutes else config.max_steps - state.step
     flops = steps * sum(part_flops(config, config.tokens_per_step(1)).values())
     if world.device.type == "cuda" or flops < 3e13:
         return []

@@ -275,33 +275,36 @@ class RunFolder:
         """Write config.yaml."""
         write_whole(self.path / "config.yaml", text)
 
-    def log(self, row: LogRow, max_steps: int) -> None:
-        """Print a step's figures and add them to log.csv at once: they survive what comes next."""
+    def log(self, row: LogRow, last_step: int | None) -> None:
+        """Print a step's figures and add them to log.csv at once: they survive what comes next.
+
+        `last_step` None: the run's last step is not known.
+        """
         self.not_logged = row
         self.message(
-            f"step {row.step:{len(str(max_steps))}d}/{max_steps} | loss {row.loss:.4f} | "
+            f"{_counted(row.step, last_step)} | loss {row.loss:.4f} | "
             f"lr {row.lr:.2e} | norm {row.norm:.4f} | dt {row.dt_ms:.2f} ms | "
-            f"{row.tokens_per_sec:,.0f} tokens/s{self._time_left(row.step, max_steps)}"
+            f"{row.tokens_per_sec:,.0f} tokens/s{self._time_left(row.step, last_step)}"
         )
         if self.rank == 0:
             append_row(self.path / "log.csv", LOG_COLUMNS, row._asdict())
         self.not_logged = None
         self._trackers.log(row.step, {**row._asdict(), **self._live(row.tokens_per_sec)}, "train")
 
-    def _time_left(self, step: int, max_steps: int) -> str:
+    def _time_left(self, step: int, last_step: int | None) -> str:
         """Return the time left by the steps since the first logged one, which compiles."""
         self._timed_from = self._timed_from or (step, time.monotonic())
         first, begun = self._timed_from
-        if step == first or step >= max_steps:
+        if step == first or not last_step or step >= last_step:
             return ""
-        seconds = (time.monotonic() - begun) / (step - first) * (max_steps - step)
+        seconds = (time.monotonic() - begun) / (step - first) * (last_step - step)
         return f" | {duration(seconds)} left"
 
-    def log_evaluation(self, step: int, max_steps: int, **figures: float) -> None:
+    def log_evaluation(self, step: int, last_step: int | None, **figures: float) -> None:
         """Print figures of an evaluation and add them to the step's row of eval.csv."""
         text = " | ".join(f"{name} {figure:.4f}" for name, figure in figures.items())
         text = text.replace("val_", "validation ").replace("hellaswag_", "HellaSwag ")
-        self.message(f"step {step:{len(str(max_steps))}d}/{max_steps} | {text}")
+        self.message(f"{_counted(step, last_step)} | {text}")
         if self.rank == 0:
             rows = self._rows("eval.csv")
             rows[step] = rows.get(step, {}) | {"step": step, **figures}
@@ -352,6 +355,10 @@ class RunFolder:
         _, losses = curve(rows)
         return [dt / 1e3 for dt in milliseconds], losses[-1] if losses else math.nan
 
+    def last_row(self) -> Row | None:
+        """Return the last row of log.csv; None if it has none."""
+        return next(reversed(self._rows("log.csv").values()), None)
+
     def evaluations(self) -> dict[int, dict[str, float]]:
         """Return the figures in eval.csv by step and column."""
         return {
@@ -376,6 +383,10 @@ class RunFolder:
         """Return the calls of torchrun, one on each machine, that started or resumed the run."""
         path = self.path / ".torchrun"
         return set(path.read_text().splitlines()) if path.exists() else set()
+
+
+def _counted(step: int, last_step: int | None) -> str:
+    return f"step {step:{len(str(last_step))}d}/{last_step}" if last_step else f"step {step}"
 
 
 def describe_summary(summary: Mapping[str, Any]) -> list[str]:

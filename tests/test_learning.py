@@ -148,3 +148,37 @@ def test_the_modern_ladder_adds_one_idea_a_rung_to_a_base_and_has_a_rung_of_nois
 def test_a_config_without_evaluations_has_nothing_to_compare(tmp_path):
     with pytest.raises(UserError, match="sets no eval_every"):
         with_seeds(plan("baseline", folder=tmp_path)[0], 2, [])
+
+
+@pytest.mark.usefixtures("configs", "forked")
+def test_an_ablation_over_seeds_trains_each_optimization_on_first_and_off_last(tmp_path):
+    (tmp_path / "both.yaml").write_text(
+        "{base: adamw.yaml, optimizer: muon, grad_clip: 1.0, flash: true}"
+    )
+    command = ["--ablate", "both.yaml", "--seeds", "1", "--rounds", "0"]
+    assert climb(*command) == 0
+    folder = tmp_path / "logs/ablate_both"
+    ended = {}
+    for run in folder.glob("*/eval.csv"):
+        config = load_config(str(run.parent / "config.yaml"))
+        assert config.flash  # what changes no loss stays as it is
+        rows = read_rows(run, ("step", "val_loss"))
+        ended[run.parent.name] = (config.optimizer, config.grad_clip), rows[8]["val_loss"]
+    assert {name: options for name, (options, _) in ended.items()} == {
+        "none_seed_1": ("adamw", 0.0),
+        "init_first_seed_1": ("adamw", 0.0),
+        "init_last_seed_1": ("muon", 1.0),
+        "optimizer_first_seed_1": ("muon", 0.0),
+        "optimizer_last_seed_1": ("adamw", 1.0),
+        "grad_clip_first_seed_1": ("adamw", 1.0),
+        "grad_clip_last_seed_1": ("muon", 0.0),
+        "all_seed_1": ("muon", 1.0),
+    }
+    loss = {name.removesuffix("_seed_1"): loss for name, (_, loss) in ended.items()}
+    rows = table(folder / "results.csv")
+    assert rows["optimizer"]["first"] == f"{loss['none'] - loss['optimizer_first']:.4f}"
+    assert rows["optimizer"]["last"] == f"{loss['optimizer_last'] - loss['all']:.4f}"
+    assert "| grad_clip |" in (folder / "report.md").read_text()
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/log.csv")}
+    assert climb(*command) == 0
+    assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/log.csv")}

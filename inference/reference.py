@@ -1,0 +1,118 @@
+"""Is a run on track? Its validation losses beside a curve that its recipe is known to take.
+
+A curve is a CSV file with the columns tokens, val_loss and tolerance: after so many tokens the
+validation loss is that, and runs that differ in nothing but the seed stay within the tolerance, in
+nats. Lines that begin with # say where the curve comes from. `configs/reference/` has some, each
+under the name of the config that it belongs to.
+"""
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from config import PATH, Config, DataConfig, ModelConfig, OptimizationConfig, load_config
+from runtime.cli import CONFIG_DIR, show
+from runtime.errors import UserError
+from runtime.runlog import Row
+
+CURVES = CONFIG_DIR / "reference"
+HARDLY = 0.3  # of the tokens: a run that is no further has learned little but words' frequencies
+GAP = 1.0  # nats between training and validation loss, from which tokens seem to be repeated
+CLIPPED = 20  # times grad_clip, from which hardly anything is left of a gradient
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Hold a curve, and the config that it is of, if that is known."""
+
+    name: str
+    tokens: list[float]
+    losses: list[float]
+    tolerances: list[float]
+    config: Config | None = None
+
+    @classmethod
+    def read(cls, source: str) -> "Reference":
+        """Read a file, or one of configs/reference/ by its name. Raises UserError."""
+        named = CURVES / f"{source}.csv"
+        path = named if named.is_file() else Path(source)
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            rows = [*csv.DictReader(line for line in lines if not line.startswith("#"))]
+            tokens, losses, tolerances = (
+                TypeAdapter(list[float]).validate_python([row.get(name) for row in rows])
+                for name in ("tokens", "val_loss", "tolerance")
+            )
+            if not rows or tokens != sorted(set(tokens)):
+                raise ValueError("its tokens do not rise from row to row")
+        except (OSError, ValueError, csv.Error) as error:
+            known = ", ".join(sorted(curve.stem for curve in CURVES.glob("*.csv")))
+            why = "a cell is no number" if isinstance(error, ValidationError) else error
+            raise UserError(
+                f"reference {source}: is no validation curve with the columns tokens, val_loss, "
+                f"tolerance ({why}); give such a CSV file, or one of {known}"
+            ) from None
+        recipe = CONFIG_DIR / f"{path.stem}.yaml"
+        config = load_config(str(recipe)) if recipe.is_file() else None
+        return cls(path.stem, tokens, losses, tolerances, config)
+
+    def judge(
+        self, tokens: int, loss: float, before: float, config: Config, row: Row | None
+    ) -> str | None:
+        """Say whether a validation loss is on track, or how far behind and what to look at first.
+
+        `before`: the validation loss of the evaluation before; `row`: the last one of the run's
+        log. None where the curve has nothing to compare with.
+        """
+        if not self.tokens[0] <= tokens <= self.tokens[-1]:
+            return None
+        expected, tolerance = (
+            np.interp(tokens, self.tokens, values) for values in (self.losses, self.tolerances)
+        )
+        behind = loss - expected
+        usual = f"{self.name}'s curve, which has {expected:.3f} (usual: within {tolerance:.3f})"
+        if abs(behind) <= tolerance:
+            return f"on track: {behind:+.3f} from {usual}"
+        if behind < 0:
+            return f"ahead: {-behind:.3f} below {usual}; if you changed nothing, do targets leak?"
+        share = float(np.interp(-loss, np.negative(self.losses), self.tokens)) / max(1, tokens)
+        causes = islice(self._causes(loss, before, share, config, row or {}), 3)
+        return (
+            f"behind: {behind:.3f} above {usual}, as after {share:.0%} of these tokens. Look first "
+            f"at: {'; '.join(f'({i}) {cause}' for i, cause in enumerate(causes, start=1))}"
+        )
+
+    def _causes(
+        self,
+        loss: float,
+        before: float,
+        share: float,
+        config: Config,
+        row: Mapping[str, float | None],
+    ) -> Iterator[str]:
+        """Yield what may have put a run behind, the likeliest first; at least three."""
+        if self.config:
+            sections = OptimizationConfig.model_fields | DataConfig.model_fields
+            for name in sections | ModelConfig.model_fields:
+                ours, theirs = getattr(config, name), getattr(self.config, name)
+                if ours != theirs and name not in Config.names_marked(PATH):
+                    yield f"{name} is {show(ours)}, {self.name}.yaml has {show(theirs)}"
+        if loss - (row.get("loss") or loss) > GAP:
+            yield f"the training loss is only {row['loss']:.2f}: are the same few tokens repeated?"
+        if config.grad_clip and (row.get("norm") or 0) > CLIPPED * config.grad_clip:
+            yield f"a gradient norm of {row['norm']:.3g} is clipped to {config.grad_clip:g}"
+        if loss > before:
+            yield "the validation loss rises: a lower learning rate, or a longer warm-up"
+        if share < HARDLY:
+            yield (
+                "little is learned but how frequent tokens are: are targets the next tokens, are "
+                "positions in order, is the vocabulary the tokenizer's?"
+            )
+        yield "the learning rate: try half of it, and twice"
+        yield "the text: another corpus or tokenizer has other losses"
+        yield "changes to the code: does the unchanged recipe follow the curve?"

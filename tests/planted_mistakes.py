@@ -1,0 +1,218 @@
+"""Does a run tell that it is off its curve? Plant ten usual mistakes in the quickstart, one at a
+time, and train the unchanged quickstart with many seeds.
+
+    python tests/planted_mistakes.py --seeds 10 --curve     writes configs/reference/quickstart.csv
+    python tests/planted_mistakes.py --seeds 20             ten mistakes, and 20 clean runs
+
+A mistake is told if an evaluation in the first half of the run says "behind" or "ahead"; a clean
+run should say neither in any.
+"""
+
+import contextlib
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from runtime.cli import Name, Options, Positive
+from runtime.start import cores, start
+
+
+class MistakesOptions(Options):
+    """options"""
+
+    seeds: Positive = 20
+    """clean runs"""
+    jobs: Positive = 1
+    """runs at a time, which share the cores"""
+    curve: bool = False
+    """write the curve from these runs"""
+    mistake: Name | None = None
+    """plant this one only, and let the run print"""
+    log_dir: Name = "logs"
+    """folder for that run"""
+
+
+if __name__ == "__main__":
+    OPTIONS = start(MistakesOptions, description=__doc__)  # before torch is imported
+
+import torch
+from torch import Tensor
+
+import model
+import train
+from config import load_config
+from dataloader import DataLoader
+from inference.reference import CURVES
+from runtime.runlog import EVAL_COLUMNS, curve, read_rows
+from runtime.world import World
+
+FIRST_OF_CURVE, FIRST_CLEAN = 1000, 2000  # seeds: the curve's own are not those that it judges
+SIGMAS = 5.0  # a curve's tolerance, in standard deviations over its seeds
+Patch = contextlib.AbstractContextManager[Any]
+
+
+def training_batches(change: Callable[..., tuple[Tensor, Tensor]]) -> Patch:
+    """Change what the loader returns for training; validation reads the stream itself."""
+    original = DataLoader.batch
+
+    def batch(self: DataLoader, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
+        return change(lambda step: original(self, step, micro_step), step)
+
+    return mock.patch.object(DataLoader, "batch", batch)
+
+
+def shifted(read: Callable[[int], tuple[Tensor, Tensor]], step: int) -> tuple[Tensor, Tensor]:
+    """Targets are the tokens after the next ones."""
+    x, y = read(step)
+    return x, y.roll(-1, dims=1)
+
+
+def other_vocabulary(
+    read: Callable[[int], tuple[Tensor, Tensor]], step: int
+) -> tuple[Tensor, Tensor]:
+    """The training text was tokenized by another vocabulary than the validation text."""
+    x, y = read(step)
+    return (x * 7919 + 1) % 50257, (y * 7919 + 1) % 50257
+
+
+def repeated(read: Callable[[int], tuple[Tensor, Tensor]], step: int) -> tuple[Tensor, Tensor]:
+    """The same eight batches again and again."""
+    return read(1 + step % 8)
+
+
+def permuted_positions() -> Patch:
+    """In training, each batch has its positions in another order."""
+    original = model.Transformer.forward
+
+    def forward(
+        self: model.Transformer, idx: Tensor, attend: Any = None, positions: Any = None
+    ) -> Tensor:
+        if self.training:
+            positions = torch.randperm(idx.size(1)).expand_as(idx)
+        return original(self, idx, attend, positions)
+
+    return mock.patch.object(model.Transformer, "forward", forward)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], Callable[[], Patch]]] = {
+    "rates x 10": ({"lr": 8e-2, "muon_lr": 0.2}, contextlib.nullcontext),
+    "rates / 10": ({"lr": 8e-4, "muon_lr": 2e-3}, contextlib.nullcontext),
+    "targets shifted": ({}, lambda: training_batches(shifted)),
+    "no warm-up": ({"warmup_steps": 0}, contextlib.nullcontext),
+    "wrong vocabulary": ({}, lambda: training_batches(other_vocabulary)),
+    "data repeated": ({}, lambda: training_batches(repeated)),
+    "weight decay x 100": ({"weight_decay": 10, "muon_weight_decay": 1}, contextlib.nullcontext),
+    "dropout left on": ({"dropout": 0.2}, contextlib.nullcontext),
+    "clipping at 0.01": ({"grad_clip": 0.01}, contextlib.nullcontext),
+    "positions permuted": ({}, permuted_positions),
+}
+
+
+def plant(name: str, folder: str) -> None:
+    """Train the first half of the quickstart with a mistake."""
+    values, patch = MISTAKES[name]
+    config = load_config("quickstart.yaml", **values, log_dir=folder, keep_last=0, sample_every=0)
+    original, end = train.timed_step, config.max_steps // 2
+
+    def timed_step(run: train.Run, step: int) -> tuple[float, float, float]:
+        if step > end:
+            raise KeyboardInterrupt
+        return original(run, step)
+
+    with (
+        patch(),
+        mock.patch.object(train, "timed_step", timed_step),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        train.train(config, World(torch.device("cpu")))
+
+
+def run_all(commands: dict[str, list[str]], folder: Path, jobs: int) -> Iterator[str]:
+    """Run commands, so many at a time; yields the name of each that is done, in their order."""
+    threads = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))}
+
+    def run(name: str) -> str:
+        command = [sys.executable, *commands[name], f"--log_dir={folder / name}"]
+        ran = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
+        if ran.returncode:
+            raise RuntimeError(f"{name}: {ran.stderr}")
+        return name
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(run, commands)
+
+
+def verdicts_of(run: Path) -> list[tuple[str, str]]:
+    """Return the steps and verdicts of a run's evaluations, but for "on track"."""
+    console = (run / "quickstart" / "console.log").read_text()
+    return re.findall(r"^step (\d+): ((?:ahead|behind).*)$", console, re.MULTILINE)
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    """Return a run's validation losses by step."""
+    steps, losses = curve(read_rows(run / "quickstart" / "eval.csv", EVAL_COLUMNS), "val_loss")
+    return dict(zip(steps, losses, strict=True))
+
+
+def write_curve(runs: list[dict[int, float]]) -> None:
+    """Write the mean validation losses of several runs, and how far one may be off them."""
+    config = load_config("quickstart.yaml")
+    lines = [
+        f"# quickstart.yaml with {len(runs)} seeds: python tests/planted_mistakes.py --seeds "
+        f"{len(runs)} --curve",
+        f"# tolerance: {SIGMAS:g} standard deviations over the seeds",
+        "tokens,val_loss,tolerance",
+    ]
+    for step in runs[0]:
+        losses = [losses[step] for losses in runs]
+        tolerance = SIGMAS * statistics.stdev(losses)
+        tokens = step * config.tokens_per_step(1)
+        lines.append(f"{tokens},{statistics.fmean(losses):.4f},{tolerance:.4f}")
+    (CURVES / "quickstart.csv").write_text("\n".join(lines) + "\n")
+
+
+def main(options: MistakesOptions) -> None:
+    """Train, and print what each run says of itself."""
+    if options.mistake:
+        plant(options.mistake, options.log_dir)
+        return
+    first = FIRST_OF_CURVE if options.curve else FIRST_CLEAN
+    train_py = [str(ROOT / "train.py"), "--config=quickstart.yaml", "--keep_last=0"]
+    train_py += ["--sample_every=0"] + ["--reference=none"] * options.curve
+    clean = {
+        str(seed): [*train_py, f"--seed={seed}"] for seed in range(first, first + options.seeds)
+    }
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        planted = (
+            {} if options.curve else {name: [__file__, f"--mistake={name}"] for name in MISTAKES}
+        )
+        for name in run_all(planted, folder, options.jobs):
+            told = verdicts_of(folder / name)
+            print(f"{name}: {'TOLD at step {}: {}'.format(*told[0]) if told else 'not told'}")
+            print(f"    validation losses {losses_of(folder / name)}", flush=True)
+        alarms, curves = 0, list[dict[int, float]]()
+        for name in run_all(clean, folder, options.jobs):
+            curves.append(losses_of(folder / name))
+            told = verdicts_of(folder / name)
+            alarms += bool(told)
+            print(f"clean, seed {name}: {told or 'no alarm'}; {curves[-1]}", flush=True)
+        if options.curve:
+            write_curve(curves)
+        else:
+            print(f"clean runs: {options.seeds}, of which {alarms} raised an alarm")
+
+
+if __name__ == "__main__":
+    main(OPTIONS)

@@ -1,0 +1,240 @@
+"""A run knows whether it is on track: validation losses beside a curve, spikes, slow steps; and a
+run may end by the clock.
+"""
+
+import re
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train as train_module
+from checkpoint.files import read_tensors
+from config import load_config
+from inference.reference import CURVES, Reference
+from optimizer import learning_rate
+from runtime import recent
+from runtime.recent import Recent
+from runtime.runlog import all_checkpoints, read_rows
+from tests.conftest import at_step, refused
+from tests.test_train import column
+
+# ---- a curve
+
+
+@pytest.fixture
+def curve(tmp_path):
+    """A curve from 5 nats to 2 over 768 tokens, six steps of `tiny_config`."""
+    path = tmp_path / "curve.csv"
+    path.write_text("# made up\ntokens,val_loss,tolerance\n0,5,0.1\n384,3,0.1\n768,2,0.2\n")
+    return path
+
+
+@pytest.fixture
+def judge(curve, tiny_config):
+    reference = Reference.read(str(curve))
+
+    def judge(tokens, loss, before=9.0, row=None, **options):
+        return reference.judge(tokens, loss, before, tiny_config(**options), row)
+
+    return judge
+
+
+def test_a_loss_is_on_track_within_the_tolerance_between_the_points_of_the_curve(judge):
+    assert judge(192, 4.09).startswith("on track: +0.090 from curve's curve, which has 4.000")
+    assert judge(768, 1.85).startswith("on track: -0.150")
+    assert judge(576, 2.1).startswith("ahead: 0.400 below")  # halfway: 2.5, within 0.15
+    assert judge(769, 2.0) is None  # beyond the end of the curve
+
+
+def test_a_run_behind_hears_how_far_and_three_things_to_look_at_by_its_symptoms(judge):
+    verdict = judge(768, 3.0)
+    assert verdict.startswith("behind: 1.000 above curve's curve, which has 2.000 (usual: within")
+    assert "as after 50% of these tokens" in verdict
+    assert [f"({i})" in verdict for i in (1, 2, 3, 4)] == [True, True, True, False]
+    assert "(1) the learning rate" in verdict
+    assert "(1) the validation loss rises" in judge(768, 3.0, before=2.9)
+    assert "(1) little is learned" in judge(768, 4.9)
+    assert "tokens repeated" in judge(768, 3.0, row={"loss": 1.5, "norm": 1.0})
+    assert "(1) a gradient norm of 30" in judge(
+        768, 3.0, row={"loss": 3.0, "norm": 30.0}, grad_clip=0.5
+    )
+
+
+def test_options_that_differ_from_the_curves_own_config_come_first():
+    reference = Reference.read("quickstart")
+    last = reference.tokens[-1]
+    for options, cause in (
+        ({"lr": 0.08}, "(1) lr is 0.08, quickstart.yaml has 0.008"),
+        ({"warmup_steps": 0, "seed": 7, "log_dir": "x"}, "(1) warmup_steps is 0"),
+        ({"dropout": 0.2, "data_dir": "/elsewhere"}, "(1) dropout is 0.2"),
+    ):
+        config = load_config("quickstart.yaml", **options)
+        assert cause in reference.judge(last, 9.0, 9.9, config, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tokens,val_loss\n0,1\n", "tokens,val_loss,tolerance\n0,x,1\n"]
+)
+def test_a_file_that_is_no_curve_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with refused(f"reference {path}: is no validation curve .* one of .*quickstart"):
+        Reference.read(str(path))
+    with refused("reference nowhere: is no validation curve .*No such file"):
+        Reference.read("nowhere")
+
+
+@pytest.mark.parametrize("path", sorted(CURVES.glob("*.csv")), ids=lambda path: path.stem)
+def test_each_curve_here_says_its_source_and_belongs_to_a_config_that_names_it(path):
+    reference = Reference.read(path.stem)
+    assert path.read_text().startswith("# ")
+    assert reference.config.reference == path.stem
+    assert reference.losses == sorted(reference.losses, reverse=True)
+
+
+def test_each_evaluation_of_a_run_is_judged_once(go, here, curve):
+    options = {"eval_every": 3, "val_fraction": 0.2, "reference": str(curve)}
+    go(max_steps=3, **options)
+    go(resume="auto", max_steps=6, **options)
+    console = (here / "console.log").read_text()
+    judged = re.findall(r"^step (\d+): (behind|on track|ahead)", console, re.MULTILINE)
+    assert [step for step, _ in judged] == ["0", "3", "6"]
+
+
+# ---- spikes and slow steps
+
+
+def test_figures_far_above_those_of_128_steps_are_spikes_and_no_others():
+    seen = Recent()
+    for i in range(128):
+        assert seen.spikes(100.0, 100.0) == []  # too few to tell
+        seen.add(4.0 + 0.1 * (i % 2), 1.0 + 0.1 * (i % 2), 1.0)
+    assert seen.spikes(4.34, 1.34) == []
+    loss, norm = seen.spikes(4.36, 1.36)
+    assert loss.startswith("loss 4.3600, 6 standard deviations above the mean 4.0500")
+    assert norm.startswith("norm 1.3600, 6 standard deviations")
+    assert seen.spikes(0.0, 0.0) == []
+    seen.add(float("nan"), 1.0, 1.0)
+    assert len(seen.figures) == 128
+    assert seen.slowness(2.9) == []
+    assert seen.slowness(3.3) == ["took 3.30 s, 3.3 times the median of the last steps"]
+
+
+@pytest.fixture
+def spike_at_step(monkeypatch):
+    """Eight steps tell what a spike is, and the gradients of one step are a thousand times as
+    large as they should be.
+    """
+    monkeypatch.setattr(recent, "WINDOW", 8)
+
+    def plant(at):
+        def act(call, model):
+            if call == at:
+                for p in model.parameters():
+                    p.grad *= 1000
+                return torch.tensor(1000.0)
+            return None
+
+        return at_step(monkeypatch, act)
+
+    return plant
+
+
+def test_a_spike_is_noted_and_its_update_left_out_only_where_that_was_asked_for(
+    go, here, spike_at_step
+):
+    weights = {}
+    for skip in (0, 1):
+        end = spike_at_step(12)
+        summary = go(max_steps=13, checkpoint_every=1, keep_last=13, skip_spikes=skip)
+        end()
+        console = (here / "console.log").read_text()
+        noted = re.findall(r"^step (\d+): norm 1000\.0000, .* last 8 steps(.*)$", console, re.M)
+        assert noted == [("12", ": left out, 1 of 1" if skip else "")]
+        assert summary["skipped_spikes"] == skip
+        steps = [read_tensors(f / "model.safetensors") for f in all_checkpoints(here)[10:]]
+        weights[skip] = [
+            all(torch.equal(before[name], after[name]) for name in before)
+            for before, after in pairwise(steps)
+        ]
+    assert weights == {0: [False, False], 1: [True, False]}
+
+
+def test_a_run_resumed_before_a_spike_judges_it_like_an_undisturbed_one(
+    go, here, tiny_config, spike_at_step
+):
+    options = {"skip_spikes": 1, "keep_last": 1, "max_steps": 14}
+    end = spike_at_step(12)
+    go(**options)
+    whole = (
+        column(tiny_config(), "loss"),
+        read_tensors(all_checkpoints(here)[-1] / "model.safetensors"),
+    )
+    end()
+    go(**options | {"max_steps": 10})
+    end = spike_at_step(2)  # of the second call
+    go(**options, resume="auto")
+    end()
+    assert column(tiny_config(), "loss") == whole[0]
+    weights = read_tensors(all_checkpoints(here)[-1] / "model.safetensors")
+    assert all(torch.equal(weights[name], whole[1][name]) for name in weights)
+    assert "left out, 1 of 1" in (here / "console.log").read_text()
+
+
+# ---- an end by the clock
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock by which each step takes a second."""
+    now = iter(range(10**6))
+    fake = SimpleNamespace(monotonic=lambda: next(now), perf_counter=time.perf_counter)
+    monkeypatch.setattr(train_module, "time", fake)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_run_ends_by_the_clock_with_all_that_the_end_of_a_run_has(go, here, tiny_config):
+    options = {"lr_schedule": "cosine", "eval_every": 100, "val_fraction": 0.2}
+    options |= {"max_minutes": 0.2, "max_steps": 3, "log_every": 5}
+    summary = go(**options)
+    assert (summary["steps"], summary["interrupted"]) == (12, False)
+    assert summary["val_loss"] is not None
+    assert [*read_rows(here / "log.csv")] == [1, 5, 10, 12]
+    config = tiny_config(**options)
+    rates = [learning_rate(step, config, seconds=step - 1) for step in (1, 5, 10, 12)]
+    assert column(tiny_config(), "lr") == rates
+    assert rates[0] == pytest.approx(config.lr)
+    assert rates[-1] == pytest.approx(config.final_lr(), rel=0.2)
+    console = (here / "console.log").read_text()
+    assert "note: max_steps has no effect: max_minutes is 0.2" in console
+    assert re.search(r"^step 12 \| validation loss", console, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_resumed_run_has_the_rest_of_its_minutes(go, here, stop_at, capsys):
+    options = {"lr_schedule": "wsd", "max_minutes": 0.2}
+    end = stop_at(5)
+    summary = go(**options)
+    end()
+    assert (summary["steps"], summary["interrupted"]) == (5, True)
+    assert go(**options, resume="auto")["steps"] == 12
+    assert [*read_rows(here / "log.csv")] == [*range(1, 13)]
+    assert go(**options, resume="auto") == {"steps": 12}
+    assert "step 12 of 0.2 minutes; raise max_minutes to resume" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_by_the_clock_a_schedule_follows_the_time_whatever_the_steps(schedule):
+    config = load_config(lr_schedule=schedule, lr=1.0, min_lr=0.0, warmup_steps=50, max_minutes=1)
+    assert learning_rate(25, config, 20.0) == 0.5
+    rates = [learning_rate(51 + second, config, second) for second in range(61)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[30] == {"cosine": pytest.approx(0.5), "wsd": 1.0}[schedule]
+    assert (
+        rates[54]
+        == {"cosine": pytest.approx(0.0245, abs=1e-3), "wsd": pytest.approx(0.5)}[schedule]
+    )
+    assert rates[60] == pytest.approx(0.0)
