@@ -344,7 +344,7 @@ def take_steps(
     """
     config, state, world = run.config, run.state, run.world
     seconds, loss, stopping, left_out = list[float](), math.nan, False, False
-    began = time.monotonic() - state.seconds
+    began = time.perf_counter() - state.seconds
     while True:
         # First, so that a fresh start, a resumed run and the end take the same path.
         between_steps(run, folder, evaluation, stopping)
@@ -366,7 +366,7 @@ def take_steps(
         lr = learning_rate(step, config, state.seconds)
         unusual = state.finish_step(step, loss, norm, step_seconds, config)
         if config.max_minutes:
-            state.seconds = world.broadcast(time.monotonic() - began)
+            state.seconds = world.broadcast(time.perf_counter() - began)
 
         # What it computed: finite, or left out; the same decision on all ranks.
         left_out = not check_finite(loss, norm, lr, folder, state, config)

@@ -3,9 +3,7 @@ run may end by the clock.
 """
 
 import re
-import time
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from runtime import recent
 from runtime.recent import Recent
 from runtime.runlog import all_checkpoints, read_rows
 from tests.conftest import at_step, refused
-from tests.test_train import column
+from tests.test_train import Clock, column
 
 # ---- a curve
 
@@ -189,10 +187,10 @@ def test_a_run_resumed_before_a_spike_judges_it_like_an_undisturbed_one(
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock by which each step takes a second."""
-    now = iter(range(10**6))
-    fake = SimpleNamespace(monotonic=lambda: next(now), perf_counter=time.perf_counter)
-    monkeypatch.setattr(train_module, "time", fake)
+    """A clock by which each step takes a second, and nothing else does."""
+    clock = Clock()
+    monkeypatch.setattr(train_module, "time", clock)
+    at_step(monkeypatch, lambda *_: clock.wait(1.0))
 
 
 @pytest.mark.usefixtures("clock")
