@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from checkpoint.weights import load_model
 from model import rms_norm, rotate
 from tests.conftest import ALONE, MODERN, generate, refused
+from tests.test_evaluate import evaluated
 from tests.test_export import exported
 from tests.test_model import assert_same, close, tokens
 from tests.test_sample import PROMPTS, alone, grown, seeded
@@ -146,11 +147,13 @@ def test_recomputed_chunked_compiled_and_flash_have_the_same_loss_and_gradients(
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_a_run_saves_its_model_which_is_read_and_exported_only_if_it_is_gpt2(
+def test_a_run_saves_its_model_which_is_read_evaluated_and_exported_only_if_it_is_gpt2(
     flags, tiny_config, tmp_path
 ):
-    config = tiny_config(**flags, max_steps=2, lr=1e-2)
-    train(config, ALONE)
+    config = tiny_config(**flags, max_steps=2, lr=1e-2, eval_every=2, val_fraction=0.2)
+    logged = train(config, ALONE)["val_loss"]
+    results = evaluated(run="train", log_dir=config.log_dir)
+    assert results["validation"]["loss"] == logged
     model = load_model("train", config.log_dir)
     assert {name: getattr(model.config, name) for name in flags} == flags
     again = tiny_config(init_from="train", run_name="again", max_steps=1)
