@@ -8,6 +8,7 @@ import json
 import pytest
 
 from checkpoint.weights import load_model
+from optimizer import learning_rate
 from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
 from tests.test_train import column
 from train import train
@@ -124,3 +125,23 @@ def test_gradients_are_averaged_once_a_step_and_each_process_drops_other_element
         "two micro-steps or processes drop the same"
     )
     assert all(0.4 < share < 0.6 for _, share in masks)
+
+
+def test_by_the_clock_of_rank_0_all_ranks_end_after_the_same_step(tmp_path):
+    """Each reading of a rank's clock is later by half a second, on rank 1 by a whole one."""
+    write_tiny_corpus(tmp_path)
+    clock = """
+        import itertools, types, train as train_module
+        ticks = itertools.count(step=0.5 * (1 + world.rank))
+        train_module.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
+        for options"""
+    options = SMALL | {"batch_size": 6, "max_minutes": 0.1, "run_name": "clock"}
+    options |= {"lr_schedule": "cosine"}
+    program = TRAIN.replace("\n        for options", clock)
+    for done in run_ranks(2, "-c", program, json.dumps([options]), cwd=tmp_path, timeout=100):
+        assert done.returncode == 0, done.stderr
+    config = tiny_run(tmp_path, **options)
+    seconds = [0.0, 1.5, 3.0, 4.5]  # three readings a step
+    assert column(config, "lr") == [
+        learning_rate(step, config, at) for step, at in enumerate(seconds, start=1)
+    ]
