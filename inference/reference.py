@@ -7,6 +7,7 @@ under the name of the config that it belongs to.
 """
 
 import csv
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -21,7 +22,7 @@ from runtime.errors import UserError
 from runtime.runlog import Row
 
 CURVES = CONFIG_DIR / "reference"
-HARDLY = 0.3  # of the tokens: a run that is no further has learned little but words' frequencies
+HARDLY = 0.25  # of the way from expected back to untrained: frequencies of tokens, and no more
 GAP = 1.0  # nats between training and validation loss, from which tokens seem to be repeated
 CLIPPED = 20  # times grad_clip, from which hardly anything is left of a gradient
 
@@ -48,8 +49,8 @@ class Reference:
                 TypeAdapter(list[float]).validate_python([row.get(name) for row in rows])
                 for name in ("tokens", "val_loss", "tolerance")
             )
-            if not rows or tokens != sorted(set(tokens)):
-                raise ValueError("its tokens do not rise from row to row")
+            if len(rows) < 2 or tokens != sorted(set(tokens)):
+                raise ValueError("at least two rows are needed, whose tokens rise")
         except (OSError, ValueError, csv.Error) as error:
             known = ", ".join(sorted(curve.stem for curve in CURVES.glob("*.csv")))
             why = "a cell is no number" if isinstance(error, ValidationError) else error
@@ -80,18 +81,22 @@ class Reference:
             return f"on track: {behind:+.3f} from {usual}"
         if behind < 0:
             return f"ahead: {-behind:.3f} below {usual}; if you changed nothing, do targets leak?"
-        share = float(np.interp(-loss, np.negative(self.losses), self.tokens)) / max(1, tokens)
-        causes = islice(self._causes(loss, before, share, config, row or {}), 3)
+        late = ""
+        if loss < self.losses[1]:  # straight lines over the logarithm of tokens
+            reached = np.interp(-loss, np.negative(self.losses[1:]), np.log(self.tokens[1:]))
+            late = f", as after {math.exp(reached) / tokens:.0%} of these tokens"
+        knows_little = bool(behind > HARDLY * (self.losses[0] - expected))
+        causes = islice(self._causes(loss, before, knows_little, config, row or {}), 3)
         return (
-            f"behind: {behind:.3f} above {usual}, as after {share:.0%} of these tokens. Look first "
-            f"at: {'; '.join(f'({i}) {cause}' for i, cause in enumerate(causes, start=1))}"
+            f"behind: {behind:.3f} above {usual}{late}. Look first at: "
+            f"{'; '.join(f'({i}) {cause}' for i, cause in enumerate(causes, start=1))}"
         )
 
     def _causes(
         self,
         loss: float,
         before: float,
-        share: float,
+        knows_little: bool,
         config: Config,
         row: Mapping[str, float | None],
     ) -> Iterator[str]:
@@ -108,7 +113,7 @@ class Reference:
             yield f"a gradient norm of {row['norm']:.3g} is clipped to {config.grad_clip:g}"
         if loss > before:
             yield "the validation loss rises: a lower learning rate, or a longer warm-up"
-        if share < HARDLY:
+        if knows_little:
             yield (
                 "little is learned but how frequent tokens are: are targets the next tokens, are "
                 "positions in order, is the vocabulary the tokenizer's?"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from measure.comparison import COMPARED, Pair, compare, published_factor
+from measure.page import write_ladder_page
 from measure.ratio import Ratio
 from measure.stages import SERIES, Stage, published, published_rows, runs_of
 from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, draw_panels, write_csv, write_report
@@ -113,6 +114,7 @@ def report(
     draw_factors(folder / "speed.png", [row["stage"] for row in rows], over_first)
     if curves:
         draw_panels(folder / "loss.png", curves, "step", "loss, nats per token")
+    write_ladder_page(folder / "report.html", f"The {ladder} ladder", stages, rows)
     return failures
 
 
