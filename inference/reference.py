@@ -10,7 +10,7 @@ import csv
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,16 @@ class Reference:
         config = load_config(str(recipe)) if recipe.is_file() else None
         return cls(path.stem, tokens, losses, tolerances, config)
 
+    def differences(self, config: Config) -> Iterator[tuple[str, str, str]]:
+        """Yield the options that decide what is learned and are not as the curve's own config has
+        them: name, value here, value there.
+        """
+        sections = (OptimizationConfig, DataConfig, ModelConfig) if self.config else ()
+        for name in chain(*(section.model_fields for section in sections)):
+            ours, theirs = getattr(config, name), getattr(self.config, name)
+            if ours != theirs and name not in Config.names_marked(PATH):
+                yield name, show(ours), show(theirs)
+
     def judge(
         self, tokens: int, loss: float, before: float, config: Config, row: Row | None
     ) -> str | None:
@@ -101,12 +111,8 @@ class Reference:
         row: Mapping[str, float | None],
     ) -> Iterator[str]:
         """Yield what may have put a run behind, the likeliest first; at least three."""
-        if self.config:
-            sections = OptimizationConfig.model_fields | DataConfig.model_fields
-            for name in sections | ModelConfig.model_fields:
-                ours, theirs = getattr(config, name), getattr(self.config, name)
-                if ours != theirs and name not in Config.names_marked(PATH):
-                    yield f"{name} is {show(ours)}, {self.name}.yaml has {show(theirs)}"
+        for name, ours, theirs in self.differences(config):
+            yield f"{name} is {ours}, {self.name}.yaml has {theirs}"
         if loss - (row.get("loss") or loss) > GAP:
             yield f"the training loss is only {row['loss']:.2f}: are the same few tokens repeated?"
         if config.grad_clip and (row.get("norm") or 0) > CLIPPED * config.grad_clip:

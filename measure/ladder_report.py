@@ -1,15 +1,17 @@
 """Report a ladder, an ablation, and ladders of several machines: tables and pictures."""
 
+import contextlib
 import csv
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from measure.comparison import COMPARED, Pair, compare, published_factor
-from measure.page import write_ladder_page
+from measure.page import curve_of, rung, write_ladder_page, write_page
 from measure.ratio import Ratio
 from measure.stages import SERIES, Stage, published, published_rows, runs_of
 from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, draw_panels, write_csv, write_report
+from runtime.cli import ConfigError, find_config, read_yaml_mapping
 from runtime.errors import UserError
 from runtime.report import (
     COLOURS,
@@ -128,6 +130,9 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
             validation[str(folder)] = curve(rows, "val_loss")
     draw_losses(path, training, validation)
     print(f"wrote {path}")
+    curves = [curve_of(name, *run) for name, run in training.items()]
+    curves += [curve_of(f"{name}, validation", *run) for name, run in validation.items()]
+    write_page(path.with_suffix(".html"), "Loss curves", "", list(training), [], curves)
 
 
 # ---- an ablation
@@ -219,6 +224,14 @@ def across(folders: Sequence[str], out: Path) -> None:
         "![factors by stage and machine](across.png)",
     )
     draw_factors(out / "across.png", names, series)
+    pages = []
+    for stage in stages:
+        factors = {name: of_machine.get(stage) for name, of_machine in found.items()}
+        with contextlib.suppress(ConfigError):  # of a ladder of other configs than those here
+            base = read_yaml_mapping(find_config(stage)).get("base", stage)
+            pages.append(rung(stage, stage, base, factors, []))
+    title = "What each optimization is worth where"
+    write_page(out / "report.html", title, "", [INTERVALS, ", ".join(found)], pages, [])
 
 
 def counterpart(config: str) -> Ratio | None:

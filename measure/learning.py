@@ -14,6 +14,7 @@ from pathlib import Path
 from config import DataConfig, ModelConfig, OptimizationConfig
 from measure.comparison import Pair, ablated, compare
 from measure.ladder_report import INTERVALS, failures_of
+from measure.page import curve_of, rung, write_page
 from measure.ratio import Ratio, product
 from measure.stages import Stage, make_stage, with_bases
 from measure.tables import Row, write_csv, write_report
@@ -34,6 +35,7 @@ COLUMNS = [
     field("speed", "speed"),
     field("time to the first's loss", "time_share"),
 ]
+FIGURES = {"validation loss": "loss", "lower than base's by": "lower", "speed": "speed"}
 EXPLAINED = (
     "validation loss: at the end, in nats per token, the mean over the seeds. lower than base's "
     "by: the mean difference from the rung that it changes, seed by seed. After +-: the half width "
@@ -237,4 +239,18 @@ def report_learning(
     shown = {run.name: val_losses(run) for row in rows for run in rungs[row["stage"]]}
     pictured = {name: (list(c), list(c.values())) for name, c in shown.items()}
     draw_losses(folder / "learning.png", {}, pictured)
+    files = {name: runs[0].file for name, runs in rungs.items()}
+    pages, tokens = [], config.tokens_per_step(1)
+    for row in rows:
+        name, shares = row["stage"], {"tokens": row["tokens_share"], "time": row["time_share"]}
+        figures = [(label, row[key], "") for label, key in FIGURES.items()]
+        pages.append(rung(name, files[name], files[row["base"]], shares, figures))
+    curves = [curve_of(name, *pictured[name], tokens_per_step=tokens) for name in pictured]
+    headline = ""
+    if ends := [(row["tokens_share"].median, row["stage"]) for row in rows if row["tokens_share"]]:
+        least, best = min(ends)
+        first = rows[0]["stage"]
+        headline = f"{best} has the loss that {first} ends with after {least:.0%} of the tokens."
+    title, about = f"What the rungs of {ladder} learn", [EXPLAINED, *where]
+    write_page(folder / "report.html", title, headline, about, pages, curves)
     return failures

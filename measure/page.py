@@ -8,25 +8,25 @@ import ast
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
 
-from config import Config
+from config import Config, load_config
 from measure.ratio import Ratio
 from measure.stages import ROOT, Stage, published_rows, with_bases
 from measure.tables import Row
-from runtime.cli import read_yaml_mapping
+from runtime.cli import find_config, read_yaml_mapping
 from runtime.files import write_whole
 from runtime.runlog import Row as LogRow
-from runtime.runlog import read_rows
+from runtime.runlog import curve, read_rows
 
 WEB = Path(__file__).parent / "web"
 RECIPE = ("train.py", "model.py", "optimizer.py", "dataloader.py")  # where options act
-PLACES = 4  # of one option, at most
+PLACES, LONG = 4, 12  # places of an option, and lines of a statement, that are shown at most
 OTHERS = ("_", "describe", "notes", "to_yaml", "advice")  # methods that speak of options
 COLOURS = ("var(--bar)", "var(--other)", "#7a8b3f", "#8a5fb0", "#4d9a94", "#b34d6d")
 FIGURES = {  # columns of results.csv beside the factor
@@ -72,31 +72,39 @@ def write_page(
 # ---- a rung
 
 
-def rung(stage: Stage, base: Stage, row: Row) -> dict[str, Any]:
-    """Return what the page shows of a finished stage, whose row is one of `compare`."""
-    title, why = explained(stage.file)
-    factors = {"here": row["over_base"]} if base is not stage else {}
-    if theirs := row["published_over_base"]:
-        factors["published"] = Ratio(theirs)
+def rung(
+    name: str,
+    config: str | Path,
+    base: str | Path,
+    factors: Mapping[str, Ratio | None],
+    figures: Iterable[tuple[str, Any, str]],
+) -> dict[str, Any]:
+    """Return what the page shows of a rung.
+
+    `config`, `base`: its YAML and the one that it changes. `figures`: labels, values as results.csv
+    has them, and formats.
+    """
+    ours, theirs = (find_config(str(file)) for file in (config, base))
+    title, why = explained(ours)
+    changed = changed_options(load_config(str(ours)), load_config(str(theirs)))
     return {
-        "name": stage.name,
-        "base": base.name if base is not stage else None,
-        "title": title or stage.name,
+        "name": name,
+        "base": theirs.stem if theirs != ours else None,
+        "title": title or name,
         "why": why,
-        "yaml": changes(stage.file),
-        "code": [*itertools.chain(*map(code_of, changed_options(stage.config, base.config)))],
+        "yaml": changes(ours),
+        "code": [*itertools.chain(*map(code_of, changed))],
         "factors": bars(factors),
         "figures": [
-            {"label": label, "value": as_number(row[name]), "text": f"{row[name]:{style}}"}
-            for name, (label, style) in FIGURES.items()
-            if row[name] is not None
+            {
+                "label": label,
+                "value": value.median if isinstance(value, Ratio) else value,
+                "text": f"{value:{style}}",
+            }
+            for label, value, style in figures
+            if value is not None
         ],
     }
-
-
-def as_number(value: Any) -> float:
-    """Return a figure as results.csv has it: of a Ratio the median."""
-    return value.median if isinstance(value, Ratio) else value
 
 
 def bars(factors: Mapping[str, Ratio | None]) -> list[dict[str, Any]]:
@@ -120,8 +128,11 @@ def explained(file: Path) -> tuple[str, list[str]]:
     text = file.read_text(encoding="utf-8")
     comment = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(True)))
     words = " ".join(line.lstrip("# ") for line in comment.splitlines())
-    name = re.split(r"[:,(.] |[:.]$| [(]", words, maxsplit=1)[0].removeprefix("Adds ")
-    return name[:1].upper() + name[1:], [p for p in re.split(r" (?=Published)", words) if p]
+    name = re.split(r"[:,.] |[:.]$| [(]", words, maxsplit=1)[0]
+    name = re.sub(r"^(Adds )?(the |The |an? )?", "", name)
+    if name.partition(" ")[0].isalpha():  # not torch.compile, bf16
+        name = name[:1].upper() + name[1:]
+    return name, [p for p in re.split(r" (?=Published)", words) if p]
 
 
 def changes(file: Path) -> str:
@@ -132,7 +143,7 @@ def changes(file: Path) -> str:
 
 def changed_options(ours: Config, theirs: Config) -> list[str]:
     """Return the options in which two configs differ."""
-    names = ours.model_fields.keys() - {"run_name", "log_dir"}
+    names = Config.model_fields.keys() - {"run_name", "log_dir"}
     return sorted(name for name in names if getattr(ours, name) != getattr(theirs, name))
 
 
@@ -158,62 +169,99 @@ def methods_that_read(option: str) -> Iterator[str]:
 
 
 def statements_that_read(path: Path, names: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield line number and text of the statements with one of these attributes, once each.
+    """Yield line number and text of the statements with one of these attributes, and of those that
+    read a variable which such a statement sets.
 
-    Of one that has others in it, such as `if`, its first lines. Comments above belong to it.
+    Of a long one that has others in it, such as `with`, its first lines. Comments above belong to
+    it.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
-    for node in ast.walk(ast.parse("\n".join(lines))):
-        if not isinstance(node, ast.stmt) or isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            continue
-        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-        own = itertools.chain(*(ast.walk(c) for c in ast.iter_child_nodes(node) if c not in inner))
-        if any(isinstance(n, ast.Attribute) and n.attr in names for n in own):
-            first, end = node.lineno, inner[0].end_lineno if inner else node.end_lineno
-            while lines[first - 2].lstrip().startswith("#"):
-                first -= 1
-            yield first, textwrap.dedent("\n".join(lines[first - 1 : end]))
+    for function in ast.walk(ast.parse("\n".join(lines))):
+        set_there = set[str]()
+        for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
+            if not isinstance(node, ast.stmt) or node is function:
+                continue
+            inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+            own = [child for child in ast.iter_child_nodes(node) if child not in inner]
+            read = {*itertools.chain(*(map(name_of, ast.walk(child)) for child in own))}
+            if read & (names | set_there):
+                if isinstance(node, ast.Assign) and read & names:
+                    set_there |= {*map(name_of, node.targets)} - {""}
+                first, end = node.lineno, node.end_lineno or node.lineno
+                if inner and end - first > LONG:
+                    end = inner[0].end_lineno or end
+                while lines[first - 2].lstrip().startswith("#"):
+                    first -= 1
+                yield first, textwrap.dedent("\n".join(lines[first - 1 : end]))
+
+
+def name_of(node: ast.AST) -> str:
+    """Return the name of an attribute or a variable; "" of anything else."""
+    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 # ---- curves
 
 
 def curve_of(
-    label: str, rows: Mapping[int, LogRow], tokens_per_step: int | None, *, published: bool = False
+    label: str,
+    steps: Sequence[int],
+    losses: Sequence[float],
+    times: Sequence[float | None] = (),
+    *,
+    tokens_per_step: int | None = None,
+    published: bool = False,
 ) -> dict[str, Any]:
-    """Return a curve over steps, tokens and seconds; None over what is not known."""
-    times = [row.get("dt_ms") for row in rows.values()]
-    seconds = None
-    if all(times) and [*rows] == [*range(1, len(rows) + 1)]:
-        seconds = [*itertools.accumulate(time / 1e3 for time in times if time)]
+    """Return a curve over steps, tokens and seconds; None over what is not known.
+
+    `times`: milliseconds of each step from the first on.
+    """
+    known = len(times) == len(steps) == steps[-1] and all(times)
     return {
         "label": label,
         "published": published,
-        "steps": [*rows],
-        "tokens": tokens_per_step and [step * tokens_per_step for step in rows],
-        "seconds": seconds,
-        "loss": [row["loss"] for row in rows.values()],
+        "steps": [*steps],
+        "tokens": tokens_per_step and [step * tokens_per_step for step in steps],
+        "seconds": [*itertools.accumulate((time or 0) / 1e3 for time in times)] if known else None,
+        "loss": [*losses],
     }
+
+
+def logged(rows: Mapping[int, LogRow]) -> tuple[list[int], list[Any], list[Any]]:
+    """Return the steps, losses and milliseconds of a log for `curve_of`."""
+    return (*curve(rows), [row.get("dt_ms") for row in rows.values()])
 
 
 def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Sequence[Row]) -> None:
     """Write the page of a ladder whose finished stages have these rows."""
     by_name = {row["stage"]: row for row in rows}
     done = [(stage, base) for stage, base in with_bases(stages) if stage.name in by_name]
-    rungs = [rung(stage, base, by_name[stage.name]) for stage, base in done]
+    rungs = []
+    for stage, base in done:
+        row, factors = by_name[stage.name], dict[str, Ratio | None]()
+        if stage is not base:
+            published = row["published_over_base"]
+            factors = {"here": row["over_base"], "published": published and Ratio(published)}
+        figures = [(label, row[name], style) for name, (label, style) in FIGURES.items()]
+        rungs.append(rung(stage.name, stage.file, base.file, factors, figures))
     titles = {rung["name"]: rung["title"] for rung in rungs}
     curves, machines = [], dict[str, None]()
     for stage, _ in done:
         tokens = stage.config.tokens_per_step(stage.ranks)
-        curves.append(curve_of(titles[stage.name], read_rows(stage.folder / "log.csv"), tokens))
+        log = logged(read_rows(stage.folder / "log.csv"))
+        curves.append(curve_of(titles[stage.name], *log, tokens_per_step=tokens))
         if summary := stage.summary():
             about = f"{summary.machine}; device {summary.device}, torch {summary.torch}"
             machines[f"{about}, commit {summary.git}, {summary.started[:10]}"] = None
     for stage, _ in done:
-        if log := stage.published.log:
-            label = f"{titles[stage.name]}, published"
-            tokens = stage.config.tokens_per_step(1)
-            curves.append(curve_of(label, published_rows(log), tokens, published=True))
+        if name := stage.published.log:
+            steps, losses, times = logged(published_rows(name))
+            # Times that were read without waiting for the GPU tell nothing.
+            times = times if stage.published.ms_per_step else []
+            label, tokens = f"{titles[stage.name]}, published", stage.config.tokens_per_step(1)
+            curves.append(
+                curve_of(label, steps, losses, times, tokens_per_step=tokens, published=True)
+            )
     write_page(path, title, headline(rows, titles), [*machines], rungs, curves)
 
 

@@ -1,0 +1,149 @@
+"""The ladder's page: its numbers are results.csv's, its code is the recipe's, and a browser shows
+it without errors and without a network.
+"""
+
+import json
+import math
+import re
+import shutil
+
+import pytest
+
+from measure.comparison import pairs_of
+from measure.ladder_report import report
+from measure.page import code_of, explained
+from runtime.cli import CONFIG_DIR
+from tests.conftest import ROOT
+from tests.test_ladder import HEADER, fake_comparison, finished, table
+
+SPEEDUP = ["baseline", *(f"speedup{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10))]
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory):
+    """The folder of a ladder whose runs were never run: every figure is made up."""
+    folder = tmp_path_factory.mktemp("ladder")
+    stages = finished(*SPEEDUP, folder=folder)
+    for i, stage in enumerate(stages):
+        losses = [
+            6.0 + 5 * math.exp(-step / (12 + i)) + 0.05 * math.sin(step * i) for step in range(50)
+        ]
+        rows = "".join(
+            f"{step},{loss},0.1,1.0,{1000 / (1 + i)},{100 * (1 + i)}\n"
+            for step, loss in enumerate(losses, start=1)
+        )
+        (stage.folder / "log.csv").write_text(HEADER + rows)
+        summary = json.loads((stage.folder / "summary.json").read_text())
+        summary |= {"median_dt_ms": 1000 / (1 + i), "median_tokens_per_sec": 100 * (1 + i)}
+        (stage.folder / "summary.json").write_text(
+            json.dumps(
+                summary
+                | {"final_loss": losses[-1], "utilization": 0.3, "machine": "a <made-up> machine"}
+            )
+        )
+    pairs = pairs_of(stages)
+    for i, name in enumerate(SPEEDUP[1:-1]):
+        fake_comparison(pairs[name], 0.9 + 0.17 * i)
+    report("speedup", stages, stages[0].folder.parent)
+    return stages[0].folder.parent
+
+
+def test_every_number_on_the_page_is_that_of_the_results(ladder):
+    page = (ladder / "report.html").read_text()
+    rows = table(ladder / "results.csv")
+    assert re.findall(r'<article id="(\w+)"', page) == SPEEDUP
+    for name, article in zip(SPEEDUP, page.split("<article ")[1:], strict=True):
+        shown = [float(value) for value in re.findall(r'<data value="([^"]*)"', article)]
+        columns = ["over_base"] * (name != "baseline")
+        columns += ["published_over_base"] * bool(rows[name]["published_over_base"])
+        columns += ["tokens_per_sec", "ms_per_step", "peak_memory_mb", "final_loss"]
+        columns += ["utilization", "over_first"]
+        assert shown == [float(rows[name][column]) for column in columns]
+    curves = json.loads(re.search(r'id="curves">(.*?)</script>', page, re.DOTALL)[1])
+    ours = [curve for curve in curves if not curve["published"]]
+    assert len(ours) == len(SPEEDUP)
+    assert len(curves) == len(SPEEDUP) + 10  # a log of each but speedup10
+    assert ours[1]["tokens"][:2] == [2048, 4096]
+    assert ours[1]["seconds"][:2] == [0.5, 1.0]
+    assert "a &lt;made-up&gt; machine" in page
+
+
+def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):
+    page = (ladder / "report.html").read_text()
+    assert len(page) < 1.5e6
+    assert not re.search(r"""(src|href)=["'](?!#|data:)""", page)
+
+
+@pytest.mark.parametrize(
+    ("option", "file", "call"),
+    [
+        ("tf32", "train.py", "torch.set_float32_matmul_precision("),
+        ("bf16", "train.py", "torch.autocast"),
+        ("compile", "train.py", "torch.compile(model"),
+        ("fsdp", "train.py", "shard(model"),
+        ("flash", "model.py", "scaled_dot_product_attention"),
+        ("tie_weights", "model.py", "self.transformer.wte.weight"),
+        ("fused_adamw", "optimizer.py", "torch.optim.AdamW("),
+        ("grad_clip", "train.py", "clip_gradients("),
+        ("lr_schedule", "optimizer.py", "math.cos("),
+        ("decay_matrices_only", "optimizer.py", "decayed_dims"),
+        ("shuffle", "dataloader.py", "self.shuffle"),
+    ],
+)
+def test_the_code_of_an_option_is_where_it_acts_in_the_recipe(option, file, call):
+    places = code_of(option)
+    assert any(place["file"] == file and call in place["text"] for place in places), places
+    for place in places:
+        lines = (ROOT / place["file"]).read_text().splitlines()
+        assert place["text"].splitlines()[0].strip() == lines[place["line"] - 1].strip()
+
+
+@pytest.mark.parametrize(
+    "path", sorted(CONFIG_DIR.glob("speedup*.yaml")), ids=lambda path: path.stem
+)
+def test_each_rung_has_a_short_name_from_its_comment(path):
+    name, why = explained(path)
+    assert 3 < len(name) < 60, name
+    assert not name.startswith(("Adds", "The "))
+    assert name[1:] in " ".join(why)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    if not CHROMIUM:
+        pytest.skip("needs Chromium (apt-get install chromium)")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)], ids=["desk", "telephone"])
+def test_a_browser_shows_it_without_errors_and_it_answers(width, height, browser, ladder, tmp_path):
+    tab = browser.new_page(viewport={"width": width, "height": height})
+    errors, requests = list[str](), list[str]()
+    tab.on("console", lambda message: errors.append(message.text))
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.on("request", lambda request: requests.append(request.url))
+    tab.goto((ladder / "report.html").as_uri())
+    assert tab.locator("#chart canvas").count() == 1
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    labels = tab.locator(".u-series").count()
+    tab.locator(".pick").first.uncheck()
+    assert tab.locator(".u-series").count() == labels - 1
+    tab.get_by_role("button", name="over seconds").press("Enter")
+    assert tab.get_by_role("button", name="over seconds").get_attribute("aria-pressed") == "true"
+    tab.get_by_role("button", name="Guess first").click()
+    bars = tab.locator("#speedup2 .bars")
+    assert not bars.is_visible()
+    tab.locator("#speedup2 .guess-button").click()
+    assert bars.is_visible()
+    assert not tab.locator("#speedup3 .bars").is_visible()
+    tab.screenshot(path=tmp_path / "page.png", full_page=True)
+    tab.close()
+    assert errors == []
+    assert requests == [(ladder / "report.html").as_uri()]
