@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 from config import Config, load_config
 from measure.ratio import Ratio
 from measure.stages import ROOT, Stage, published_rows, with_bases
 from measure.tables import Row
-from runtime.cli import find_config, read_yaml_mapping
+from runtime.cli import find_config
 from runtime.files import write_whole
 from runtime.runlog import Row as LogRow
 from runtime.runlog import curve, read_rows
@@ -50,9 +49,7 @@ def write_page(
     """Write the page. `rungs`: as `rung` makes them; `curves`: as `curve_of` does."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((WEB / "page.html").read_text(encoding="utf-8"))
-    ends = [
-        factor[end] for rung in rungs for factor in rung["factors"] for end in ("median", "high")
-    ]
+    ends = [factor.ends[1] for rung in rungs for _, factor in rung["factors"]]
     write_whole(
         path,
         template.render(
@@ -61,7 +58,8 @@ def write_page(
             about=about,
             rungs=rungs,
             curves=curves,
-            most=1.05 * max([1.0, *filter(None, ends)]),
+            most=1.05 * max(1.0, *ends),
+            colours=COLOURS,
             uplot_js=jinja2.utils.markupsafe.Markup((WEB / "uPlot.iife.min.js").read_text()),
             uplot_css=jinja2.utils.markupsafe.Markup((WEB / "uPlot.min.css").read_text()),
         ),
@@ -86,41 +84,22 @@ def rung(
     """
     ours, theirs = (find_config(str(file)) for file in (config, base))
     title, why = explained(ours)
-    changed = changed_options(load_config(str(ours)), load_config(str(theirs)))
+    here, there = (load_config(str(file)).model_dump() for file in (ours, theirs))
+    changed = sorted(name for name in here if here[name] != there[name] and name != "run_name")
     return {
         "name": name,
         "base": theirs.stem if theirs != ours else None,
         "title": title or name,
         "why": why,
         "yaml": changes(ours),
-        "code": [*itertools.chain(*map(code_of, changed))],
-        "factors": bars(factors),
+        "code": {(p["file"], p["line"]): p for option in changed for p in code_of(option)}.values(),
+        "factors": [(label, factor) for label, factor in factors.items() if factor],
         "figures": [
-            {
-                "label": label,
-                "value": value.median if isinstance(value, Ratio) else value,
-                "text": f"{value:{style}}",
-            }
+            (label, value, f"{value:{style}}")
             for label, value, style in figures
             if value is not None
         ],
     }
-
-
-def bars(factors: Mapping[str, Ratio | None]) -> list[dict[str, Any]]:
-    """Return the bars of a rung, one for each machine or source that has a factor."""
-    return [
-        {
-            "label": label,
-            "median": factor.median,
-            "low": factor.low,
-            "high": factor.high,
-            "text": str(factor),
-            "colour": colour,
-        }
-        for (label, factor), colour in zip(factors.items(), itertools.cycle(COLOURS), strict=False)
-        if factor
-    ]
 
 
 def explained(file: Path) -> tuple[str, list[str]]:
@@ -130,21 +109,15 @@ def explained(file: Path) -> tuple[str, list[str]]:
     words = " ".join(line.lstrip("# ") for line in comment.splitlines())
     name = re.split(r"[:,.] |[:.]$| [(]", words, maxsplit=1)[0]
     name = re.sub(r"^(Adds )?(the |The |an? )?", "", name)
-    if name.partition(" ")[0].isalpha():  # not torch.compile, bf16
+    if re.match(r"[A-Za-z-]+( |$)", name):  # not torch.compile, bf16
         name = name[:1].upper() + name[1:]
     return name, [p for p in re.split(r" (?=Published)", words) if p]
 
 
 def changes(file: Path) -> str:
-    """Return what a YAML sets, without its base and its comments."""
-    values = {name: value for name, value in read_yaml_mapping(file).items() if name != "base"}
-    return yaml.safe_dump(values, sort_keys=False, default_flow_style=False) if values else ""
-
-
-def changed_options(ours: Config, theirs: Config) -> list[str]:
-    """Return the options in which two configs differ."""
-    names = Config.model_fields.keys() - {"run_name", "log_dir"}
-    return sorted(name for name in names if getattr(ours, name) != getattr(theirs, name))
+    """Return what a YAML sets, without its base and the comment above."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if line and not line.startswith(("#", "base:")))
 
 
 def code_of(option: str) -> list[dict[str, Any]]:
@@ -177,27 +150,33 @@ def statements_that_read(path: Path, names: set[str]) -> Iterator[tuple[int, str
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     for function in ast.walk(ast.parse("\n".join(lines))):
-        set_there = set[str]()
-        for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
-            if not isinstance(node, ast.stmt) or node is function:
-                continue
+        if not isinstance(function, ast.FunctionDef) or function.name.startswith("check"):
+            continue
+        set_there, shown_to = set[str](), 0
+        for node in sorted(statements_in(function), key=lambda node: node.lineno):
             inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-            own = [child for child in ast.iter_child_nodes(node) if child not in inner]
-            read = {*itertools.chain(*(map(name_of, ast.walk(child)) for child in own))}
-            if read & (names | set_there):
-                if isinstance(node, ast.Assign) and read & names:
-                    set_there |= {*map(name_of, node.targets)} - {""}
-                first, end = node.lineno, node.end_lineno or node.lineno
-                if inner and end - first > LONG:
-                    end = inner[0].end_lineno or end
-                while lines[first - 2].lstrip().startswith("#"):
-                    first -= 1
-                yield first, textwrap.dedent("\n".join(lines[first - 1 : end]))
+            own = (child for child in ast.iter_child_nodes(node) if child not in inner)
+            parts = [*itertools.chain(*map(ast.walk, own))]
+            reads_it = any(getattr(part, "attr", "") in names for part in parts)
+            if node.lineno <= shown_to or not (
+                reads_it or any(getattr(part, "id", "") in set_there for part in parts)
+            ):
+                continue
+            if isinstance(node, ast.Assign) and reads_it:
+                set_there |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            first, end = node.lineno, node.end_lineno or node.lineno
+            if inner and end - first > LONG:
+                end = inner[0].end_lineno or end
+            shown_to = end
+            while lines[first - 2].lstrip().startswith("#"):
+                first -= 1
+            yield first, textwrap.dedent("\n".join(lines[first - 1 : end]))
 
 
-def name_of(node: ast.AST) -> str:
-    """Return the name of an attribute or a variable; "" of anything else."""
-    return getattr(node, "attr", getattr(node, "id", ""))
+def statements_in(function: ast.FunctionDef) -> list[ast.stmt]:
+    """Return all statements inside a function, but not those of functions inside it."""
+    nodes = (node for node in ast.walk(function) if node is not function)
+    return [node for node in nodes if isinstance(node, ast.stmt)]
 
 
 # ---- curves
@@ -266,11 +245,10 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
 
 
 def headline(rows: Sequence[Row], titles: Mapping[str, str]) -> str:
-    """Say in a sentence how far the ladder leads, and which rungs are worth most."""
-    best = max(rows, key=lambda row: row["over_first"].median)
-    resolved = [row for row in rows if (row["over_base"] or Ratio(1.0)).ends[0] > 1]
-    resolved.sort(key=lambda row: -row["over_base"].median)
-    names = [f"{titles[row['stage']]} ({row['over_base'].median:.2f})" for row in resolved[:2]]
-    worth = f" {' and '.join(names)} {'is' if len(names) == 1 else 'are'} worth most here."
-    far = f"{best['over_first'].median:.1f} times as fast as {titles[rows[0]['stage']].lower()}."
-    return (far[:1].upper() + far[1:] if best is not rows[0] else "") + worth * bool(names)
+    """Say in a sentence or two how far the ladder leads, and which rungs are worth most."""
+    most = max(row["over_first"].median for row in rows)
+    said = f"{most:.1f} times as fast as {titles[rows[0]['stage']].lower()}."
+    resolved = [row for row in rows if row["over_base"] and row["over_base"].ends[0] > 1]
+    for row in sorted(resolved, key=lambda row: -row["over_base"].median)[:2]:
+        said += f" {titles[row['stage']]}: {row['over_base']}."
+    return said
