@@ -88,7 +88,7 @@ def report(
     failures = failures_of([*runs_of(stages), *pairs])
     runs = [
         f"- `{run.name}`: {s.steps} steps of {run.config.batch_size} x {run.config.seq_len} "
-        f"tokens; {s.machine}, device {s.device}, torch {s.torch}, commit {s.git}, {s.started[:10]}"
+        f"tokens; {s.about}, {s.started[:10]}"
         for run in runs_of(stages)
         if (s := run.summary())
     ]

@@ -220,9 +220,7 @@ def report_learning(
     failures = failures_of([*(run for runs in rungs.values() for run in runs), *pairs])
     config = next(iter(rungs.values()))[0].config
     summaries = [run.summary() for runs in rungs.values() for run in runs]
-    where = dict.fromkeys(
-        f"{s.machine}; device {s.device}, torch {s.torch}, commit {s.git}" for s in summaries if s
-    )
+    where = dict.fromkeys(summary.about for summary in summaries if summary)
     if rows:
         write_csv(folder / "results.csv", rows)
     write_report(

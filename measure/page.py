@@ -14,20 +14,20 @@ from typing import Any
 
 import jinja2
 
-from config import Config, load_config
+from config import load_config
 from measure.ratio import Ratio
 from measure.stages import ROOT, Stage, published_rows, with_bases
 from measure.tables import Row
 from runtime.cli import find_config
 from runtime.files import write_whole
+from runtime.report import COLOURS
 from runtime.runlog import Row as LogRow
 from runtime.runlog import curve, read_rows
 
 WEB = Path(__file__).parent / "web"
 RECIPE = ("train.py", "model.py", "optimizer.py", "dataloader.py")  # where options act
-PLACES, LONG = 4, 12  # places of an option, and lines of a statement, that are shown at most
+PLACES = 4  # of an option, at most
 OTHERS = ("_", "describe", "notes", "to_yaml", "advice")  # methods that speak of options
-COLOURS = ("var(--bar)", "var(--other)", "#7a8b3f", "#8a5fb0", "#4d9a94", "#b34d6d")
 FIGURES = {  # columns of results.csv beside the factor
     "tokens_per_sec": ("tokens/s", ",.0f"),
     "ms_per_step": ("ms a step", ",.0f"),
@@ -143,10 +143,7 @@ def methods_that_read(option: str) -> Iterator[str]:
 
 def statements_that_read(path: Path, names: set[str]) -> Iterator[tuple[int, str]]:
     """Yield line number and text of the statements with one of these attributes, and of those that
-    read a variable which such a statement sets.
-
-    Of a long one that has others in it, such as `with`, its first lines. Comments above belong to
-    it.
+    read a variable which such a statement sets. Comments above a statement belong to it.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     for function in ast.walk(ast.parse("\n".join(lines))):
@@ -164,13 +161,11 @@ def statements_that_read(path: Path, names: set[str]) -> Iterator[tuple[int, str
                 continue
             if isinstance(node, ast.Assign) and reads_it:
                 set_there |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-            first, end = node.lineno, node.end_lineno or node.lineno
-            if inner and end - first > LONG:
-                end = inner[0].end_lineno or end
-            shown_to = end
+            first = node.lineno
+            shown_to = node.end_lineno or first
             while lines[first - 2].lstrip().startswith("#"):
                 first -= 1
-            yield first, textwrap.dedent("\n".join(lines[first - 1 : end]))
+            yield first, textwrap.dedent("\n".join(lines[first - 1 : shown_to]))
 
 
 def statements_in(function: ast.FunctionDef) -> list[ast.stmt]:
@@ -230,8 +225,7 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
         log = logged(read_rows(stage.folder / "log.csv"))
         curves.append(curve_of(titles[stage.name], *log, tokens_per_step=tokens))
         if summary := stage.summary():
-            about = f"{summary.machine}; device {summary.device}, torch {summary.torch}"
-            machines[f"{about}, commit {summary.git}, {summary.started[:10]}"] = None
+            machines[f"{summary.about}, {summary.started[:10]}"] = None
     for stage, _ in done:
         if name := stage.published.log:
             steps, losses, times = logged(published_rows(name))

@@ -81,6 +81,11 @@ class Summary(BaseModel, allow_inf_nan=False):
     started: str
     interrupted: bool = False
 
+    @property
+    def about(self) -> str:
+        """Say where and with what it ran."""
+        return f"{self.machine}; device {self.device}, torch {self.torch}, commit {self.git}"
+
 
 @dataclass(eq=False)
 class Stage:
