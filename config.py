@@ -296,6 +296,8 @@ class RunConfig(Options):
     """
     estimate: Annotated[bool, THIS_CALL] = False
     """say what the run would take (tokens, hours, disk), and end"""
+    check: Annotated[bool, THIS_CALL] = False
+    """check the run in about a minute (data, gradients, resume, memory, disk, hours), and end"""
     timeout: Annotated[Count, THIS_CALL] = 600
     """seconds after which a process gives up waiting for another one"""
 
@@ -330,11 +332,10 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 "run_name",
                 f"run_name {name!r} is not a plain folder name; set log_dir to the folder above it",
             )
-        if resume and self.estimate:
-            yield (
-                "estimate",
-                "estimate and resume exclude each other: an estimate is of a whole run",
-            )
+        for name in ("estimate", "check"):
+            if resume and getattr(self, name):
+                problem = f"{name} and resume exclude each other: {name} is of a whole run"
+                yield name, problem
         if resume and resume != "auto" and run_name_is_given:
             places = f"{os.path.abspath(resume)}/{os.path.realpath(resume)}/"
             # A run that was moved aside, <run_name>.1, may have its old name in its config.yaml.

@@ -393,6 +393,11 @@ def main(config: Config) -> None:
             from measure.estimate import estimate  # which calls setup and train_step
 
             estimate(config, world)
+        elif config.check:
+            from measure.check import check
+
+            if not check(config, world):
+                raise SystemExit(1)
         else:
             end_unfinished(train(config, world, stop=stop), stop)
 

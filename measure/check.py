@@ -1,0 +1,219 @@
+"""Check a run before it takes days: `python train.py --config X --check`, in about a minute.
+
+A line for each check: what was found, and what to do where it is not as it should be. Where a step
+would take long, a small model with the same options is checked. Nothing is kept.
+"""
+
+import contextlib
+import io
+import itertools
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint.resume import find_checkpoint, open_run
+from checkpoint.save import save
+from checkpoint.shards import own_part
+from config import Config
+from dataloader import DataLoader
+from inference.validation import evaluating
+from measure.duration import MFU, part_flops
+from measure.probe import matmul_rates
+from model import GPT, GPTConfig
+from runtime.cli import load
+from runtime.device import peak_memory_mb
+from runtime.runlog import RunFolder
+from runtime.world import World
+from train import Run, open_data, setup, train_step
+
+Finding = tuple[bool, str]  # whether all is well, and what was found
+LONG = 1.5  # seconds of a step, from which a small model is checked
+STEPS, OVERFIT_STEPS = 3, 30
+OVERFIT_SECONDS = 15.0
+FALL = 0.1  # share of its first loss by which a batch that is repeated has to get better
+READ = 20_000  # windows of the corpus that are read
+
+
+def check(config: Config, world: World) -> bool:
+    """Print what each check finds; returns whether all is well. All ranks have to call this.
+
+    Raises UserError for what a run would not start with, such as a corpus that is too short.
+    """
+    Path(config.log_dir).mkdir(parents=True, exist_ok=True)
+    all_well = True
+    with tempfile.TemporaryDirectory(dir=config.log_dir) as place:
+        for is_well, text in findings(config, world, Path(world.broadcast(place))):
+            all_well = all_well and is_well
+            if world.rank == 0:
+                print(f"{'ok' if is_well else 'PROBLEM':8}{text}", flush=True)
+    return all_well
+
+
+def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
+    """Yield what each check finds. `folder`: on the disk of the run's own, for a checkpoint."""
+    loader, _ = open_data(config, world, config.n_vocab)
+    yield corpus_is_read(loader)
+    yield from targets_are_next(loader)
+    with torch.device("meta"):
+        parameters = GPT(GPTConfig.of(config)).num_parameters()
+    rate = matmul_rates(world.device)["bfloat16" if config.bf16 or config.fp16 else "float32"]
+    flops = sum(part_flops(config, config.tokens_per_step(world.world_size)).values())
+    seconds = flops / (rate * 1e12 * MFU * world.world_size)
+    is_small = seconds > LONG
+    changed = {"log_dir": str(folder), "run_name": "check", "keep_last": 1, "check": False}
+    changed |= {"max_minutes": None} | (smaller(config, world) if is_small else {})
+    tried = config.model_copy(update=changed)
+
+    run = setup(tried, world)
+    times = list[float]()
+    yield from steps_are_sound(run, times)  # first: FSDP's parameters are whole after the next
+    yield sees_no_future(run.state.model, world)
+    yield resumes_exactly(run, folder)
+    yield overfits(tried, world)
+
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    needed = (config.keep_last + 2) * size * parameters / run.state.model.num_parameters()
+    free = shutil.disk_usage(folder).free
+    yield (
+        needed < free or not config.keep_last,
+        f"disk: checkpoints take {needed / 1e9:.3g} GB, {free / 1e9:,.3g} GB are free",
+    )
+    if is_small:
+        about = "the above is of a small model with the same options; memory: see --estimate"
+    else:
+        seconds = statistics.median(times[1:])
+        about = f"memory: {peak_memory_mb(world.device):,.0f} MB at most"
+    end = f"{config.max_minutes:g} minutes" if config.max_minutes else config.max_steps
+    hours = config.max_minutes / 60 if config.max_minutes else config.max_steps * seconds / 3600
+    yield True, f"{about}; a step takes about {seconds:.3g} s, {end} steps {hours:,.2f} hours"
+
+
+def smaller(config: Config, world: World) -> dict[str, Any]:
+    """Return the options of a small model and batch; weights of `init_from` keep their size."""
+    heads = min(config.n_head, 2)
+    shape: dict[str, Any] = {"n_layer": min(config.n_layer, 2), "n_head": heads}
+    shape["n_embd"] = config.n_embd // config.n_head * heads
+    B, T = min(config.batch_size, 2), min(config.seq_len, 128)
+    micro_steps = min(2, config.accumulation_steps(world.world_size))
+    batch: dict[str, Any] = {"batch_size": B, "seq_len": T, "compile": False}
+    batch["total_batch_tokens"] = micro_steps * B * T * world.world_size
+    return batch | (shape if config.init_from == "scratch" else {})
+
+
+def corpus_is_read(loader: DataLoader) -> Finding:
+    """Read windows from all over the corpus: a token beyond the vocabulary raises UserError."""
+    windows = range(0, len(loader.stream), max(1, len(loader.stream) // READ))
+    for first in range(0, len(windows), 1000):
+        loader.stream.read(windows[first : first + 1000])
+    tokens = len(windows) * loader.stream.seq_len
+    return True, f"corpus: {tokens:,} tokens read, none beyond the vocabulary"
+
+
+def targets_are_next(loader: DataLoader) -> Iterator[Finding]:
+    """Compare inputs and targets, and the batches of two steps."""
+    (x, y), (other, _) = loader.batch(1), loader.batch(2)
+    yield torch.equal(x[:, 1:], y[:, :-1]), "targets: the tokens after the inputs"
+    differ = loader.overfit_batch or loader.steps_per_epoch < 2 or not torch.equal(x, other)
+    yield differ, "batches: another one in each step"
+
+
+@torch.no_grad()
+def sees_no_future(model: GPT, world: World) -> Finding:
+    """Change the last token: no logit before it may change."""
+    idx = torch.arange(min(64, model.config.block_size), device=world.device)[None] % 50
+    changed = idx.clone()
+    changed[:, -1] += 1
+    with evaluating(model):
+        before, after = (model(tokens)[:, :-1] for tokens in (idx, changed))
+    return torch.allclose(before, after, atol=1e-3), "attention: no token sees a later one"
+
+
+def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
+    """Take steps: the first loss, gradients and updates of all parameters, the same on all ranks.
+
+    `times` takes the seconds of each.
+    """
+    config, model = run.config, run.state.model
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    before = {name: own_part(p).detach().clone() for name, p in parameters.items()}
+    learned = set[str]()
+
+    def look(*_: object) -> None:
+        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        learned.update(name for name, grad in grads.items() if own_part(grad).any())
+
+    hooks = [optimizer.register_step_pre_hook(look) for optimizer in run.state.optimizers]
+    for step in range(1, STEPS + 1):
+        start = time.perf_counter()
+        loss, norm = train_step(run, step)
+        times.append(time.perf_counter() - start)
+        run.state.finish_step(step, loss, norm, times[-1], config)
+        if step == 1:
+            guess = math.log(config.n_vocab)
+            is_well = abs(loss - guess) < 0.7 if config.init_from == "scratch" else loss < guess
+            yield is_well, f"first loss: {loss:.3f}, of even guesses {guess:.3f}"
+    for hook in hooks:
+        hook.remove()
+    # With FSDP a rank sees its own shards, in which there may be nothing to learn from few tokens.
+    at_rest = {n for n, p in parameters.items() if torch.equal(own_part(p), before[n])}
+    for problem, names in {
+        "get no gradient": parameters.keys() - set().union(*run.world.gather(learned)),
+        "do not move": set(parameters).intersection(*run.world.gather(at_rest)),
+        "keep gradients from step to step": {
+            n for n, p in parameters.items() if p.grad is not None
+        },
+    }.items():
+        named = f": {', '.join(sorted(names)[:3])}" if names else ""
+        yield not names, f"parameters: {len(names)} of {len(parameters)} {problem}{named}"
+    sums = run.world.gather(
+        0.0 if config.fsdp else sum(p.double().sum().item() for p in parameters.values())
+    )
+    yield len({*sums}) == 1, f"ranks: {len(sums)}, with the same weights"
+
+
+def resumes_exactly(run: Run, folder: Path) -> Finding:
+    """Save, take a step; resume, take it again: on a CPU the same to the last bit."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        RunFolder(folder / "check", run.world.rank) as new,
+    ):
+        open_run(new, run.config, None, run.world)
+        path = save(new, run.state, run.config, run.world)
+    straight = train_step(run, STEPS + 1)
+    values = run.config.model_dump(exclude={"resume"}) | {"resume": str(path)}
+    saved, config, _ = find_checkpoint(load(Config, values), run.world)
+    again = train_step(setup(config, run.world, saved), STEPS + 1)
+    tolerance = 0.0 if run.world.device.type == "cpu" else 1e-3
+    is_well = all(
+        math.isclose(a, b, rel_tol=tolerance) for a, b in zip(straight, again, strict=True)
+    )
+    return (
+        is_well,
+        f"resume: loss {again[0]:.6f} in the next step, {straight[0]:.6f} without a stop",
+    )
+
+
+def overfits(config: Config, world: World) -> Finding:
+    """Repeat one micro-batch at the full learning rate: its loss has to fall."""
+    changed = {"warmup_steps": 0, "lr_schedule": "constant", "dropout": 0.0}
+    changed |= {"total_batch_tokens": None, "overfit_batch": True, "max_steps": 10**6}
+    config = config.model_copy(update=changed)
+    loader, _ = open_data(config, world, config.n_vocab)
+    batch = [tensor.to(world.device) for tensor in loader.batch(1)]
+    run = setup(config, world, batches=itertools.repeat((batch[0], batch[1])))
+    start, losses = time.perf_counter(), list[float]()
+    while len(losses) < OVERFIT_STEPS and time.perf_counter() - start < OVERFIT_SECONDS:
+        losses.append(train_step(run, len(losses) + 1)[0])
+    fell = losses[-1] < (1 - FALL) * losses[0]
+    return (
+        fell,
+        f"one batch, repeated: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps",
+    )

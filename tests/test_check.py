@@ -1,0 +1,192 @@
+"""`--check` finds usual bugs before a run, and finds nothing where there are none."""
+
+import contextlib
+
+import pytest
+import torch
+
+import checkpoint.resume
+import checkpoint.weights
+import measure.check
+import model as model_module
+import train as train_module
+from checkpoint.state import State
+from data.token_file import write_corpus
+from dataloader import DataLoader, TokenStream
+from measure.check import check
+from runtime.errors import UserError
+from tests.conftest import ALONE, MODERN, refused, run_ranks, write_tiny_corpus
+
+
+@pytest.fixture(autouse=True)
+def rates(monkeypatch):
+    """A fast device, so that the tiny model is checked as it is."""
+    monkeypatch.setattr(measure.check, "matmul_rates", lambda _: {"float32": 1.0, "bfloat16": 1.0})
+
+
+def lines(config, capsys):
+    """What a check prints, by its first word; whether all was well."""
+    is_well = check(config, ALONE)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line[:8].strip()]
+    found = {line[8:].partition(":")[0]: line[:8].strip() for line in printed}
+    return is_well, found
+
+
+CLEAN = {
+    "baseline": {},
+    "modern, muon": MODERN | {"optimizer": "muon", "warmup_steps": 5, "lr_schedule": "wsd"},
+    "dropout, micro-steps, tied": {"dropout": 0.3, "total_batch_tokens": 256, "tie_weights": True},
+    "one batch for ever": {"overfit_batch": True, "recompute": True, "grad_clip": 1.0},
+}
+
+
+@pytest.mark.parametrize("options", CLEAN.values(), ids=CLEAN)
+def test_a_sound_run_passes_and_nothing_is_left(options, tiny_config, tmp_path, capsys):
+    config = tiny_config(lr=1e-2, muon_lr=0.05, **options)
+    is_well, found = lines(config, capsys)
+    assert is_well
+    assert {*found.values()} == {"ok"}
+    assert len(found) >= 9
+    assert [path for path in (tmp_path / "logs").iterdir() if path.is_dir()] == []
+
+
+def test_a_long_step_is_checked_in_small(tiny_config, capsys, monkeypatch):
+    monkeypatch.setattr(measure.check, "LONG", 0.0)
+    is_well, found = lines(tiny_config(n_layer=4, n_head=4, lr=1e-2), capsys)
+    assert is_well
+    assert any(text.startswith("the above is of a small model") for text in found)
+
+
+def test_a_corpus_that_is_too_short_or_beyond_the_vocabulary_is_an_error(tiny_config, tmp_path):
+    with refused("lower batch_size"):
+        check(tiny_config(batch_size=1000), ALONE)
+    write_corpus(tmp_path / "data" / "odd", [[*range(100)] * 20 + [200]])
+    with refused("200"):
+        check(tiny_config(dataset="odd"), ALONE)
+
+
+# ---- bugs that people write
+
+
+def changed(owner, name, make):
+    """A patch by what `make` returns for the original."""
+    return lambda patch: patch.setattr(owner, name, make(getattr(owner, name)))
+
+
+def no_future_mask(original):
+    return lambda q, k, v, **options: original(q, k, v, **options | {"is_causal": False})
+
+
+def read(change):
+    return lambda original: lambda self, windows: change(*original(self, windows))
+
+
+def scaled_loss(original):
+    def forward(self, idx, targets=None, **given):
+        out = original(self, idx, targets, **given)
+        return out if targets is None else 2 * out
+
+    return forward
+
+
+def frozen(original):
+    def build(config, *given):
+        config, built = original(config, *given)
+        built.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
+        return config, built
+
+    return build
+
+
+def forgotten(original):
+    def make(built, config):
+        optimizers, lines = original(built, config)
+        optimizers[0].param_groups[0]["params"].pop()
+        return optimizers, lines
+
+    return make
+
+
+def ascent(original):
+    def clip(built, grad_clip):
+        for p in built.parameters():
+            p.grad.neg_()
+        return original(built, grad_clip)
+
+    return clip
+
+
+def large_init(original):
+    return lambda tensor, mean=0.0, std=1.0, **given: original(tensor, mean, 20 * std, **given)
+
+
+Transformer, GPT = model_module.Transformer, model_module.GPT
+BUGS = {
+    "attention sees the future": changed(
+        model_module.F, "scaled_dot_product_attention", no_future_mask
+    ),
+    "targets are the inputs": changed(TokenStream, "read", read(lambda x, y: (x, x))),
+    "targets are two ahead": changed(TokenStream, "read", read(lambda x, y: (x, y.roll(-1, 1)))),
+    "the first batch again and again": changed(
+        DataLoader, "batch", lambda f: lambda self, step, micro_step=0: f(self, 1, micro_step)
+    ),
+    "initial weights too large": changed(torch.nn.init, "normal_", large_init),
+    "the loss counts double": changed(GPT, "forward", scaled_loss),
+    "a frozen matrix": changed(train_module, "build_model", frozen),
+    "a parameter that no optimizer has": changed(train_module, "make_optimizers", forgotten),
+    "a detached MLP": changed(
+        model_module.MLP, "forward", lambda f: lambda self, x: f(self, x).detach()
+    ),
+    "a learning rate of 0": changed(train_module, "learning_rate", lambda f: lambda *given: 0.0),
+    "uphill": changed(train_module, "clip_gradients", ascent),
+    "gradients are not cleared": changed(
+        torch.optim.Optimizer, "zero_grad", lambda f: lambda self, **given: None
+    ),
+    "no update": changed(torch.amp.GradScaler, "step", lambda f: lambda self, optimizer: None),
+    "the optimizer's state is not restored": changed(
+        checkpoint.resume, "load_optimizers", lambda f: lambda *given: None
+    ),
+    "weights are not restored": changed(
+        checkpoint.weights, "load_weights", lambda f: lambda built, *given: built
+    ),
+    "a resumed run leaves a batch out": changed(
+        State,
+        "next_steps",
+        lambda f: lambda self, config: range(self.step + 1 + (self.step > 0), config.max_steps),
+    ),
+    "random states are not restored": changed(
+        checkpoint.resume, "put_random_state", lambda f: lambda *given: None
+    ),
+    "dropout in evaluation": changed(GPT, "eval", lambda f: lambda self: self),
+}
+# Of 20 that were tried these two are not found: attention scores that are not scaled by the head's
+# size, and gradients that are clipped to nearly nothing, which AdamW makes up for.
+
+
+@pytest.mark.parametrize("plant", BUGS.values(), ids=BUGS)
+def test_a_bug_is_found(plant, tiny_config, capsys, monkeypatch):
+    config = tiny_config(lr=1e-2, flash=True, dropout=0.2, max_steps=50)
+    plant(monkeypatch)
+    with contextlib.suppress(UserError):
+        assert not check(config, ALONE)
+        printed = capsys.readouterr().out.splitlines()
+        assert any(line.startswith("PROBLEM") for line in printed)
+
+
+CHECK = """if True:
+    from pathlib import Path
+    import torch
+    from runtime.world import joined_world
+    from tests.conftest import tiny_run
+    import measure.check
+    measure.check.matmul_rates = lambda _: {"float32": 1.0}
+    with joined_world(torch.device("cpu"), timeout=100) as world:
+        assert measure.check.check(tiny_run(Path.cwd(), lr=1e-2, fsdp=FSDP), world)
+"""
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])
+def test_two_ranks_are_checked_together(fsdp, tmp_path):
+    write_tiny_corpus(tmp_path)
+    for done in run_ranks(2, "-c", CHECK.replace("FSDP", str(fsdp)), cwd=tmp_path):
+        assert done.returncode == 0, done.stderr
