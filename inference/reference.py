@@ -67,9 +67,12 @@ class Reference:
         them: name, value here, value there.
         """
         sections = (OptimizationConfig, DataConfig, ModelConfig) if self.config else ()
+        irrelevant = {*Config.names_marked(PATH)}
+        if config.total_batch_tokens:  # a step has as many tokens, however they are divided up
+            irrelevant.add("batch_size")
         for name in chain(*(section.model_fields for section in sections)):
             ours, theirs = getattr(config, name), getattr(self.config, name)
-            if ours != theirs and name not in Config.names_marked(PATH):
+            if ours != theirs and name not in irrelevant:
                 yield name, show(ours), show(theirs)
 
     def judge(
@@ -77,8 +80,8 @@ class Reference:
     ) -> str | None:
         """Say whether a validation loss is on track, or how far behind and what to look at first.
 
-        `before`: the validation loss of the evaluation before; `row`: the last one of the run's
-        log. None where the curve has nothing to compare with.
+        `before`: the lowest validation loss so far; `row`: the last one of the run's log. None
+        where the curve has nothing to compare with.
         """
         if not self.tokens[0] <= tokens <= self.tokens[-1]:
             return None

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from config import DataConfig, ModelConfig, OptimizationConfig
 from measure.comparison import Pair, ablated, compare
@@ -206,7 +207,16 @@ def report_learned_ablation(
         "+-: the half width of the 95% interval over the seeds, by Student's t; within noise: it "
         "holds 0. All other options, such as learning rates, stay as they are.",
     )
+    draw_curves(folder, [*chain(*done.values())])
     return failures
+
+
+def draw_curves(folder: Path, runs: Sequence[Stage]) -> list[dict[str, Any]]:
+    """Draw the runs' validation losses as learning.png; returns them for a page."""
+    pictured = {run.name: (list(c), list(c.values())) for run in runs for c in [val_losses(run)]}
+    draw_losses(folder / "learning.png", {}, pictured)
+    tokens = runs[0].config.tokens_per_step(1)
+    return [curve_of(name, *losses, tokens_per_step=tokens) for name, losses in pictured.items()]
 
 
 def report_learning(
@@ -234,16 +244,13 @@ def report_learning(
         f"{len(next(iter(rungs.values())))}. {'; '.join(where)}.",
         "![validation losses](learning.png)",
     )
-    shown = {run.name: val_losses(run) for row in rows for run in rungs[row["stage"]]}
-    pictured = {name: (list(c), list(c.values())) for name, c in shown.items()}
-    draw_losses(folder / "learning.png", {}, pictured)
+    curves = draw_curves(folder, [run for row in rows for run in rungs[row["stage"]]])
     files = {name: runs[0].file for name, runs in rungs.items()}
-    pages, tokens = [], config.tokens_per_step(1)
+    pages = []
     for row in rows:
         name, shares = row["stage"], {"tokens": row["tokens_share"], "time": row["time_share"]}
         figures = [(label, row[key], "") for label, key in FIGURES.items()]
         pages.append(rung(name, files[name], files[row["base"]], shares, figures))
-    curves = [curve_of(name, *pictured[name], tokens_per_step=tokens) for name in pictured]
     headline = ""
     if ends := [(row["tokens_share"].median, row["stage"]) for row in rows if row["tokens_share"]]:
         least, best = min(ends)
