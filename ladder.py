@@ -4,6 +4,7 @@ python ladder.py speedup               one of the published series: speedup, a10
 python ladder.py modern                what newer recipes learn, over 3 seeds
 python ladder.py baseline.yaml my.yaml                any configs
 python ladder.py a.yaml b.yaml --seeds 3              what they learn, and how fast
+python ladder.py speedup --stages 2,3,5               some stages, over the first
 python ladder.py speedup -- --max_steps 10            options after -- go to every run
 python ladder.py --ablate speedup10.yaml              what each optimization of a config is worth
 python ladder.py --ablate my.yaml --seeds 3           in loss, where it changes what is learned
@@ -11,6 +12,7 @@ python ladder.py --across logs/results/*/speedup      ladders of several machine
 python ladder.py --plot logs/a logs/b                 loss curves of any runs in one picture
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -52,9 +54,12 @@ SHORTER = "--rounds 6 or 0, and -- --max_steps 10; what is finished is kept"
 class LadderOptions(Options):
     """options"""
 
-    stages: tuple[str, ...] = ()
+    configs: tuple[str, ...] = ()
     """speedup, a100, mps, gpu_ms or modern; or config files; with --plot, folders of runs; with
     --across, folders of ladders
+    """
+    stages: tuple[str, ...] = ()
+    """climb only these stages, and the first: 2,3,5 are speedup2, speedup3 and speedup5 (none: all)
     """
     log_dir: Name = "logs"
     """folder for the ladder's folder"""
@@ -83,20 +88,31 @@ class LadderOptions(Options):
 
 def check(options: LadderOptions) -> None:
     """Raise UserError for options that contradict each other."""
-    if not options.stages:
+    if not options.configs:
         raise UserError(f"name a series ({', '.join(SERIES)}) or config files; see --help")
     if options.ablate + options.across + options.plot > 1:
         raise UserError("--ablate, --across and --plot exclude each other; choose one")
     needs_rounds = options.ablate and not options.seeds
     if 0 < options.rounds < FEWEST or (needs_rounds and not options.rounds):
         raise UserError(f"--rounds {options.rounds}: at least {FEWEST} make an interval")
-    if options.ablate and (len(options.stages) > 1 or options.stages[0] in SERIES):
+    if options.ablate and (len(options.configs) > 1 or options.configs[0] in SERIES):
         raise UserError("--ablate takes one config, such as speedup10.yaml")
+
+
+def chosen(stages: list[Stage], names: Sequence[str]) -> list[Stage]:
+    """Return the first stage and those named, by name or number; all if none are. UserError."""
+    numbers = {re.sub(r"^(speedup|opt)(?=\d)", "", stage.name): stage for stage in stages}
+    known = numbers | {stage.name: stage for stage in stages}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"--stages {unknown[0]}: no such stage; there are {', '.join(numbers)}")
+    wanted = [stages[0], *(known[name] for name in names)] if names else stages
+    return [stage for stage in stages if stage in wanted]
 
 
 def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     """Run the stages, interleave each with its base, and report; returns what failed."""
-    ladder, stages = plan(options.stages, options.log_dir, of_runs)
+    ladder, stages = plan(options.configs, options.log_dir, of_runs)
+    stages = chosen(stages, options.stages)
     seeds = options.seeds or (3 if ladder == "modern" else 0)
     rungs = {stage.name: with_seeds(stage, seeds, of_runs) for stage in stages if seeds}
     if seeds:
@@ -147,7 +163,7 @@ def side_by_side(seeds: int, device: Mapping[str, Any]) -> dict[str, int]:
 
 def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
     """Compare and report the optimizations of a config; returns what failed."""
-    (config,) = options.stages
+    (config,) = options.configs
     stem = Path(config).stem
     folder = Path(options.log_dir) / f"ablate_{stem}"
     if options.seeds:
@@ -178,9 +194,9 @@ def main(options: LadderOptions, of_runs: list[str]) -> None:
     """Do what the command line asks for. Raises UserError."""
     check(options)
     if options.across:
-        across(options.stages, Path(options.log_dir) / "across")
+        across(options.configs, Path(options.log_dir) / "across")
     elif options.plot:
-        plot_runs(options.stages, Path("comparison.png"))
+        plot_runs(options.configs, Path("comparison.png"))
     elif (ablate if options.ablate else climb)(options, of_runs):
         raise SystemExit(1)
 
@@ -192,7 +208,7 @@ if __name__ == "__main__":
         LadderOptions,
         OWN,
         description=__doc__,
-        positional="stages",
+        positional="configs",
         elsewhere=dict.fromkeys({"config", *Config.model_fields} - {"log_dir"}, after),
     )
     with reported(

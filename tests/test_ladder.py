@@ -52,7 +52,7 @@ def folder(tmp_path):
 def climb(*arguments):
     """The command line `python ladder.py ...` in this process; returns its exit status."""
     own, of_runs = ladder.split_command_line(list(arguments))
-    options = parse(ladder.LadderOptions, own, positional="stages")
+    options = parse(ladder.LadderOptions, own, positional="configs")
     try:
         ladder.main(options, of_runs)
     except SystemExit as stopped:
@@ -160,7 +160,7 @@ def test_two_ladders_do_not_climb_in_one_folder(tmp_path, folder):
         ("--ablate speedup", "--ablate takes one config, such as speedup10.yaml"),
         ("--ablate baseline", "baseline: has no optimization on"),
         ("--ablate --plot x", "--ablate, --across and --plot exclude each other"),
-        ("--stages", "--stages: is given without a flag"),
+        ("--configs", "--configs: is given without a flag"),
         ("baseline -- --config y", "--config after --: the ladder sets it for each run"),
         ("baseline -- --run_name=x", "--run_name after --"),
         ("speedup --report_only --log_dir=", "--log_dir: string should have at least 1 character"),
@@ -408,6 +408,16 @@ def test_factors_are_of_published_times_that_can_be_used(tmp_path):
 
 
 # ---- what a machine has
+
+
+def test_some_stages_are_climbed_by_their_numbers_over_the_first(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    runs = climbed(monkeypatch, {}, "a100", "--stages", "3,1,opt8", *OFF)
+    assert list(runs) == ["baseline", "opt1", "opt3", "opt8"]
+    bases = [base.name for _, base in stages.with_bases([*runs.values()])]
+    assert bases == ["baseline", "baseline", "opt1", "opt3"]
+    with pytest.raises(UserError, match=r"--stages 99: no such stage; there are baseline, 0, 1,"):
+        climb("a100", "--stages", "99", *OFF)
 
 
 def climbed(monkeypatch, found, *arguments):
