@@ -112,13 +112,15 @@ def chosen(stages: list[Stage], names: Sequence[str]) -> list[Stage]:
 def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     """Run the stages, interleave each with its base, and report; returns what failed."""
     ladder, stages = plan(options.configs, options.log_dir, of_runs)
+    device = probe(stages[0].config.device)
+    if not device.get("bf16", True):
+        _, stages = plan(options.configs, options.log_dir, of_runs, has_bf16=False)
     stages = chosen(stages, options.stages)
     seeds = options.seeds or (3 if ladder == "modern" else 0)
     rungs = {stage.name: with_seeds(stage, seeds, of_runs) for stage in stages if seeds}
     if seeds:
         stages = [runs[0] for runs in rungs.values()]
     folder = Path(options.log_dir) / ladder
-    device = {} if options.report_only else probe(stages[0].config.device)
     ranks = options.nproc_per_node
     if ladder == "ladder":
         for stage in [*stages, *chain(*rungs.values())]:

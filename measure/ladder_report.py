@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from config import load_config
 from measure.comparison import COMPARED, Pair, compare, published_factor
 from measure.page import curve_of, rung, write_ladder_page, write_page
 from measure.ratio import Ratio
@@ -100,6 +101,11 @@ def report(
         for stage in stages
         if stage.published.log and (run := stage.repeats) and run.summary()
     }
+    instead = {
+        stage.name: "fp16" if stage.config.fp16 else "fp32"
+        for stage in stages
+        if load_config(str(stage.file)).bf16 and not stage.config.bf16
+    }
     write_report(
         folder / "report.md",
         f"The {ladder} ladder" if ladder in SERIES else "A ladder",
@@ -109,6 +115,9 @@ def report(
         COLUMNS_EXPLAINED,
         "![speed of each stage over the first](speed.png)",
         "![loss curves, measured over published](loss.png)" if curves else "",
+        f"In place of bf16: {', '.join(f'{name} {dtype}' for name, dtype in instead.items())}."
+        if instead
+        else "",
         "\n".join(runs),
     )
     write_csv(folder / "results.csv", rows)

@@ -58,7 +58,7 @@ def write_page(
             about=about,
             rungs=rungs,
             curves=curves,
-            most=1.05 * max(1.0, *ends),
+            most=1.05 * max([1.0, *ends]),
             colours=COLOURS,
             uplot_js=jinja2.utils.markupsafe.Markup((WEB / "uPlot.iife.min.js").read_text()),
             uplot_css=jinja2.utils.markupsafe.Markup((WEB / "uPlot.min.css").read_text()),

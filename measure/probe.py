@@ -16,7 +16,8 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
 
 
 def print_findings(name: str) -> None:
-    """Print name, number and memory (MiB) of the device, and its matmul rates (TFLOP/s), as JSON.
+    """Print name, number and memory (MiB) of the device, its matmul rates (TFLOP/s), and whether it
+    has bfloat16, as JSON.
 
     `name`: auto, cuda, mps or cpu.
     """
@@ -29,5 +30,6 @@ def print_findings(name: str) -> None:
         "gpus": torch.cuda.device_count() if on_gpu else 0,
         "memory_mb": memory / 2**20,
         "tflops": matmul_rates(device),
+        "bf16": not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False),
     }
     print(json.dumps(found))

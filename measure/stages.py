@@ -143,10 +143,13 @@ def settings(config: Config) -> dict[str, Any]:
 # ---- which stages there are
 
 
-def plan(names: Sequence[str], log_dir: str, of_runs: list[str]) -> tuple[str, list[Stage]]:
+def plan(
+    names: Sequence[str], log_dir: str, of_runs: list[str], *, has_bf16: bool = True
+) -> tuple[str, list[Stage]]:
     """Return the name and the stages of a ladder, given a series or configs.
 
-    Raises UserError for an unknown config or wrong options.
+    Without bfloat16, as on GPUs before Ampere, stages that have it take fp16 with the loss scaler;
+    with Muon, which excludes fp16, fp32. Raises UserError for an unknown config or wrong options.
     """
     ladder = names[0] if len(names) == 1 and names[0] in SERIES else "ladder"
     folder, stages = f"{log_dir}/{ladder}", list[Stage]()
@@ -155,6 +158,9 @@ def plan(names: Sequence[str], log_dir: str, of_runs: list[str]) -> tuple[str, l
         if name in [stage.name for stage in stages]:
             name += f"_{len(stages) + 1}"
         stage = make_stage(name, config, folder, of_runs)
+        if stage.config.bf16 and not has_bf16:
+            instead = ["--no-bf16"] + ["--fp16"] * (stage.config.optimizer == "adamw")
+            stage = make_stage(name, config, folder, [*of_runs, *instead])
         as_logged = CONFIG_DIR / "as_logged" / f"{stem}.yaml"
         if stage.published.log and as_logged.is_file():
             # its note, whose settings this stage has, is not what really ran

@@ -60,8 +60,8 @@ def climb(*arguments):
     return 0
 
 
-def plan(*configs, folder="logs", of_runs=()):
-    return stages.plan(configs, str(folder), list(of_runs))[1]
+def plan(*configs, folder="logs", of_runs=(), **how):
+    return stages.plan(configs, str(folder), list(of_runs), **how)[1]
 
 
 def table(path):
@@ -408,6 +408,22 @@ def test_factors_are_of_published_times_that_can_be_used(tmp_path):
 
 
 # ---- what a machine has
+
+
+def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = {"device": "Tesla T4", "bf16": False}
+    runs = climbed(monkeypatch, found, "speedup", "--stages", "2,3,15", *OFF)
+    kinds = {name: (run.config.bf16, run.config.fp16) for name, run in runs.items()}
+    assert kinds["speedup2"] == (False, False)
+    assert kinds["speedup3"] == (False, True)
+    assert kinds["speedup15"] == (False, False)
+    assert "--fp16" in runs["speedup3"].command
+    stages_of = plan("speedup2", "speedup3", folder=tmp_path, has_bf16=False)
+    for stage in stages_of:
+        fake_run(stage)
+    ladder_report.report("ladder", stages_of, tmp_path / "ladder")
+    assert "In place of bf16: speedup3 fp16." in (tmp_path / "ladder/report.md").read_text()
 
 
 def test_some_stages_are_climbed_by_their_numbers_over_the_first(monkeypatch, tmp_path):
