@@ -17,6 +17,7 @@ from measure import estimate as module
 from measure.estimate import (
     Moment,
     describe_disk,
+    describe_saving,
     estimate,
     largest_batch,
     print_memory,
@@ -212,3 +213,18 @@ def test_a_run_grows_by_what_was_estimated(tiny_config, tmp_path):
     summary = json.loads((tmp_path / "logs/train/summary.json").read_text())
     estimated = process_bytes(peak(config), CPU) / MB
     assert summary["memory_growth_mb"] == pytest.approx(estimated, rel=0.25)
+
+
+def test_the_advice_on_saving_is_youngs_and_loses_least():
+    said = describe_saving(save=2.0, step=0.5)
+    assert said == (
+        "saving:  2 s a checkpoint; best are checkpoint_every 240 with a failure an hour, 1,176 "
+        "with one a day"
+    )
+
+    def lost(every):  # seconds an hour: saves, and half an interval for the one failure
+        interval = every * 0.5
+        return 3600 / interval * 2.0 + interval / 2
+
+    assert min(range(10, 2000), key=lost) == 240
+    assert "checkpoint_every 1 with" in describe_saving(save=0.001, step=60.0)
