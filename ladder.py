@@ -109,29 +109,38 @@ def chosen(stages: list[Stage], names: Sequence[str]) -> list[Stage]:
     return [stage for stage in stages if stage in wanted]
 
 
-def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
-    """Run the stages, interleave each with its base, and report; returns what failed."""
+def stages_here(
+    options: LadderOptions, of_runs: list[str]
+) -> tuple[str, list[Stage], dict[str, Any]]:
+    """Return the ladder's name, its stages as this machine can climb them, and what was found out
+    about its device. Raises UserError.
+    """
     ladder, stages = plan(options.configs, options.log_dir, of_runs)
     device = probe(stages[0].config.device)
     if not device.get("bf16", True):
         _, stages = plan(options.configs, options.log_dir, of_runs, has_bf16=False)
-    stages = chosen(stages, options.stages)
-    seeds = options.seeds or (3 if ladder == "modern" else 0)
-    rungs = {stage.name: with_seeds(stage, seeds, of_runs) for stage in stages if seeds}
-    if seeds:
-        stages = [runs[0] for runs in rungs.values()]
-    folder = Path(options.log_dir) / ladder
-    ranks = options.nproc_per_node
+    stages, ranks = chosen(stages, options.stages), options.nproc_per_node
     if ladder == "ladder":
-        for stage in [*stages, *chain(*rungs.values())]:
+        for stage in stages:
             stage.ranks = ranks or 1
     elif ladder == "speedup" and (ranks or device.get("gpus", 1)) > 1:
-        ddp = make_stage("ddp", "ddp", str(folder), of_runs)
+        ddp = make_stage("ddp", "ddp", f"{options.log_dir}/{ladder}", of_runs)
         ddp.ranks = ranks or device["gpus"]
         if ranks or any(Path(ddp.config.data_dir, ddp.config.dataset).glob("*.bin")):
             stages.append(ddp)
         else:
             print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
+    return ladder, stages, device
+
+
+def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
+    """Run the stages, interleave each with its base, and report; returns what failed."""
+    ladder, stages, device = stages_here(options, of_runs)
+    seeds = options.seeds or (3 if ladder == "modern" else 0)
+    rungs = {stage.name: with_seeds(stage, seeds) for stage in stages if seeds}
+    if seeds:
+        stages = [runs[0] for runs in rungs.values()]
+    folder = Path(options.log_dir) / ladder
     pairs: list[Pair] = []
     if not options.report_only:
         if "tflops" in device:

@@ -69,18 +69,23 @@ class Mean:
         return cls(mean, t * statistics.stdev(values) / math.sqrt(n))
 
 
-def with_seeds(stage: Stage, seeds: int, of_runs: Sequence[str]) -> list[Stage]:
+def with_seeds(stage: Stage, seeds: int) -> list[Stage]:
     """Return a run of the stage for each seed: the one of its config, the next, ...
 
     Raises UserError for a config that does not evaluate.
     """
     if not stage.config.eval_every:
         raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
-    first, folder = stage.config.seed, stage.config.log_dir
-    return [
-        make_stage(f"{stage.name}_seed_{n}", stage.side[0], folder, [*of_runs, f"--seed={n}"])
+    first, (config, _, *options) = stage.config.seed, stage.side  # _: --keep_last=0
+    runs = [
+        make_stage(
+            f"{stage.name}_seed_{n}", config, stage.config.log_dir, [*options, f"--seed={n}"]
+        )
         for n in range(first, first + seeds)
     ]
+    for run in runs:
+        run.ranks = stage.ranks
+    return runs
 
 
 def ablation_rungs(
@@ -95,7 +100,7 @@ def ablation_rungs(
     for name, (none, alone, without, with_all) in sides.items():
         named |= {"none": none, "all": with_all, f"{name}_first": alone, f"{name}_last": without}
     return [*sides], {
-        name: with_seeds(make_stage(name, side[0], folder, side[1:]), seeds, side[1:])
+        name: with_seeds(make_stage(name, side[0], folder, side[1:]), seeds)
         for name, side in named.items()
     }
 

@@ -65,7 +65,7 @@ def fake_losses(run, *losses):
 @pytest.mark.usefixtures("configs")
 def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
     rungs = {
-        stage.name: with_seeds(stage, 3, []) for stage in plan("adamw.yaml", "aa.yaml", "muon.yaml")
+        stage.name: with_seeds(stage, 3) for stage in plan("adamw.yaml", "aa.yaml", "muon.yaml")
     }
     seeds = [[run.config.seed for run in runs] for runs in rungs.values()]
     assert seeds == [[1, 2, 3], [101, 102, 103], [1, 2, 3]]
@@ -98,7 +98,7 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     assert len({tuple(row["loss"] for row in read_rows(log).values()) for log in logs}) == 4
     rows = table(folder / "results.csv")
     assert list(rows) == ["adamw", "muon"]
-    runs = with_seeds(plan("adamw.yaml")[0], 2, [])
+    runs = with_seeds(plan("adamw.yaml")[0], 2)
     mean = Mean.of([val_losses(run)[8] for run in runs])
     assert rows["adamw"]["loss"] == f"{mean}"
     assert (folder / "learning.png").is_file()
@@ -147,7 +147,7 @@ def test_the_modern_ladder_adds_one_idea_a_rung_to_a_base_and_has_a_rung_of_nois
 @pytest.mark.usefixtures("configs")
 def test_a_config_without_evaluations_has_nothing_to_compare(tmp_path):
     with pytest.raises(UserError, match="sets no eval_every"):
-        with_seeds(plan("baseline", folder=tmp_path)[0], 2, [])
+        with_seeds(plan("baseline", folder=tmp_path)[0], 2)
 
 
 @pytest.mark.usefixtures("configs", "forked")
