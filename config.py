@@ -332,10 +332,10 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 "run_name",
                 f"run_name {name!r} is not a plain folder name; set log_dir to the folder above it",
             )
-        for name in ("estimate", "check"):
-            if resume and getattr(self, name):
-                problem = f"{name} and resume exclude each other: {name} is of a whole run"
-                yield name, problem
+        for whole in ("estimate", "check"):
+            if resume and getattr(self, whole):
+                problem = f"{whole} and resume exclude each other: {whole} is of a whole run"
+                yield whole, problem
         if resume and resume != "auto" and run_name_is_given:
             places = f"{os.path.abspath(resume)}/{os.path.realpath(resume)}/"
             # A run that was moved aside, <run_name>.1, may have its old name in its config.yaml.

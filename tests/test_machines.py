@@ -179,11 +179,11 @@ class StopRequest(runtime.signals.StopRequest):
 
 real = optimizer.learning_rate
 
-def learning_rate(step, config):
+def learning_rate(step, config, seconds):
     limit = Path(__file__).with_name("limit")
     while step > int(limit.read_text()) and not any(stop.received for stop in stops):
         time.sleep(0.02)
-    return real(step, config)
+    return real(step, config, seconds)
 
 optimizer.learning_rate = learning_rate
 runtime.signals.StopRequest = StopRequest

@@ -401,7 +401,8 @@ NUMBERS = [
     name
     for name, field in Config.model_fields.items()
     if not isinstance(field.default, bool | str)
-    and name not in ("betas", "run_name", "resume", "hellaswag_file", "recompute_cheap")
+    and name
+    not in ("betas", "run_name", "resume", "hellaswag_file", "recompute_cheap", "reference")
 ]
 
 
