@@ -16,7 +16,7 @@ from runtime.signals import raise_at_ctrl_c
 
 # Seconds that a rank which fails waits for another one to say why: the ranks mostly fail together.
 PATIENCE = 5.0  # for rank 0, once the ranks have joined
-PATIENCE_BEFORE = 20.0  # for torchrun to end it, before; machines may be slow
+PATIENCE_BEFORE = 10.0  # for torchrun to end it, before
 TOLD = "told"  # in the ranks' store: how many of them have said why the run ends
 
 

@@ -321,6 +321,10 @@ class Forked(subprocess.Popen):
         )
         self.process.start()
         self.pid = self.process.pid
+        # Popen too returns when the process has its group: torchrun ends a rank by that.
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            while new_session and os.getpgid(self.pid) != self.pid:
+                time.sleep(0.001)
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _wait(self, timeout: float | None) -> int:
