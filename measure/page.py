@@ -7,6 +7,7 @@ lines of code that its options switch, and what it was worth. Below: the loss cu
 import ast
 import itertools
 import re
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -235,7 +236,9 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
             curves.append(
                 curve_of(label, steps, losses, times, tokens_per_step=tokens, published=True)
             )
-    write_page(path, title, headline(rows, titles), [*machines], rungs, curves)
+    options = shlex.join(stages[0].side[2:])  # after --keep_last=0
+    about = [*machines, *([f"All runs with {options}"] if options else [])]
+    write_page(path, title, headline(rows, titles), about, rungs, curves)
 
 
 def headline(rows: Sequence[Row], titles: Mapping[str, str]) -> str:
