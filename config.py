@@ -449,6 +449,10 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """Return the share of the run that is over after so many steps and seconds."""
         return seconds / (60 * self.max_minutes) if self.max_minutes else step / self.max_steps
 
+    def is_over(self, step: int, seconds: float) -> bool:
+        """Return True if this step, so many seconds after the run's start, is the last one."""
+        return self.progress(step, seconds) >= 1
+
     def final_lr(self) -> float:
         """Return the learning rate that a decaying schedule ends at (`min_lr`, or lr / 10)."""
         return self.lr / 10 if self.min_lr is None else self.min_lr

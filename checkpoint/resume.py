@@ -23,8 +23,7 @@ from runtime.world import World, describe_ranks
 
 def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
     """True, with a message, if the run has ended with the checkpoint's step."""
-    has_ended = config.progress(saved.step, saved.seconds) >= 1
-    is_over = has_ended and world.broadcast(run.is_finished())
+    is_over = config.is_over(saved.step, saved.seconds) and world.broadcast(run.is_finished())
     if is_over:
         end = f"{config.max_minutes:g} minutes" if config.max_minutes else config.max_steps
         run.message(
@@ -294,7 +293,7 @@ def _open_run(
 ) -> list[str]:
     if saved:
         # A run that is over keeps its last row, whatever log_every says.
-        is_over = config.progress(saved.step, saved.seconds) >= 1
+        is_over = config.is_over(saved.step, saved.seconds)
         log_every = 1 if is_over else config.log_every
         run.resume(saved.step, log_every, saved.folder, config.keep_last, saved.not_logged)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]

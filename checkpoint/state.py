@@ -87,7 +87,7 @@ class State:
 
     def is_over(self, config: Config) -> bool:
         """True after the run's last step."""
-        return config.progress(self.step, self.seconds) >= 1
+        return config.is_over(self.step, self.seconds)
 
     def undo_step(self, device: torch.device) -> None:
         """Take back what a step has changed that failed before its update."""

@@ -25,7 +25,7 @@ from checkpoint.shards import own_part
 from config import Config
 from dataloader import DataLoader
 from inference.validation import evaluating
-from measure.duration import MFU, part_flops
+from measure.duration import step_seconds
 from measure.probe import matmul_rates
 from model import GPT, GPTConfig
 from runtime.cli import load
@@ -64,9 +64,7 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     yield from targets_are_next(loader)
     with torch.device("meta"):
         parameters = GPT(GPTConfig.of(config)).num_parameters()
-    rate = matmul_rates(world.device)["bfloat16" if config.bf16 or config.fp16 else "float32"]
-    flops = sum(part_flops(config, config.tokens_per_step(world.world_size)).values())
-    seconds = flops / (rate * 1e12 * MFU * world.world_size)
+    seconds = step_seconds(config, matmul_rates(world.device), world.world_size)
     is_small = seconds > LONG
     changed = {"log_dir": str(folder), "run_name": "check", "keep_last": 1, "check": False}
     changed |= {"max_minutes": None} | (smaller(config, world) if is_small else {})
@@ -91,9 +89,8 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     else:
         seconds = statistics.median(times[1:])
         about = f"memory: {peak_memory_mb(world.device):,.0f} MB at most"
-    end = f"{config.max_minutes:g} minutes" if config.max_minutes else config.max_steps
     hours = config.max_minutes / 60 if config.max_minutes else config.max_steps * seconds / 3600
-    yield True, f"{about}; a step takes about {seconds:.3g} s, {end} steps {hours:,.2f} hours"
+    yield True, f"{about}; a step takes about {seconds:.3g} s, the run {hours:,.2f} hours"
 
 
 def smaller(config: Config, world: World) -> dict[str, Any]:

@@ -20,6 +20,12 @@ def part_flops(config: Config, tokens: int) -> dict[str, float]:
     return forward | {f"{part}, backward": 2 * flops for part, flops in forward.items()}
 
 
+def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) -> float:
+    """Estimate the seconds of a step on so many ranks. `tflops`: as for `describe_duration`."""
+    rate = tflops["bfloat16" if config.bf16 or config.fp16 else "float32"] * 1e12 * MFU
+    return sum(part_flops(config, config.tokens_per_step(ranks)).values()) / rate / ranks
+
+
 def describe_duration(
     work: Iterable[tuple[Config, float]], tflops: Mapping[str, float] | None, shorter: str
 ) -> str:
@@ -31,7 +37,5 @@ def describe_duration(
         return f"how long this takes is not known; shorter: {shorter}"
     minutes = 0.0
     for config, steps in work:
-        rate = tflops["bfloat16" if config.bf16 or config.fp16 else "float32"] * 1e12 * MFU
-        flops = sum(part_flops(config, config.tokens_per_step(1)).values())
-        minutes += config.max_minutes or steps * flops / rate / 60
+        minutes += config.max_minutes or steps * step_seconds(config, tflops) / 60
     return f"takes about {minutes:,.0f} minutes, at {MFU:.0%} MFU; shorter: {shorter}"

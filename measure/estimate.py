@@ -62,9 +62,9 @@ def estimate(config: Config, world: World) -> None:
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
     flops_per_step = per_step * model.flops_per_token(config.seq_len)
+    step_seconds = flops_per_step / (rate * 1e12 * ranks * 0.4)
     if config.max_minutes:
-        in_a_minute = 60 * 0.4 * rate * 1e12 * ranks / flops_per_step
-        steps = math.ceil(in_a_minute * config.max_minutes)
+        steps = math.ceil(60 * config.max_minutes / step_seconds)
         config = config.model_copy(update={"max_steps": steps, "max_minutes": None})
         print(f"note: at 40% MFU max_minutes makes {steps:,} steps, which these lines are about")
     tokens, flops = config.max_steps * per_step, config.max_steps * flops_per_step
@@ -93,7 +93,6 @@ def estimate(config: Config, world: World) -> None:
     size = shards * (moments["kept"].parameters + moments["kept"].optimizer)
     print(describe_disk(config, size))
     if config.keep_last:
-        step_seconds = flops_per_step / (rate * 1e12 * ranks * 0.4)
         print(describe_saving(size / write_rate(existing(config.log_dir)), step_seconds))
     print_memory(config, world, moments)
 

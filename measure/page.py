@@ -5,6 +5,7 @@ lines of code that its options switch, and what it was worth. Below: the loss cu
 """
 
 import ast
+import functools
 import itertools
 import re
 import shlex
@@ -137,7 +138,7 @@ def code_of(option: str) -> list[dict[str, Any]]:
 
 def methods_that_read(option: str) -> Iterator[str]:
     """Yield the methods and properties of Config that read an option for others."""
-    for node in ast.walk(ast.parse((ROOT / "config.py").read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(ROOT / "config.py")[1]):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith(OTHERS):
             yield from [node.name] * any(getattr(n, "attr", "") == option for n in ast.walk(node))
 
@@ -146,8 +147,8 @@ def statements_that_read(path: Path, names: set[str]) -> Iterator[tuple[int, str
     """Yield line number and text of the statements with one of these attributes, and of those that
     read a variable which such a statement sets. Comments above a statement belong to it.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for function in ast.walk(ast.parse("\n".join(lines))):
+    lines, tree = parsed(path)
+    for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef) or function.name.startswith("check"):
             continue
         set_there, shown_to = set[str](), 0
@@ -167,6 +168,13 @@ def statements_that_read(path: Path, names: set[str]) -> Iterator[tuple[int, str
             while lines[first - 2].lstrip().startswith("#"):
                 first -= 1
             yield first, textwrap.dedent("\n".join(lines[first - 1 : shown_to]))
+
+
+@functools.cache
+def parsed(path: Path) -> tuple[list[str], ast.Module]:
+    """Return the lines of a file, and what they say."""
+    text = path.read_text(encoding="utf-8")
+    return text.splitlines(), ast.parse(text)
 
 
 def statements_in(function: ast.FunctionDef) -> list[ast.stmt]:
