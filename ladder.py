@@ -1,5 +1,6 @@
 """Climb a ladder: run its stages one after the other, and report what each is worth here.
 
+python ladder.py speedup --quick       with a small model, in ten minutes
 python ladder.py speedup               one of the published series: speedup, a100, mps, gpu_ms
 python ladder.py modern                what newer recipes learn, over 3 seeds
 python ladder.py baseline.yaml my.yaml                any configs
@@ -31,6 +32,8 @@ from measure.learning import (
     with_seeds,
 )
 from measure.options import without_end
+from measure.prediction import predict_stages
+from measure.quick import ROUNDS, SUFFIX, quick_stages
 from measure.ratio import FEWEST
 from measure.stages import (
     SERIES,
@@ -58,6 +61,8 @@ class LadderOptions(Options):
     """speedup, a100, mps, gpu_ms or modern; or config files; with --plot, folders of runs; with
     --across, folders of ladders
     """
+    quick: bool = False
+    """climb the stages of speedup that change the speed, with a small model"""
     stages: tuple[str, ...] = ()
     """climb only these stages, and the first: 2,3,5 are speedup2, speedup3 and speedup5 (none: all)
     """
@@ -95,6 +100,8 @@ def check(options: LadderOptions) -> None:
     needs_rounds = options.ablate and not options.seeds
     if 0 < options.rounds < FEWEST or (needs_rounds and not options.rounds):
         raise UserError(f"--rounds {options.rounds}: at least {FEWEST} make an interval")
+    if options.quick and (options.configs != ("speedup",) or options.seeds or options.ablate):
+        raise UserError("--quick: is for the speedup ladder: python ladder.py speedup --quick")
     if options.ablate and (len(options.configs) > 1 or options.configs[0] in SERIES):
         raise UserError("--ablate takes one config, such as speedup10.yaml")
 
@@ -115,10 +122,13 @@ def stages_here(
     """Return the ladder's name, its stages as this machine can climb them, and what was found out
     about its device. Raises UserError.
     """
-    ladder, stages = plan(options.configs, options.log_dir, of_runs)
+    ladder, stages = plan(options.configs, options.log_dir, of_runs, {})
     device = probe(stages[0].config.device)
-    if not device.get("bf16", True):
-        _, stages = plan(options.configs, options.log_dir, of_runs, has_bf16=False)
+    if options.quick:
+        ladder += SUFFIX
+        stages = quick_stages(f"{options.log_dir}/{ladder}", of_runs, device)
+    else:
+        _, stages = plan(options.configs, options.log_dir, of_runs, device)
     stages, ranks = chosen(stages, options.stages), options.nproc_per_node
     if ladder == "ladder":
         for stage in stages:
@@ -147,15 +157,21 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
             note_slow_bf16(stages, device["tflops"])
         to_run = by_seed(rungs) if seeds else runs_of(stages)
         runs = [stage for stage in to_run if options.rerun or not stage.summary()]
-        turns = 2 * (LEFT_OUT + options.rounds) if options.rounds else 0
+        rounds = options.rounds
+        if options.quick and "rounds" not in options.model_fields_set:
+            rounds = ROUNDS
+        turns = 2 * (LEFT_OUT + rounds) if rounds else 0
         work = [(stage.config, stage.config.max_steps) for stage in runs]
         work += [(without_end(stage.config), turns) for stage in stages[1:]]
-        print(describe_duration(work, device.get("tflops"), SHORTER), flush=True)
+        started = [stage.config for stage in [*runs, *(2 * stages[1:] if rounds else [])]]
+        shorter = SHORTER if options.quick else f"--quick, {SHORTER}"
+        print(describe_duration(work, device.get("tflops"), shorter, started), flush=True)
         with sole_writer(folder):
+            predict_stages(stages, folder, device)
             run_stages(to_run, options.rerun, anywhere=seeds > 0, **side_by_side(seeds, device))
             pairs = list(pairs_of(stages).values())
-            if options.rounds:
-                compare_pairs(pairs, options.rounds, options.rerun, device)
+            if rounds:
+                compare_pairs(pairs, rounds, options.rerun, device)
     if seeds:
         return report_learning(ladder, rungs, folder, pairs)
     return report(ladder, stages, folder, pairs)

@@ -13,17 +13,20 @@ from pydantic import BaseModel, Field, ValidationError
 from config import Config
 from measure.interleaved import SideError, results_of, run_rounds, training_side
 from measure.options import to_flags
+from measure.prediction import SHARES, Prediction, predictions
 from measure.ratio import FEWEST, Ratio, median_ratio, product
 from measure.stages import (
+    SERIES,
     Published,
     Stage,
+    published,
     published_rows,
     settings,
     training_config,
     with_bases,
 )
 from measure.tables import Row, write_json
-from runtime.cli import show
+from runtime.cli import CONFIG_DIR, show
 from runtime.report import machine
 from runtime.runlog import curve, read_rows
 
@@ -31,7 +34,18 @@ COMPARED = range(11, 51)  # steps over which loss curves are compared
 HEADROOM = 1.25  # of memory, for what a process needs besides its peak
 ON_ANOTHER_GPU = "cuda_bf16"  # the log of a stage whose base ran on an Apple GPU
 
-
+# What stages of the speedup ladder add, and the stages that add it in the published series whose
+# times count
+COUNTERPARTS = {
+    "speedup2": ("TF32", "a100/opt1", "gpu_ms/tf32"),
+    "speedup3": ("bf16", "a100/opt2", "gpu_ms/bf16"),
+    "speedup5": ("compile", "a100/opt3", "gpu_ms/compile"),
+    "speedup6": ("flash", "a100/opt4", "gpu_ms/flash"),
+    "speedup7": ("padding", "a100/opt5", "gpu_ms/vocab"),
+    "speedup8": ("clipping", "a100/opt6", None),
+    "speedup9": ("schedule", "a100/opt7", None),
+    "speedup10": ("fused AdamW", "a100/opt8", "gpu_ms/fused_adamw"),
+}
 # what a row has of a run's summary; no final loss where the last step was left out
 SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
 
@@ -196,6 +210,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
     """Return a row for each finished stage. Losses in nats per token, memory in MiB."""
     rows: dict[str, Row] = {}
     pairs = pairs_of(stages)
+    predicted = predictions(stages[0].folder.parent)
     for stage, base in with_bases(stages):
         summary = stage.summary()
         if summary is None:
@@ -219,12 +234,28 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
             "over_base": Ratio(1.0) if stage is base else over_base,
             "rounds": len(result.sides[0].tokens_per_sec) if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
+            "a100_over_base": published_on_a100(stage),
+            **predicted_figures(predicted, stage.name, base.name),
             "over_first": over_first,
             **summary.model_dump(include=SUMMARIZED),
             "published_tokens_per_sec": stage.published.tokens_per_sec,
             "loss_difference": published_difference(stage),  # from the published curve
         }
     return list(rows.values())
+
+
+def predicted_figures(
+    predicted: Mapping[str, Prediction], stage: str, base: str
+) -> dict[str, float | None]:
+    """Return a stage's predicted speed over its base, and what is predicted to limit it.
+
+    All None if nothing is predicted of them.
+    """
+    figures: dict[str, float | None] = dict.fromkeys(["predicted_over_base", *SHARES])
+    if stage in predicted and base in predicted:
+        speeds = [predicted[name].tokens_per_sec for name in (stage, base)]
+        figures |= {"predicted_over_base": speeds[0] / speeds[1], **predicted[stage].shares()}
+    return figures
 
 
 def published_factor(ours: Published, theirs: Published) -> float | None:
@@ -236,6 +267,20 @@ def published_factor(ours: Published, theirs: Published) -> float | None:
     if ours.ms_per_step and theirs.ms_per_step:  # a list of times that names no batch
         return theirs.ms_per_step / ours.ms_per_step
     return None
+
+
+def published_on_a100(stage: Stage) -> float | None:
+    """Return the published factor, on an A100, of what a stage of the speedup ladder adds."""
+    if stage.file.parent == CONFIG_DIR and stage.file.stem in COUNTERPARTS:
+        return counterpart(COUNTERPARTS[stage.file.stem][1])
+    return None
+
+
+def counterpart(config: str) -> float | None:
+    """Return the published speed of a config of a series over that of the one before it."""
+    series = SERIES[Path(config).parent.name]
+    before = series[series.index(config) - 1]
+    return published_factor(published(config), published(before))
 
 
 def published_difference(stage: Stage) -> float | None:

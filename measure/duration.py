@@ -7,6 +7,9 @@ from config import Config
 # What training reaches of a large matmul's rate: 14% to 70% in logs/results/*/speedup/results.csv,
 # so it may take two thirds or three times as long as estimated.
 MFU = 0.5
+# Seconds until the first step, and those that torch.compile adds where it has compiled the same
+# before: of the quick ladder's runs on two cores of an EPYC (docs/results.md).
+START, COMPILE = 7.0, 8.0
 
 
 def part_flops(config: Config, tokens: int) -> dict[str, float]:
@@ -27,15 +30,20 @@ def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) ->
 
 
 def describe_duration(
-    work: Iterable[tuple[Config, float]], tflops: Mapping[str, float] | None, shorter: str
+    work: Iterable[tuple[Config, float]],
+    tflops: Mapping[str, float] | None,
+    shorter: str,
+    processes: Iterable[Config] = (),
 ) -> str:
     """Say how long so many steps of each config take, and what is shorter.
 
-    `tflops`: the rate of a large matmul, by the name of its dtype; None: not known.
+    `tflops`: the rate of a large matmul, by the name of its dtype; None: not known. `processes`:
+    the configs of those that have to be started.
     """
     if not tflops:
         return f"how long this takes is not known; shorter: {shorter}"
     minutes = 0.0
     for config, steps in work:
         minutes += config.max_minutes or steps * step_seconds(config, tflops) / 60
+    minutes += sum(START + COMPILE * config.compile for config in processes) / 60
     return f"takes about {minutes:,.0f} minutes, at {MFU:.0%} MFU; shorter: {shorter}"

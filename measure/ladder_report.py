@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from config import load_config
-from measure.comparison import COMPARED, Pair, compare, published_factor
+from measure.comparison import COMPARED, COUNTERPARTS, Pair, compare, counterpart
 from measure.page import curve_of, rung, write_ladder_page, write_page
+from measure.quick import SUFFIX
 from measure.ratio import Ratio
-from measure.stages import SERIES, Stage, published, published_rows, runs_of
+from measure.stages import Stage, published_rows, runs_of
 from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, draw_panels, write_csv, write_report
 from runtime.cli import ConfigError, find_config, read_yaml_mapping
 from runtime.errors import UserError
@@ -30,7 +31,9 @@ COLUMNS = [
     field("x first", "over_first"),
     field("loss", "final_loss", ".3f"),
     PEAK_MEMORY,
+    field("predicted", "predicted_over_base", ".2f"),
     field("published", "published_over_base", ".2f"),
+    field("A100", "a100_over_base", ".2f"),
     field("diff.", "loss_difference", ".3f"),
     field("ms/step", "ms_per_step", ",.0f"),
     field("base", "base"),
@@ -52,22 +55,13 @@ COLUMNS_EXPLAINED = (
     f"over steps {COMPARED[0]} to {COMPARED[-1]}, or as many of them as ran; where the "
     "published run did not do what its note says, of a run that does as logged "
     "(`configs/as_logged/`). MFU: the model's FLOPs per second as a share of what a large matmul "
-    "reaches on this device.\n\npublished: the same factor over the base in the published times, "
-    "on the GPU of whoever published them. Those of the speedup ladder from speedup1 on are not "
-    "compared: they were read without waiting for the GPU. ddp was published of two RTX 4090."
+    "reaches on this device.\n\npredicted: the same factor over the base, before it was timed, "
+    "from counted work and this machine's rates (docs/why.md).\n\npublished: the same factor over "
+    "the base in the published times, on the GPU of whoever published them. Those of the speedup "
+    "ladder from speedup1 on are not "
+    "compared: they were read without waiting for the GPU; A100: the factor of the same step in "
+    "the a100 series. ddp was published of two RTX 4090."
 )
-# What stages of the speedup ladder add, and the stages that add it in the published series whose
-# times count
-COUNTERPARTS = {
-    "speedup2": ("TF32", "a100/opt1", "gpu_ms/tf32"),
-    "speedup3": ("bf16", "a100/opt2", "gpu_ms/bf16"),
-    "speedup5": ("compile", "a100/opt3", "gpu_ms/compile"),
-    "speedup6": ("flash", "a100/opt4", "gpu_ms/flash"),
-    "speedup7": ("padding", "a100/opt5", "gpu_ms/vocab"),
-    "speedup8": ("clipping", "a100/opt6", None),
-    "speedup9": ("schedule", "a100/opt7", None),
-    "speedup10": ("fused AdamW", "a100/opt8", "gpu_ms/fused_adamw"),
-}
 
 
 def failures_of(parts: Iterable[Stage | Pair]) -> list[str]:
@@ -86,6 +80,8 @@ def report(
     Raises UserError, or TrainingError after failures, if nothing is finished.
     """
     rows = compare(stages)
+    name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
+    title = "A ladder" if ladder == "ladder" else f"The {name} ladder"
     failures = failures_of([*runs_of(stages), *pairs])
     runs = [
         f"- `{run.name}`: {s.steps} steps of {run.config.batch_size} x {run.config.seq_len} "
@@ -108,7 +104,7 @@ def report(
     }
     write_report(
         folder / "report.md",
-        f"The {ladder} ladder" if ladder in SERIES else "A ladder",
+        title,
         [column for column in COLUMNS if any(map(column.cell, rows))],
         rows,
         failures,
@@ -125,7 +121,7 @@ def report(
     draw_factors(folder / "speed.png", [row["stage"] for row in rows], over_first)
     if curves:
         draw_panels(folder / "loss.png", curves, "step", "loss, nats per token")
-    write_ladder_page(folder / "report.html", f"The {ladder} ladder", stages, rows)
+    write_ladder_page(folder / "report.html", title, stages, rows)
     return failures
 
 
@@ -214,9 +210,9 @@ def across(folders: Sequence[str], out: Path) -> None:
     stages = list(dict.fromkeys(itertools.chain(*found.values())))
     for i, name in enumerate(("A100, published", "one GPU, published"), start=1):
         found[name] = {
-            stage: counterpart(config)
+            stage: Ratio(factor)
             for stage, both in COUNTERPARTS.items()
-            if stage in stages and (config := both[i])
+            if stage in stages and (config := both[i]) and (factor := counterpart(config))
         }
     series = {name: [factors.get(s) for s in stages] for name, factors in found.items()}
     names = [f"{s}: {COUNTERPARTS[s][0]}" if s in COUNTERPARTS else s for s in stages]
@@ -241,14 +237,6 @@ def across(folders: Sequence[str], out: Path) -> None:
             pages.append(rung(stage, stage, base, factors, []))
     title = "What each optimization is worth where"
     write_page(out / "report.html", title, "", [INTERVALS, ", ".join(found)], pages, [])
-
-
-def counterpart(config: str) -> Ratio | None:
-    """Return the published speed of a config of a series over that of the one before it."""
-    series = SERIES[Path(config).parent.name]
-    before = series[series.index(config) - 1]
-    factor = published_factor(published(config), published(before))
-    return Ratio(factor) if factor else None
 
 
 def read_factors(path: Path) -> dict[str, Ratio | None]:

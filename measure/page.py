@@ -30,12 +30,20 @@ WEB = Path(__file__).parent / "web"
 RECIPE = ("train.py", "model.py", "optimizer.py", "dataloader.py")  # where options act
 PLACES = 4  # of an option, at most
 OTHERS = ("_", "describe", "notes", "to_yaml", "advice")  # methods that speak of options
+OTHER_FACTORS = {
+    "predicted": "predicted_over_base",
+    "published": "published_over_base",
+    "an A100, published": "a100_over_base",
+}
 FIGURES = {  # columns of results.csv beside the factor
     "tokens_per_sec": ("tokens/s", ",.0f"),
     "ms_per_step": ("ms a step", ",.0f"),
     "peak_memory_mb": ("MB", ",.0f"),
     "final_loss": ("loss", ".3f"),
     "utilization": ("MFU", ".0%"),
+    "predicted_arithmetic": ("predicted for arithmetic", ".0%"),
+    "predicted_memory": ("for memory", ".0%"),
+    "predicted_launches": ("for launches", ".0%"),
     "over_first": ("times the first rung", ""),
 }
 
@@ -86,11 +94,13 @@ def rung(
     """
     ours, theirs = (find_config(str(file)) for file in (config, base))
     title, why = explained(ours)
+    if ours == theirs and name != ours.stem:
+        title, why = "The same again", ["It differs by its seed alone: its factor is noise (A/A)."]
     here, there = (load_config(str(file)).model_dump() for file in (ours, theirs))
     changed = sorted(name for name in here if here[name] != there[name] and name != "run_name")
     return {
         "name": name,
-        "base": theirs.stem if theirs != ours else None,
+        "base": theirs.stem if name != theirs.stem else None,
         "title": title or name,
         "why": why,
         "yaml": changes(ours),
@@ -223,8 +233,9 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
     for stage, base in done:
         row, factors = by_name[stage.name], dict[str, Ratio | None]()
         if stage is not base:
-            published = row["published_over_base"]
-            factors = {"here": row["over_base"], "published": published and Ratio(published)}
+            factors = {"here": row["over_base"]}
+            for label, column in OTHER_FACTORS.items():
+                factors[label] = row[column] and Ratio(row[column])
         figures = [(label, row[name], style) for name, (label, style) in FIGURES.items()]
         rungs.append(rung(stage.name, stage.file, base.file, factors, figures))
     titles = {rung["name"]: rung["title"] for rung in rungs}

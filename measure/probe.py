@@ -1,23 +1,62 @@
 """Measure what a ladder needs to know of a device before it begins."""
 
 import json
+import time
+from collections.abc import Callable
 
 import torch
 
-from runtime.device import choose_device, device_name, matmul_tflops
+from runtime.device import choose_device, device_name, matmul_tflops, synchronize
 from runtime.report import physical_memory
 from runtime.start import memory_left
 
 
 def matmul_rates(device: torch.device) -> dict[str, float]:
-    """Measure the TFLOP/s of a large matmul in fp32 and bf16, for half a second or so."""
-    dtypes = (torch.float32, torch.bfloat16)
-    return {str(d).removeprefix("torch."): matmul_tflops(device, d, seconds=0.3) for d in dtypes}
+    """Measure the TFLOP/s of a large matmul by dtype; on a GPU also of TF32, and of fp16."""
+    dtypes = [torch.float32, torch.bfloat16]
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        dtypes.append(torch.float16)
+    rates = {str(d).removeprefix("torch."): matmul_tflops(device, d, seconds=0.3) for d in dtypes}
+    if on_gpu:
+        torch.set_float32_matmul_precision("high")
+        rates["tf32"] = matmul_tflops(device, torch.float32, seconds=0.3)
+    return rates
+
+
+def copy_rate(device: torch.device) -> float:
+    """Measure the GB/s that copying a large tensor reads and writes."""
+    source = torch.empty(2**26, device=device)
+    target = source.clone()
+    return 2 * source.nbytes / 1e9 / best_seconds(lambda: target.copy_(source), device)
+
+
+def launch_us(device: torch.device) -> float:
+    """Measure the microseconds that an operation takes which has nothing to do."""
+    one, times = torch.ones(1, device=device), 1000
+
+    def launch() -> None:
+        for _ in range(times):
+            one.add_(0)
+
+    return 1e6 / times * best_seconds(launch, device)
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Return the least seconds that the work takes, after a first time."""
+    seconds = []
+    for _ in range(1 + times):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 def print_findings(name: str) -> None:
-    """Print name, number and memory (MiB) of the device, its matmul rates (TFLOP/s), and whether it
-    has bfloat16, as JSON.
+    """Print name, number and memory (MiB) of the device, its rates, as measure/prediction.py wants
+    them, and whether it has bfloat16, as JSON.
 
     `name`: auto, cuda, mps or cpu.
     """
@@ -30,6 +69,8 @@ def print_findings(name: str) -> None:
         "gpus": torch.cuda.device_count() if on_gpu else 0,
         "memory_mb": memory / 2**20,
         "tflops": matmul_rates(device),
+        "gigabytes_per_s": copy_rate(device),
+        "launch_us": launch_us(device),
         "bf16": not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False),
     }
     print(json.dumps(found))

@@ -144,12 +144,11 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def plan(
-    names: Sequence[str], log_dir: str, of_runs: list[str], *, has_bf16: bool = True
+    names: Sequence[str], log_dir: str, of_runs: Sequence[str], device: Mapping[str, Any]
 ) -> tuple[str, list[Stage]]:
-    """Return the name and the stages of a ladder, given a series or configs.
+    """Return the name and the stages of a ladder on a device, given a series or configs.
 
-    Without bfloat16, as on GPUs before Ampere, stages that have it take fp16 with the loss scaler;
-    with Muon, which excludes fp16, fp32. Raises UserError for an unknown config or wrong options.
+    `device`: what `probe` found. Raises UserError for an unknown config or wrong options.
     """
     ladder = names[0] if len(names) == 1 and names[0] in SERIES else "ladder"
     folder, stages = f"{log_dir}/{ladder}", list[Stage]()
@@ -157,10 +156,7 @@ def plan(
         stem = name = Path(config).stem
         if name in [stage.name for stage in stages]:
             name += f"_{len(stages) + 1}"
-        stage = make_stage(name, config, folder, of_runs)
-        if stage.config.bf16 and not has_bf16:
-            instead = ["--no-bf16"] + ["--fp16"] * (stage.config.optimizer == "adamw")
-            stage = make_stage(name, config, folder, [*of_runs, *instead])
+        stage = make_stage_here(name, config, folder, of_runs, device)
         as_logged = CONFIG_DIR / "as_logged" / f"{stem}.yaml"
         if stage.published.log and as_logged.is_file():
             # its note, whose settings this stage has, is not what really ran
@@ -195,6 +191,21 @@ def runs_of(stages: Sequence[Stage]) -> list[Stage]:
 def training_config(side: Sequence[str], *more: str) -> Config:
     """Return the config that a side trains with. Raises UserError."""
     return parse(Config, [f"--config={side[0]}", *side[1:], *more], config_file=True)
+
+
+def make_stage_here(
+    name: str, config: str, folder: str, of_runs: Sequence[str], device: Mapping[str, Any]
+) -> Stage:
+    """Make the stage of a config as a device can run it.
+
+    Without bfloat16, as on GPUs before Ampere, one that has it takes fp16 with the loss scaler;
+    with Muon, which excludes fp16, fp32. Raises UserError.
+    """
+    stage = make_stage(name, config, folder, of_runs)
+    if stage.config.bf16 and not device.get("bf16", True):
+        instead = ["--no-bf16"] + ["--fp16"] * (stage.config.optimizer == "adamw")
+        stage = make_stage(name, config, folder, [*of_runs, *instead])
+    return stage
 
 
 def make_stage(name: str, config: str, folder: str, of_runs: Sequence[str]) -> Stage:

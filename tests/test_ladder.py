@@ -16,7 +16,7 @@ import pytest
 
 import ladder
 import runtime.report as reports
-from measure import comparison, interleaved, ladder_report, stages
+from measure import comparison, interleaved, ladder_report, quick, stages
 from measure.interleaved import SideError
 from measure.ratio import Ratio, product
 from runtime.cli import parse
@@ -60,8 +60,8 @@ def climb(*arguments):
     return 0
 
 
-def plan(*configs, folder="logs", of_runs=(), **how):
-    return stages.plan(configs, str(folder), list(of_runs), **how)[1]
+def plan(*configs, folder="logs", of_runs=(), **found):
+    return stages.plan(configs, str(folder), of_runs, found)[1]
 
 
 def table(path):
@@ -156,6 +156,7 @@ def test_two_ladders_do_not_climb_in_one_folder(tmp_path, folder):
         ("--plot nowhere", "nowhere/log.csv: cannot be read"),
         ("speedup --report_only", "no finished stage to report"),
         ("speedup --reruns", "--reruns: unknown option; did you mean --rerun?"),
+        ("a100 --quick", "--quick: is for the speedup ladder"),
         ("speedup --rounds 3", "--rounds 3: at least 6 make an interval"),
         ("--ablate speedup", "--ablate takes one config, such as speedup10.yaml"),
         ("--ablate baseline", "baseline: has no optimization on"),
@@ -419,7 +420,7 @@ def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch, 
     assert kinds["speedup3"] == (False, True)
     assert kinds["speedup15"] == (False, False)
     assert "--fp16" in runs["speedup3"].command
-    stages_of = plan("speedup2", "speedup3", folder=tmp_path, has_bf16=False)
+    stages_of = plan("speedup2", "speedup3", folder=tmp_path, bf16=False)
     for stage in stages_of:
         fake_run(stage)
     ladder_report.report("ladder", stages_of, tmp_path / "ladder")
@@ -434,6 +435,46 @@ def test_some_stages_are_climbed_by_their_numbers_over_the_first(monkeypatch, tm
     assert bases == ["baseline", "baseline", "opt1", "opt3"]
     with pytest.raises(UserError, match=r"--stages 99: no such stage; there are baseline, 0, 1,"):
         climb("a100", "--stages", "99", *OFF)
+
+
+def test_the_quick_ladder_is_of_a_small_model_and_has_a_rung_of_noise(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = {"tflops": {"float32": 0.2, "bfloat16": 0.4}}
+    runs = climbed(monkeypatch, found, "speedup", "--quick", "--", "--lr", "0.5")
+    names = [
+        "baseline",
+        "baseline_again",
+        *(f"speedup{i}" for i in (1, 2, 3, 5, 6, 7, 8, 10, 13, 15)),
+    ]
+    assert list(runs) == names
+    bases = {stage.name: base.name for stage, base in stages.with_bases([*runs.values()])}
+    assert [*bases.values()] == ["baseline"] * 3 + names[2:-1]
+    first, again = (runs[name].config for name in names[:2])
+    assert again.model_dump(exclude={"seed", "run_name"}) == first.model_dump(
+        exclude={"seed", "run_name"}
+    )
+    assert again.seed != first.seed
+    for config in (stage.config for stage in runs.values()):
+        assert (config.n_embd, config.lr) == (256, 0.5)
+        assert (config.dataset, config.compile_mode) == ("pydocs", "default")
+    shapes = [(runs[name].config.batch_size, runs[name].config.seq_len) for name in names]
+    assert shapes == [*[(2, 256)] * 4, *[(3, 256)] * 2, *[(6, 256)] * 4, *[(3, 512)] * 2]
+    assert runs["speedup6"].folder == Path("logs/speedup_quick/speedup6")
+
+
+def rates_of(fp32, bf16=None):
+    return {"float32": fp32, "bfloat16": bf16 or 2 * fp32}
+
+
+def test_the_quick_ladders_model_suits_the_machine_but_stays_once_it_is_begun(tmp_path):
+    sizes = [
+        quick.size_for(rates, str(tmp_path)).n_embd
+        for rates in ({}, rates_of(0.02), rates_of(0.2), rates_of(0.2, 0.02), rates_of(20.0))
+    ]
+    assert sizes == [128, 128, 256, 128, 768]
+    first = quick.quick_stages(str(tmp_path), [], {"tflops": rates_of(20.0)})[0]
+    fake_run(first)
+    assert quick.quick_stages(str(tmp_path), [], {})[0].config.n_embd == 768
 
 
 def climbed(monkeypatch, found, *arguments):
@@ -471,7 +512,7 @@ def test_stages_that_bf16_makes_slow_are_named_before_anything_runs(tmp_path, mo
     printed = capsys.readouterr().out
     assert note in printed
     assert re.search(
-        r"^takes about [1-9]\d* minutes, .*; shorter: --rounds 6", printed, re.MULTILINE
+        r"^takes about [1-9]\d* minutes, .*; shorter: --quick, --rounds 6", printed, re.MULTILINE
     )
 
 
@@ -480,6 +521,8 @@ def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked):
     assert found["gpus"] == 0
     assert found["memory_mb"] > 1000
     assert min(found["tflops"].values()) > 0
+    assert found["gigabytes_per_s"] > 0
+    assert found["launch_us"] > 0
     assert stages.probe("no-such-device") == {}
 
 

@@ -47,6 +47,9 @@ def ladder(tmp_path_factory):
     pairs = pairs_of(stages)
     for i, name in enumerate(SPEEDUP[1:-1]):
         fake_comparison(pairs[name], 0.9 + 0.17 * i)
+    limits = {"arithmetic": 0.5, "memory": 0.3, "launches": 0.2}
+    predicted = {name: {"tokens": 100 + i} | limits for i, name in enumerate(SPEEDUP)}
+    (stages[0].folder.parent / "predicted.json").write_text(json.dumps({"stages": predicted}))
     report("speedup", stages, stages[0].folder.parent)
     return stages[0].folder.parent
 
@@ -57,10 +60,12 @@ def test_every_number_on_the_page_is_that_of_the_results(ladder):
     assert re.findall(r'<article id="(\w+)"', page) == SPEEDUP
     for name, article in zip(SPEEDUP, page.split("<article ")[1:], strict=True):
         shown = [float(value) for value in re.findall(r'<data value="([^"]*)"', article)]
-        columns = ["over_base"] * (name != "baseline")
-        columns += ["published_over_base"] * bool(rows[name]["published_over_base"])
+        columns = ["over_base", "predicted_over_base"] * (name != "baseline")
+        for column in ("published_over_base", "a100_over_base"):
+            columns += [column] * bool(rows[name][column])
         columns += ["tokens_per_sec", "ms_per_step", "peak_memory_mb", "final_loss"]
-        columns += ["utilization", "over_first"]
+        columns += ["utilization", "predicted_arithmetic", "predicted_memory"]
+        columns += ["predicted_launches", "over_first"]
         assert shown == [float(rows[name][column]) for column in columns]
     curves = json.loads(re.search(r'id="curves">(.*?)</script>', page, re.DOTALL)[1])
     ours = [curve for curve in curves if not curve["published"]]

@@ -1,0 +1,83 @@
+"""Predict how fast a stage of a ladder is, before it is timed, and keep the prediction."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from measure.stages import ROOT, Stage, with_bases
+from measure.tables import write_json
+
+FILE = "predicted.json"  # in a ladder's folder
+SHARES = ("predicted_arithmetic", "predicted_memory", "predicted_launches")  # of a step
+
+
+class Rates(BaseModel):
+    """Hold what a device reaches. measure/probe.py measures it; a data sheet says more."""
+
+    tflops: dict[str, float]  # of a large matmul, by dtype; `tf32` where there is one
+    gigabytes_per_s: float = Field(gt=0)  # read and written by a copy
+    launch_us: float  # of the smallest operation
+
+
+class Prediction(BaseModel):
+    """Hold the seconds that a step is predicted to take, by what limits its operations."""
+
+    tokens: int
+    arithmetic: float
+    memory: float
+    launches: float
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """Return the predicted speed."""
+        return self.tokens / (self.arithmetic + self.memory + self.launches)
+
+    def shares(self) -> dict[str, float]:
+        """Return which share of the step each of SHARES is predicted to take."""
+        limits = (self.arithmetic, self.memory, self.launches)
+        return {name: seconds / sum(limits) for name, seconds in zip(SHARES, limits, strict=True)}
+
+
+def predict_stages(stages: Sequence[Stage], folder: Path, device: Mapping[str, Any]) -> None:
+    """Predict the stages of one rank, and keep that in the folder; print each factor.
+
+    `device`: what `probe` found. Where it found no rates, nothing is predicted.
+    """
+    (folder / FILE).unlink(missing_ok=True)
+    alone = [stage for stage in stages if stage.ranks == 1]
+    try:
+        rates = Rates.model_validate(device)
+    except ValidationError:
+        return
+    sides = [stage.side for stage in alone]
+    code = "from measure.roofline import print_predictions as p; "
+    command = [sys.executable, "-c", f"{code}p({sides!r}, {rates.model_dump()!r})"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"note: nothing is predicted: {done.stderr.strip().rpartition(chr(10))[2]}")
+        return
+    found = map(json.loads, done.stdout.splitlines())
+    by_name = {stage.name: of_stage for stage, of_stage in zip(alone, found, strict=True)}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FILE, {"rates": rates.model_dump(), "stages": by_name})
+    predicted = predictions(folder)
+    for stage, base in with_bases(alone)[1:]:
+        factor = predicted[stage.name].tokens_per_sec / predicted[base.name].tokens_per_sec
+        print(f"predicted: {stage.name} {factor:.2f} times as fast as {base.name}")
+
+
+def predictions(folder: Path) -> dict[str, Prediction]:
+    """Read what was predicted of the stages of a ladder, by name; empty if nothing was."""
+    try:
+        kept = json.loads((folder / FILE).read_bytes())["stages"]
+        return TypeAdapter(dict[str, Prediction]).validate_python(kept)
+    except (OSError, ValueError, KeyError):
+        return {}

@@ -1,0 +1,114 @@
+"""What a stage is predicted to be worth: counted work, and the rates of a device."""
+
+import json
+import re
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+import ladder
+from config import load_config
+from measure import prediction
+from measure.prediction import Rates, predictions
+from measure.roofline import count, fuse, predict
+from measure.stages import plan
+from tests.conftest import CPU, ROOT, TINY
+from tests.test_ladder import climb
+
+SMALL = TINY | {"seq_len": 32, "batch_size": 4}
+FAST = {"float32": 1e9, "bfloat16": 1e9}
+
+
+def rates(**changes):
+    return Rates(**{"tflops": FAST, "gigabytes_per_s": 1e9, "launch_us": 0.0} | changes)
+
+
+def config_of(**options):
+    return load_config(**SMALL | options)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_steps_arithmetic_is_that_of_the_model(flash):
+    flops = sum(op.flops for op in count(config_of(flash=flash), CPU))
+    matrices = 2 * 12 * 32**2 + 128 * 32
+    # Forward and backward: 12 n_layer n_embd T; flash attention computes the scores twice.
+    attention = (14 if flash else 12) * 2 * 32 * 32
+    assert flops == pytest.approx(4 * 32 * (6 * matrices + attention), rel=1e-3)
+
+
+def test_views_move_nothing_and_a_sum_moves_what_it_reads_and_writes():
+    names = {op.name for op in count(config_of(), CPU)}
+    assert not names & {"view", "t", "transpose", "expand", "detach", "split"}
+    (lookup,) = (op for op in count(config_of(), CPU) if op.name == "embedding")
+    assert lookup.bytes == 2 * 4 * 32 * 32 * 4  # rows, not the matrix
+
+
+def test_fused_operations_move_about_as_much_as_inductors_kernels():
+    path = ROOT / "logs/results/counted/speedup10_8.txt"
+    text = path.read_text()
+    triton = sum(float(n) for n in re.findall(r"(\S+)\s+0\.00\s+\S+%\s+\w+ward triton\n", text))
+    config = load_config("speedup10", batch_size=8)
+    operations = fuse(count(config, CPU))
+    fused = sum(op.bytes for op in operations if op.name == "fused") / 1e9
+    assert triton == pytest.approx(15.23)
+    assert fused == pytest.approx(triton, rel=0.2)
+
+
+def test_the_slowest_of_arithmetic_memory_and_launch_is_what_an_operation_takes():
+    config = config_of()
+    operations = count(config, CPU)
+    by_arithmetic = predict(config, rates(tflops={"float32": 1e-3}), CPU)
+    assert by_arithmetic.arithmetic == pytest.approx(sum(op.flops for op in operations) / 1e9)
+    by_memory = predict(config, rates(gigabytes_per_s=1e-3), CPU)
+    assert by_memory.memory == pytest.approx(sum(op.bytes for op in operations) / 1e6)
+    by_launches = predict(config, rates(launch_us=5.0), CPU)
+    assert by_launches.launches == pytest.approx(5e-6 * len(operations))
+    assert by_launches.tokens_per_sec == pytest.approx(128 / by_launches.launches, rel=1e-3)
+    assert by_launches.shares()["predicted_launches"] == pytest.approx(1, abs=1e-3)
+
+
+def test_bf16_is_as_fast_as_its_own_matmuls_and_compiled_models_launch_less():
+    slow = rates(tflops={"float32": 1e-3, "bfloat16": 2e-3})
+    plain, bf16 = (predict(config_of(bf16=bf16), slow, CPU) for bf16 in (False, True))
+    assert bf16.arithmetic == pytest.approx(plain.arithmetic / 2, rel=0.01)
+    launches = [
+        predict(config_of(compile=compiled), rates(launch_us=1.0), CPU).launches
+        for compiled in (False, True)
+    ]
+    assert launches[1] < 0.9 * launches[0]
+
+
+@pytest.fixture
+def rungs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.yaml").write_text(json.dumps(SMALL | {"device": "cpu"}))
+    (tmp_path / "bf16.yaml").write_text("{base: plain.yaml, bf16: true}")
+    found = {"device": "cpu", **rates(tflops={"float32": 1e-3, "bfloat16": 2e-3}).model_dump()}
+    monkeypatch.setattr(ladder, "probe", lambda _: found)
+    monkeypatch.setattr(ladder, "run_stages", lambda *_, **__: None)
+    return tmp_path / "logs/ladder"
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_ladder_predicts_its_factors_before_it_runs(rungs, capsys):
+    with pytest.raises(Exception, match="no finished stage to report"):
+        climb("plain.yaml", "bf16.yaml", "--rounds", "0")
+    assert "\npredicted: bf16 2.00 times as fast as plain\n" in capsys.readouterr().out
+    found = predictions(rungs)
+    assert found["bf16"].tokens_per_sec == pytest.approx(
+        2 * found["plain"].tokens_per_sec, rel=0.01
+    )
+
+
+def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(rungs, monkeypatch, capsys):
+    stages = plan(["plain.yaml"], "logs", [], {})[1]
+    rungs.mkdir(parents=True)
+    (rungs / prediction.FILE).write_text('{"stages": {}}')
+    failed = SimpleNamespace(returncode=1, stderr="Traceback\nRuntimeError: no kernel\n", stdout="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    prediction.predict_stages(stages, rungs, rates().model_dump())
+    assert capsys.readouterr().out == "note: nothing is predicted: RuntimeError: no kernel\n"
+    assert predictions(rungs) == {}
+    prediction.predict_stages(stages, rungs, {"device": "cpu"})
+    assert not list(rungs.iterdir())
