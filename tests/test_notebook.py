@@ -1,0 +1,28 @@
+"""The notebook is run as it stands: it clones this repository, climbs, and shows the page."""
+
+import shutil
+
+import pytest
+
+from tests.conftest import ROOT
+
+SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --batch_size 1 --seq_len 32 --max_steps 2"
+
+
+def test_the_notebook_clones_climbs_and_shows_the_page(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
+    pytest.importorskip("ipykernel", reason="needs ipykernel")
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("needs git, and this repository with its history")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(ROOT / "docs/ladder.ipynb", as_version=4)
+    assert not [cell for cell in notebook.cells if cell.get("outputs")]
+    monkeypatch.setenv("REPOSITORY", str(ROOT))
+    monkeypatch.setenv("LADDER_OPTIONS", f"--stages baseline --rounds 0 -- {SMALL}")
+    nbclient.NotebookClient(
+        notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    *_, shown = (cell for cell in notebook.cells if cell.cell_type == "code")
+    page = shown.outputs[0].data["text/html"]
+    assert "The quick speedup ladder" in page
+    assert (tmp_path / "gpt2/logs/speedup_quick/results.csv").is_file()
