@@ -23,6 +23,7 @@ def test_the_notebook_clones_climbs_and_shows_the_page(tmp_path, monkeypatch):
         notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     *_, shown = (cell for cell in notebook.cells if cell.cell_type == "code")
-    page = shown.outputs[0].data["text/html"]
+    (output,) = shown.outputs
+    page = output.data["text/html"]
     assert "The quick speedup ladder" in page
     assert (tmp_path / "gpt2/logs/speedup_quick/results.csv").is_file()
