@@ -3,6 +3,8 @@ to end like an undisturbed one.
 
     python tests/soak.py --kills 100
     python tests/soak.py --kills 50 --ranks 2 --fsdp
+    python tests/soak.py --goodput 60,30,15     what share of the time is useful, at one kill in so
+                                                many seconds
 
 A tiny model, shuffled data, dropout, and a checkpoint after every step, so that many kills fall
 into a write. Several ranks are torchrun's, which starts all of them again when one dies. Where
@@ -12,6 +14,7 @@ torchrun is killed, the same command goes on.
 import contextlib
 import csv
 import hashlib
+import math
 import os
 import random
 import shutil
@@ -28,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from checkpoint.files import MODEL, OPTIMIZER, STATE, read_json
 from checkpoint.shards import read_part
-from config import Config
+from config import Config, load_config
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.runlog import all_checkpoints
 from runtime.start import parse_command_line
@@ -61,6 +64,10 @@ class SoakOptions(Options):
     """shard the model over the ranks"""
     seed: ZeroIsOff = 0
     """seed of the moments, and of what is killed"""
+    goodput: tuple[float, ...] = ()
+    """instead, mean seconds between kills of the quickstart, which saves as often as --estimate
+    advises; --kills of each
+    """
     longest_life: float = 2.0
     """seconds after which each process is killed at the latest; several ranks mostly count them
     from their first step on
@@ -220,9 +227,59 @@ def main(options: SoakOptions) -> int:
     return 1 if differ else 0
 
 
+def goodput(options: SoakOptions) -> int:
+    """Print which share of the time goes into steps that are kept, beside what is expected.
+
+    A save and a start are timed in a run without kills, a step in each run: the speed of a shared
+    machine drifts. Expected is what Daly's model says of kills at random, which may also hit a
+    start (2006, "A higher order estimate of the optimum checkpoint interval for restart dumps").
+    """
+    place, moments = Path(tempfile.mkdtemp()), random.Random(options.seed)
+    values: dict[str, Any] = {
+        "log_dir": str(place / "logs"),
+        "data_dir": str(place),
+        "keep_last": 2,
+    }
+    values |= {"resume": "auto", "eval_every": 0, "sample_every": 0, "reference": None}
+    calm = load_config("quickstart", **values, run_name="calm", checkpoint_every=10)
+    run, began = Run(calm, options), time.monotonic()
+    run.begin()
+    run.wait_for_its_end()
+    whole = time.monotonic() - began
+    summary = read_json(run.path / "summary.json")
+    step, seconds = summary["median_dt_ms"] / 1e3, summary["seconds"]
+    save = max(0.01, (seconds - calm.max_steps * step) / (calm.max_steps / 10))
+    begin = whole - seconds
+    print(f"a step takes {step:.3f} s, a save {save:.3f} s, a start {begin:.2f} s")
+    for mean in options.goodput:
+        every = round(math.sqrt(2 * save * mean) / step)
+        steps = math.ceil(options.kills * mean / step)
+        config = {"checkpoint_every": every, "max_steps": steps, "run_name": f"every_{mean:g}"}
+        run, kills = Run(load_config("quickstart", **values | config), options), 0
+        began = time.monotonic()
+        while run.begin():
+            if not run.lives_for(moments.expovariate(1 / mean)):
+                run.wait_for_its_end()
+                break
+            run.kill([], process=True)
+            kills += 1
+        seconds = time.monotonic() - began
+        step = read_json(run.path / "summary.json")["median_dt_ms"] / 1e3
+        share = steps * step / seconds
+        takes = mean * math.exp(begin / mean) * math.expm1((every * step + save) / mean)
+        expected = every * step / takes
+        print(
+            f"a kill in {mean:g} s: {kills} kills, checkpoint_every {every}: {share:.1%} of the "
+            f"time is useful, expected {expected:.1%}"
+        )
+    shutil.rmtree(place)
+    return 0
+
+
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = str(ROOT)  # where the fork server finds the tests
     begun = time.monotonic()
-    status = main(parse_command_line(SoakOptions, description=__doc__))
+    OPTIONS = parse_command_line(SoakOptions, description=__doc__)
+    status = goodput(OPTIONS) if OPTIONS.goodput else main(OPTIONS)
     print(f"{time.monotonic() - begun:.0f} s")
     raise SystemExit(status)
