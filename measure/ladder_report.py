@@ -8,10 +8,10 @@ from pathlib import Path
 
 from config import load_config
 from measure.comparison import COMPARED, COUNTERPARTS, Pair, compare, counterpart
-from measure.page import curve_of, rung, write_ladder_page, write_page
+from measure.page import curve_of, rung, title_of, write_ladder_page, write_page
 from measure.quick import SUFFIX
 from measure.ratio import Ratio
-from measure.stages import Stage, published_rows, runs_of
+from measure.stages import Stage, published_rows, runs_of, with_bases
 from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, draw_panels, write_csv, write_report
 from runtime.cli import ConfigError, find_config, read_yaml_mapping
 from runtime.errors import UserError
@@ -109,7 +109,7 @@ def report(
         rows,
         failures,
         COLUMNS_EXPLAINED,
-        "![speed of each stage over the first](speed.png)",
+        "![what each stage is worth](speed.png)",
         "![loss curves, measured over published](loss.png)" if curves else "",
         f"In place of bf16: {', '.join(f'{name} {dtype}' for name, dtype in instead.items())}."
         if instead
@@ -117,8 +117,18 @@ def report(
         "\n".join(runs),
     )
     write_csv(folder / "results.csv", rows)
-    over_first = {f"speed over {rows[0]['stage']}": [row["over_first"] for row in rows]}
-    draw_factors(folder / "speed.png", [row["stage"] for row in rows], over_first)
+    titles = {
+        stage.name: title_of(stage.name, stage.file, b.file) for stage, b in with_bases(stages)
+    }
+    summaries = filter(None, (stage.summary() for stage in stages))
+    machines = dict.fromkeys(f"{s.machine}, {s.started[:10]}" for s in summaries)
+    over_base = {"here, over the stage that it changes": [row["over_base"] for row in rows[1:]]}
+    if any(row["a100_over_base"] for row in rows):
+        on_a100 = [row["a100_over_base"] for row in rows[1:]]
+        over_base["an A100, published"] = [factor and Ratio(factor) for factor in on_a100]
+    if rows[1:]:
+        names = [f"{titles[row['stage']]} ({row['stage']})" for row in rows[1:]]
+        draw_factors(folder / "speed.png", names, over_base, "; ".join(machines))
     if curves:
         draw_panels(folder / "loss.png", curves, "step", "loss, nats per token")
     write_ladder_page(folder / "report.html", title, stages, rows)
@@ -254,13 +264,20 @@ def read_factors(path: Path) -> dict[str, Ratio | None]:
 
 
 def draw_factors(
-    path: Path, names: Sequence[str], series: Mapping[str, Sequence[Ratio | None]]
+    path: Path,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[Ratio | None]],
+    about: str = "",
 ) -> None:
-    """Draw a bar for the factor of speed that each series has for each name, with its interval."""
+    """Draw a bar for the factor of speed that each series has for each name, with its interval.
+
+    `about`: the machine and the date.
+    """
     bars = [
         (name, factor.median, str(factor), factor.ends, colour)
         for name, *factors in zip(names, *series.values(), strict=True)
         for factor, colour in zip(factors, itertools.cycle(COLOURS), strict=False)
         if factor
     ]
-    draw_bars(path, bars, "factor of speed", dict(zip(COLOURS, series, strict=False)))
+    meanings = dict(zip(COLOURS, series, strict=False))
+    draw_bars(path, bars, "factor of speed", meanings, about)

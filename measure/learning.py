@@ -212,16 +212,22 @@ def report_learned_ablation(
         "+-: the half width of the 95% interval over the seeds, by Student's t; within noise: it "
         "holds 0. All other options, such as learning rates, stay as they are.",
     )
-    draw_curves(folder, [*chain(*done.values())])
+    draw_curves(folder, done)
     return failures
 
 
-def draw_curves(folder: Path, runs: Sequence[Stage]) -> list[dict[str, Any]]:
-    """Draw the runs' validation losses as learning.png; returns them for a page."""
-    pictured = {run.name: (list(c), list(c.values())) for run in runs for c in [val_losses(run)]}
-    draw_losses(folder / "learning.png", {}, pictured)
-    tokens = runs[0].config.tokens_per_step(1)
-    return [curve_of(name, *losses, tokens_per_step=tokens) for name, losses in pictured.items()]
+def draw_curves(folder: Path, rungs: Mapping[str, Sequence[Stage]]) -> list[dict[str, Any]]:
+    """Draw the validation losses of each rung, means over the seeds, as learning.png; returns them
+    for a page.
+    """
+    means = {}
+    for name, runs in rungs.items():
+        of_seeds = [val_losses(run) for run in runs]
+        steps = [step for step in of_seeds[0] if all(step in losses for losses in of_seeds)]
+        means[name] = steps, [statistics.fmean(c[step] for c in of_seeds) for step in steps]
+    draw_losses(folder / "learning.png", {}, means)
+    tokens = next(iter(rungs.values()))[0].config.tokens_per_step(1)
+    return [curve_of(name, *losses, tokens_per_step=tokens) for name, losses in means.items()]
 
 
 def report_learning(
@@ -249,7 +255,7 @@ def report_learning(
         f"{len(next(iter(rungs.values())))}. {'; '.join(where)}.",
         "![validation losses](learning.png)",
     )
-    curves = draw_curves(folder, [run for row in rows for run in rungs[row["stage"]]])
+    curves = draw_curves(folder, {row["stage"]: rungs[row["stage"]] for row in rows})
     files = {name: runs[0].file for name, runs in rungs.items()}
     pages = []
     for row in rows:

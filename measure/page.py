@@ -30,6 +30,7 @@ WEB = Path(__file__).parent / "web"
 RECIPE = ("train.py", "model.py", "optimizer.py", "dataloader.py")  # where options act
 PLACES = 4  # of an option, at most
 OTHERS = ("_", "describe", "notes", "to_yaml", "advice")  # methods that speak of options
+AGAIN = "The same again"  # title of a stage that repeats its base
 OTHER_FACTORS = {
     "predicted": "predicted_over_base",
     "published": "published_over_base",
@@ -93,15 +94,15 @@ def rung(
     has them, and formats.
     """
     ours, theirs = (find_config(str(file)) for file in (config, base))
-    title, why = explained(ours)
-    if ours == theirs and name != ours.stem:
-        title, why = "The same again", ["It differs by its seed alone: its factor is noise (A/A)."]
+    title, why = title_of(name, ours, theirs), explained(ours)[1]
+    if title == AGAIN:
+        why = ["It differs by its seed alone: its factor is noise (A/A)."]
     here, there = (load_config(str(file)).model_dump() for file in (ours, theirs))
     changed = sorted(name for name in here if here[name] != there[name] and name != "run_name")
     return {
         "name": name,
         "base": theirs.stem if name != theirs.stem else None,
-        "title": title or name,
+        "title": title,
         "why": why,
         "yaml": changes(ours),
         "code": {(p["file"], p["line"]): p for option in changed for p in code_of(option)}.values(),
@@ -114,6 +115,12 @@ def rung(
     }
 
 
+def title_of(name: str, file: Path, base: Path) -> str:
+    """Return the name of the technique that a stage adds to the stage with the config `base`."""
+    is_again = file == base and name != file.stem
+    return AGAIN if is_again else explained(file)[0] or name
+
+
 def explained(file: Path) -> tuple[str, list[str]]:
     """Return the first words of a YAML's first comment, the technique's name, and all of it."""
     text = file.read_text(encoding="utf-8")
@@ -121,7 +128,7 @@ def explained(file: Path) -> tuple[str, list[str]]:
     words = " ".join(line.lstrip("# ") for line in comment.splitlines())
     name = re.split(r"[:,.] |[:.]$| [(]", words, maxsplit=1)[0]
     name = re.sub(r"^(Adds )?(the |The |an? )?", "", name)
-    if re.match(r"[A-Za-z-]+( |$)", name):  # not torch.compile, bf16
+    if re.match(r"[A-Za-z'-]+( |$)", name):  # not torch.compile, bf16
         name = name[:1].upper() + name[1:]
     return name, [p for p in re.split(r" (?=Published)", words) if p]
 

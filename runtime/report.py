@@ -152,8 +152,10 @@ def plain(name: str) -> str:
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
-def save_picture(figure: Any, path: Path) -> None:
-    """Write a picture to a file."""
+def save_picture(figure: Any, path: Path, about: str = "") -> None:
+    """Write a picture to a file. `about`: the machine and the date, for a line below it."""
+    if about:
+        figure.supxlabel(plain(about), fontsize=7, color="0.4", x=0.01, ha="left")
     figure.savefig(path, dpi=130)
 
 
@@ -172,20 +174,29 @@ def draw_losses(path: Path, training: Mapping[str, Curve], validation: Mapping[s
     save_picture(figure, path)
 
 
-def draw_bars(path: Path, bars: Sequence[Bar], xlabel: str, meanings: Mapping[str, str]) -> None:
-    """Draw horizontal bars, the first on top. `meanings`: the legend's text for each colour."""
+def draw_bars(
+    path: Path, bars: Sequence[Bar], xlabel: str, meanings: Mapping[str, str], about: str = ""
+) -> None:
+    """Draw horizontal bars, the first on top, hollow without an interval.
+
+    `meanings`: the legend's text for each colour. `about`: the machine and the date.
+    """
     from matplotlib.patches import Patch
 
     figure, axes = new_figure(figsize=(8, 1.2 + 0.32 * len(bars)))
     names, lengths, labels, intervals, colours = zip(*bars, strict=True)
     rows = range(len(bars))
     drawn = axes.barh(rows, lengths, color=colours, tick_label=[plain(name) for name in names])
-    axes.bar_label(drawn, labels, padding=5)
+    for row, (bar, label, (low, high)) in enumerate(zip(drawn, labels, intervals, strict=True)):
+        end = max(high, bar.get_width()), row
+        axes.annotate(label, end, (5, 0), textcoords="offset points", va="center")
+        if low == high:
+            bar.set(facecolor="none", edgecolor=colours[row])
     axes.hlines(rows, *zip(*intervals, strict=True), colors="black")
-    axes.margins(x=0.25)  # room for the labels
+    axes.margins(x=0.4)  # room for the labels
     axes.invert_yaxis()
     axes.set_xlabel(plain(xlabel))
     axes.spines[["top", "right"]].set_visible(False)
     patches = [Patch(color=colour, label=text) for colour, text in meanings.items()]
     figure.legend(handles=patches, loc="outside upper right", ncols=len(patches))
-    save_picture(figure, path)
+    save_picture(figure, path, about)
