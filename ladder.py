@@ -155,26 +155,39 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     if not options.report_only:
         if "tflops" in device:
             note_slow_bf16(stages, device["tflops"])
-        to_run = by_seed(rungs) if seeds else runs_of(stages)
-        runs = [stage for stage in to_run if options.rerun or not stage.summary()]
         rounds = options.rounds
         if options.quick and "rounds" not in options.model_fields_set:
             rounds = ROUNDS
-        turns = 2 * (LEFT_OUT + rounds) if rounds else 0
-        work = [(stage.config, stage.config.max_steps) for stage in runs]
-        work += [(without_end(stage.config), turns) for stage in stages[1:]]
-        started = [stage.config for stage in [*runs, *(2 * stages[1:] if rounds else [])]]
-        shorter = SHORTER if options.quick else f"--quick, {SHORTER}"
-        print(describe_duration(work, device.get("tflops"), shorter, started), flush=True)
+        runs = by_seed(rungs) if seeds else runs_of(stages)
         with sole_writer(folder):
+            announce(runs, stages[1:] if rounds else [], rounds, options, device)
             predict_stages(stages, folder, device)
-            run_stages(to_run, options.rerun, anywhere=seeds > 0, **side_by_side(seeds, device))
+            run_stages(runs, options.rerun, anywhere=seeds > 0, **side_by_side(seeds, device))
             pairs = list(pairs_of(stages).values())
             if rounds:
                 compare_pairs(pairs, rounds, options.rerun, device)
     if seeds:
         return report_learning(ladder, rungs, folder, pairs)
     return report(ladder, stages, folder, pairs)
+
+
+def announce(
+    runs: Sequence[Stage],
+    compared: Sequence[Stage],
+    rounds: int,
+    options: LadderOptions,
+    device: Mapping[str, Any],
+) -> None:
+    """Say how long it takes to finish the runs, and to compare stages with their bases in so many
+    rounds.
+    """
+    runs = [run for run in runs if options.rerun or not run.summary()]
+    work = [(run.config, run.config.max_steps) for run in runs]
+    work += [(without_end(stage.config), 2 * (LEFT_OUT + rounds)) for stage in compared]
+    processes = [stage.config for stage in (*runs, *compared, *compared)]
+    has_quick = options.configs == ("speedup",) and not options.quick
+    shorter = f"--quick, {SHORTER}" if has_quick else SHORTER
+    print(describe_duration(work, device.get("tflops"), shorter, processes), flush=True)
 
 
 def by_seed(rungs: Mapping[str, Sequence[Stage]]) -> list[Stage]:
@@ -200,9 +213,8 @@ def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
         if not options.report_only:
             runs = by_seed(rungs)
             found = probe(runs[0].config.device)
-            work = [(run.config, run.config.max_steps) for run in runs if not run.summary()]
-            print(describe_duration(work, found.get("tflops"), SHORTER), flush=True)
             with sole_writer(folder):
+                announce(runs, [], 0, options, found)
                 at_once = side_by_side(options.seeds, found)
                 run_stages(runs, options.rerun, anywhere=True, **at_once)
         return report_learned_ablation(stem, names, rungs, folder)

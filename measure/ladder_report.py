@@ -117,22 +117,27 @@ def report(
         "\n".join(runs),
     )
     write_csv(folder / "results.csv", rows)
-    titles = {
-        stage.name: title_of(stage.name, stage.file, b.file) for stage, b in with_bases(stages)
-    }
-    summaries = filter(None, (stage.summary() for stage in stages))
-    machines = dict.fromkeys(f"{s.machine}, {s.started[:10]}" for s in summaries)
-    over_base = {"here, over the stage that it changes": [row["over_base"] for row in rows[1:]]}
-    if any(row["a100_over_base"] for row in rows):
-        on_a100 = [row["a100_over_base"] for row in rows[1:]]
-        over_base["an A100, published"] = [factor and Ratio(factor) for factor in on_a100]
-    if rows[1:]:
-        names = [f"{titles[row['stage']]} ({row['stage']})" for row in rows[1:]]
-        draw_factors(folder / "speed.png", names, over_base, "; ".join(machines))
+    draw_worth(folder / "speed.png", stages, rows)
     if curves:
         draw_panels(folder / "loss.png", curves, "step", "loss, nats per token")
     write_ladder_page(folder / "report.html", title, stages, rows)
     return failures
+
+
+def draw_worth(path: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> None:
+    """Draw the factor of each finished stage over its base, beside that of an A100."""
+    bases, rows = dict(with_bases(stages)), rows[1:]
+    done = [stage for row in rows for stage in bases if stage.name == row["stage"]]
+    series = {"here, over the stage that it changes": [row["over_base"] for row in rows]}
+    if any(row["a100_over_base"] for row in rows):
+        on_a100 = [row["a100_over_base"] for row in rows]
+        series["an A100, published"] = [factor and Ratio(factor) for factor in on_a100]
+    summaries = filter(None, (stage.summary() for stage in stages))
+    about = dict.fromkeys(f"{summary.machine}, {summary.started[:10]}" for summary in summaries)
+    if done:
+        titles = [title_of(stage.name, stage.file, bases[stage].file) for stage in done]
+        names = [f"{title} ({stage.name})" for title, stage in zip(titles, done, strict=True)]
+        draw_factors(path, names, series, "; ".join(about))
 
 
 def plot_runs(folders: Sequence[str], path: Path) -> None:
