@@ -227,12 +227,18 @@ def main(options: SoakOptions) -> int:
     return 1 if differ else 0
 
 
+def seconds_logged(run: Run) -> float:
+    """Return what the steps took that are in the log: those that were kept."""
+    with open(run.path / "log.csv", newline="") as file:
+        return sum(float(row["dt_ms"]) for row in csv.DictReader(file)) / 1e3
+
+
 def goodput(options: SoakOptions) -> int:
     """Print which share of the time goes into steps that are kept, beside what is expected.
 
-    A save and a start are timed in a run without kills, a step in each run: the speed of a shared
-    machine drifts. Expected is what Daly's model says of kills at random, which may also hit a
-    start (2006, "A higher order estimate of the optimum checkpoint interval for restart dumps").
+    A save and a start are timed in a run without kills, steps in each run. Expected is what Daly's
+    model says of so many kills at random, which may also hit a start (2006, "A higher order
+    estimate of the optimum checkpoint interval for restart dumps").
     """
     place, moments = Path(tempfile.mkdtemp()), random.Random(options.seed)
     values: dict[str, Any] = {
@@ -241,16 +247,18 @@ def goodput(options: SoakOptions) -> int:
         "keep_last": 2,
     }
     values |= {"resume": "auto", "eval_every": 0, "sample_every": 0, "reference": None}
-    calm = load_config("quickstart", **values, run_name="calm", checkpoint_every=10)
-    run, began = Run(calm, options), time.monotonic()
-    run.begin()
-    run.wait_for_its_end()
-    whole = time.monotonic() - began
+    values |= {"log_every": 1, "warmup_steps": 0}
+    for name, steps in {"warm_up": 5, "calm": 100}.items():  # the first start reads files
+        calm = {"run_name": name, "max_steps": steps, "checkpoint_every": 5}
+        run, began = Run(load_config("quickstart", **values | calm), options), time.monotonic()
+        run.begin()
+        run.wait_for_its_end()
+        whole = time.monotonic() - began
     summary = read_json(run.path / "summary.json")
-    step, seconds = summary["median_dt_ms"] / 1e3, summary["seconds"]
-    save = max(0.01, (seconds - calm.max_steps * step) / (calm.max_steps / 10))
+    steps_took, seconds = seconds_logged(run), summary["seconds"]
+    step, save = steps_took / 100, (seconds - steps_took) / 20
     begin = whole - seconds
-    print(f"a step takes {step:.3f} s, a save {save:.3f} s, a start {begin:.2f} s")
+    print(f"a step takes {step:.3f} s, a save {save:.3f} s, a start {begin:.2f} s", flush=True)
     for mean in options.goodput:
         every = round(math.sqrt(2 * save * mean) / step)
         steps = math.ceil(options.kills * mean / step)
@@ -263,14 +271,13 @@ def goodput(options: SoakOptions) -> int:
                 break
             run.kill([], process=True)
             kills += 1
-        seconds = time.monotonic() - began
-        step = read_json(run.path / "summary.json")["median_dt_ms"] / 1e3
-        share = steps * step / seconds
-        takes = mean * math.exp(begin / mean) * math.expm1((every * step + save) / mean)
-        expected = every * step / takes
+        seconds, useful = time.monotonic() - began, seconds_logged(run)
+        between, interval = seconds / max(1, kills), every * useful / steps
+        takes = between * math.exp(begin / between) * math.expm1((interval + save) / between)
         print(
-            f"a kill in {mean:g} s: {kills} kills, checkpoint_every {every}: {share:.1%} of the "
-            f"time is useful, expected {expected:.1%}"
+            f"a kill in {mean:g} s, {kills} in {seconds:.0f} s, checkpoint_every {every}: "
+            f"{useful / seconds:.1%} of the time is useful, expected {interval / takes:.1%}",
+            flush=True,
         )
     shutil.rmtree(place)
     return 0
