@@ -46,7 +46,7 @@ def configs_of(program, *words):
         return [job.config for job in jobs_of(parse(BenchOptions, own))]
     if program == "ladder.py":
         options = parse(ladder.LadderOptions, own, positional="configs")
-        runs = stages.runs_of(stages.plan(options.configs, options.log_dir, of_runs)[1])
+        runs = stages.runs_of(stages.plan(options.configs, options.log_dir, of_runs, {})[1])
         return [] if options.report_only else [run.config for run in runs]
     if own[0] == "measure.interleaved":
         sides = parse(InterleavedOptions, own[1:], positional="sides").sides
