@@ -20,7 +20,7 @@ from config import load_config
 from measure.ratio import Ratio
 from measure.stages import ROOT, Stage, published_rows, with_bases
 from measure.tables import Row
-from runtime.cli import find_config
+from runtime.cli import find_config, read_yaml_mapping
 from runtime.files import write_whole
 from runtime.report import COLOURS
 from runtime.runlog import Row as LogRow
@@ -98,7 +98,12 @@ def rung(
     if title == AGAIN:
         why = ["It differs by its seed alone: its factor is noise (A/A)."]
     here, there = (load_config(str(file)).model_dump() for file in (ours, theirs))
-    changed = sorted(name for name in here if here[name] != there[name] and name != "run_name")
+    # What this YAML changes comes first, in its own order: its technique.
+    changed = dict.fromkeys(
+        name
+        for name in (*read_yaml_mapping(ours), *here)
+        if name in here and here[name] != there[name] and name != "run_name"
+    )
     return {
         "name": name,
         "base": theirs.stem if name != theirs.stem else None,
