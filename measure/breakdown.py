@@ -12,8 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from config import Config
 from data.token_file import TokenFileError
 from measure.duration import part_flops
+from measure.process import in_fresh_process
 from measure.tables import FLOP_RATE, Row, about_machine, precision, show_table
-from measure.timing import in_fresh_process, is_mixed, set_up
+from measure.timing import is_mixed, set_up
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_whole
@@ -177,9 +178,9 @@ def inspect_models(
         bits = precision(is_mixed(config))
         title = f"{name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens"
         print(title, flush=True)
-        found, error = in_fresh_process(
-            inspect_model, wanted, config, folder, f"{name}_{bits}", steps, from_corpus
-        )
+        call = "measure.breakdown:inspect_model"
+        about = config, folder, f"{name}_{bits}", steps, from_corpus
+        found, error = in_fresh_process(call, wanted, *about)
         if error:
             print(error)
         lines += [f"## {title}", "", *(found or [error]), ""]

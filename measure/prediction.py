@@ -1,16 +1,14 @@
 """Predict how fast a stage of a ladder is, before it is timed, and keep the prediction."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from measure.stages import ROOT, Stage, with_bases
+from measure.process import in_fresh_process
+from measure.stages import Stage, with_bases
 from measure.tables import write_json
 
 FILE = "predicted.json"  # in a ladder's folder
@@ -55,20 +53,15 @@ def predict_stages(stages: Sequence[Stage], folder: Path, device: Mapping[str, A
         rates = Rates.model_validate(device)
     except ValidationError:
         return
-    sides = [stage.side for stage in alone]
-    code = "from measure.roofline import print_predictions as p; "
-    command = [sys.executable, "-c", f"{code}p({sides!r}, {rates.model_dump()!r})"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"note: nothing is predicted: {done.stderr.strip().rpartition(chr(10))[2]}")
+    configs = [stage.config for stage in alone]
+    found, problem = in_fresh_process("measure.roofline:predict_all", configs, rates)
+    if problem:
+        print(f"note: nothing is predicted: {problem}")
         return
-    found = map(json.loads, done.stdout.splitlines())
-    by_name = {stage.name: of_stage for stage, of_stage in zip(alone, found, strict=True)}
+    predicted = dict(zip((stage.name for stage in alone), found, strict=True))
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FILE, {"rates": rates.model_dump(), "stages": by_name})
-    predicted = predictions(folder)
+    kept = {name: prediction.model_dump() for name, prediction in predicted.items()}
+    write_json(folder / FILE, {"rates": rates.model_dump(), "stages": kept})
     for stage, base in with_bases(alone)[1:]:
         factor = predicted[stage.name].tokens_per_sec / predicted[base.name].tokens_per_sec
         print(f"predicted: {stage.name} {factor:.2f} times as fast as {base.name}")

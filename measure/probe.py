@@ -1,8 +1,8 @@
 """Measure what a ladder needs to know of a device before it begins."""
 
-import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -54,9 +54,9 @@ def best_seconds(work: Callable[[], object], device: torch.device, times: int = 
     return min(seconds[1:])
 
 
-def print_findings(name: str) -> None:
-    """Print name, number and memory (MiB) of the device, its rates, as measure/prediction.py wants
-    them, and whether it has bfloat16, as JSON.
+def find_out(name: str) -> dict[str, Any]:
+    """Return name, number and memory (MiB) of the device, its rates, as measure/prediction.py wants
+    them, and whether it has bfloat16.
 
     `name`: auto, cuda, mps or cpu.
     """
@@ -64,7 +64,7 @@ def print_findings(name: str) -> None:
     on_gpu = device.type == "cuda"
     left = min(physical_memory(), memory_left())
     memory = torch.cuda.mem_get_info(device)[0] if on_gpu else left
-    found = {
+    return {
         "device": device_name(device),
         "gpus": torch.cuda.device_count() if on_gpu else 0,
         "memory_mb": memory / 2**20,
@@ -73,4 +73,3 @@ def print_findings(name: str) -> None:
         "launch_us": launch_us(device),
         "bf16": not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False),
     }
-    print(json.dumps(found))

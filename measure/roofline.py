@@ -20,7 +20,6 @@ from torch.utils.flop_counter import flop_registry
 from config import Config
 from measure.estimate import Numberless
 from measure.prediction import Prediction, Rates
-from measure.stages import training_config
 from runtime.device import choose_device, usable_precision
 from runtime.world import World
 from train import setup, train_step
@@ -162,9 +161,6 @@ def predict(config: Config, rates: Rates, device: torch.device) -> Prediction:
     return Prediction(tokens=config.batch_size * config.seq_len, **seconds)
 
 
-def print_predictions(sides: list[list[str]], rates: dict[str, Any]) -> None:
-    """Print the prediction of each side, a config and options that change it, as JSON lines."""
-    for side in sides:
-        config = training_config(side)
-        found = predict(config, Rates.model_validate(rates), choose_device(config.device))
-        print(found.model_dump_json())
+def predict_all(configs: list[Config], rates: Rates) -> list[Prediction]:
+    """Return the prediction of each config."""
+    return [predict(config, rates, choose_device(config.device)) for config in configs]

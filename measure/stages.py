@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import json
 import os
 import signal
 import statistics
@@ -18,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
+from measure.process import in_fresh_process
 from runtime.cli import CONFIG_DIR, ConfigError, find_config, parse, read_yaml_mapping
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
@@ -343,11 +343,7 @@ def run_commands(
 
 def probe(device: str) -> dict[str, Any]:
     """Ask a fresh process about the device; see measure/probe.py. Empty if that fails."""
-    code = f"from measure.probe import print_findings; print_findings({device!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return dict(json.loads(done.stdout or "{}"))
+    return in_fresh_process("measure.probe:find_out", device)[0] or {}
 
 
 def note_slow_bf16(stages: Sequence[Stage], tflops: Mapping[str, float]) -> None:

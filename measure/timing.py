@@ -2,13 +2,8 @@
 
 import dataclasses
 import itertools
-import multiprocessing
-import os
-import signal
 import statistics
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +12,7 @@ from torch import Tensor
 
 from config import Config, ModelConfig, SpeedConfig
 from measure.options import without_end
+from measure.process import in_fresh_process
 from measure.tables import FIGURES, Row
 from runtime.device import (
     choose_device,
@@ -26,9 +22,6 @@ from runtime.device import (
     peak_memory_mb,
     synchronize,
 )
-from runtime.errors import UserError, kind_of_failure
-from runtime.signals import end_with
-from runtime.start import retain_freed_memory
 from runtime.world import World
 from train import Run, setup, train_step
 
@@ -195,42 +188,5 @@ def settings(config: Config) -> dict[str, Any]:
 
 def time_job(job: Job) -> list[Row]:
     """Time a job in a fresh process; returns its rows, which say why where it fails."""
-    rows, error = in_fresh_process(measure, job)
+    rows, error = in_fresh_process("measure.timing:measure", job)
     return rows or [empty_row(job, warmup, error) for warmup in job.warmup_steps]
-
-
-def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """Call a function in a fresh process, where nothing is warm and peak memory is its own.
-
-    Returns its result, or None and why there is none.
-    """
-    context = multiprocessing.get_context("spawn")
-    try:
-        with ProcessPoolExecutor(1, context, _prepare, (os.getpid(),)) as pool:
-            # a Ctrl-C is for the parent, which ends the child
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            answer = pool.submit(call, function, *arguments)
-            signal.signal(signal.SIGINT, before)
-            try:
-                return answer.result()
-            except KeyboardInterrupt:
-                for child in multiprocessing.active_children():
-                    child.kill()
-                raise
-    except BrokenProcessPool:
-        return None, "its process was killed, as the system does when memory runs out"
-
-
-def _prepare(parent: int) -> None:
-    end_with(parent)
-    retain_freed_memory()  # as train.py
-
-
-def call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """Call a function; returns its result, or None and a line that says why there is none."""
-    try:
-        return function(*arguments), ""
-    except UserError as error:
-        return None, str(error)
-    except (RuntimeError, MemoryError) as error:
-        return None, kind_of_failure(error)[1]

@@ -351,6 +351,13 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", Forked)
 
 
+@pytest.fixture
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs `in_fresh_process` begins with PyTorch imported."""
+    context = fork_server()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+
+
 class Started(Forked):
     """A script's process, forked; what it prints is in the files `out` and `err`."""
 

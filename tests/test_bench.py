@@ -12,7 +12,7 @@ import torch
 import bench
 from bench import BenchOptions
 from config import load_config
-from measure import breakdown, tables, timing
+from measure import breakdown, process, tables, timing
 from measure.breakdown import break_down
 from measure.duration import describe_duration, part_flops
 from measure.timing import Job, measure, passes, set_up
@@ -22,7 +22,7 @@ from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
 from runtime.report import flops_rate
 from runtime.start import parse_command_line
-from tests.conftest import CPU, ROOT, TINY, fork_server, run_from_nothing
+from tests.conftest import CPU, ROOT, TINY, run_from_nothing
 
 BATCH = {"seq_len": 32, "batch_size": 2, "device": "cpu"}
 
@@ -42,14 +42,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(timing, "matmul_tflops", lambda *_: 2e-5)
     monkeypatch.setattr(bench, "matmul_rates", lambda _: {"float32": 2e-5})
     for module in (timing, breakdown):
-        monkeypatch.setattr(module, "in_fresh_process", timing.call)
-
-
-@pytest.fixture
-def forked_processes(monkeypatch):
-    """Fresh processes begin with torch imported."""
-    context = fork_server()
-    monkeypatch.setattr(timing.multiprocessing, "get_context", lambda _: context)
+        monkeypatch.setattr(module, "in_fresh_process", process.call)
 
 
 def command_line(*arguments):
@@ -148,14 +141,14 @@ def pages_of_a_large_buffer():
 
 @pytest.mark.usefixtures("forked_processes")
 def test_what_is_timed_retains_freed_memory_as_training_does():
-    pages, error = timing.in_fresh_process(pages_of_a_large_buffer)
+    pages, error = process.in_fresh_process(f"{__name__}:pages_of_a_large_buffer")
     assert error == ""
     assert pages < 1000  # of 16,384
 
 
 @pytest.mark.usefixtures("forked_processes")
 def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(tmp_path):
-    _, error = timing.in_fresh_process(signal.raise_signal, signal.SIGKILL)
+    _, error = process.in_fresh_process("signal:raise_signal", signal.SIGKILL)
     assert error == "its process was killed, as the system does when memory runs out"
 
     rows = timing.time_job(tiny_job(batch_size=2**40))  # more than there is

@@ -519,7 +519,7 @@ def test_stages_that_bf16_makes_slow_are_named_before_anything_runs(tmp_path, mo
     )
 
 
-def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked):
+def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked_processes):
     found = stages.probe("cpu")
     assert found["gpus"] == 0
     assert found["memory_mb"] > 1000

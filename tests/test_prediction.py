@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-from types import SimpleNamespace
 
 import pytest
 
@@ -90,7 +88,7 @@ def rungs(tmp_path, monkeypatch):
     return tmp_path / "logs/ladder"
 
 
-@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.usefixtures("in_tmp_path", "forked_processes")
 def test_a_ladder_predicts_its_factors_before_it_runs(rungs, capsys):
     with pytest.raises(Exception, match="no finished stage to report"):
         climb("plain.yaml", "bf16.yaml", "--rounds", "0")
@@ -101,14 +99,14 @@ def test_a_ladder_predicts_its_factors_before_it_runs(rungs, capsys):
     )
 
 
-def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(rungs, monkeypatch, capsys):
+@pytest.mark.usefixtures("forked_processes")
+def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(rungs, capsys):
     stages = plan(["plain.yaml"], "logs", [], {})[1]
     rungs.mkdir(parents=True)
     (rungs / prediction.FILE).write_text('{"stages": {}}')
-    failed = SimpleNamespace(returncode=1, stderr="Traceback\nRuntimeError: no kernel\n", stdout="")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    prediction.predict_stages(stages, rungs, rates().model_dump())
-    assert capsys.readouterr().out == "note: nothing is predicted: RuntimeError: no kernel\n"
+    without_fp32 = rates(tflops={"bfloat16": 1.0}).model_dump()
+    prediction.predict_stages(stages, rungs, without_fp32)
+    assert capsys.readouterr().out == "note: nothing is predicted: KeyError\n"
     assert predictions(rungs) == {}
     prediction.predict_stages(stages, rungs, {"device": "cpu"})
     assert not list(rungs.iterdir())

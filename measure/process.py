@@ -1,0 +1,51 @@
+"""Call functions in fresh processes. Does not import torch."""
+
+import multiprocessing
+import os
+import pkgutil
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from runtime.errors import UserError, kind_of_failure
+from runtime.signals import end_with
+from runtime.start import retain_freed_memory
+
+
+def in_fresh_process(function: str, *arguments: Any) -> tuple[Any, str]:
+    """Call a function, `module:name`, in a fresh process, where nothing is warm and peak memory is
+    its own.
+
+    Returns its result, or None and why there is none.
+    """
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(1, context, _prepare, (os.getpid(),)) as pool:
+            # a Ctrl-C is for the parent, which ends the child
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            answer = pool.submit(call, function, *arguments)
+            signal.signal(signal.SIGINT, before)
+            try:
+                return answer.result()
+            except KeyboardInterrupt:
+                for child in multiprocessing.active_children():
+                    child.kill()
+                raise
+    except BrokenProcessPool:
+        return None, "its process was killed, as the system does when memory runs out"
+
+
+def _prepare(parent: int) -> None:
+    end_with(parent)
+    retain_freed_memory()  # as train.py
+
+
+def call(function: str, *arguments: Any) -> tuple[Any, str]:
+    """Call a function, `module:name`; returns its result, or None and a line that says why not."""
+    try:
+        return pkgutil.resolve_name(function)(*arguments), ""
+    except UserError as error:
+        return None, str(error)
+    except (RuntimeError, MemoryError, LookupError) as error:
+        return None, kind_of_failure(error)[1]
