@@ -249,7 +249,7 @@ def across(folders: Sequence[str], out: Path) -> None:
         factors = {name: of_machine.get(stage) for name, of_machine in found.items()}
         with contextlib.suppress(ConfigError):  # of a ladder of other configs than those here
             base = read_yaml_mapping(find_config(stage)).get("base", stage)
-            pages.append(rung(stage, stage, base, factors, []))
+            pages.append(rung(stage, stage, base, factors, {}, {}))
     title = "What each optimization is worth where"
     write_page(out / "report.html", title, "", [INTERVALS, ", ".join(found)], pages, [])
 

@@ -36,7 +36,11 @@ COLUMNS = [
     field("speed", "speed"),
     field("time to the first's loss", "time_share"),
 ]
-FIGURES = {"validation loss": "loss", "lower than base's by": "lower", "speed": "speed"}
+FIGURES = {
+    "loss": ("validation loss", ""),
+    "lower": ("lower than base's by", ""),
+    "speed": ("speed", ""),
+}
 EXPLAINED = (
     "validation loss: at the end, in nats per token, the mean over the seeds. lower than base's "
     "by: the mean difference from the rung that it changes, seed by seed. After +-: the half width "
@@ -260,8 +264,7 @@ def report_learning(
     pages = []
     for row in rows:
         name, shares = row["stage"], {"tokens": row["tokens_share"], "time": row["time_share"]}
-        figures = [(label, row[key], "") for label, key in FIGURES.items()]
-        pages.append(rung(name, files[name], files[row["base"]], shares, figures))
+        pages.append(rung(name, files[name], files[row["base"]], shares, row, FIGURES))
     headline = ""
     if ends := [(row["tokens_share"].median, row["stage"]) for row in rows if row["tokens_share"]]:
         least, best = min(ends)

@@ -10,7 +10,7 @@ import itertools
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,20 @@ from measure.tables import Row
 from runtime.cli import find_config, read_yaml_mapping
 from runtime.files import write_whole
 from runtime.report import COLOURS
-from runtime.runlog import Row as LogRow
 from runtime.runlog import curve, read_rows
 
-WEB = Path(__file__).parent / "web"
 RECIPE = ("train.py", "model.py", "optimizer.py", "dataloader.py")  # where options act
 PLACES = 4  # of an option, at most
 OTHERS = ("_", "describe", "notes", "to_yaml", "advice")  # methods that speak of options
 AGAIN = "The same again"  # title of a stage that repeats its base
+HERE = "here"  # label of the factor of speed over the base
 OTHER_FACTORS = {
     "predicted": "predicted_over_base",
     "published": "published_over_base",
     "an A100, published": "a100_over_base",
 }
-FIGURES = {  # columns of results.csv beside the factor
+Figures = Mapping[str, tuple[str, str]]  # by column: label and format
+FIGURES = {  # of results.csv, beside the factor
     "tokens_per_sec": ("tokens/s", ",.0f"),
     "ms_per_step": ("ms a step", ",.0f"),
     "peak_memory_mb": ("MB", ",.0f"),
@@ -57,13 +57,17 @@ def write_page(
     rungs: Sequence[Mapping[str, Any]],
     curves: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the page. `rungs`: as `rung` makes them; `curves`: as `curve_of` does."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((WEB / "page.html").read_text(encoding="utf-8"))
-    ends = [factor.ends[1] for rung in rungs for _, factor in rung["factors"]]
+    """Write the page. `rungs`: as `rung` or `card` makes them; `curves`: as `curve_of` does."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "web"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    ends = [factor.ends[1] for rung in rungs for factor in rung["factors"].values()]
     write_whole(
         path,
-        template.render(
+        environment.get_template("page.html").render(
             title=title,
             headline=headline,
             about=about,
@@ -71,8 +75,6 @@ def write_page(
             curves=curves,
             most=1.05 * max([1.0, *ends]),
             colours=COLOURS,
-            uplot_js=jinja2.utils.markupsafe.Markup((WEB / "uPlot.iife.min.js").read_text()),
-            uplot_css=jinja2.utils.markupsafe.Markup((WEB / "uPlot.min.css").read_text()),
         ),
     )
     print(f"{path}: the same as a page, with pictures to point at")
@@ -86,12 +88,12 @@ def rung(
     config: str | Path,
     base: str | Path,
     factors: Mapping[str, Ratio | None],
-    figures: Iterable[tuple[str, Any, str]],
+    row: Row,
+    figures: Figures,
 ) -> dict[str, Any]:
     """Return what the page shows of a rung.
 
-    `config`, `base`: its YAML and the one that it changes. `figures`: labels, values as results.csv
-    has them, and formats.
+    `config`, `base`: its YAML and the one that it changes. The rest is for `card`.
     """
     ours, theirs = (find_config(str(file)) for file in (config, base))
     title, why = title_of(name, ours, theirs), explained(ours)[1]
@@ -102,20 +104,28 @@ def rung(
     changed = dict.fromkeys(
         name
         for name in (*read_yaml_mapping(ours), *here)
-        if name in here and here[name] != there[name] and name != "run_name"
+        if here.get(name) != there.get(name) and name != "run_name"
     )
-    return {
-        "name": name,
-        "base": theirs.stem if name != theirs.stem else None,
-        "title": title,
+    return card(name, title, factors, row, figures) | {
+        "base": theirs.stem,
         "why": why,
         "yaml": changes(ours),
-        "code": {(p["file"], p["line"]): p for option in changed for p in code_of(option)}.values(),
-        "factors": [(label, factor) for label, factor in factors.items() if factor],
+        "code": [*dict.fromkeys(itertools.chain(*map(code_of, changed)))],
+    }
+
+
+def card(
+    name: str, title: str, factors: Mapping[str, Ratio | None], row: Row, figures: Figures
+) -> dict[str, Any]:
+    """Return what the page shows of anything with factors, and with figures in columns of a row."""
+    return {
+        "name": name,
+        "title": title,
+        "factors": {label: factor for label, factor in factors.items() if factor},
         "figures": [
-            (label, value, f"{value:{style}}")
-            for label, value, style in figures
-            if value is not None
+            (label, row[column], f"{row[column]:{style}}")
+            for column, (label, style) in figures.items()
+            if row[column] is not None
         ],
     }
 
@@ -128,9 +138,9 @@ def title_of(name: str, file: Path, base: Path) -> str:
 
 def explained(file: Path) -> tuple[str, list[str]]:
     """Return the first words of a YAML's first comment, the technique's name, and all of it."""
-    text = file.read_text(encoding="utf-8")
-    comment = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(True)))
-    words = " ".join(line.lstrip("# ") for line in comment.splitlines())
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    words = " ".join(line.lstrip("# ") for line in comment)
     name = re.split(r"[:,.] |[:.]$| [(]", words, maxsplit=1)[0]
     name = re.sub(r"^(Adds )?(the |The |an? )?", "", name)
     if re.match(r"[A-Za-z'-]+( |$)", name):  # not torch.compile, bf16
@@ -140,18 +150,19 @@ def explained(file: Path) -> tuple[str, list[str]]:
 
 def changes(file: Path) -> str:
     """Return what a YAML sets, without its base and the comment above."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return "\n".join(line for line in lines if line and not line.startswith(("#", "base:")))
+    text = file.read_text(encoding="utf-8")
+    return re.sub(r"^(#.*|base:.*)?\n", "", text, flags=re.MULTILINE)
 
 
-def code_of(option: str) -> list[dict[str, Any]]:
+def code_of(option: str) -> list[tuple[str, int, str]]:
     """Return the statements of the recipe that read an option, with the comments above them.
 
-    An option that only config.py reads, in a method, is found where that method is called.
+    File, line and text of each. An option that only config.py reads, in a method, is found where
+    that method is called.
     """
     names = {option, *methods_that_read(option)}
     found = [
-        {"file": file, "line": line, "text": text}
+        (file, line, text)
         for file in RECIPE
         for line, text in statements_that_read(ROOT / file, names)
     ]
@@ -174,10 +185,14 @@ def statements_that_read(path: Path, names: set[str]) -> Iterator[tuple[int, str
         if not isinstance(function, ast.FunctionDef) or function.name.startswith("check"):
             continue
         set_there, shown_to = set[str](), 0
-        for node in sorted(statements_in(function), key=lambda node: node.lineno):
-            inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-            own = (child for child in ast.iter_child_nodes(node) if child not in inner)
-            parts = [*itertools.chain(*map(ast.walk, own))]
+        inside = (n for n in ast.walk(function) if isinstance(n, ast.stmt) and n is not function)
+        for node in sorted(inside, key=lambda node: node.lineno):
+            parts = [
+                part
+                for child in ast.iter_child_nodes(node)
+                if not isinstance(child, ast.stmt)
+                for part in ast.walk(child)
+            ]
             reads_it = any(getattr(part, "attr", "") in names for part in parts)
             if node.lineno <= shown_to or not (
                 reads_it or any(getattr(part, "id", "") in set_there for part in parts)
@@ -199,12 +214,6 @@ def parsed(path: Path) -> tuple[list[str], ast.Module]:
     return text.splitlines(), ast.parse(text)
 
 
-def statements_in(function: ast.FunctionDef) -> list[ast.stmt]:
-    """Return all statements inside a function, but not those of functions inside it."""
-    nodes = (node for node in ast.walk(function) if node is not function)
-    return [node for node in nodes if isinstance(node, ast.stmt)]
-
-
 # ---- curves
 
 
@@ -212,7 +221,7 @@ def curve_of(
     label: str,
     steps: Sequence[int],
     losses: Sequence[float],
-    times: Sequence[float | None] = (),
+    times: Sequence[float] = (),
     *,
     tokens_per_step: int | None = None,
     published: bool = False,
@@ -221,62 +230,50 @@ def curve_of(
 
     `times`: milliseconds of each step from the first on.
     """
-    known = len(times) == len(steps) == steps[-1] and all(times)
+    is_known = len(times) == len(steps) == steps[-1]
     return {
         "label": label,
         "published": published,
         "steps": [*steps],
         "tokens": tokens_per_step and [step * tokens_per_step for step in steps],
-        "seconds": [*itertools.accumulate((time or 0) / 1e3 for time in times)] if known else None,
+        "seconds": [*itertools.accumulate(ms / 1e3 for ms in times)] if is_known else None,
         "loss": [*losses],
     }
-
-
-def logged(rows: Mapping[int, LogRow]) -> tuple[list[int], list[Any], list[Any]]:
-    """Return the steps, losses and milliseconds of a log for `curve_of`."""
-    return (*curve(rows), [row.get("dt_ms") for row in rows.values()])
 
 
 def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Sequence[Row]) -> None:
     """Write the page of a ladder whose finished stages have these rows."""
     by_name = {row["stage"]: row for row in rows}
-    done = [(stage, base) for stage, base in with_bases(stages) if stage.name in by_name]
-    rungs = []
-    for stage, base in done:
+    rungs, curves, published, machines = [], [], [], dict[str, None]()
+    for stage, base in with_bases(stages):
+        if not (summary := stage.summary()):
+            continue
         row, factors = by_name[stage.name], dict[str, Ratio | None]()
         if stage is not base:
-            factors = {"here": row["over_base"]}
-            for label, column in OTHER_FACTORS.items():
-                factors[label] = row[column] and Ratio(row[column])
-        figures = [(label, row[name], style) for name, (label, style) in FIGURES.items()]
-        rungs.append(rung(stage.name, stage.file, base.file, factors, figures))
-    titles = {rung["name"]: rung["title"] for rung in rungs}
-    curves, machines = [], dict[str, None]()
-    for stage, _ in done:
-        tokens = stage.config.tokens_per_step(stage.ranks)
-        log = logged(read_rows(stage.folder / "log.csv"))
-        curves.append(curve_of(titles[stage.name], *log, tokens_per_step=tokens))
-        if summary := stage.summary():
-            machines[f"{summary.about}, {summary.started[:10]}"] = None
-    for stage, _ in done:
+            factors = {name: row[c] and Ratio(row[c]) for name, c in OTHER_FACTORS.items()}
+            factors = {HERE: row["over_base"]} | factors
+        rungs.append(rung(stage.name, stage.file, base.file, factors, row, FIGURES))
+        machines[f"{summary.about}, {summary.started[:10]}"] = None
+        label, tokens = rungs[-1]["title"], stage.config.tokens_per_step
+        log = read_rows(stage.folder / "log.csv")
+        _, times = curve(log, "dt_ms")
+        curves.append(curve_of(label, *curve(log), times, tokens_per_step=tokens(stage.ranks)))
         if name := stage.published.log:
-            steps, losses, times = logged(published_rows(name))
+            log, label = published_rows(name), f"{label}, published"
             # Times that were read without waiting for the GPU tell nothing.
-            times = times if stage.published.ms_per_step else []
-            label, tokens = f"{titles[stage.name]}, published", stage.config.tokens_per_step(1)
-            curves.append(
-                curve_of(label, steps, losses, times, tokens_per_step=tokens, published=True)
+            _, times = curve(log, "dt_ms") if stage.published.ms_per_step else ([], [])
+            published.append(
+                curve_of(label, *curve(log), times, tokens_per_step=tokens(1), published=True)
             )
     options = shlex.join(stages[0].side[2:])  # after --keep_last=0
     about = [*machines, *([f"All runs with {options}"] if options else [])]
-    write_page(path, title, headline(rows, titles), about, rungs, curves)
-
-
-def headline(rows: Sequence[Row], titles: Mapping[str, str]) -> str:
-    """Say in a sentence or two how far the ladder leads, and which rungs are worth most."""
-    most = max(row["over_first"].median for row in rows)
-    said = f"{most:.1f} times as fast as {titles[rows[0]['stage']].lower()}."
-    resolved = [row for row in rows if row["over_base"] and row["over_base"].ends[0] > 1]
-    for row in sorted(resolved, key=lambda row: -row["over_base"].median)[:2]:
-        said += f" {titles[row['stage']]}: {row['over_base']}."
-    return said
+    # How far the ladder leads, and which rungs are worth most.
+    headline = f"{max(row['over_first'].median for row in rows):.1f} times as fast as "
+    headline += f"{rungs[0]['title'].lower()}."
+    best = sorted(
+        (-factor.median, f" {rung['title']}: {factor}.")
+        for rung in rungs
+        if (factor := rung["factors"].get(HERE)) and factor.ends[0] > 1
+    )
+    headline += "".join(text for _, text in best[:2])
+    write_page(path, title, headline, about, rungs, [*curves, *published])

@@ -34,6 +34,7 @@ from measure.interleaved import (
 )
 from measure.ladder_report import draw_factors
 from measure.options import given, optional_fields, to_flags
+from measure.page import card, write_page
 from measure.ratio import median_ratio
 from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, write_json, write_report
 from runtime.cli import Options
@@ -234,6 +235,11 @@ COLUMNS = [
     field("MB, ours over its", "memory_ratio", ".2f"),
     field("first step, s", "first_step_s", ".1f"),
 ]
+FIGURES = {
+    "tokens_per_sec": ("tokens/s", ",.0f"),
+    "peak_memory_mb": ("MB", ",.0f"),
+    "memory_ratio": ("MB, ours over its", ".2f"),
+}
 MEANING = (
     "Ours over it: tokens/s of our side, the first, over the side's, the median of the rounds' "
     "ratios, with its 95% interval. tokens/s: the median of a side's own rounds, of "
@@ -250,26 +256,35 @@ def report(
     config: Config,
     folder: Path,
 ) -> None:
-    """Report the groups that are measured: report.md, results.json and peers.png."""
+    """Report the groups that are measured: report.md, report.html, results.json and peers.png."""
     versions = ", ".join(
         f"{name} {version(name)}" for name in ("torch", TRANSFORMERS) if find_spec(name)
     )
     shown = ("batch_size", "seq_len", "n_layer", "n_head", "n_embd", "bf16", "compile")
     described = ", ".join(f"{name} {getattr(config, name)}" for name in shown)
     ours, *others = rows = rows_of(groups)
+    title = "Beside what people would take instead"
+    about = (
+        f"{machine()}; {versions}, commit {git_commit()}, {datetime.date.today()}. "
+        f"{ours['side']}: {described}."
+    )
     write_report(
         folder / "report.md",
-        "Beside what people would take instead",
+        title,
         COLUMNS,
         rows,
         [f"failed: {line}" for line in failed],
-        f"{machine()}; {versions}, commit {git_commit()}, {datetime.date.today()}. "
-        f"{ours['side']}: {described}.",
+        about,
         MEANING,
         "![ours over each](peers.png)",
     )
     series = {f"tokens/s of {ours['side']} over those of each": [r["ours_over"] for r in others]}
     draw_factors(folder / "peers.png", [row["side"] for row in others], series)
+    cards = [
+        card(row["side"], row["side"], {"ours over it": row["ours_over"]}, row, FIGURES)
+        for row in rows
+    ]
+    write_page(folder / "report.html", title, "", [about, MEANING], cards, [])
     results = {
         "machine": machine(),
         "git": git_commit(),

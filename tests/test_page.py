@@ -100,10 +100,10 @@ def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):
 )
 def test_the_code_of_an_option_is_where_it_acts_in_the_recipe(option, file, call):
     places = code_of(option)
-    assert any(place["file"] == file and call in place["text"] for place in places), places
-    for place in places:
-        lines = (ROOT / place["file"]).read_text().splitlines()
-        assert place["text"].splitlines()[0].strip() == lines[place["line"] - 1].strip()
+    assert any(name == file and call in text for name, _, text in places), places
+    for name, line, text in places:
+        lines = (ROOT / name).read_text().splitlines()
+        assert text.splitlines()[0].strip() == lines[line - 1].strip()
 
 
 @pytest.mark.parametrize(

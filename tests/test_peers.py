@@ -234,7 +234,12 @@ def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, fo
     main(options.model_copy(update=less | {"log_dir": str(tmp_path / "logs")}))
     assert "note: transformers is not installed" in capsys.readouterr().out
     folder = tmp_path / "logs/peers"
-    assert {path.name for path in folder.iterdir()} == {"peers.png", "report.md", "results.json"}
+    assert {path.name for path in folder.iterdir()} == {
+        "peers.png",
+        "report.html",
+        "report.md",
+        "results.json",
+    }
     report = (folder / "report.md").read_text()
     assert all(f"| {side} |" in report for side in ("speedup10", f"{tmp_path.name}/model.py"))
     (group,) = json.loads((folder / "results.json").read_text())["in_turn"]
