@@ -32,7 +32,7 @@ from runtime.cli import load
 from runtime.device import peak_memory_mb
 from runtime.runlog import RunFolder
 from runtime.world import World
-from train import Run, open_data, setup, train_step
+from train import Run, open_data, setup, timed_step, train_step
 
 Finding = tuple[bool, str]  # whether all is well, and what was found
 LONG = 1.5  # seconds of a step, from which a small model is checked
@@ -149,10 +149,9 @@ def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
 
     hooks = [optimizer.register_step_pre_hook(look) for optimizer in run.state.optimizers]
     for step in range(1, STEPS + 1):
-        start = time.perf_counter()
-        loss, norm = train_step(run, step)
-        times.append(time.perf_counter() - start)
-        run.state.finish_step(step, loss, norm, times[-1], config)
+        loss, norm, seconds = timed_step(run, step)
+        times.append(seconds)
+        run.state.finish_step(step, loss, norm, seconds, config)
         if step == 1:
             guess = math.log(config.n_vocab)
             is_well = abs(loss - guess) < 0.7 if config.init_from == "scratch" else loss < guess

@@ -203,8 +203,6 @@ def report_learned_ablation(
         if len(row) > 1:
             rows.append(row)
     failures = failures_of(chain(*rungs.values()))
-    if rows:
-        write_csv(folder / "results.csv", rows)
     write_report(
         folder / "report.md",
         f"What each optimization of {title} learns",
@@ -216,6 +214,7 @@ def report_learned_ablation(
         "+-: the half width of the 95% interval over the seeds, by Student's t; within noise: it "
         "holds 0. All other options, such as learning rates, stay as they are.",
     )
+    write_csv(folder / "results.csv", rows)
     draw_curves(folder, done)
     return failures
 
@@ -241,16 +240,13 @@ def report_learning(
 
     Raises UserError, or TrainingError after failures, if nothing is finished.
     """
-    rows = rows_of(rungs)
-    failures = failures_of([*(run for runs in rungs.values() for run in runs), *pairs])
-    config = next(iter(rungs.values()))[0].config
-    summaries = [run.summary() for runs in rungs.values() for run in runs]
-    where = dict.fromkeys(summary.about for summary in summaries if summary)
-    if rows:
-        write_csv(folder / "results.csv", rows)
+    rows, runs = rows_of(rungs), [*chain(*rungs.values())]
+    failures, config = failures_of([*runs, *pairs]), runs[0].config
+    where = dict.fromkeys(summary.about for run in runs if (summary := run.summary()))
+    title = f"What the rungs of {ladder} learn"
     write_report(
         folder / "report.md",
-        f"What the rungs of {ladder} learn",
+        title,
         COLUMNS,
         rows,
         failures,
@@ -259,17 +255,16 @@ def report_learning(
         f"{len(next(iter(rungs.values())))}. {'; '.join(where)}.",
         "![validation losses](learning.png)",
     )
+    write_csv(folder / "results.csv", rows)
     curves = draw_curves(folder, {row["stage"]: rungs[row["stage"]] for row in rows})
     files = {name: runs[0].file for name, runs in rungs.items()}
     pages = []
     for row in rows:
         name, shares = row["stage"], {"tokens": row["tokens_share"], "time": row["time_share"]}
         pages.append(rung(name, files[name], files[row["base"]], shares, row, FIGURES))
-    headline = ""
+    headline, first = "", rows[0]["stage"]
     if ends := [(row["tokens_share"].median, row["stage"]) for row in rows if row["tokens_share"]]:
         least, best = min(ends)
-        first = rows[0]["stage"]
         headline = f"{best} has the loss that {first} ends with after {least:.0%} of the tokens."
-    title, about = f"What the rungs of {ladder} learn", [EXPLAINED, *where]
-    write_page(folder / "report.html", title, headline, about, pages, curves)
+    write_page(folder / "report.html", title, headline, [EXPLAINED, *where], pages, curves)
     return failures

@@ -22,13 +22,13 @@ from measure.tables import (
     about_machine,
     draw_panels,
     new_folder,
-    write_json,
+    write_csv,
     write_report,
 )
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.launch import Launch, launch
-from runtime.report import Column, field, git_commit, machine
+from runtime.report import Column, field
 from runtime.start import cores
 
 
@@ -126,7 +126,7 @@ MEANING = (
 
 
 def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:
-    """Print the figures and write them: report.md, results.json and a picture."""
+    """Print the figures and write them: report.md, results.csv and a picture."""
     ranks = [row["ranks"] for row in rows]
     factors = {
         "measured": (ranks, [row["over_first"].median for row in rows]),
@@ -145,12 +145,4 @@ def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:
         MEANING,
         "![tokens/s](scaling.png)",
     )
-    results = {
-        "machine": machine(),
-        "git": git_commit(),
-        "torch": torch.__version__,
-        "config": name,
-        "rounds": rounds,
-        "counts": rows,
-    }
-    write_json(folder / "results.json", results)
+    write_csv(folder / "results.csv", rows)
