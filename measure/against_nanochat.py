@@ -21,6 +21,7 @@ if __name__ == "__main__":
     OPTIONS = start(PeerOptions, description=__doc__, positional="file")
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,25 +81,20 @@ def build(module: Any) -> tuple[GPT, torch.nn.Module]:
     theirs = module.GPT(module.GPTConfig(sequence_len=64, n_kv_head=SHAPE["n_head"], **SHAPE))
     theirs = theirs.float()
     theirs.cos, theirs.sin = ours.transformer.rotation[:, None, :, None]  # (1, T, 1, hs / 2) each
-    weights = ours.state_dict()
-    for i in range(SHAPE["n_layer"]):
-        attention = f"transformer.h.{i}.attn"
-        qkv = weights.pop(f"{attention}.c_attn.weight").chunk(3)
-        weights |= {f"{attention}.c_{x}.weight": w for x, w in zip("qkv", qkv, strict=True)}
-        del weights[f"transformer.h.{i}.shortcut"]  # (1, 0): nothing is added
-    theirs.load_state_dict(weights)
+    theirs.load_state_dict(with_their_names(ours.state_dict()))
     return ours, theirs
 
 
-def gradients(ours: GPT, theirs: torch.nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return the gradients of both, in pairs."""
-    own = {name: p.grad for name, p in ours.named_parameters() if "shortcut" not in name}
-    peer = {name: p.grad for name, p in theirs.named_parameters()}
-    for i in range(SHAPE["n_layer"]):
-        attention = f"transformer.h.{i}.attn"
-        parts = [peer.pop(f"{attention}.c_{x}.weight") for x in "qkv"]
-        peer[f"{attention}.c_attn.weight"] = torch.cat([part for part in parts if part is not None])
-    return [(a, b) for name, a in own.items() if a is not None and (b := peer[name]) is not None]
+def with_their_names(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Split queries, keys and values; drop the shortcuts: from (1, 0) on nothing is added."""
+    named = {}
+    for name, tensor in tensors.items():
+        if tensor is not None and "c_attn" in name:
+            for x, part in zip("qkv", tensor.chunk(3), strict=True):
+                named[name.replace("c_attn", f"c_{x}")] = part
+        elif tensor is not None and "shortcut" not in name:
+            named[name] = tensor
+    return named
 
 
 def train_both(ours: GPT, theirs: Any, x: Tensor, y: Tensor) -> list[tuple[float, float]]:
@@ -135,7 +131,12 @@ def main(options: PeerOptions) -> None:
     logits = (ours(x) - theirs(x)).abs().max().item()
     ours(x, y).backward()
     theirs(x, y).backward()
-    worst = max(float((a - b).norm() / b.norm()) for a, b in gradients(ours, theirs))
+    own = with_their_names({name: p.grad for name, p in ours.named_parameters()})
+    worst = max(
+        float((own[name] - p.grad).norm() / p.grad.norm())
+        for name, p in theirs.named_parameters()
+        if p.grad is not None
+    )
     for model in (ours, theirs):
         model.zero_grad()
     apart = max(abs(a - b) for a, b in train_both(ours, theirs, x, y))
