@@ -1,5 +1,5 @@
-"""docs/cluster.md: its scripts and YAMLs are whole, and every option in them is one of train.py's
-or torchrun's.
+"""docs/cluster: its scripts and YAMLs are whole, and every option in them is one of train.py's or
+torchrun's.
 """
 
 import os
@@ -17,12 +17,12 @@ from config import Config
 from runtime.cli import parse
 from tests.conftest import ROOT, ended
 
-BLOCKS = re.findall(
-    r"^```(\w+)\n(.*?)^```$", (ROOT / "docs/cluster.md").read_text(), re.MULTILINE | re.DOTALL
+PAGE, SLURM = ((ROOT / f"docs/{name}").read_text() for name in ("cluster.md", "cluster/slurm.sh"))
+SHELL = [*re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL), SLURM]
+JOB, SKY = (
+    yaml.safe_load((ROOT / f"docs/cluster/{name}.yaml").read_text())
+    for name in ("kubernetes", "skypilot")
 )
-SHELL = [text for language, text in BLOCKS if language == "bash"]
-SLURM = next(text for text in SHELL if "#SBATCH" in text)
-JOB, SKY = (yaml.safe_load(text) for language, text in BLOCKS if language == "yaml")
 CONTAINER = JOB["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
 
 
