@@ -17,9 +17,11 @@ import re
 import shlex
 from typing import Literal, NamedTuple
 
+import numpy as np
 import pydantic
 
 from data.download import read_known_file
+from data.tokenizer import END_OF_TEXT, get_encoding
 from runtime.cli import Name, Options
 from runtime.errors import UserError, reported
 from runtime.files import locked, write_whole
@@ -57,6 +59,13 @@ class Item(NamedTuple):
     plain_context: str  # as the file has it, which is what build-nanogpt scores
     plain_endings: list[str]
     label: int  # the right ending, from 0
+
+
+class Row(NamedTuple):
+    """Tokens that the model reads, and how many of the last ones are the ending to score."""
+
+    tokens: bytes  # uint16: a list of numbers would take twenty times the memory
+    scored: int
 
 
 def default_path(data_dir: str) -> Path:
@@ -124,6 +133,28 @@ def _item(line: Line) -> Item:
 def clean(text: str) -> str:
     """Remove the marks that the how-to articles came with, such as [header], [title] and [step]."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def rows_of(item: Item, block_size: int) -> list[Row]:
+    """Tokenize the endings, four rows in the harness's wording, then four in the file's own.
+
+    The beginning of a text that is longer than the model's context is left out.
+    """
+    encode = get_encoding().encode_ordinary
+    # The harness encodes context and ending in one piece, and lets white space at a context's end
+    # count to the ending; build-nanogpt encodes each for itself.
+    context, plain_context = item.context + " ", encode(item.plain_context)
+    before = len(encode(context.rstrip()))
+    harness = [encode(context + ending) for ending in item.endings]
+    pairs = [(tokens[:before], tokens[before:]) for tokens in harness]
+    pairs += [(plain_context, encode(f" {ending}")) for ending in item.plain_endings]
+    rows = []
+    for read, ending in pairs:
+        # the model has to read something before the first token that is scored
+        tokens = (read or [END_OF_TEXT]) + ending
+        in_context = np.array(tokens[-block_size - 1 :], dtype=np.uint16)
+        rows.append(Row(in_context.tobytes(), min(len(ending), block_size)))
+    return rows
 
 
 def main(options: HellaswagOptions) -> None:

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data.hellaswag import ENDINGS, Item, read_items
-from data.tokenizer import END_OF_TEXT, get_encoding
+from data.hellaswag import ENDINGS, Item, Row, read_items, rows_of
 from inference.validation import evaluating, with_progress
 from model import GPT
 from runtime.errors import TrainingError
@@ -29,13 +28,6 @@ METRICS = {
 }
 
 
-class Row(NamedTuple):
-    """Tokens that the model reads, and how many of the last ones are the ending to score."""
-
-    tokens: bytes  # uint16: a list of numbers would take twenty times the memory
-    scored: int
-
-
 ANY_ROW = Row(bytes(4), 1)  # two tokens
 NOTHING = 1e-9  # length of an ending without text: none is worse per unit of its length
 
@@ -47,28 +39,6 @@ def read_questions(path: Path, world: World) -> list[Item]:
     read or is not of HellaSwag's form.
     """
     return world.on_rank0(lambda: read_items(path))[world.rank :: world.world_size]
-
-
-def rows_of(item: Item, block_size: int) -> list[Row]:
-    """Tokenize the endings, four rows in the harness's wording, then four in the file's own.
-
-    The beginning of a text that is longer than the model's context is left out.
-    """
-    encode = get_encoding().encode_ordinary
-    # The harness encodes context and ending in one piece, and lets white space at a context's end
-    # count to the ending; build-nanogpt encodes each for itself.
-    context, plain_context = item.context + " ", encode(item.plain_context)
-    before = len(encode(context.rstrip()))
-    harness = [encode(context + ending) for ending in item.endings]
-    pairs = [(tokens[:before], tokens[before:]) for tokens in harness]
-    pairs += [(plain_context, encode(f" {ending}")) for ending in item.plain_endings]
-    rows = []
-    for read, ending in pairs:
-        # the model has to read something before the first token that is scored
-        tokens = (read or [END_OF_TEXT]) + ending
-        in_context = np.array(tokens[-block_size - 1 :], dtype=np.uint16)
-        rows.append(Row(in_context.tobytes(), min(len(ending), block_size)))
-    return rows
 
 
 def ending_losses(

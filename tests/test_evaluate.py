@@ -20,17 +20,15 @@ from transformers import GPT2Tokenizer
 
 import data.hellaswag
 import evaluate
-from data.hellaswag import Item, clean, download, read_items
+from data.hellaswag import Item, Row, clean, download, read_items, rows_of
 from data.tokenizer import END_OF_TEXT, get_encoding
 from evaluate import EvaluateOptions
 from inference.hellaswag import (
     METRICS,
-    Row,
     choices,
     ending_losses,
     interval,
     read_questions,
-    rows_of,
     score,
 )
 from model import GPT, GPTConfig
