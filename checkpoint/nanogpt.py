@@ -37,10 +37,14 @@ def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
     activation = "gelu"  # nanoGPT's is the exact one
     if isinstance(config, _TheirGPTConfig):
         theirs, activation = vars(config), "gelu_tanh"
-    if not isinstance(theirs, dict) or not isinstance(weights, dict):
+    if (
+        not isinstance(theirs, dict)
+        or not isinstance(weights, dict)
+        or not all(map(torch.is_tensor, weights.values()))
+    ):
         raise CheckpointError(
             f"{path}: not a checkpoint of nanoGPT (model, model_args) or build-nanogpt (model, "
-            f"config): it has {reprlib.repr([*content])}"
+            f"config), whose model is tensors: it has {reprlib.repr([*content])}"
         )
     # An option that is not in the file has no default: of a fork, it may have another meaning.
     sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"))

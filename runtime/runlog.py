@@ -377,12 +377,13 @@ class RunFolder:
     def run_id(self) -> str | None:
         """Return what tells the run from all others; None in a folder of an earlier version."""
         path = self.path / ".run_id"
-        return path.read_text() if path.exists() else None
+        return path.read_text(errors="replace") if path.exists() else None
 
     def torchrun_calls(self) -> set[str]:
         """Return the calls of torchrun, one on each machine, that started or resumed the run."""
         path = self.path / ".torchrun"
-        return set(path.read_text().splitlines()) if path.exists() else set()
+        text = path.read_text(errors="replace") if path.exists() else ""
+        return set(text.splitlines())
 
 
 def _counted(step: int, last_step: int | None) -> str:

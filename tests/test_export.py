@@ -391,6 +391,7 @@ BAD_FILES = {
     "a tensor": (lambda good: torch.zeros(3), r"it has \['Tensor'\]"),
     "an optimizer": (lambda good: good["optimizer"], r"it has \['state', 'param_groups'\]"),
     "no options": (lambda good: without(good, "model_args"), "not a checkpoint of nanoGPT"),
+    "weights that are no tensors": (changed("model", extra=1.5), "whose model is tensors"),
     "names that are no names": (lambda good: {("a\nb",): 1, 2: 3}, r"\[\('a\\nb',\), 2\]"),
     "a missing option": (
         lambda good: good | {"model_args": without(good["model_args"], "n_head")},

@@ -484,6 +484,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_one_without_an_id_is_not(go,
     state = json.loads((copied / "checkpoint.json").read_text())
     (copied / "checkpoint.json").write_text(json.dumps(state | {"run_id": None}))
     reseal(copied)
+    (here / ".run_id").write_bytes(b"\xff")
     assert go(resume="auto", max_steps=4)["resumed_after_step"] == 3
 
 
