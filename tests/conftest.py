@@ -226,12 +226,15 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Callable[[], Non
 # ---- commands in processes of their own
 
 
+_get_context = multiprocessing.get_context
+
+
 @functools.cache
 def fork_server() -> Any:
     """The multiprocessing context whose processes begin with PyTorch, other packages, and what
     train.py imports.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = _get_context("forkserver")
     context.set_forkserver_preload(
         [
             "pytest",
@@ -287,9 +290,10 @@ def _be(
 
 
 def forks() -> None:
-    """Let this process, which is forked, fork the commands of Python that it starts from the same
-    one.
+    """Let this process, which is forked, fork the commands of Python that it starts, and what runs
+    `in_fresh_process`, from the same one.
     """
+    multiprocessing.get_context = lambda *_: fork_server()
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     subprocess.Popen = Forked  # type: ignore[misc]
 
