@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that this project measures on a GPU: one part, or all parts in order.
 #
-#     measure/gpu.sh peers                one of: tests gpu_ms peers memory profile speedup autotune
+#     measure/gpu.sh peers                one of: tests gpu_ms quick peers memory profile fast modern modern_2 speedup autotune
 #     measure/gpu.sh                      all of them
 #     LIMIT=3600 measure/gpu.sh speedup   in an hour at most; without LIMIT, each part in nine minutes at most
 #     OUT=/tmp/out measure/gpu.sh         results go there, not to out/: OUT/results.tgz unpacks to logs/results/<gpu>/
@@ -15,7 +15,7 @@
 # only the part autotune uses it. PyTorch keeps what it compiled, so another call of the same part measures all the longer.
 
 set -uo pipefail
-all=(tests gpu_ms peers memory profile speedup autotune)
+all=(tests gpu_ms quick peers memory profile fast modern modern_2 speedup autotune)
 parts=("$@")
 [[ ${#parts[@]} -gt 0 ]] || parts=("${all[@]}")
 for name in "${parts[@]}"; do
@@ -47,13 +47,16 @@ fi
 if [[ -z ${TINY:-} ]]; then
     gpu=$("$python" -c "import re, torch; print(re.sub('[^a-z0-9]+', '-', torch.cuda.get_device_name().lower()).strip('-'))") || exit 1
     config=speedup10.yaml batches=(32 64) gpu_ms=(gpu_ms) speedup=(speedup)
-    tests=(-m gpu) rounds=(--rounds 12) peers=() profile=(--compare logs/reference/timeit.csv)
+    corpus=shakespeare tests=(-m gpu) rounds=(--rounds 12) peers=() profile=(--compare logs/reference/timeit.csv)
     autotune=(speedup5.yaml speedup5_max_autotune.yaml)
+    quick=(speedup --quick) fast=(gpt2_124m_fast.yaml --dataset shakespeare --total_batch_tokens 262144 --compile_mode default) minutes=5
+    modern=(modern/{base,rope,rmsnorm,muon,relu2,zero_init}.yaml) modern_2=(modern/{zero_init,qk_norm,untied,value_residual,embed_shortcut,softcap}.yaml)
 else
-    export TURN_SECONDS=0.01
+    export TURN_SECONDS=0.01 corpus=pydocs
     gpu=tiny config=$out/tiny.yaml batches=(2) gpu_ms=("$out/tiny.yaml" "$out/untied.yaml") speedup=("$out/tiny.yaml")
     tests=(-m gpu --collect-only tests/test_train.py) rounds=(--rounds 6) peers=(--seq_len 32 --no-baseline) profile=(--config "$config" --computation forward --steps 1)
-    autotune=("$out/tiny.yaml" "$out/untied.yaml")
+    autotune=("$out/tiny.yaml" "$out/untied.yaml") quick=("${gpu_ms[@]}") modern=("${gpu_ms[@]}") modern_2=("${gpu_ms[@]}")
+    fast=("$config") minutes=0.02
     cat >"$config" <<'END'
 {device: cpu, dataset: pydocs, n_layer: 1, n_head: 2, n_embd: 32, block_size: 32, seq_len: 32, batch_size: 2, vocab_size: 50304,
  tie_weights: true, flash: true, fused_adamw: true, max_steps: 3}
@@ -84,8 +87,17 @@ ladder() {
     run 5 "$python" ladder.py --log_dir "$logs" --report_only "$@"
 }
 
+# of_modern FOLDER CONFIG...: the speed of the modern rungs, in a folder of their own; what they learn is the same on every device
+of_modern() {
+    run 100 "$python" ladder.py --log_dir "$logs/$1" "${rounds[@]}" "${@:2}" -- --dataset "$corpus" --max_steps 20 --eval_every 0
+}
+
 run_tests() { run 100 "$python" -m pytest -q "${tests[@]}"; }
 run_gpu_ms() { ladder "${gpu_ms[@]}"; }
+run_quick() { run 100 "$python" ladder.py --log_dir "$logs" "${quick[@]}"; }
+run_fast() { run 100 "$python" train.py --config "${fast[@]}" --max_minutes "$minutes" --eval_every 0 --hellaswag_every 0 --sample_every 0 --keep_last 0 --log_dir "$logs"; }
+run_modern() { of_modern modern "${modern[@]}"; }
+run_modern_2() { of_modern modern_2 "${modern_2[@]}"; }
 run_speedup() { ladder "${speedup[@]}" -- --compile_mode default; }
 run_profile() { run 100 "$python" bench.py --log_dir "$logs" "${profile[@]}"; }
 run_autotune() { run 100 "$python" -m measure.interleaved "${autotune[@]}" --output "$logs/max_autotune.json" "${rounds[@]}"; }

@@ -13,10 +13,12 @@ from bench import BenchOptions, jobs_of
 from config import Config, ModelConfig, SpeedConfig
 from measure import peers, stages
 from measure.interleaved import InterleavedOptions, parse_side, split_command_line
+from measure.quick import quick_stages
 from runtime.cli import parse
 from tests.conftest import ROOT
 
-PARTS = ["tests", "gpu_ms", "peers", "memory", "profile", "speedup", "autotune"]
+PARTS = ["tests", "gpu_ms", "quick", "peers", "memory", "profile", "fast", "modern", "modern_2"]
+PARTS += ["speedup", "autotune"]
 COLD = {"default": 60, "max-autotune": 240}  # seconds of a compile, as seen on GPUs
 MEASURING = 20  # seconds that a command takes besides
 
@@ -46,6 +48,8 @@ def configs_of(program, *words):
         return [job.config for job in jobs_of(parse(BenchOptions, own))]
     if program == "ladder.py":
         options = parse(ladder.LadderOptions, own, positional="configs")
+        if options.quick:
+            return [stage.config for stage in quick_stages(options.log_dir, of_runs, {})]
         runs = stages.runs_of(stages.plan(options.configs, options.log_dir, of_runs, {})[1])
         return [] if options.report_only else [run.config for run in runs]
     if own[0] == "measure.interleaved":
