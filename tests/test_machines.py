@@ -228,8 +228,11 @@ class Run:
         (self.place / "limit.tmp").write_text(str(step))
         os.replace(self.place / "limit.tmp", self.place / "limit")
 
-    def start(self, agents: str, nnodes: str = "2") -> None:
-        """Start torchrun on the machines of these names; that on `a` keeps the rendezvous."""
+    def start(self, agents: str, nnodes: str = "2", *options: str) -> None:
+        """Start torchrun on the machines of these names; that on `a` keeps the rendezvous.
+
+        `options`: more of train.py's.
+        """
         for agent in agents:
             (self.place / agent).mkdir(exist_ok=True)
             self.agents[agent] = start(
@@ -240,6 +243,7 @@ class Run:
                 "keep_alive_interval=1,keep_alive_max_attempt=10",
                 self.place / "gated.py",
                 *flags(self.config),
+                *options,
                 cwd=self.place / agent,
                 before=is_agent,
                 OMP_NUM_THREADS="1",
@@ -293,13 +297,16 @@ def is_preempted(run: Run) -> None:
 
 
 def leaves_and_comes_back(run: Run) -> None:
-    """--nnodes=1:2, a machine loses its power; the other goes on alone, and then with a new one"""
-    run.start("ab", "1:2")
+    """--nnodes=1:2, a machine loses its power; the other goes on alone, and then with a new one.
+
+    With --resume auto, as the new one may begin alone if the other is slow to join it.
+    """
+    run.start("ab", "1:2", "--resume", "auto")
     run.until(5)
     kill_all(working_in(run.place / "b"))
     run.agents.pop("b").communicate(timeout=PATIENCE)
     run.until(8, world=1)
-    run.start("b", "1:2")
+    run.start("b", "1:2", "--resume", "auto")
     wait_for(lambda: run.worlds()[-1:] == [2], run.agents["a"], PATIENCE)
 
 
