@@ -260,14 +260,14 @@ class Run:
         return [int(n) for n in re.findall(r"^device: .*ranks: (\d+)", self.console(), re.M)]
 
     def until(self, step: int, attempts: int = 1, world: int = 2) -> None:
-        """Let the run go on until this step is logged, by the so many-th attempt or a later one,
-        which has so many ranks.
+        """Let the run go on until this step is logged, at the so many-th attempt or a later one,
+        which has so many ranks. An agent that starts early may log the step before the other joins.
         """
         self.let_through(step)
         logged = f"step {step:2d}/{STEPS} | loss"
         wait_for(
             lambda: (
-                logged in self.console().rpartition("device: ")[2]
+                logged in self.console()
                 and len(self.worlds()) >= attempts
                 and self.worlds()[-1] == world
             ),
