@@ -1,5 +1,5 @@
-"""The embedded corpus: the language reference that ships inside every CPython, as `help()` shows
-it. No download.
+"""The embedded corpus: what the docstrings of Python, PyTorch and NumPy say in whole sentences. No
+download.
 
     python data/pydocs.py                         writes data/pydocs/pydocs_train_000000.bin
 
@@ -13,8 +13,13 @@ if __name__ == "__main__":  # imports are looked up in the repository, not in da
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import hashlib
+import importlib.util
+import inspect
+import re
+import sysconfig
+from collections.abc import Iterator
 
-from data.token_file import TokenFileError, write_corpus
+from data.token_file import write_corpus
 from data.tokenizer import END_OF_TEXT, get_encoding
 from runtime.cli import Name, Options
 from runtime.errors import reported
@@ -28,33 +33,48 @@ class PydocsOptions(Options):
     """folder that holds the corpora"""
 
 
-def prepare(folder: Path) -> int:
-    """Write the corpus to a new `folder`, each topic after an <|endoftext|>; returns the number of
-    tokens.
+PACKAGES = ("torch", "numpy")  # as Python, every installation of this project has their sources
+# Packages of other people, and tests.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "testing"}
+DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
+MARKUP = re.compile(r":[a-z:]+:(?=`)|[`*~]")  # such as :class:`~torch.Tensor`, **bold**
+SENTENCES = re.compile(r"[A-Z][A-Za-z0-9 ,.;:'\"()/!?-]*[.!?]")
 
-    A quarter of the text is in several topics; each paragraph is kept once, so that a
-    validation split off the tail holds text the model has not seen. For the same reason the topics'
-    order is arbitrary, though always the same. Raises TokenFileError or TokenizerError.
+
+def prepare(folder: Path) -> int:
+    """Write the corpus to a new `folder`, each source file after an <|endoftext|>; returns the
+    number of tokens.
+
+    Code, tables and formulas are left out, and each paragraph is kept once, so that a validation
+    split off the tail holds text the model has not seen. For the same reason the files' order is
+    arbitrary, though always the same. Raises TokenFileError or TokenizerError.
     """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise TokenFileError(
-            "this Python lacks pydoc_data, the corpus pydocs; "
-            "train on a text of your own: python data/text.py FILE"
-        ) from None
-    seen: set[str] = set()
-    texts = []
-    for name in sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        paragraphs = []
-        for paragraph in topics[name].split("\n\n"):
-            if paragraph not in seen:
-                paragraphs.append(paragraph)
-            if len(paragraph) > 80:  # shorter ones, such as "Examples:", may come again
-                seen.add(paragraph)
-        texts.append("\n\n".join(paragraphs))
-    documents = get_encoding().encode_ordinary_batch(texts)
-    return write_corpus(folder, ([END_OF_TEXT, *document] for document in documents))
+    roots = {"python": Path(sysconfig.get_path("stdlib"))}
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        if spec and spec.origin:
+            roots[package] = Path(spec.origin).parent
+    texts, seen = dict[bytes, str](), set[str]()
+    for package, root in roots.items():
+        for path in sorted(root.rglob("*.py")):
+            name = path.relative_to(root)
+            if LEFT_OUT.isdisjoint(name.parts):
+                new = dict.fromkeys(p for p in paragraphs(path) if p not in seen)
+                seen.update(new)
+                texts[hashlib.sha256(f"{package}/{name}".encode()).digest()] = "\n\n".join(new)
+    documents = [text for _, text in sorted(texts.items()) if text]
+    encoded = get_encoding().encode_ordinary_batch(documents)
+    return write_corpus(folder, ([END_OF_TEXT, *document] for document in encoded))
+
+
+def paragraphs(path: Path) -> Iterator[str]:
+    """Yield the paragraphs of a Python file's docstrings that are sentences, each on one line."""
+    for docstring in DOCSTRING.findall(path.read_text(encoding="utf-8", errors="replace")):
+        for lines in inspect.cleandoc(docstring).split("\n\n"):
+            paragraph = " ".join(MARKUP.sub("", lines).split())
+            is_list = " : " in paragraph or "--" in paragraph or paragraph.count(": ") > 1
+            if SENTENCES.fullmatch(paragraph) and paragraph.count(" ") > 6 and not is_list:
+                yield paragraph
 
 
 def main(options: PydocsOptions) -> None:

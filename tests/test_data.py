@@ -7,6 +7,7 @@ import http.client
 import itertools
 import os
 import random
+import re
 import threading
 import tracemalloc
 from pathlib import Path
@@ -500,16 +501,35 @@ def pydocs_corpus(tmp_path_factory):
     return path
 
 
-def test_pydocs_has_a_document_for_each_topic_and_no_long_paragraph_twice(pydocs_corpus):
-    from pydoc_data.topics import topics
-
+def test_pydocs_holds_sentences_and_no_paragraph_twice(pydocs_corpus):
     text = tokenizer.get_encoding().decode(tokens_in(pydocs_corpus).tolist())
     before, *documents = text.split("<|endoftext|>")
-    assert (before, len(documents)) == ("", len(topics))
+    assert before == ""
+    assert len(documents) > 1000
     # validation text, the end of the corpus, must not have been trained on
-    paragraphs = itertools.chain(*(document.split("\n\n") for document in documents))
-    long = [paragraph for paragraph in paragraphs if len(paragraph) > 80]
-    assert len(long) == len(set(long))
+    paragraphs = [*itertools.chain(*(document.split("\n\n") for document in documents))]
+    assert len(paragraphs) == len(set(paragraphs))
+    assert all(re.fullmatch(r"[A-Z][^\n=_|{}<>\[\]]+[.!?]", paragraph) for paragraph in paragraphs)
+
+
+def test_pydocs_takes_the_sentences_of_docstrings_without_markup(tmp_path):
+    source = tmp_path / "source.py"
+    source.write_text(
+        '''
+def f(x):
+    """Return :class:`~torch.Tensor` of **equal** shape, but
+    with its values rounded to ``x`` digits.
+
+    >>> f(1) is the same for all of these small numbers.
+
+    x : the number of digits that are kept of it.
+
+    Too short a sentence, this one.
+    """
+'''
+    )
+    sentence = "Return torch.Tensor of equal shape, but with its values rounded to x digits."
+    assert [*pydocs.paragraphs(source)] == [sentence]
 
 
 def test_pydocs_is_the_same_bytes_in_every_process(pydocs_corpus, tmp_path):
