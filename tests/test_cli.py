@@ -59,7 +59,7 @@ def test_a_newcomers_path_from_an_empty_folder_to_a_sample(tmp_path):
         "preparing data/pydocs",
         "step 3/3 | loss",
         "step 3/3 | validation loss",
-        "sample after step 3: The",
+        "sample after step 3: Returns",
         "saved logs/quickstart/checkpoints/step_000003",
         "done: 3 steps",
     ):
