@@ -12,9 +12,7 @@ if __name__ == "__main__":
     CONFIG = start(Config, description=__doc__, config_file=True)
 
 import contextlib
-import datetime
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,24 +23,20 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint.resume import check_same_tokens, find_checkpoint, is_finished, open_run, restore
+from checkpoint.resume import find_checkpoint, is_finished, open_run, restore
 from checkpoint.save import check_finite, emergency_save, save, save_if_best
 from checkpoint.state import SavedState, State
 from checkpoint.weights import build_model
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
-from inference.evaluation import Evaluation
-from kernels.attention import blocked_is_faster
+from inference.evaluation import Evaluation, is_due
+from measure.notes import describe_options
 from measure.summary import describe_long_run, live_figures, summarize
-from model import GPT
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import (
-    check_attention,
-    check_compiler,
-    check_precision,
     choose_device,
     ddp_options,
-    describe_device,
+    fsdp_options,
     make_repeatable,
     matmul_dtype,
     memory_before_mb,
@@ -51,11 +45,10 @@ from runtime.device import (
     usable_precision,
 )
 from runtime.errors import TrainingError, reported
-from runtime.launch import launch
 from runtime.runlog import LogRow, RunFolder
 from runtime.signals import StopRequest, end_unfinished
 from runtime.start import trim_memory_if_short
-from runtime.world import World, joined_world
+from runtime.world import World, joined_world, no_sync
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Context = contextlib.AbstractContextManager
@@ -89,13 +82,11 @@ def setup(
     device, memory_before = world.device, memory_before_mb(world.device)
     make_repeatable(device)
     torch.manual_seed(config.seed)
-    saved = resumed.folder if resumed else None
-    config, model = world.raise_on_all(lambda: build_model(config, saved))
+    config, model = world.raise_on_all(lambda: build_model(config, resumed))
     torch.manual_seed(config.seed + world.rank)  # from here on for dropout, where ranks differ
-    dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     # What this device and so many ranks make of the options.
     acting = config.on_device(device.type, world.world_size)
-    notes = check_device(config, acting, device, dtype)
+    notes = describe_options(config, acting, world)
 
     # The times below are those of logs/reference/gpu_ms.csv: GPT-2 (124M) on one GPU, each
     # optimization on top of those before it. What they are worth here, ladder.py measures.
@@ -108,6 +99,7 @@ def setup(
     # Mixed precision: forward and loss do their matmuls in bf16, which has fp32's range with half
     # the bytes to move. 333 -> 300 ms. Softmax, norms and the loss add up many small numbers and
     # stay in fp32, and so do weights, gradients and optimizer state.
+    dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     autocast = functools.partial(
         torch.autocast, device.type, dtype=dtype, enabled=dtype != torch.float32
     )
@@ -117,7 +109,17 @@ def setup(
 
     trained: Any = model
     if config.fsdp and world.distributed:
-        shard(model, acting, world)
+        from torch.distributed.fsdp import fully_shard
+
+        # FSDP2: each rank keeps 1/N of weights, gradients and optimizer state. A block is whole
+        # only while it computes; what is in no block, such as the output head, from the forward
+        # pass to its gradients. Blocks are compiled one by one: FSDP gathers weights between them.
+        options = fsdp_options(device, world.world_size, bf16=config.bf16)
+        for block in model.transformer.h:
+            if config.compile:
+                block.compile(mode=acting.compile_mode)
+            fully_shard(block, **options)
+        fully_shard(model, mesh=options["mesh"])  # last: it takes what no block has
     else:
         if model.lm_head.weight.device.type != device.type:  # fake tensors cannot be moved
             model.to(device)
@@ -141,6 +143,7 @@ def setup(
     # model.py.
     optimizers, counts = make_optimizers(model, config)
     state = State(model, optimizers, scaler, memory_before)
+    notes += counts
 
     # Batches: threads read the next ones while the device computes. Which sequences a batch has
     # is a pure function of the step, so a resumed run only needs to know its step.
@@ -148,65 +151,15 @@ def setup(
     if batches is None:
         loader, val = open_data(config, world, model.config.n_vocab)
         notes += loader.describe(val)
-        state.corpus = loader.stream.fingerprint()
-        check_same_tokens(f"{config.data_dir}/{config.dataset}", state.corpus, world)
-        if resumed:
-            restore(resumed, state, config, world)
+        restore(resumed, state, loader.stream.fingerprint(), config, world)
         batches = prefetch(loader, device, state.next_steps(config))
-    notes = [
-        describe_device(device, world.world_size),
-        *counts,
-        *notes,
-        acting.describe_optimizations(world.world_size),
-    ]
     return Run(config, world, state, trained, autocast, batches, val, notes)
-
-
-def check_device(
-    config: Config, acting: Config, device: torch.device, dtype: torch.dtype
-) -> list[str]:
-    """Return notes on options that do less here than one might expect; UserError: cannot run."""
-    notes = check_precision(device, matmul_precision=config.fp32_precision(), bf16=config.bf16)
-    if config.compile:
-        notes += check_compiler(device, config.compile_mode, acting.compile_mode)
-    if config.flash:
-        B, T, head_size = config.batch_size, config.seq_len, config.n_embd // config.n_head
-        blocked = config.compile and blocked_is_faster(device, dtype, T)
-        shape = (B, config.n_head, T, head_size)
-        notes += check_attention(device, dtype, shape, dropout=config.dropout, blocked=blocked)
-    return [f"note: {note}" for note in notes]
-
-
-def shard(model: GPT, config: Config, world: World) -> None:
-    """Shard the model with FSDP2: each rank keeps 1/N of weights, gradients and optimizer state.
-
-    A block is whole only while it computes. What is in no block, such as the tied output head,
-    is whole from the forward pass to its gradients. No device ever holds the whole model.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(world.device.type, (world.world_size,))
-    # With bf16, half the bytes to gather; gradients are still summed in fp32.
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if config.bf16 else None,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
-    )
-    for block in model.transformer.h:
-        # Compiled block by block: FSDP's hooks, which gather and shard, stay between the blocks.
-        if config.compile:
-            block.compile(mode=config.compile_mode)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    # The root last: it takes what no block has.
-    fully_shard(model, mesh=mesh)
 
 
 def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream]:
     """Open training batches and validation split; writes a small corpus that is not there yet."""
     folder = Path(config.data_dir) / config.dataset
-    world.on_rank0(lambda: prepare_if_missing(folder, functools.partial(print, flush=True)))
-
+    world.on_rank0(lambda: prepare_if_missing(folder))
     split, val = world.raise_on_all(
         lambda: open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
     )
@@ -262,17 +215,6 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
     return mean_loss, norm
 
 
-def no_sync(model: Any, accumulating: bool) -> Context:
-    """Keep DDP and FSDP2 from averaging gradients, in all micro-steps but the last one.
-
-    The context has to cover the forward pass too: DDP decides there.
-    """
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-        model.set_requires_gradient_sync(not accumulating)
-    is_ddp = isinstance(model, DistributedDataParallel)
-    return model.no_sync() if is_ddp and accumulating else contextlib.nullcontext()
-
-
 def timed_step(run: Run, step: int) -> tuple[float, float, float]:
     """Take one step; returns its loss, its norm, and the seconds that it took and nothing else."""
     # A GPU is still working when Python is done: both readings of the clock wait for it.
@@ -287,9 +229,8 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stopping:
     """Save, evaluate and sample where it is due: before the first step and after every one."""
     config, state = run.config, run.state
     step, last = state.step, state.is_over(config)
-    is_due = config.checkpoint_every and step % config.checkpoint_every == 0
     # A run that ends always saves, so that no step is lost.
-    if step and (last or stopping or is_due):
+    if last or stopping or is_due(config.checkpoint_every, step, last):
         save(folder, state, config, run.world)
     if not stopping:  # else whoever asked for it may not wait
         val_loss = evaluation.validate(step, last)
@@ -305,7 +246,6 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     bad or a checkpoint cannot be saved later on; TrainingError at a loss, norm or weight that is
     not finite, or where the last step was left out; Stopped at a signal before the first step.
     """
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     stop = stop or StopRequest()
     resumed, config, notes = find_checkpoint(config, world)
     path = Path(config.log_dir) / str(config.run_name)
@@ -315,35 +255,28 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     run = setup(config, world, resumed)
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
-    for line in [*run.notes, *describe_long_run(config, state, world)]:
-        folder.message(line)
+    folder.message(*run.notes, *describe_long_run(config, state, world))
 
     # Until here nothing is written. From here on the folder is this run's alone, a signal ends
     # the run after its step, and what fails is saved first.
     with folder, stop, emergency_save(folder, state, config, world):
-        for note in [*notes, *config.notes(), *open_run(folder, config, resumed, world)]:
-            folder.message(f"note: {note}")
+        notes += [*config.notes(), *open_run(folder, config, resumed, world)]
+        folder.message(*(f"note: {note}" for note in notes))
         folder.follow(config.model_dump(mode="json"), lambda: live_figures(config, state, world))
         evaluation.resume()
         stop.end_early(world.any(stop.received is not None))
-        begun = time.perf_counter()
-        seconds, loss = take_steps(run, folder, evaluation, stop)
-        summary = summarize(config, state, world, seconds, loss, folder) | evaluation.latest()
-        summary |= {"started": started, "seconds": time.perf_counter() - begun}
-        folder.finish(summary, has_checkpoints=config.keep_last > 0)
-    return summary
+        take_steps(run, folder, evaluation, stop)
+        summary = summarize(config, state, world, folder) | evaluation.latest()
+        return folder.finish(summary, has_checkpoints=config.keep_last > 0)
 
 
-def take_steps(
-    run: Run, folder: RunFolder, evaluation: Evaluation, stop: StopRequest
-) -> tuple[list[float], float]:
+def take_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stop: StopRequest) -> None:
     """Take steps to the last one, or until a rank is asked to stop; log each.
 
-    Returns the seconds of each step, and the last one's loss. Raises TrainingError if that one was
-    left out.
+    Raises TrainingError if the last one was left out.
     """
     config, state, world = run.config, run.state, run.world
-    seconds, loss, stopping, left_out = list[float](), math.nan, False, False
+    stopping = left_out = False
     began = time.perf_counter() - state.seconds
     while True:
         # First, so that a fresh start, a resumed run and the end take the same path.
@@ -355,16 +288,15 @@ def take_steps(
                 f"resume with a larger --max_steps and a lower --lr"
             )
         if stopping or state.is_over(config):
-            return seconds, loss
+            return
 
         # The step, with the state of the generators kept for a fault in the middle of it.
         trim_memory_if_short()
-        stop.begin_steps(seconds[-1] if seconds else 200.0)  # the first one compiles
+        stop.begin_step(state.step_seconds)
         step = state.begin_step(world.device)
-        loss, norm, step_seconds = timed_step(run, step)
-        seconds.append(step_seconds)
+        loss, norm, seconds = timed_step(run, step)
         lr = learning_rate(step, config, state.seconds)
-        unusual = state.finish_step(step, loss, norm, step_seconds, config)
+        unusual = state.finish_step(step, loss, norm, seconds, config)
         if config.max_minutes:
             state.seconds = world.broadcast(time.perf_counter() - began)
 
@@ -373,20 +305,17 @@ def take_steps(
         last = state.is_over(config)
         stopping = world.any(stop.received is not None) and not last  # which ends by itself
         if stopping or left_out or last or step == 1 or step % config.log_every == 0:
-            tokens_per_sec = config.tokens_per_step(world.world_size) / step_seconds
-            row = LogRow(step, loss, lr, norm, step_seconds * 1e3, tokens_per_sec)
+            tokens_per_sec = config.tokens_per_step(world.world_size) / seconds
+            row = LogRow(step, loss, lr, norm, seconds * 1e3, tokens_per_sec)
             folder.log(row, config.last_step)
-        for line in unusual:
-            folder.message(line)
+        folder.message(*unusual)
 
 
 def main(config: Config) -> None:
     """Train, or say what that would take; a failure ends the process with one line."""
     with (
         reported(config.log_dir, advice=config.advice()),
-        joined_world(
-            choose_device(config.device, launch()), config.timeout, config.alike()
-        ) as world,
+        joined_world(choose_device(config.device), config.timeout, config.alike()) as world,
         StopRequest() as stop,
     ):
         if config.estimate:

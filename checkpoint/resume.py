@@ -33,16 +33,23 @@ def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World)
     return is_over
 
 
-def restore(saved: SavedState, state: State, config: Config, world: World) -> None:
-    """Restore optimizers, loss scaler, counts and random states; the model has its weights.
+def restore(
+    saved: SavedState | None, state: State, corpus: str, config: Config, world: World
+) -> None:
+    """Note the fingerprint of the training tokens; if the run resumes, restore its optimizers, loss
+    scaler, counts and random states.
 
-    Raises CheckpointError for what does not fit.
+    The model has its weights. Raises UserError on all ranks unless they have the same tokens,
+    CheckpointError for what does not fit.
     """
-    if state.corpus != saved.corpus:
+    state.corpus, folder = corpus, f"{config.data_dir}/{config.dataset}"
+    check_same_tokens(folder, corpus, world)
+    if saved is None:
+        return
+    if corpus != saved.corpus:
         raise CheckpointError(
-            f"{saved.folder} was trained on another corpus than "
-            f"{config.data_dir}/{config.dataset}: its fingerprint is {saved.corpus[:12]}, this "
-            f"one's {state.corpus[:12]}; restore it, or begin a new run"
+            f"{saved.folder} was trained on another corpus than {folder}: its fingerprint is "
+            f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or begin a new run"
         )
     load_optimizers(saved.folder, state.model, state.optimizers)
     # Without state only if all steps were left out; in fp16 the scaler counts those since it did.

@@ -41,6 +41,9 @@ class State:
     best_val_loss: float | None = None
     checkpoint: Path | None = None  # the newest one that is known to be whole
     is_updating: bool = False  # a step's update has begun and is not complete
+    # of the steps that this process has taken
+    step_seconds: list[float] = field(default_factory=list)
+    last_loss: float = math.nan
     # when the latest step began: steps taken, and the random states of this process
     before_step: tuple[int, dict[str, Any]] | None = None
 
@@ -77,7 +80,8 @@ class State:
             unusual[-1] += f": left out, {self.skipped_spikes} of {config.skip_spikes}"
         unusual += self.recent.slowness(seconds)
         self.recent.add(loss, norm, seconds)
-        self.step, self.is_updating = step, False
+        self.step_seconds.append(seconds)
+        self.step, self.last_loss, self.is_updating = step, loss, False
         return [f"step {step}: {line}" for line in unusual]
 
     def next_steps(self, config: Config) -> Iterable[int]:

@@ -11,7 +11,7 @@ from checkpoint.files import MODEL, SHARDS, STATE, CheckpointError, Tensors
 from checkpoint.hugging_face import HUGGING_FACE, download, read_hugging_face
 from checkpoint.nanogpt import read_pt
 from checkpoint.shards import read_part
-from checkpoint.state import read_state
+from checkpoint.state import SavedState, read_state
 from config import ARCHITECTURE, Config
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, load
@@ -21,17 +21,17 @@ from runtime.runlog import all_checkpoints
 POSITIONS = "transformer.wpe.weight"
 
 
-def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config, GPT]:
-    """Build the model, fresh or with the weights of `checkpoint` or of `init_from`.
+def build_model(config: Config, resumed: SavedState | None = None) -> tuple[Config, GPT]:
+    """Build the model, fresh or with the weights of `init_from` or of the checkpoint `resumed`.
 
     Returns the config too, which takes over the architecture of the weights in `init_from`. Raises
     CheckpointError for weights that cannot be had, ConfigError for options that contradict them.
     """
-    if not checkpoint and config.init_from == "scratch":
+    if not resumed and config.init_from == "scratch":
         return config, GPT(GPTConfig.of(config))
-    path = checkpoint or find_weights(config.init_from, config.log_dir)
+    path = resumed.folder if resumed else find_weights(config.init_from, config.log_dir)
     theirs, weights = read_weights(path)  # before the model: this checks its size
-    if not checkpoint:
+    if not resumed:
         given = config.model_dump(include=config.model_fields_set)
         fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
         # A shorter context keeps the first positions.

@@ -13,7 +13,7 @@ from runtime.files import lock_file
 SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
 
 
-def prepare_if_missing(folder: Path, say: Callable[[str], None]) -> None:
+def prepare_if_missing(folder: Path, say: Callable[[str], None] = print) -> None:
     """Write the corpus of `folder` if it is missing and a small one. `say` is called with messages.
 
     Waits for another process that is writing the corpus, whichever it is. Raises TokenFileError if

@@ -25,7 +25,6 @@ import torch
 from measure.options import without_end
 from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
-from runtime.launch import launch
 from runtime.start import trim_memory_if_short
 from runtime.world import joined_world
 from train import Run, setup, timed_step
@@ -89,7 +88,7 @@ def take_steps(run: Run, count: int) -> dict[str, Any]:
 def main(config: Config) -> None:
     """Train with the options of the command line, as many steps as are asked for."""
     answers = take_stdout()
-    with joined_world(choose_device(config.device, launch()), config.timeout) as world:
+    with joined_world(choose_device(config.device), config.timeout) as world:
         run = setup(without_end(config), world)
         serve(answers, functools.partial(take_steps, run))
 

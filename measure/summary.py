@@ -17,18 +17,11 @@ from runtime.runlog import RunFolder
 from runtime.world import World
 
 
-def summarize(
-    config: Config,
-    state: State,
-    world: World,
-    seconds: list[float],
-    loss: float,
-    folder: RunFolder,
-) -> dict[str, Any]:
-    """Return the figures of summary.json: of the steps, which took `seconds`, the last one's loss,
-    memory, and the device, whose matmul rate is measured in the run's own dtype.
+def summarize(config: Config, state: State, world: World, folder: RunFolder) -> dict[str, Any]:
+    """Return the figures of summary.json: of the steps, the last one's loss, memory, and the
+    device, whose matmul rate is measured in the run's own dtype.
     """
-    steps_this_call = len(seconds)
+    seconds, loss, steps_this_call = state.step_seconds, state.last_loss, len(state.step_seconds)
     if not seconds:  # the run had ended after its last step, without its summary: its log knows
         seconds, loss = world.broadcast(folder.times_and_loss())
     left_out = min(5, max(len(seconds) - 1, 0) // 2)  # the first steps compile and warm up

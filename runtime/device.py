@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from runtime.errors import UserError
-from runtime.launch import Launch
+from runtime.launch import Launch, launch
 from runtime.start import resident_memory
 
 NOTED_SLOWDOWN = 1.5  # of bf16 against fp32; less may be noise
@@ -21,7 +21,7 @@ NOTED_SLOWDOWN = 1.5  # of bf16 against fp32; less may be noise
 
 def choose_device(name: str, started: Launch | None = None) -> torch.device:
     """Return the device that `--device name` means for this rank. Raises UserError without it."""
-    started = started or Launch()
+    started = started or launch()
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -105,6 +105,19 @@ def ddp_options(device: torch.device) -> dict[str, Any]:
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     ids = [device.index] if device.type == "cuda" else None
     return {"device_ids": ids, "gradient_as_bucket_view": True, buffers: False}
+
+
+def fsdp_options(device: torch.device, ranks: int, *, bf16: bool) -> dict[str, Any]:
+    """Return fully_shard's arguments for the blocks of a model on the device.
+
+    With bf16 there are half the bytes to gather; gradients are still summed in fp32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = torch.bfloat16 if bf16 else None
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    return {"mesh": init_device_mesh(device.type, (ranks,)), "mp_policy": policy}
 
 
 # ---- what it can do

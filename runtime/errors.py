@@ -254,6 +254,8 @@ def _compiler_problem(text: str, cause: str) -> str:
     """Return what a compiler complained about, and what to install if that is known."""
     if "returned non-zero exit status" in text:  # Triton's C compiler, which prints for itself
         return f"the C compiler failed, see its own lines above; if it lacks Python.h, {HEADERS}"
+    if "file too short" in text:  # a process was killed while it compiled this file
+        return f"{cause}: delete it and start again"
     if "C++ compile error" not in text:
         return cause
     output = text.rpartition("Output:")[2].strip()

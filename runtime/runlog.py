@@ -73,6 +73,7 @@ class RunFolder:
         Raises UserError for a tracker that is not installed.
         """
         self.path, self.rank, self._advice = path, rank, advice or {}
+        self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.not_logged: LogRow | None = None  # a row not in log.csv yet: a checkpoint keeps it
         self._trackers = Trackers(trackers if rank == 0 else (), self.message)
         self._live: Callable[[float], Mapping[str, float]] = lambda tokens_per_sec: {}
@@ -210,6 +211,7 @@ class RunFolder:
             self._lock.release()
 
     def __enter__(self) -> "RunFolder":
+        self._begun = time.monotonic()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -236,13 +238,14 @@ class RunFolder:
             rows = {"train": self._rows("log.csv"), "eval": self._rows("eval.csv")}
             self._trackers.open(self.path, self._resumed_after, config, rows)
 
-    def message(self, text: str) -> None:
-        """Print a text and keep it in console.log.
+    def message(self, *texts: str) -> None:
+        """Print texts, each in lines of its own, and keep them in console.log.
 
         The run continues where nobody can read what is printed. A console.log that cannot be
         written raises OSError, once.
         """
-        if self.rank:
+        text = "\n".join(texts)
+        if self.rank or not text:
             return
         try:
             print(text, flush=True)
@@ -320,13 +323,16 @@ class RunFolder:
         self.message(f"sample after step {step}: {text}")
         self._trackers.text(step, "sample", text)
 
-    def finish(self, summary: Mapping[str, Any], *, has_checkpoints: bool) -> None:
-        """Write summary.json; print the main figures and what can be done next."""
+    def finish(self, summary: Mapping[str, Any], *, has_checkpoints: bool) -> dict[str, Any]:
+        """Write summary.json, and print the main figures and what can be done next.
+
+        Returns the summary, with when the run started and how long it took.
+        """
+        summary = {**summary, "started": self._started, "seconds": time.monotonic() - self._begun}
         if self.rank == 0:
             text = json.dumps(summary, indent=1, allow_nan=False)
             write_whole(self.path / "summary.json", f"{text}\n")
-        for line in describe_summary(summary):
-            self.message(line)
+        self.message(*describe_summary(summary))
         if summary["interrupted"] and has_checkpoints:
             self.message(self.how_to_resume())
         files = f"{self.path}/ has log.csv, summary.json, config.yaml and console.log"
@@ -335,6 +341,7 @@ class RunFolder:
             files += f", and checkpoints/; for text: {sample}"
         self.message(files)
         self._trackers.close()
+        return summary
 
     def how_to_resume(self) -> str:
         """Return what to type to resume from the run's newest checkpoint."""

@@ -9,7 +9,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from runtime.launch import launch
@@ -27,6 +27,7 @@ SIGNALS = (
 COPY = 1.0  # seconds in which torchrun passes on a Ctrl-C that this process has got already
 STUCK = 3.0  # seconds that a process has to answer a second signal
 UNHEARD = 30.0  # seconds, or three steps, that one of several ranks has to answer a first one
+COMPILING = 600.0  # seconds likewise, in the first step
 
 # In the environment: the number of the process that this one ends with, see end_with.
 ENDS_WITH = "RUN_ENDS_WITH_PROCESS"
@@ -150,11 +151,11 @@ class StopRequest:
             os.close(self._pipe)
             self._pipe = None
 
-    def begin_steps(self, step_seconds: float) -> None:
-        """Stop after the current step from now on, which takes about `step_seconds`."""
+    def begin_step(self, seconds: Sequence[float]) -> None:
+        """Stop after the current step from now on. `seconds`: those of the steps before it."""
         self._has_begun = True
         if launch().world_size > 1:
-            self._patience = max(UNHEARD, 3 * step_seconds)
+            self._patience = max(UNHEARD, 3 * seconds[-1] if seconds else COMPILING)
 
     def end_early(self, asked: bool) -> None:
         """End the run before its first step if any rank was asked to stop. Raises Stopped."""

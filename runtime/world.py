@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 
 from runtime.device import device_name
 from runtime.errors import TrainingError, UserError, foreseen, kind_of_failure
@@ -206,3 +207,14 @@ def describe_ranks(ranks: Collection[int]) -> str:
             spans.append([rank])
     listed = ", ".join("-".join(map(str, span)) for span in spans)
     return f"ranks {listed}" if len(ranks) > 1 else f"rank {listed}"
+
+
+def no_sync(model: Any, accumulating: bool) -> contextlib.AbstractContextManager[None]:
+    """Keep DDP and FSDP2 from averaging gradients, in all micro-steps but the last one.
+
+    The context has to cover the forward pass too: DDP decides there.
+    """
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(not accumulating)
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return model.no_sync() if is_ddp and accumulating else contextlib.nullcontext()

@@ -150,7 +150,7 @@ def read_checkpoint(folder: Path) -> None:
     try:
         state = read_state(folder)
         config, _ = resumed_config(load_config(max_steps=5), state, 1)
-        _, model = build_model(config, folder)
+        _, model = build_model(config, state)
         optimizers, _ = make_optimizers(model, config)
         load_optimizers(folder, model, optimizers)
         for process_state in state.random:

@@ -88,7 +88,7 @@ def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):
         ("tf32", "train.py", "torch.set_float32_matmul_precision("),
         ("bf16", "train.py", "torch.autocast"),
         ("compile", "train.py", "torch.compile(model"),
-        ("fsdp", "train.py", "shard(model"),
+        ("fsdp", "train.py", "fully_shard(model"),
         ("flash", "model.py", "scaled_dot_product_attention"),
         ("tie_weights", "model.py", "self.transformer.wte.weight"),
         ("fused_adamw", "optimizer.py", "torch.optim.AdamW("),

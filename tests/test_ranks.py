@@ -184,7 +184,7 @@ DEAF = """if True:
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)
     with runtime.signals.StopRequest() as stop:
-        stop.begin_steps(0.1)
+        stop.begin_step([0.1])
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         # Python hears no signal in here, as where NCCL waits for a rank that died
         libc.pthread_mutex_lock(mutex)
@@ -205,7 +205,7 @@ ASKED = """if True:
     from pathlib import Path
     from runtime.signals import StopRequest, end_with
     with StopRequest() as stop:
-        stop.begin_steps(1.0)
+        stop.begin_step([1.0])
         end_with()
         Path("ready").touch()
         while stop.received is None:

@@ -343,7 +343,7 @@ def test_a_checkpoint_holds_plain_names_and_all_state(speed, go, here):
 @pytest.mark.parametrize("name", ["USR1", "USR2", "XCPU"])
 def test_a_signal_asks_a_run_to_stop(name):
     with StopRequest() as stop:
-        stop.begin_steps(1.0)
+        stop.begin_step([1.0])
         signal.raise_signal(signal.Signals[f"SIG{name}"])
         assert stop.received is not None
 
@@ -363,7 +363,7 @@ def test_a_signal_to_one_rank_stops_and_saves_on_all_and_says_how_to_go_on(
 
 def test_a_second_signal_acts_at_once():
     with StopRequest() as stop:
-        stop.begin_steps(1.0)
+        stop.begin_step([1.0])
         signal.raise_signal(signal.SIGINT)
         assert stop.received is not None
         stop.received -= 2  # later than torchrun's copy of the same Ctrl-C

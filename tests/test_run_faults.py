@@ -459,6 +459,13 @@ def test_a_compile_error_shows_the_compilers_own_line_and_what_to_install(
     assert capsys.readouterr().err == line
 
 
+def test_a_compiled_file_that_a_killed_process_left_is_named_to_be_deleted():
+    error = InductorError(ImportError("/cache/2n/c2n5.main.so: file too short"), None)
+    kind, reason = kind_of_failure(error)
+    assert kind == "compiler"
+    assert reason.endswith("/cache/2n/c2n5.main.so: file too short: delete it and start again")
+
+
 def test_why_another_process_did_not_answer_is_told_without_the_place_in_pytorch():
     said = "Connection closed by peer [127.0.0.1]:31415."
     error = RuntimeError(f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] {said}")
