@@ -232,7 +232,7 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stopping:
     # A run that ends always saves, so that no step is lost.
     if last or stopping or is_due(config.checkpoint_every, step, last):
         save(folder, state, config, run.world)
-    if not stopping:  # else whoever asked for it may not wait
+    if not stopping:  # whoever asks a run to stop may not wait for an evaluation
         val_loss = evaluation.validate(step, last)
         save_if_best(val_loss, folder, state, config, run.world)
         evaluation.score_hellaswag(step, last)
