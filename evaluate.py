@@ -107,7 +107,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     """
     folder, saved, model = read_model(options, world)
     config = merge_options(options, saved, model.config)
-    dtype, autocast = set_precision(config, world.device)
+    dtype = set_precision(config, world.device)
     results: dict[str, Any] = {
         "run": options.run,
         "weights": str(folder),
@@ -122,26 +122,29 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     print(RESULTS.format(**results), flush=True)
 
     # all that is read, before anything is computed: mistakes are told at once
-    file = world.on_rank0(lambda: find_hellaswag(options, model, config))
-    items = read_questions(file, world) if file else []
+    if options.hellaswag:
+        encode(model, "")  # raises UserError for another vocabulary than GPT-2's
+        file = Path(options.hellaswag)
+        if options.hellaswag == "download":
+            file = world.on_rank0(lambda: download(config.data_dir))
+        items = read_questions(file, world)
     val = open_validation(options, config, saved, world)
-    if val:
-        tokens = config.eval_tokens
-        with autocast:
+    with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        if val:
+            tokens = config.eval_tokens
             loss = validation_loss(model, val, config.batch_size, tokens, world)
-        results["validation"] = {
-            "corpus": str(val.spans[0].file.path.parent),
-            "tokens": count_sequences(val, tokens) * val.seq_len,
-            "seq_len": val.seq_len,
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 700)),
-        }
-        print(VALIDATION.format(**results["validation"]), flush=True)
-    if file:
-        with autocast:
+            results["validation"] = {
+                "corpus": str(val.spans[0].file.path.parent),
+                "tokens": count_sequences(val, tokens) * val.seq_len,
+                "seq_len": val.seq_len,
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 700)),
+            }
+            print(VALIDATION.format(**results["validation"]), flush=True)
+        if options.hellaswag:
             scores = score(model, items, config.batch_size * config.block_size, world)
-        results["hellaswag"] = {"file": str(file)} | scores
-        print_scores(scores)
+            results["hellaswag"] = {"file": str(file)} | scores
+            print_scores(scores)
     if options.json and world.rank == 0:
         path = Path(options.json)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,14 +152,14 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     return results
 
 
-def set_precision(config: Config, device: torch.device) -> tuple[torch.dtype, torch.autocast]:
-    """Set the process's precision as train.setup does; returns the dtype of matmuls, autocast."""
-    precision, dtype = config.fp32_precision(), matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+def set_precision(config: Config, device: torch.device) -> torch.dtype:
+    """Set the process's precision as train.setup does; returns the dtype of matmuls."""
+    precision = config.fp32_precision()
     make_repeatable(device)
     torch.set_float32_matmul_precision(usable_precision(device, precision))
     for note in check_precision(device, matmul_precision=precision, bf16=config.bf16):
         print(f"note: {note}")
-    return dtype, torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    return matmul_dtype(bf16=config.bf16, fp16=config.fp16)
 
 
 def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState | None, GPT]:
@@ -206,19 +209,17 @@ def print_scores(scores: dict[str, Any]) -> None:
         print(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
 
 
-def find_hellaswag(options: EvaluateOptions, model: GPT, config: Config) -> Path | None:
-    """Return the file that --hellaswag means, if any; downloads it if asked to."""
-    if options.hellaswag is None:
-        return None
-    encode(model, "")  # raises UserError for another vocabulary than GPT-2's
-    return download(config.data_dir) if options.hellaswag == "download" else Path(options.hellaswag)
+def find_corpus(config: Config, data_dir: str | None) -> Path:
+    """Return the folder of the corpus, which is written if it is a small one and missing."""
+    folder = Path(config.data_dir, config.dataset)
+    if not (data_dir or is_there(folder)):  # the run's corpora may have moved
+        folder = Path("data", config.dataset)
+    prepare_if_missing(folder, print)
+    return folder
 
 
 def open_validation(
-    options: EvaluateOptions,
-    config: Config,
-    saved: SavedState | None,
-    world: World,
+    options: EvaluateOptions, config: Config, saved: SavedState | None, world: World
 ) -> TokenStream | None:
     """Return the validation split that the loss is of.
 
@@ -228,16 +229,8 @@ def open_validation(
         for name in {"tokens", "seq_len", "val_fraction"} & options.model_fields_set:
             print(f"note: {name} has no effect without a validation loss")
         return None
-    places = (config.data_dir, options.data_dir or "data")  # the run's corpora may have moved
-    folders = [Path(place) / config.dataset for place in places]
-
-    def find() -> Path:
-        folder = next(filter(is_there, folders), folders[-1])
-        prepare_if_missing(folder, print)
-        return folder
-
     try:
-        folder = world.on_rank0(find)
+        folder = world.on_rank0(lambda: find_corpus(config, options.data_dir))
         rest, val = world.raise_on_all(
             lambda: open_corpus(folder, config.seq_len, config.n_vocab, config.val_fraction)
         )

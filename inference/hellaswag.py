@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,28 +62,26 @@ def ending_losses(
     with evaluating(model):
         for batch in with_progress(batches, "HellaSwag", world):
             trim_memory_if_short()
-            tokens, lines, columns = (t.to(world.device) for t in padded(batch))
+            tokens, scored = (t.to(world.device) for t in padded(batch))
             # most tokens are a context's: they do without the head, a third of the work
-            logits = model(tokens[:, :-1], where=(lines, columns - 1))  # (tokens scored, V)
-            targets = tokens[lines, columns]
-            of_tokens = F.cross_entropy(logits.float(), targets, reduction="none").cpu().double()
-            of_rows = of_tokens.split([row.scored for row in batch])
+            logits = model(tokens[:, :-1], where=scored[:, 1:])  # (tokens scored, V)
+            of_tokens = F.cross_entropy(logits.float(), tokens[scored], reduction="none")
+            of_rows = of_tokens.cpu().double().split([row.scored for row in batch])
             losses |= {row: loss.sum().item() for row, loss in zip(batch, of_rows, strict=True)}
     return losses
 
 
-def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens (B, T + 1) of rows, and the line and the column of each one to score.
+def padded(rows: Sequence[Row]) -> Iterator[Tensor]:
+    """Yield the tokens (B, T + 1) of rows, and a mask of those to score.
 
     Padding comes after all that counts, so that the causal mask keeps it out.
     """
     texts = [torch.frombuffer(bytearray(row.tokens), dtype=torch.uint16).long() for row in rows]
-    places = [
-        (line, column)
-        for line, (text, row) in enumerate(zip(texts, rows, strict=True))
-        for column in range(len(text))[-row.scored :]
-    ]
-    return pad_sequence(texts, batch_first=True), *torch.tensor(places).T
+    yield pad_sequence(texts, batch_first=True)
+    yield pad_sequence(
+        [torch.arange(-len(text), 0) >= -row.scored for text, row in zip(texts, rows, strict=True)],
+        batch_first=True,
+    )
 
 
 def choices(item: Item, rows: Sequence[Row], losses: Mapping[Row, float]) -> dict[str, int]:
@@ -122,8 +120,7 @@ def score(
     a loss is not finite.
     """
     rows = [rows_of(item, model.config.block_size) for item in items]
-    every_row = itertools.chain.from_iterable(rows)
-    losses = ending_losses(model, every_row, tokens_at_once, world)
+    losses = ending_losses(model, itertools.chain(*rows), tokens_at_once, world)
     if not math.isfinite(world.sum(sum(losses.values()))):
         raise TrainingError(
             "HellaSwag: the model's losses are not finite: its weights are damaged or have diverged"

@@ -38,10 +38,9 @@ class KVCache:
         """Attend to this many positions, each row's last among them: the fewer, the faster."""
         self.span = math.ceil(positions / MULTIPLE) * MULTIPLE
 
-    def begin(self, positions: Tensor) -> None:
-        """Tell at which positions (B, T) the next tokens are."""
-        rows = torch.arange(len(positions), device=positions.device)[:, None]
-        self.place = rows, slice(None), positions
+    def begin(self, rows: Tensor, positions: Tensor) -> None:
+        """Tell in which rows (B,) and at which positions (B, T) of them the next tokens are."""
+        self.place = rows[:, None], slice(None), positions
         seen = torch.arange(self.span, device=positions.device)
         self.mask = seen <= positions[:, None, :, None]  # (B, 1, T, span)
 

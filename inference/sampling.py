@@ -62,13 +62,13 @@ def seeded(seed: int) -> torch.Generator:
 # ---- growing texts
 
 
-def next_logits(model: GPT, idx: Tensor, cache: KVCache, positions: Tensor, ends: Tensor) -> Tensor:
+def next_logits(model: GPT, cache: KVCache, idx: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
     """Return logits (B, V) after the token `ends` (B,) of each row of idx (B, T).
 
     The rows' tokens are at `positions` (B, T) of their texts.
     """
-    cache.begin(positions)
     rows = torch.arange(len(idx), device=idx.device)
+    cache.begin(rows, positions)
     return model(idx, where=(rows, ends), attend=cache.attend, positions=positions)
 
 
@@ -126,8 +126,8 @@ def grow(
         decoding = step > 0 and max(len(text.tokens) for text in unfinished) <= context
         compute = decode if decode and decoding else next_logits
         cache.attend_to(context if compute is decode else max(map(len, windows)))
-        idx, positions, ends = ragged_batch(windows, decoding, device)
-        logits = compute(model, idx, cache, positions, ends).float().cpu()  # (B, V)
+        batch = (tensor.to(device) for tensor in ragged_batch(windows, decoding))
+        logits = compute(model, cache, *batch).float().cpu()  # (B, V)
         if not logits.isfinite().all():
             raise UserError(
                 "the model's logits are not finite: its weights are damaged or have diverged"
@@ -140,17 +140,15 @@ def grow(
         yield
 
 
-def ragged_batch(
-    windows: list[list[int]], only_last: bool, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def ragged_batch(windows: list[list[int]], only_last: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return texts of different lengths, or only their last tokens, for `next_logits`: tokens (B,
     T), padded at the end, their positions (B, T), and the column of each row's last (B,).
     """
-    last = torch.tensor([len(window) - 1 for window in windows], device=device)
-    first = last if only_last else torch.zeros_like(last)  # position of each row's first column
+    last = torch.tensor([len(window) - 1 for window in windows])
+    first = last * only_last  # position of each row's first column
     rows = [torch.tensor(window[-1:] if only_last else window) for window in windows]
-    idx = pad_sequence(rows, batch_first=True).to(device)
-    return idx, first[:, None] + torch.arange(idx.size(1), device=device), last - first
+    idx = pad_sequence(rows, batch_first=True)
+    return idx, first[:, None] + torch.arange(idx.size(1)), last - first
 
 
 # ---- text
@@ -184,6 +182,5 @@ def sample_text(
     """
     text = Text(prompt, encode(model, prompt), seeded(seed))
     with evaluating(model):
-        for _ in grow(model, [text], max_new_tokens, agree, temperature=0.8, top_k=50):
-            pass
+        list(grow(model, [text], max_new_tokens, agree, temperature=0.8, top_k=50))
     return text.string

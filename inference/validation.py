@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def check_split(
-    val: TokenStream, corpus: str, val_fraction: float, *, is_needed: bool = True
+    val: TokenStream, corpus: str, val_fraction: float, is_needed: bool = True
 ) -> list[str]:
     """Return a note if the validation split of a corpus is not the share of it that was wanted.
 
