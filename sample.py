@@ -90,7 +90,8 @@ import torch
 
 from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT
-from inference.sampling import Text, encode, grow, next_logits, seeded
+from inference.kv_cache import next_logits
+from inference.sampling import Text, encode, grow, seeded
 from runtime.device import check_compiler, check_precision, choose_device, matmul_dtype
 
 SEPARATOR = "---\n"  # between two texts

@@ -97,15 +97,24 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
     """Write GPT-2's tokenizer as transformers keeps it. Raises TokenizerError if its vocabulary
     cannot be had.
     """
-    files = {name: read_file_cached(place).decode() for name, place in find_vocabulary().items()}
-    vocab, merges = files["encoder.json"], files["vocab.bpe"]
+    places = find_vocabulary()
+    vocab = read_file_cached(places["encoder.json"]).decode()
+    merges = read_file_cached(places["vocab.bpe"]).decode()
     write_whole(folder / "vocab.json", vocab)
     write_whole(folder / "merges.txt", merges)
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    end_of_text = {
+        "id": END_OF_TEXT,
+        "content": SEPARATOR,
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [{"id": END_OF_TEXT, "content": SEPARATOR, "special": True} | flags],
+        "added_tokens": [end_of_text],
         "pre_tokenizer": byte_level,
         "post_processor": byte_level,
         "decoder": byte_level,
@@ -121,10 +130,10 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
         "eos_token": SEPARATOR,
         "unk_token": SEPARATOR,
     }
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    generation = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END_OF_TEXT)
     for name, content in {
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": settings,
-        "generation_config.json": dict.fromkeys(ids, END_OF_TEXT),
+        "generation_config.json": generation,
     }.items():
         write_whole(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

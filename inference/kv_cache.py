@@ -17,36 +17,36 @@ from model import GPT
 MULTIPLE = 128
 
 
-class KVCache:
-    """Keep keys and values of every layer, each at its token's position in its row.
+def keys_for(positions: int) -> int:
+    """Return how many keys attention sees for so many positions: the fewer, the faster."""
+    return math.ceil(positions / MULTIPLE) * MULTIPLE
 
-    Rows may be of different lengths: no token sees a later position, whether that holds padding,
-    zeros, or what an earlier text left.
+
+def make_cache(model: GPT, rows: int, positions: int) -> list[Tensor]:
+    """Allocate the keys and values (2, B, nh, S, hs) of each layer, in the model's dtype."""
+    c, like = model.config, model.lm_head.weight
+    shape = (2, rows, c.n_head, keys_for(positions), c.n_embd // c.n_head)
+    return [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(c.n_layer)]
+
+
+def next_logits(
+    model: GPT, cache: list[Tensor], keys: int, idx: Tensor, positions: Tensor, ends: Tensor
+) -> Tensor:
+    """Return logits (B, V) after the token `ends` (B,) of each row of idx (B, T).
+
+    The rows' tokens are at `positions` (B, T) of their texts: there the cache takes them in, and
+    each attends to those of the first `keys` that are not after it. Rows may be of different
+    lengths: no token sees a later position, whether that holds padding, zeros, or what an earlier
+    text left.
     """
+    rows = torch.arange(len(idx), device=idx.device)
+    seen = torch.arange(keys, device=idx.device) <= positions[:, None, :, None]  # (B, 1, T, keys)
 
-    def __init__(self, model: GPT, rows: int, size: int):
-        """Allocate room for `size` positions of `rows` texts, in the model's dtype."""
-        c, like = model.config, model.lm_head.weight
-        self.attend_to(size)
-        shape = (rows, c.n_head, self.span, c.n_embd // c.n_head)  # (B, nh, S, hs)
-        self.layers = [
-            [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in ("keys", "values")]
-            for _ in range(c.n_layer)
-        ]
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Add k and v to the cache, and attend to what is in there; all (B, nh, T, hs)."""
+        for cached, new in zip(cache[layer], (k, v), strict=True):
+            cached[rows[:, None], :, positions] = new.transpose(1, 2).to(cached.dtype)
+        k, v = cache[layer][..., :keys, :].to(q.dtype)  # another than the cache's under autocast
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
-    def attend_to(self, positions: int) -> None:
-        """Attend to this many positions, each row's last among them: the fewer, the faster."""
-        self.span = math.ceil(positions / MULTIPLE) * MULTIPLE
-
-    def begin(self, rows: Tensor, positions: Tensor) -> None:
-        """Tell in which rows (B,) and at which positions (B, T) of them the next tokens are."""
-        self.place = rows[:, None], slice(None), positions
-        seen = torch.arange(self.span, device=positions.device)
-        self.mask = seen <= positions[:, None, :, None]  # (B, 1, T, span)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Add k and v of the next tokens, and attend to all so far; all (B, nh, T, hs)."""
-        for cached, new in zip(self.layers[layer], (k, v), strict=True):
-            cached[self.place] = new.transpose(1, 2).to(cached.dtype)  # another under autocast
-        keys, values = (cached[:, :, : self.span].to(q.dtype) for cached in self.layers[layer])
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
+    return model(idx, where=(rows, ends), attend=attend, positions=positions)

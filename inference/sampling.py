@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.kv_cache import KVCache
+from inference.kv_cache import keys_for, make_cache, next_logits
 from inference.validation import evaluating
 from model import GPT
 from runtime.errors import UserError
@@ -62,16 +62,6 @@ def seeded(seed: int) -> torch.Generator:
 # ---- growing texts
 
 
-def next_logits(model: GPT, cache: KVCache, idx: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-    """Return logits (B, V) after the token `ends` (B,) of each row of idx (B, T).
-
-    The rows' tokens are at `positions` (B, T) of their texts.
-    """
-    rows = torch.arange(len(idx), device=idx.device)
-    cache.begin(rows, positions)
-    return model(idx, where=(rows, ends), attend=cache.attend, positions=positions)
-
-
 @dataclass
 class Text:
     """A text that grows token by token."""
@@ -115,7 +105,7 @@ def grow(
         raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
     context, device = model.config.block_size, model.lm_head.weight.device
     longest = max(len(text.tokens) for text in texts) + max_new_tokens
-    cache = KVCache(model, len(texts), context if decode else min(context, longest))
+    cache = make_cache(model, len(texts), context if decode else min(context, longest))
     for step in range(max_new_tokens):
         unfinished = [text for text in texts if not text.ended]
         if not unfinished:
@@ -125,9 +115,9 @@ def grow(
         # window slides, every key and value changes, and each step is a prefill.
         decoding = step > 0 and max(len(text.tokens) for text in unfinished) <= context
         compute = decode if decode and decoding else next_logits
-        cache.attend_to(context if compute is decode else max(map(len, windows)))
+        keys = keys_for(context if compute is decode else max(map(len, windows)))
         batch = (tensor.to(device) for tensor in ragged_batch(windows, decoding))
-        logits = compute(model, cache, *batch).float().cpu()  # (B, V)
+        logits = compute(model, cache, keys, *batch).float().cpu()  # (B, V)
         if not logits.isfinite().all():
             raise UserError(
                 "the model's logits are not finite: its weights are damaged or have diverged"

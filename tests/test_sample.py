@@ -26,7 +26,8 @@ import inference.sampling
 import sample
 from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.sampling import Text, grow, next_logits, probabilities, seeded
+from inference.kv_cache import next_logits
+from inference.sampling import Text, grow, probabilities, seeded
 from runtime.cli import ConfigError, parse
 from runtime.errors import UserError
 from sample import SampleOptions, Sampler, read_prompts
