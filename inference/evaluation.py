@@ -56,11 +56,8 @@ class Evaluation:
         corpus, is_needed = f"{config.data_dir}/{config.dataset}", config.eval_every > 0
         for note in check_split(self.val, corpus, config.val_fraction, is_needed):
             self.folder.message(note)
-        if self.reference and (others := [*self.reference.differences(config)]):
-            listed = ", ".join(
-                f"{name} {ours} instead of {theirs}" for name, ours, theirs in others
-            )
-            self.folder.message(f"note: not the recipe of {self.reference.name}'s curve: {listed}")
+        if self.reference and (others := ", ".join(self.reference.differences(config))):
+            self.folder.message(f"note: not the recipe of {self.reference.name}'s curve: {others}")
 
     def resume(self) -> None:
         """Take over what the run's folder has of earlier calls: nothing is evaluated twice."""

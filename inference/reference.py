@@ -60,9 +60,9 @@ class Reference:
         config = load_config(str(recipe)) if recipe.is_file() else None
         return cls(path.stem, tokens, losses, tolerances, config)
 
-    def differences(self, config: Config) -> Iterator[tuple[str, str, str]]:
-        """Yield the options that decide what is learned and are not as the curve's own config has
-        them: name, value here, value there.
+    def differences(self, config: Config) -> Iterator[str]:
+        """Name the options that decide what is learned and are not as the curve's own config has
+        them, each with both values.
         """
         irrelevant = {*Config.names_marked(PATH)}
         if config.total_batch_tokens:  # a step has as many tokens, however they are divided up
@@ -70,7 +70,7 @@ class Reference:
         for name in LEARNING if self.config else ():
             ours, theirs = getattr(config, name), getattr(self.config, name)
             if ours != theirs and name not in irrelevant:
-                yield name, show(ours), show(theirs)
+                yield f"{name} {show(ours)} instead of {show(theirs)}"
 
     def judge(
         self, tokens: int, loss: float, before: float, config: Config, row: Row | None
@@ -96,11 +96,7 @@ class Reference:
             late = f", as after {math.exp(reached) / tokens:.0%} of these tokens"
         row = row or {}
         trained, norm = row.get("loss") or loss, row.get("norm") or 0.0
-        causes = [
-            f"{name} is {ours}, {self.name}.yaml has {theirs}"
-            for name, ours, theirs in self.differences(config)
-        ]
-        symptoms = {
+        causes = dict.fromkeys(self.differences(config), True) | {
             f"the training loss is only {trained:.2f}: are the same few tokens repeated?": (
                 loss - trained > GAP
             ),
@@ -116,6 +112,6 @@ class Reference:
             "the text: another corpus or tokenizer has other losses": True,
             "changes to the code: does the unchanged recipe follow the curve?": True,
         }
-        causes += [cause for cause, is_shown in symptoms.items() if is_shown]
-        listed = "; ".join(f"({i}) {cause}" for i, cause in enumerate(causes[:3], start=1))
+        first = [cause for cause, is_likely in causes.items() if is_likely][:3]
+        listed = "; ".join(f"({i}) {cause}" for i, cause in enumerate(first, start=1))
         return f"behind: {behind:.3f} above {usual}{late}. Look first at: {listed}"
