@@ -90,14 +90,6 @@ from runtime.launch import launch
 from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
-RESULTS = (
-    "{weights}: {parameters:,} parameters, {dtype}, batch_size {batch_size}; device {device}, "
-    "processes: {processes}"
-)
-VALIDATION = (
-    "{corpus}: validation loss {loss:.4f} nats per token, perplexity {perplexity:,.2f}, over "
-    "{tokens:,} tokens in sequences of {seq_len}"
-)
 
 
 def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
@@ -119,7 +111,11 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "torch": torch.__version__,
     }
-    print(RESULTS.format(**results), flush=True)
+    print(
+        f"{folder}: {results['parameters']:,} parameters, {results['dtype']}, batch_size "
+        f"{config.batch_size}; device {results['device']}, processes: {world.world_size}",
+        flush=True,
+    )
 
     # all that is read, before anything is computed: mistakes are told at once
     if options.hellaswag:
@@ -131,16 +127,22 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     val = open_validation(options, config, saved, world)
     with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
         if val:
-            tokens = config.eval_tokens
+            corpus = str(val.spans[0].file.path.parent)
+            tokens = count_sequences(val, config.eval_tokens) * val.seq_len
             loss = validation_loss(model, val, config.batch_size, tokens, world)
+            perplexity = math.exp(min(loss, 700))
             results["validation"] = {
-                "corpus": str(val.spans[0].file.path.parent),
-                "tokens": count_sequences(val, tokens) * val.seq_len,
+                "corpus": corpus,
+                "tokens": tokens,
                 "seq_len": val.seq_len,
                 "loss": loss,
-                "perplexity": math.exp(min(loss, 700)),
+                "perplexity": perplexity,
             }
-            print(VALIDATION.format(**results["validation"]), flush=True)
+            print(
+                f"{corpus}: validation loss {loss:.4f} nats per token, perplexity "
+                f"{perplexity:,.2f}, over {tokens:,} tokens in sequences of {val.seq_len}",
+                flush=True,
+            )
         if options.hellaswag:
             scores = score(model, items, config.batch_size * config.block_size, world)
             results["hellaswag"] = {"file": str(file)} | scores

@@ -62,6 +62,24 @@ It continues text; it was not trained to follow instructions, to answer question
 states what is false as readily as what is true, and repeats the views, biases and mistakes of its
 training text. Do not rely on it for facts, advice, or decisions about people.
 """
+TOKENIZER_CONFIG = """\
+{
+  "tokenizer_class": "GPT2Tokenizer",
+  "add_prefix_space": false,
+  "clean_up_tokenization_spaces": false,
+  "model_max_length": %d,
+  "bos_token": "<|endoftext|>",
+  "eos_token": "<|endoftext|>",
+  "unk_token": "<|endoftext|>"
+}
+"""
+GENERATION_CONFIG = """\
+{
+  "bos_token_id": 50256,
+  "eos_token_id": 50256,
+  "pad_token_id": 50256
+}
+"""
 HISTORY = """\
 It was trained from {c.init_from} on `{c.dataset}` (say here what that is, and under which terms),
 for {saved.step:,} steps and {saved.tokens:,} tokens (ranks: {ranks}). Repeat it on as many ranks
@@ -96,8 +114,7 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
             config = portable_config(saved.config)
             write_whole(unfinished / "config.yaml", config.to_yaml())
             history = HISTORY.format(c=config, saved=saved, ranks=len(saved.random))
-        card = CARD.format(name=folder.name, c=c, history=history)
-        write_whole(unfinished / "README.md", card)
+        write_whole(unfinished / "README.md", CARD.format(name=folder.name, c=c, history=history))
     return notes
 
 
@@ -122,8 +139,6 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
     places = find_vocabulary()
     vocab = read_file_cached(places["encoder.json"]).decode()
     merges = read_file_cached(places["vocab.bpe"]).decode()
-    write_whole(folder / "vocab.json", vocab)
-    write_whole(folder / "merges.txt", merges)
     end_of_text = {
         "id": END_OF_TEXT,
         "content": SEPARATOR,
@@ -143,22 +158,14 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
         # the first line of merges names the format's version
         "model": {"type": "BPE", "vocab": json.loads(vocab), "merges": merges.splitlines()[1:]},
     }
-    settings = {
-        "tokenizer_class": "GPT2Tokenizer",
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": block_size,
-        "bos_token": SEPARATOR,
-        "eos_token": SEPARATOR,
-        "unk_token": SEPARATOR,
-    }
-    generation = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END_OF_TEXT)
-    for name, content in {
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": settings,
-        "generation_config.json": generation,
+    for name, text in {
+        "vocab.json": vocab,
+        "merges.txt": merges,
+        "tokenizer.json": json.dumps(tokenizer, indent=2, ensure_ascii=False) + "\n",
+        "tokenizer_config.json": TOKENIZER_CONFIG % block_size,
+        "generation_config.json": GENERATION_CONFIG,
     }.items():
-        write_whole(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_whole(folder / name, text)
 
 
 def main(options: ExportOptions) -> None:

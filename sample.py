@@ -90,8 +90,7 @@ import torch
 
 from checkpoint.weights import load_model
 from data.tokenizer import END_OF_TEXT
-from inference.kv_cache import next_logits
-from inference.sampling import Text, encode, grow, seeded
+from inference.sampling import Text, encode, grow, next_logits, seeded
 from runtime.device import check_compiler, check_precision, choose_device, matmul_dtype
 
 SEPARATOR = "---\n"  # between two texts
@@ -131,7 +130,7 @@ class Sampler:
         when the first has ended. A line break is printed at the end, also after Ctrl-C.
         """
         decode = self.decode if len(texts) == self.at_once else None
-        start, shown, before = time.perf_counter(), 0, sum(len(text.tokens) for text in texts)
+        start, shown = time.perf_counter(), 0
         steps = grow(self.model, texts, decode=decode, **self.settings)
         try:
             for _ in itertools.chain([None], steps):  # the prompt is printed before the first step
@@ -142,7 +141,7 @@ class Sampler:
         finally:
             show("\n")
             self.seconds += time.perf_counter() - start
-            self.tokens += sum(len(text.tokens) for text in texts) - before
+            self.tokens += sum(text.drawn for text in texts)
 
 
 def read_prompts(path: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from checkpoint.save import hint
 from config import Config
-from data.hellaswag import Item, default_path
+from data.hellaswag import default_path
 from data.tokenizer import get_encoding
 from dataloader import TokenStream
 from inference.hellaswag import METRICS, read_questions, score
@@ -46,13 +46,11 @@ class Evaluation:
         config = self.config
         # by step and column of eval.csv
         self.figures = defaultdict[int, dict[str, float]](dict)
-        self.items: list[Item] = []
         self.reference = Reference.read(config.reference) if config.reference else None
         if config.sample_every:
             get_encoding()
-        if config.hellaswag_every:
-            file = Path(config.hellaswag_file or default_path(config.data_dir))
-            self.items = read_questions(file, self.world)
+        file = Path(config.hellaswag_file or default_path(config.data_dir))
+        self.items = read_questions(file, self.world) if config.hellaswag_every else []
         corpus, is_needed = f"{config.data_dir}/{config.dataset}", config.eval_every > 0
         for note in check_split(self.val, corpus, config.val_fraction, is_needed):
             self.folder.message(note)
@@ -107,8 +105,9 @@ class Evaluation:
             with self.autocast():
                 yield figures
         except TrainingError as error:
-            advice = hint(self.folder.path, self.config.lr)
-            raise TrainingError(f"step {step}: {error}; {advice}") from None
+            raise TrainingError(
+                f"step {step}: {error}; {hint(self.folder.path, self.config.lr)}"
+            ) from None
         self.figures[step] |= figures
         self.folder.log_evaluation(step, self.config.last_step, **figures)
 

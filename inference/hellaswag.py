@@ -54,7 +54,7 @@ def ending_losses(
     its own rows: all take part in as many batches, which FSDP needs.
     """
     by_length = sorted(dict.fromkeys(rows), key=lambda row: len(row.tokens), reverse=True)
-    longest = max((len(row.tokens) // 2 for row in by_length), default=1)
+    longest = len(by_length[0].tokens) // 2 if by_length else 1
     size = max(1, tokens_at_once // longest)
     batches = [by_length[i : i + size] for i in range(0, len(by_length), size)]
     batches += [[ANY_ROW]] * (max(world.gather(len(batches))) - len(batches))

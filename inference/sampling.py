@@ -1,6 +1,12 @@
-"""Text from a model: choosing tokens, and growing texts of any lengths together."""
+"""Text from a model: choosing tokens, and growing texts of any lengths together.
+
+A text grows token by token without reading all of it again for each token, thanks to a KV cache:
+prefill reads the prompts once and keeps their keys and values; each decode step then reads one
+token per text.
+"""
 
 import codecs
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +17,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.kv_cache import keys_for, make_cache, next_logits
 from inference.validation import evaluating
 from model import GPT
 from runtime.errors import UserError
+
+# cuDNN's attention, which GPUs since Hopper take in bf16, builds a plan for each number of keys. So
+# the keys are a multiple of this, and 128 tokens in a row share a plan; the rest is masked.
+MULTIPLE = 128
+
 
 # ---- from logits to a token
 
@@ -40,7 +50,7 @@ def probabilities(
     if temperature < 1e-6:  # dividing by it could overflow: only the likeliest token stays
         temperature, top_k = 1.0, 1
     likeliest, tokens = logits.topk(min(top_k or len(logits), len(logits)))
-    p = F.softmax(likeliest / temperature, dim=-1)
+    p = (likeliest / temperature).softmax(-1)
     # Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1: the fewest
     # likeliest tokens, at least one, whose probabilities add up to top_p.
     if top_p < 1:
@@ -59,6 +69,44 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+# ---- the KV cache
+
+
+def keys_for(positions: int) -> int:
+    """Return how many keys attention sees for so many positions: the fewer, the faster."""
+    return math.ceil(positions / MULTIPLE) * MULTIPLE
+
+
+def make_cache(model: GPT, rows: int, positions: int) -> list[Tensor]:
+    """Allocate the keys and values (2, B, nh, S, hs) of each layer, in the model's dtype."""
+    c, like = model.config, model.lm_head.weight
+    shape = (2, rows, c.n_head, keys_for(positions), c.n_embd // c.n_head)
+    return [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(c.n_layer)]
+
+
+def next_logits(
+    model: GPT, cache: list[Tensor], keys: int, idx: Tensor, positions: Tensor, ends: Tensor
+) -> Tensor:
+    """Return logits (B, V) after the token `ends` (B,) of each row of idx (B, T).
+
+    The rows' tokens are at `positions` (B, T) of their texts: there the cache takes them in, and
+    each attends to those of the first `keys` that are not after it. Rows may be of different
+    lengths: no token sees a later position, whether that holds padding, zeros, or what an earlier
+    text left.
+    """
+    rows = torch.arange(len(idx), device=idx.device)
+    seen = torch.arange(keys, device=idx.device) <= positions[:, None, :, None]  # (B, 1, T, keys)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Add k and v to the cache, and attend to what is in there; all (B, nh, T, hs)."""
+        for cached, new in zip(cache[layer], (k, v), strict=True):
+            cached[rows[:, None], :, positions] = new.transpose(1, 2).to(cached.dtype)
+        k, v = cache[layer][..., :keys, :].to(q.dtype)  # another than the cache's under autocast
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    return model(idx, where=(rows, ends), attend=attend, positions=positions)
+
+
 # ---- growing texts
 
 
@@ -69,6 +117,7 @@ class Text:
     string: str  # its characters so far
     tokens: list[int]
     generator: torch.Generator  # draws its next token
+    drawn: int = 0  # tokens so far
     ended: bool = False
     # A character may span tokens: its bytes are held back until it is whole, or the text ends.
     decoder: codecs.IncrementalDecoder = field(
@@ -79,6 +128,7 @@ class Text:
         """Add a token; the text ends with the last one, or with <|endoftext|>."""
         at_end = token == END_OF_TEXT
         self.tokens.append(token)
+        self.drawn += 1
         self.ended = at_end or is_last
         added = b"" if at_end else get_encoding().decode_single_token_bytes(token)
         self.string += self.decoder.decode(added, final=self.ended)
@@ -107,13 +157,13 @@ def grow(
     longest = max(len(text.tokens) for text in texts) + max_new_tokens
     cache = make_cache(model, len(texts), context if decode else min(context, longest))
     for step in range(max_new_tokens):
-        unfinished = [text for text in texts if not text.ended]
-        if not unfinished:
+        lengths = [len(text.tokens) for text in texts if not text.ended]
+        if not lengths:
             return
         windows = [text.tokens[-context:] for text in texts]
         # Prefill reads the windows, decoding the last tokens. Positions are absolute: once a
         # window slides, every key and value changes, and each step is a prefill.
-        decoding = step > 0 and max(len(text.tokens) for text in unfinished) <= context
+        decoding = step > 0 and max(lengths) <= context
         compute = decode if decode and decoding else next_logits
         keys = keys_for(context if compute is decode else max(map(len, windows)))
         batch = (tensor.to(device) for tensor in ragged_batch(windows, decoding))
@@ -130,7 +180,7 @@ def grow(
         yield
 
 
-def ragged_batch(windows: list[list[int]], only_last: bool) -> tuple[Tensor, Tensor, Tensor]:
+def ragged_batch(windows: list[list[int]], only_last: bool) -> list[Tensor]:
     """Return texts of different lengths, or only their last tokens, for `next_logits`: tokens (B,
     T), padded at the end, their positions (B, T), and the column of each row's last (B,).
     """
@@ -138,7 +188,7 @@ def ragged_batch(windows: list[list[int]], only_last: bool) -> tuple[Tensor, Ten
     first = last * only_last  # position of each row's first column
     rows = [torch.tensor(window[-1:] if only_last else window) for window in windows]
     idx = pad_sequence(rows, batch_first=True)
-    return idx, first[:, None] + torch.arange(idx.size(1)), last - first
+    return [idx, first[:, None] + torch.arange(idx.size(1)), last - first]
 
 
 # ---- text
