@@ -6,7 +6,6 @@ scores in HellaSwag. The processes that torchrun starts share the work.
 """
 
 import contextlib
-import io
 import json
 import math
 import sys
@@ -261,7 +260,7 @@ def main(options: EvaluateOptions) -> None:
         reported(options.run, advice=advice),
         joined_world(choose_device(options.device, launch()), TIMEOUT) as world,
         # one rank speaks for all
-        contextlib.redirect_stdout(io.StringIO() if world.rank else sys.stdout),
+        contextlib.redirect_stdout(None if world.rank else sys.stdout),
     ):
         evaluate(options, world)
 

@@ -63,8 +63,9 @@ class SampleOptions(Options):
             ("batch_size", "interactive"),
         ):
             if {name, other} <= given:
-                problem = f"{name} and {other} exclude each other; leave one out"
-                raise ContradictionError([(name, problem)])
+                raise ContradictionError(
+                    [(name, f"{name} and {other} exclude each other; leave one out")]
+                )
         return self
 
     def notes(self) -> list[str]:
@@ -208,8 +209,10 @@ def main(options: SampleOptions) -> None:
     else:
         print_texts(sampler, options, prompts)
     speed = sampler.tokens / max(sampler.seconds, 1e-9)
-    drawn = f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: {speed:.1f} tokens/s"
-    print(drawn, file=sys.stderr)
+    print(
+        f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: {speed:.1f} tokens/s",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def padded(rows: Sequence[Row]) -> Iterator[Tensor]:
     )
 
 
-def choices(item: Item, rows: Sequence[Row], losses: Mapping[Row, float]) -> dict[str, int]:
+def choices(item: Item, rows: Sequence[Row], losses: dict[Row, float]) -> dict[str, int]:
     """Return the ending that each metric takes, given the item's rows and the losses of rows.
 
     The first of those that tie. An ending without text is never taken per unit of its length.

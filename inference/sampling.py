@@ -84,17 +84,17 @@ def make_cache(model: GPT, rows: int, positions: int) -> list[Tensor]:
     return [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(c.n_layer)]
 
 
-def next_logits(
-    model: GPT, cache: list[Tensor], keys: int, idx: Tensor, positions: Tensor, ends: Tensor
-) -> Tensor:
-    """Return logits (B, V) after the token `ends` (B,) of each row of idx (B, T).
+def next_logits(model: GPT, cache: list[Tensor], keys: int, idx: Tensor, lengths: Tensor) -> Tensor:
+    """Return logits (B, V) after texts of the given lengths (B,).
 
-    The rows' tokens are at `positions` (B, T) of their texts: there the cache takes them in, and
-    each attends to those of the first `keys` that are not after it. Rows may be of different
-    lengths: no token sees a later position, whether that holds padding, zeros, or what an earlier
-    text left.
+    idx (B, T) is all of their tokens, padded at the end, or the last token of each (T = 1): the
+    cache has the others then. It takes these in, and each attends to those of the first `keys` that
+    are not after it: no token sees what is there of padding, zeros, or an earlier text.
     """
-    rows = torch.arange(len(idx), device=idx.device)
+    B, T = idx.shape
+    rows = torch.arange(B, device=idx.device)
+    first = lengths - 1 if T == 1 else torch.zeros_like(lengths)  # position of the first column
+    positions = first[:, None] + torch.arange(T, device=idx.device)  # (B, T)
     seen = torch.arange(keys, device=idx.device) <= positions[:, None, :, None]  # (B, 1, T, keys)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def next_logits(
         k, v = cache[layer][..., :keys, :].to(q.dtype)  # another than the cache's under autocast
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
-    return model(idx, where=(rows, ends), attend=attend, positions=positions)
+    return model(idx, where=(rows, lengths - 1 - first), attend=attend, positions=positions)
 
 
 # ---- growing texts
@@ -157,17 +157,20 @@ def grow(
     longest = max(len(text.tokens) for text in texts) + max_new_tokens
     cache = make_cache(model, len(texts), context if decode else min(context, longest))
     for step in range(max_new_tokens):
-        lengths = [len(text.tokens) for text in texts if not text.ended]
-        if not lengths:
+        unfinished = [len(text.tokens) for text in texts if not text.ended]
+        if not unfinished:
             return
         windows = [text.tokens[-context:] for text in texts]
+        lengths = [len(window) for window in windows]
         # Prefill reads the windows, decoding the last tokens. Positions are absolute: once a
         # window slides, every key and value changes, and each step is a prefill.
-        decoding = step > 0 and max(lengths) <= context
+        decoding = step > 0 and max(unfinished) <= context
+        rows = [torch.tensor(window[-1:] if decoding else window) for window in windows]
+        idx = pad_sequence(rows, batch_first=True).to(device)
         compute = decode if decode and decoding else next_logits
-        keys = keys_for(context if compute is decode else max(map(len, windows)))
-        batch = (tensor.to(device) for tensor in ragged_batch(windows, decoding))
-        logits = compute(model, cache, keys, *batch).float().cpu()  # (B, V)
+        keys = keys_for(context if compute is decode else max(lengths))
+        logits = compute(model, cache, keys, idx, torch.tensor(lengths, device=device))
+        logits = logits.float().cpu()  # (B, V)
         if not logits.isfinite().all():
             raise UserError(
                 "the model's logits are not finite: its weights are damaged or have diverged"
@@ -178,17 +181,6 @@ def grow(
                 token = agree(draw(p, text.generator))
                 text.append(token, is_last=step == max_new_tokens - 1)
         yield
-
-
-def ragged_batch(windows: list[list[int]], only_last: bool) -> list[Tensor]:
-    """Return texts of different lengths, or only their last tokens, for `next_logits`: tokens (B,
-    T), padded at the end, their positions (B, T), and the column of each row's last (B,).
-    """
-    last = torch.tensor([len(window) - 1 for window in windows])
-    first = last * only_last  # position of each row's first column
-    rows = [torch.tensor(window[-1:] if only_last else window) for window in windows]
-    idx = pad_sequence(rows, batch_first=True)
-    return [idx, first[:, None] + torch.arange(idx.size(1)), last - first]
 
 
 # ---- text
