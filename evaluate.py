@@ -126,27 +126,12 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     val = open_validation(options, config, saved, world)
     with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
         if val:
-            corpus = str(val.spans[0].file.path.parent)
-            tokens = count_sequences(val, config.eval_tokens) * val.seq_len
-            loss = validation_loss(model, val, config.batch_size, tokens, world)
-            perplexity = math.exp(min(loss, 700))
-            results["validation"] = {
-                "corpus": corpus,
-                "tokens": tokens,
-                "seq_len": val.seq_len,
-                "loss": loss,
-                "perplexity": perplexity,
-            }
-            print(
-                f"{corpus}: validation loss {loss:.4f} nats per token, perplexity "
-                f"{perplexity:,.2f}, over {tokens:,} tokens in sequences of {val.seq_len}",
-                flush=True,
-            )
+            results["validation"] = validate(model, val, config, world)
         if options.hellaswag:
             scores = score(model, items, config.batch_size * config.block_size, world)
             results["hellaswag"] = {"file": str(file)} | scores
             print_scores(scores)
-    if options.json and world.rank == 0:
+    if options.json and not world.rank:
         path = Path(options.json)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
@@ -186,8 +171,9 @@ def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPT
     For weights that are no run's: the model's and the defaults, without a corpus. Raises
     ConfigError if the model's context is too short.
     """
-    no_run = vars(model) | {"dataset": "", "seq_len": model.block_size}
-    config = dict(saved.config if saved else no_run)
+    config = vars(model) | {"dataset": "", "seq_len": model.block_size}
+    if saved:
+        config = dict(saved.config)
     if options.dataset not in (None, config["dataset"]):
         config |= {"val_fraction": 0.0, "eval_tokens": None}  # the run's are of its own corpus
     config |= options.model_dump(include={*Config.model_fields}, exclude_none=True)
@@ -200,6 +186,25 @@ def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPT
             f"--seq_len {options.seq_len}: longer than the model's context, {model.block_size}"
         )
     return Config.model_construct(**config)
+
+
+def validate(model: GPT, val: TokenStream, config: Config, world: World) -> dict[str, Any]:
+    """Compute and print the validation loss; returns what --json holds of it."""
+    tokens = count_sequences(val, config.eval_tokens) * val.seq_len
+    loss = validation_loss(model, val, config.batch_size, tokens, world)
+    results = {
+        "corpus": str(val.spans[0].file.path.parent),
+        "tokens": tokens,
+        "seq_len": val.seq_len,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700)),  # exp overflows from 710 on
+    }
+    print(
+        f"{results['corpus']}: validation loss {loss:.4f} nats per token, perplexity "
+        f"{results['perplexity']:,.2f}, over {tokens:,} tokens in sequences of {val.seq_len}",
+        flush=True,
+    )
+    return results
 
 
 def print_scores(scores: dict[str, Any]) -> None:

@@ -72,8 +72,8 @@ class SampleOptions(Options):
         """Return a line for each option that has no effect with the others."""
         if self.temperature > 0:
             return []
-        unused = {"seed", "top_k", "top_p"} & self.model_fields_set
-        return [f"{name} has no effect: temperature is 0" for name in sorted(unused)]
+        unused = sorted({"seed", "top_k", "top_p"} & self.model_fields_set)
+        return [f"{name} has no effect: temperature is 0" for name in unused]
 
 
 if __name__ == "__main__":
@@ -84,7 +84,6 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -124,7 +123,7 @@ class Sampler:
             list(grow(self.model, texts, 2, lambda _: 0, self.decode, temperature=0, top_k=None))
             print(f"note: compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
 
-    def write(self, texts: Sequence[Text]) -> None:
+    def write(self, texts: list[Text]) -> None:
         """Continue the texts, and print them in their order while they grow. Raises UserError.
 
         What the first one gains is printed at once; what the next has gained by then is printed
@@ -161,7 +160,7 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def print_texts(sampler: Sampler, options: SampleOptions, prompts: Sequence[str]) -> None:
+def print_texts(sampler: Sampler, options: SampleOptions, prompts: list[str]) -> None:
     """Print num_samples texts of each prompt as they are drawn, in this order."""
     texts = [
         Text(prompt, encode(sampler.model, prompt), seeded(options.seed + i))

@@ -89,9 +89,11 @@ class Evaluation:
         """Score the model in HellaSwag if it is due. Raises TrainingError if it has diverged."""
         config, known = self.config, self.figures[step]
         if is_due(config.hellaswag_every, step, last) and "hellaswag_acc" not in known:
-            tokens_at_once = config.batch_size * config.seq_len  # takes less memory than a step
             with self.logged(step) as figures:
-                scores = score(self.model, self.items, tokens_at_once, self.world)
+                # as many tokens at once as in a step, which takes more memory
+                scores = score(
+                    self.model, self.items, config.batch_size * config.seq_len, self.world
+                )
                 figures |= {f"hellaswag_{name}": scores[name]["score"] for name in METRICS}
 
     @contextlib.contextmanager

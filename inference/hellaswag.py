@@ -42,10 +42,7 @@ def read_questions(path: Path, world: World) -> list[Item]:
 
 
 def ending_losses(
-    model: GPT,
-    rows: Iterable[Row],
-    tokens_at_once: int,
-    world: World,
+    model: GPT, rows: Iterable[Row], tokens_at_once: int, world: World
 ) -> dict[Row, float]:
     """Return the loss in nats, summed, of each row's scored tokens.
 
@@ -78,10 +75,8 @@ def padded(rows: Sequence[Row]) -> Iterator[Tensor]:
     """
     texts = [torch.frombuffer(bytearray(row.tokens), dtype=torch.uint16).long() for row in rows]
     yield pad_sequence(texts, batch_first=True)
-    yield pad_sequence(
-        [torch.arange(-len(text), 0) >= -row.scored for text, row in zip(texts, rows, strict=True)],
-        batch_first=True,
-    )
+    masks = [torch.arange(-len(row.tokens) // 2, 0) >= -row.scored for row in rows]
+    yield pad_sequence(masks, batch_first=True)
 
 
 def choices(item: Item, rows: Sequence[Row], losses: dict[Row, float]) -> dict[str, int]:
@@ -107,12 +102,7 @@ def interval(right: int, items: int) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def score(
-    model: GPT,
-    items: Sequence[Item],
-    tokens_at_once: int,
-    world: World,
-) -> dict[str, Any]:
+def score(model: GPT, items: Sequence[Item], tokens_at_once: int, world: World) -> dict[str, Any]:
     """Score the model over the items of all ranks. All have to call this, and get the same.
 
     Returns the number of items, and for each metric the share that is right and its interval, as

@@ -6,13 +6,11 @@ token per text.
 """
 
 import codecs
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -44,9 +42,9 @@ def probabilities(
     # Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers this
     # multiplies a negative logit by it, as dividing would make its token likelier.
     if repetition_penalty != 1:
-        seen, penalty = logits[text], repetition_penalty
+        seen = logits[text]
         logits = logits.clone()
-        logits[text] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        logits[text] = torch.where(seen > 0, seen / repetition_penalty, seen * repetition_penalty)
     if temperature < 1e-6:  # dividing by it could overflow: only the likeliest token stays
         temperature, top_k = 1.0, 1
     likeliest, tokens = logits.topk(min(top_k or len(logits), len(logits)))
@@ -74,7 +72,7 @@ def seeded(seed: int) -> torch.Generator:
 
 def keys_for(positions: int) -> int:
     """Return how many keys attention sees for so many positions: the fewer, the faster."""
-    return math.ceil(positions / MULTIPLE) * MULTIPLE
+    return (positions + MULTIPLE - 1) // MULTIPLE * MULTIPLE
 
 
 def make_cache(model: GPT, rows: int, positions: int) -> list[Tensor]:
@@ -93,7 +91,7 @@ def next_logits(model: GPT, cache: list[Tensor], keys: int, idx: Tensor, lengths
     """
     B, T = idx.shape
     rows = torch.arange(B, device=idx.device)
-    first = lengths - 1 if T == 1 else torch.zeros_like(lengths)  # position of the first column
+    first = lengths - 1 if T == 1 else 0 * lengths  # position of the first column
     positions = first[:, None] + torch.arange(T, device=idx.device)  # (B, T)
     seen = torch.arange(keys, device=idx.device) <= positions[:, None, :, None]  # (B, 1, T, keys)
 
@@ -102,7 +100,7 @@ def next_logits(model: GPT, cache: list[Tensor], keys: int, idx: Tensor, lengths
         for cached, new in zip(cache[layer], (k, v), strict=True):
             cached[rows[:, None], :, positions] = new.transpose(1, 2).to(cached.dtype)
         k, v = cache[layer][..., :keys, :].to(q.dtype)  # another than the cache's under autocast
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
     return model(idx, where=(rows, lengths - 1 - first), attend=attend, positions=positions)
 
@@ -137,7 +135,7 @@ class Text:
 @torch.no_grad()
 def grow(
     model: GPT,
-    texts: Sequence[Text],
+    texts: list[Text],
     max_new_tokens: int,
     agree: Callable[[int], int] = int,
     decode: Callable[..., Tensor] | None = None,
@@ -201,11 +199,7 @@ def encode(model: GPT, prompt: str) -> list[int]:
 
 
 def sample_text(
-    model: GPT,
-    prompt: str,
-    max_new_tokens: int,
-    seed: int,
-    agree: Callable[[int], int] = int,
+    model: GPT, prompt: str, max_new_tokens: int, seed: int, agree: Callable[[int], int] = int
 ) -> str:
     """Return a text that begins with the prompt and ends at its <|endoftext|>, if it gets there.
 

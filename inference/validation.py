@@ -57,11 +57,7 @@ def with_progress(batches: Sequence[T], name: str, world: World) -> Iterable[T]:
 
 
 def validation_loss(
-    model: GPT,
-    stream: TokenStream,
-    batch_size: int,
-    tokens: int | None,
-    world: World,
+    model: GPT, stream: TokenStream, batch_size: int, tokens: int | None, world: World
 ) -> float:
     """Return the mean loss in nats per token over the first `tokens` of the stream (none: all), in
     whole sequences, at least one.
