@@ -6,7 +6,6 @@ scores in HellaSwag. The processes that torchrun starts share the work.
 """
 
 import contextlib
-import io
 import json
 import math
 import sys
@@ -90,14 +89,6 @@ from runtime.launch import launch
 from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
-RESULTS = (
-    "{weights}: {parameters:,} parameters, {dtype}, batch_size {batch_size}; device {device}, "
-    "processes: {processes}"
-)
-VALIDATION = (
-    "{corpus}: validation loss {loss:.4f} nats per token, perplexity {perplexity:,.2f}, over "
-    "{tokens:,} tokens in sequences of {seq_len}"
-)
 
 
 def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
@@ -107,7 +98,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     """
     folder, saved, model = read_model(options, world)
     config = merge_options(options, saved, model.config)
-    dtype, autocast = set_precision(config, world.device)
+    dtype = set_precision(config, world.device)
     results: dict[str, Any] = {
         "run": options.run,
         "weights": str(folder),
@@ -119,44 +110,42 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "torch": torch.__version__,
     }
-    print(RESULTS.format(**results), flush=True)
+    print(
+        f"{folder}: {results['parameters']:,} parameters, {results['dtype']}, batch_size "
+        f"{config.batch_size}; device {results['device']}, processes: {world.world_size}",
+        flush=True,
+    )
 
     # all that is read, before anything is computed: mistakes are told at once
-    file = world.on_rank0(lambda: find_hellaswag(options, model, config))
-    items = read_questions(file, world) if file else []
+    if options.hellaswag:
+        encode(model, "")  # raises UserError for another vocabulary than GPT-2's
+        file = Path(options.hellaswag)
+        if options.hellaswag == "download":
+            file = world.on_rank0(lambda: download(config.data_dir))
+        items = read_questions(file, world)
     val = open_validation(options, config, saved, world)
-    if val:
-        tokens = config.eval_tokens
-        with autocast:
-            loss = validation_loss(model, val, config.batch_size, tokens, world)
-        results["validation"] = {
-            "corpus": str(val.spans[0].file.path.parent),
-            "tokens": count_sequences(val, tokens) * val.seq_len,
-            "seq_len": val.seq_len,
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 700)),
-        }
-        print(VALIDATION.format(**results["validation"]), flush=True)
-    if file:
-        with autocast:
+    with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        if val:
+            results["validation"] = validate(model, val, config, world)
+        if options.hellaswag:
             scores = score(model, items, config.batch_size * config.block_size, world)
-        results["hellaswag"] = {"file": str(file)} | scores
-        print_scores(scores)
-    if options.json and world.rank == 0:
+            results["hellaswag"] = {"file": str(file)} | scores
+            print_scores(scores)
+    if options.json and not world.rank:
         path = Path(options.json)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
     return results
 
 
-def set_precision(config: Config, device: torch.device) -> tuple[torch.dtype, torch.autocast]:
-    """Set the process's precision as train.setup does; returns the dtype of matmuls, autocast."""
-    precision, dtype = config.fp32_precision(), matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+def set_precision(config: Config, device: torch.device) -> torch.dtype:
+    """Set the process's precision as train.setup does; returns the dtype of matmuls."""
+    precision = config.fp32_precision()
     make_repeatable(device)
     torch.set_float32_matmul_precision(usable_precision(device, precision))
     for note in check_precision(device, matmul_precision=precision, bf16=config.bf16):
         print(f"note: {note}")
-    return dtype, torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    return matmul_dtype(bf16=config.bf16, fp16=config.fp16)
 
 
 def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState | None, GPT]:
@@ -182,8 +171,9 @@ def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPT
     For weights that are no run's: the model's and the defaults, without a corpus. Raises
     ConfigError if the model's context is too short.
     """
-    no_run = vars(model) | {"dataset": "", "seq_len": model.block_size}
-    config = dict(saved.config if saved else no_run)
+    config = vars(model) | {"dataset": "", "seq_len": model.block_size}
+    if saved:
+        config = dict(saved.config)
     if options.dataset not in (None, config["dataset"]):
         config |= {"val_fraction": 0.0, "eval_tokens": None}  # the run's are of its own corpus
     config |= options.model_dump(include={*Config.model_fields}, exclude_none=True)
@@ -198,6 +188,25 @@ def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPT
     return Config.model_construct(**config)
 
 
+def validate(model: GPT, val: TokenStream, config: Config, world: World) -> dict[str, Any]:
+    """Compute and print the validation loss; returns what --json holds of it."""
+    tokens = count_sequences(val, config.eval_tokens) * val.seq_len
+    loss = validation_loss(model, val, config.batch_size, tokens, world)
+    results = {
+        "corpus": str(val.spans[0].file.path.parent),
+        "tokens": tokens,
+        "seq_len": val.seq_len,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700)),  # exp overflows from 710 on
+    }
+    print(
+        f"{results['corpus']}: validation loss {loss:.4f} nats per token, perplexity "
+        f"{results['perplexity']:,.2f}, over {tokens:,} tokens in sequences of {val.seq_len}",
+        flush=True,
+    )
+    return results
+
+
 def print_scores(scores: dict[str, Any]) -> None:
     """Print HellaSwag's scores."""
     print(f"HellaSwag, {scores['items']:,} items, each score with its 95% interval:")
@@ -206,19 +215,17 @@ def print_scores(scores: dict[str, Any]) -> None:
         print(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
 
 
-def find_hellaswag(options: EvaluateOptions, model: GPT, config: Config) -> Path | None:
-    """Return the file that --hellaswag means, if any; downloads it if asked to."""
-    if options.hellaswag is None:
-        return None
-    encode(model, "")  # raises UserError for another vocabulary than GPT-2's
-    return download(config.data_dir) if options.hellaswag == "download" else Path(options.hellaswag)
+def find_corpus(config: Config, data_dir: str | None) -> Path:
+    """Return the folder of the corpus, which is written if it is a small one and missing."""
+    folder = Path(config.data_dir, config.dataset)
+    if not (data_dir or is_there(folder)):  # the run's corpora may have moved
+        folder = Path("data", config.dataset)
+    prepare_if_missing(folder, print)
+    return folder
 
 
 def open_validation(
-    options: EvaluateOptions,
-    config: Config,
-    saved: SavedState | None,
-    world: World,
+    options: EvaluateOptions, config: Config, saved: SavedState | None, world: World
 ) -> TokenStream | None:
     """Return the validation split that the loss is of.
 
@@ -228,16 +235,8 @@ def open_validation(
         for name in {"tokens", "seq_len", "val_fraction"} & options.model_fields_set:
             print(f"note: {name} has no effect without a validation loss")
         return None
-    places = (config.data_dir, options.data_dir or "data")  # the run's corpora may have moved
-    folders = [Path(place) / config.dataset for place in places]
-
-    def find() -> Path:
-        folder = next(filter(is_there, folders), folders[-1])
-        prepare_if_missing(folder, print)
-        return folder
-
     try:
-        folder = world.on_rank0(find)
+        folder = world.on_rank0(lambda: find_corpus(config, options.data_dir))
         rest, val = world.raise_on_all(
             lambda: open_corpus(folder, config.seq_len, config.n_vocab, config.val_fraction)
         )
@@ -266,7 +265,7 @@ def main(options: EvaluateOptions) -> None:
         reported(options.run, advice=advice),
         joined_world(choose_device(options.device, launch()), TIMEOUT) as world,
         # one rank speaks for all
-        contextlib.redirect_stdout(io.StringIO() if world.rank else sys.stdout),
+        contextlib.redirect_stdout(None if world.rank else sys.stdout),
     ):
         evaluate(options, world)
 

@@ -2,8 +2,8 @@
 my-gpt2`.
 """
 
-from runtime.cli import Name, Options
-from runtime.errors import reported
+from runtime.cli import Name, Options, load
+from runtime.errors import UserError, reported
 from runtime.start import start
 
 
@@ -24,9 +24,148 @@ if __name__ == "__main__":
     # Before torch is imported, which takes seconds: --help and mistakes answer at once.
     OPTIONS = start(ExportOptions, description=__doc__, positional="run folder")
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
-from inference.export_folder import export
+from tiktoken.load import read_file_cached
+
+from checkpoint.files import STATE
+from checkpoint.hugging_face import write_hugging_face
+from checkpoint.state import read_state
+from checkpoint.weights import find_weights, load_model, run_and_checkpoint
+from config import PATH, Config
+from data.tokenizer import END_OF_TEXT, SEPARATOR, find_vocabulary
+from runtime.files import whole_folder, write_whole
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt2]
+# license: choose one and say it here
+---
+
+# {name}
+
+A GPT-2 with {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, a context of {c.block_size:,}
+tokens and a vocabulary of {c.n_vocab:,}. {history}
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({name!r})
+```
+
+It continues text; it was not trained to follow instructions, to answer questions or to be safe. It
+states what is false as readily as what is true, and repeats the views, biases and mistakes of its
+training text. Do not rely on it for facts, advice, or decisions about people.
+"""
+TOKENIZER_CONFIG = """\
+{
+  "tokenizer_class": "GPT2Tokenizer",
+  "add_prefix_space": false,
+  "clean_up_tokenization_spaces": false,
+  "model_max_length": %d,
+  "bos_token": "<|endoftext|>",
+  "eos_token": "<|endoftext|>",
+  "unk_token": "<|endoftext|>"
+}
+"""
+GENERATION_CONFIG = """\
+{
+  "bos_token_id": 50256,
+  "eos_token_id": 50256,
+  "pad_token_id": 50256
+}
+"""
+HISTORY = """\
+It was trained from {c.init_from} on `{c.dataset}` (say here what that is, and under which terms),
+for {saved.step:,} steps and {saved.tokens:,} tokens (ranks: {ranks}). Repeat it on as many ranks
+with `train.py --config config.yaml`; [`config.yaml`](config.yaml) has every option."""
+
+
+def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
+    """Write the model of `source`, as `find_weights` takes it, to a new folder, which is there
+    whole or not at all; returns notes for the user.
+
+    Raises UserError for weights that cannot be had, for a model that GPT-2 in transformers cannot
+    be, and for a folder that is there already; OSError for one that cannot be written.
+    """
+    folder = folder.resolve()
+    if folder.is_file() or any(folder.glob("*")):
+        raise UserError(f"{folder}: is there already; choose another name or delete it first")
+    path = find_weights(source, log_dir)
+    model = load_model(str(path))
+    c, history = model.config, f"Its weights are those of `{public_name(str(path))}`."
+    notes = []
+    with whole_folder(folder, replace=False) as unfinished:
+        write_hugging_face(unfinished, c, model.state_dict())
+        if c.n_vocab == END_OF_TEXT + 1:
+            write_tokenizer(unfinished, c.block_size)
+        else:
+            notes = [
+                f"its vocabulary of {c.n_vocab:,} tokens is not GPT-2's: the folder has no "
+                f"tokenizer; add the one it was trained with"
+            ]
+        if (path / STATE).is_file():
+            saved = read_state(path)
+            config = portable_config(saved.config)
+            write_whole(unfinished / "config.yaml", config.to_yaml())
+            history = HISTORY.format(c=config, saved=saved, ranks=len(saved.random))
+        write_whole(unfinished / "README.md", CARD.format(name=folder.name, c=c, history=history))
+    return notes
+
+
+def portable_config(values: dict[str, Any]) -> Config:
+    """Return a run's options without the paths of this machine."""
+    of_this_machine = (*Config.names_marked(PATH), "log_dir", "resume")
+    kept = {name: value for name, value in values.items() if name not in of_this_machine}
+    return load(Config, kept | {"init_from": public_name(values["init_from"])})
+
+
+def public_name(source: str) -> str:
+    """Name weights without folders of this machine: by OpenAI's name, the run or the file."""
+    if cached := re.search(r"models--[\w.-]+?--([\w.-]+)", source):  # of Hugging Face
+        return cached[1]
+    return run_and_checkpoint(Path(source))[0].name
+
+
+def write_tokenizer(folder: Path, block_size: int) -> None:
+    """Write GPT-2's tokenizer as transformers keeps it. Raises TokenizerError if its vocabulary
+    cannot be had.
+    """
+    places = find_vocabulary()
+    vocab = read_file_cached(places["encoder.json"]).decode()
+    merges = read_file_cached(places["vocab.bpe"]).decode()
+    end_of_text = {
+        "id": END_OF_TEXT,
+        "content": SEPARATOR,
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [end_of_text],
+        "pre_tokenizer": byte_level,
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        # the first line of merges names the format's version
+        "model": {"type": "BPE", "vocab": json.loads(vocab), "merges": merges.splitlines()[1:]},
+    }
+    for name, text in {
+        "vocab.json": vocab,
+        "merges.txt": merges,
+        "tokenizer.json": json.dumps(tokenizer, indent=2, ensure_ascii=False) + "\n",
+        "tokenizer_config.json": TOKENIZER_CONFIG % block_size,
+        "generation_config.json": GENERATION_CONFIG,
+    }.items():
+        write_whole(folder / name, text)
 
 
 def main(options: ExportOptions) -> None:

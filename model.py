@@ -18,7 +18,7 @@ from kernels.attention import blocked_attention, blocked_is_faster
 from kernels.loss import chunked_cross_entropy, soft_cap
 
 # Computes attention in place of the model's own: layer, q, k, v (B, nh, T, hs) -> (B, nh, T, hs).
-# Generation passes a KV cache's (inference/kv_cache.py), which adds the tokens read before.
+# Generation passes a KV cache's (inference/sampling.py), which adds the tokens read before.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 

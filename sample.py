@@ -63,16 +63,17 @@ class SampleOptions(Options):
             ("batch_size", "interactive"),
         ):
             if {name, other} <= given:
-                problem = f"{name} and {other} exclude each other; leave one out"
-                raise ContradictionError([(name, problem)])
+                raise ContradictionError(
+                    [(name, f"{name} and {other} exclude each other; leave one out")]
+                )
         return self
 
     def notes(self) -> list[str]:
         """Return a line for each option that has no effect with the others."""
         if self.temperature > 0:
             return []
-        unused = {"seed", "top_k", "top_p"} & self.model_fields_set
-        return [f"{name} has no effect: temperature is 0" for name in sorted(unused)]
+        unused = sorted({"seed", "top_k", "top_p"} & self.model_fields_set)
+        return [f"{name} has no effect: temperature is 0" for name in unused]
 
 
 if __name__ == "__main__":
@@ -83,7 +84,6 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -123,14 +123,14 @@ class Sampler:
             list(grow(self.model, texts, 2, lambda _: 0, self.decode, temperature=0, top_k=None))
             print(f"note: compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
 
-    def write(self, texts: Sequence[Text]) -> None:
+    def write(self, texts: list[Text]) -> None:
         """Continue the texts, and print them in their order while they grow. Raises UserError.
 
         What the first one gains is printed at once; what the next has gained by then is printed
         when the first has ended. A line break is printed at the end, also after Ctrl-C.
         """
         decode = self.decode if len(texts) == self.at_once else None
-        start, shown, before = time.perf_counter(), 0, sum(len(text.tokens) for text in texts)
+        start, shown = time.perf_counter(), 0
         steps = grow(self.model, texts, decode=decode, **self.settings)
         try:
             for _ in itertools.chain([None], steps):  # the prompt is printed before the first step
@@ -141,7 +141,7 @@ class Sampler:
         finally:
             show("\n")
             self.seconds += time.perf_counter() - start
-            self.tokens += sum(len(text.tokens) for text in texts) - before
+            self.tokens += sum(text.drawn for text in texts)
 
 
 def read_prompts(path: str) -> list[str]:
@@ -160,7 +160,7 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def print_texts(sampler: Sampler, options: SampleOptions, prompts: Sequence[str]) -> None:
+def print_texts(sampler: Sampler, options: SampleOptions, prompts: list[str]) -> None:
     """Print num_samples texts of each prompt as they are drawn, in this order."""
     texts = [
         Text(prompt, encode(sampler.model, prompt), seeded(options.seed + i))
@@ -208,8 +208,10 @@ def main(options: SampleOptions) -> None:
     else:
         print_texts(sampler, options, prompts)
     speed = sampler.tokens / max(sampler.seconds, 1e-9)
-    drawn = f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: {speed:.1f} tokens/s"
-    print(drawn, file=sys.stderr)
+    print(
+        f"{sampler.tokens:,} tokens in {sampler.seconds:.2f} s: {speed:.1f} tokens/s",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.save import hint
 from config import Config
-from data.hellaswag import Item, default_path
+from data.hellaswag import default_path
 from data.tokenizer import get_encoding
 from dataloader import TokenStream
 from inference.hellaswag import METRICS, read_questions, score
@@ -43,59 +44,56 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.figures: dict[int, dict[str, float]] = {}  # by step and column of eval.csv
-        self.items: list[Item] = []
+        # by step and column of eval.csv
+        self.figures = defaultdict[int, dict[str, float]](dict)
         self.reference = Reference.read(config.reference) if config.reference else None
         if config.sample_every:
             get_encoding()
-        if config.hellaswag_every:
-            file = Path(config.hellaswag_file or default_path(config.data_dir))
-            self.items = read_questions(file, self.world)
+        file = Path(config.hellaswag_file or default_path(config.data_dir))
+        self.items = read_questions(file, self.world) if config.hellaswag_every else []
         corpus, is_needed = f"{config.data_dir}/{config.dataset}", config.eval_every > 0
-        for note in check_split(self.val, corpus, config.val_fraction, is_needed=is_needed):
+        for note in check_split(self.val, corpus, config.val_fraction, is_needed):
             self.folder.message(note)
-        if self.reference and (others := [*self.reference.differences(config)]):
-            listed = ", ".join(
-                f"{name} {ours} instead of {theirs}" for name, ours, theirs in others
-            )
-            self.folder.message(f"note: not the recipe of {self.reference.name}'s curve: {listed}")
+        if self.reference and (others := ", ".join(self.reference.differences(config))):
+            self.folder.message(f"note: not the recipe of {self.reference.name}'s curve: {others}")
 
     def resume(self) -> None:
         """Take over what the run's folder has of earlier calls: nothing is evaluated twice."""
-        self.figures = self.world.broadcast(self.folder.evaluations())
+        self.figures |= self.world.broadcast(self.folder.evaluations())
 
     def validate(self, step: int, last: bool) -> float:
         """Return the validation loss after this step, in nats per token; infinity if there is none.
 
         Computes it if it is due. Raises TrainingError if it is not finite.
         """
-        config, known = self.config, self.figures.setdefault(step, {})
+        config, known = self.config, self.figures[step]
         if is_due(config.eval_every, step, last) and "val_loss" not in known:
+            before = min(figures.get("val_loss", math.inf) for figures in self.figures.values())
             with self.logged(step) as figures:
                 figures["val_loss"] = validation_loss(
                     self.model, self.val, config.batch_size, config.eval_tokens, self.world
                 )
-            self.compare(step)
+            self.compare(step, figures["val_loss"], before)
         return known.get("val_loss", math.inf)
 
-    def compare(self, step: int) -> None:
+    def compare(self, step: int, loss: float, before: float) -> None:
         """Say whether the run is on track after this step, where the config names its curve."""
         if self.reference is None or self.world.rank:
             return
         tokens = step * self.config.tokens_per_step(self.world.world_size)
-        earlier = [figures for at, figures in self.figures.items() if at < step]
-        before = min((figures.get("val_loss", math.inf) for figures in earlier), default=math.inf)
-        loss, row = self.figures[step]["val_loss"], self.folder.last_row()
+        row = self.folder.last_row()
         if verdict := self.reference.judge(tokens, loss, before, self.config, row):
             self.folder.message(f"step {step}: {verdict}")
 
     def score_hellaswag(self, step: int, last: bool) -> None:
         """Score the model in HellaSwag if it is due. Raises TrainingError if it has diverged."""
-        config, known = self.config, self.figures.setdefault(step, {})
+        config, known = self.config, self.figures[step]
         if is_due(config.hellaswag_every, step, last) and "hellaswag_acc" not in known:
-            tokens_at_once = config.batch_size * config.seq_len  # takes less memory than a step
             with self.logged(step) as figures:
-                scores = score(self.model, self.items, tokens_at_once, self.world)
+                # as many tokens at once as in a step, which takes more memory
+                scores = score(
+                    self.model, self.items, config.batch_size * config.seq_len, self.world
+                )
                 figures |= {f"hellaswag_{name}": scores[name]["score"] for name in METRICS}
 
     @contextlib.contextmanager
@@ -109,8 +107,9 @@ class Evaluation:
             with self.autocast():
                 yield figures
         except TrainingError as error:
-            advice = hint(self.folder.path, self.config.lr)
-            raise TrainingError(f"step {step}: {error}; {advice}") from None
+            raise TrainingError(
+                f"step {step}: {error}; {hint(self.folder.path, self.config.lr)}"
+            ) from None
         self.figures[step] |= figures
         self.folder.log_evaluation(step, self.config.last_step, **figures)
 
@@ -131,6 +130,6 @@ class Evaluation:
     def latest(self) -> dict[str, float | None]:
         """Return the newest validation loss and HellaSwag scores, as summary.json has them."""
         latest: dict[str, float | None] = {"val_loss": None}
-        for step in sorted(self.figures):
-            latest |= self.figures[step]
+        for figures in self.figures.values():  # in the order of steps
+            latest |= figures
         return latest

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,7 @@ def read_questions(path: Path, world: World) -> list[Item]:
 
 
 def ending_losses(
-    model: GPT,
-    rows: Iterable[Row],
-    tokens_at_once: int,
-    world: World,
+    model: GPT, rows: Iterable[Row], tokens_at_once: int, world: World
 ) -> dict[Row, float]:
     """Return the loss in nats, summed, of each row's scored tokens.
 
@@ -54,7 +51,7 @@ def ending_losses(
     its own rows: all take part in as many batches, which FSDP needs.
     """
     by_length = sorted(dict.fromkeys(rows), key=lambda row: len(row.tokens), reverse=True)
-    longest = max((len(row.tokens) // 2 for row in by_length), default=1)
+    longest = len(by_length[0].tokens) // 2 if by_length else 1
     size = max(1, tokens_at_once // longest)
     batches = [by_length[i : i + size] for i in range(0, len(by_length), size)]
     batches += [[ANY_ROW]] * (max(world.gather(len(batches))) - len(batches))
@@ -62,31 +59,27 @@ def ending_losses(
     with evaluating(model):
         for batch in with_progress(batches, "HellaSwag", world):
             trim_memory_if_short()
-            tokens, lines, columns = (t.to(world.device) for t in padded(batch))
+            tokens, scored = (t.to(world.device) for t in padded(batch))
             # most tokens are a context's: they do without the head, a third of the work
-            logits = model(tokens[:, :-1], where=(lines, columns - 1))  # (tokens scored, V)
-            targets = tokens[lines, columns]
-            of_tokens = F.cross_entropy(logits.float(), targets, reduction="none").cpu().double()
-            of_rows = of_tokens.split([row.scored for row in batch])
+            logits = model(tokens[:, :-1], where=scored[:, 1:])  # (tokens scored, V)
+            of_tokens = F.cross_entropy(logits.float(), tokens[scored], reduction="none")
+            of_rows = of_tokens.cpu().double().split([row.scored for row in batch])
             losses |= {row: loss.sum().item() for row, loss in zip(batch, of_rows, strict=True)}
     return losses
 
 
-def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens (B, T + 1) of rows, and the line and the column of each one to score.
+def padded(rows: Sequence[Row]) -> Iterator[Tensor]:
+    """Yield the tokens (B, T + 1) of rows, and a mask of those to score.
 
     Padding comes after all that counts, so that the causal mask keeps it out.
     """
     texts = [torch.frombuffer(bytearray(row.tokens), dtype=torch.uint16).long() for row in rows]
-    places = [
-        (line, column)
-        for line, (text, row) in enumerate(zip(texts, rows, strict=True))
-        for column in range(len(text))[-row.scored :]
-    ]
-    return pad_sequence(texts, batch_first=True), *torch.tensor(places).T
+    yield pad_sequence(texts, batch_first=True)
+    masks = [torch.arange(-len(row.tokens) // 2, 0) >= -row.scored for row in rows]
+    yield pad_sequence(masks, batch_first=True)
 
 
-def choices(item: Item, rows: Sequence[Row], losses: Mapping[Row, float]) -> dict[str, int]:
+def choices(item: Item, rows: Sequence[Row], losses: dict[Row, float]) -> dict[str, int]:
     """Return the ending that each metric takes, given the item's rows and the losses of rows.
 
     The first of those that tie. An ending without text is never taken per unit of its length.
@@ -109,12 +102,7 @@ def interval(right: int, items: int) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def score(
-    model: GPT,
-    items: Sequence[Item],
-    tokens_at_once: int,
-    world: World,
-) -> dict[str, Any]:
+def score(model: GPT, items: Sequence[Item], tokens_at_once: int, world: World) -> dict[str, Any]:
     """Score the model over the items of all ranks. All have to call this, and get the same.
 
     Returns the number of items, and for each metric the share that is right and its interval, as
@@ -122,8 +110,7 @@ def score(
     a loss is not finite.
     """
     rows = [rows_of(item, model.config.block_size) for item in items]
-    every_row = itertools.chain.from_iterable(rows)
-    losses = ending_losses(model, every_row, tokens_at_once, world)
+    losses = ending_losses(model, itertools.chain(*rows), tokens_at_once, world)
     if not math.isfinite(world.sum(sum(losses.values()))):
         raise TrainingError(
             "HellaSwag: the model's losses are not finite: its weights are damaged or have diverged"

@@ -8,20 +8,20 @@ under the name of the config that it belongs to.
 
 import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from config import PATH, Config, DataConfig, ModelConfig, OptimizationConfig, load_config
 from runtime.cli import CONFIG_DIR, show
-from runtime.errors import UserError
+from runtime.errors import UserError, in_a_line
 from runtime.runlog import Row
 
 CURVES = CONFIG_DIR / "reference"
+# The options that decide what a run learns, in the order in which messages name them
+LEARNING = (*OptimizationConfig.model_fields, *DataConfig.model_fields, *ModelConfig.model_fields)
 HARDLY = 0.25  # of the way from expected back to untrained: frequencies of tokens, and no more
 GAP = 1.0  # nats between training and validation loss, from which tokens seem to be repeated
 CLIPPED = 20  # times grad_clip, from which hardly anything is left of a gradient
@@ -46,34 +46,31 @@ class Reference:
             lines = path.read_text(encoding="utf-8").splitlines()
             rows = [*csv.DictReader(line for line in lines if not line.startswith("#"))]
             tokens, losses, tolerances = (
-                TypeAdapter(list[float]).validate_python([row.get(name) for row in rows])
-                for name in ("tokens", "val_loss", "tolerance")
+                [float(row[name]) for row in rows] for name in ("tokens", "val_loss", "tolerance")
             )
             if len(rows) < 2 or tokens != sorted(set(tokens)):
                 raise ValueError("at least two rows are needed, whose tokens rise")
-        except (OSError, ValueError, csv.Error) as error:
+        except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
             known = ", ".join(sorted(curve.stem for curve in CURVES.glob("*.csv")))
-            why = "a cell is no number" if isinstance(error, ValidationError) else error
             raise UserError(
                 f"reference {source}: is no validation curve with the columns tokens, val_loss, "
-                f"tolerance ({why}); give such a CSV file, or one of {known}"
+                f"tolerance ({in_a_line(error)}); give such a CSV file, or one of {known}"
             ) from None
         recipe = CONFIG_DIR / f"{path.stem}.yaml"
         config = load_config(str(recipe)) if recipe.is_file() else None
         return cls(path.stem, tokens, losses, tolerances, config)
 
-    def differences(self, config: Config) -> Iterator[tuple[str, str, str]]:
-        """Yield the options that decide what is learned and are not as the curve's own config has
-        them: name, value here, value there.
+    def differences(self, config: Config) -> Iterator[str]:
+        """Name the options that decide what is learned and are not as the curve's own config has
+        them, each with both values.
         """
-        sections = (OptimizationConfig, DataConfig, ModelConfig) if self.config else ()
         irrelevant = {*Config.names_marked(PATH)}
         if config.total_batch_tokens:  # a step has as many tokens, however they are divided up
             irrelevant.add("batch_size")
-        for name in chain(*(section.model_fields for section in sections)):
+        for name in LEARNING if self.config else ():
             ours, theirs = getattr(config, name), getattr(self.config, name)
             if ours != theirs and name not in irrelevant:
-                yield name, show(ours), show(theirs)
+                yield f"{name} {show(ours)} instead of {show(theirs)}"
 
     def judge(
         self, tokens: int, loss: float, before: float, config: Config, row: Row | None
@@ -85,9 +82,8 @@ class Reference:
         """
         if not self.tokens[0] <= tokens <= self.tokens[-1]:
             return None
-        expected, tolerance = (
-            np.interp(tokens, self.tokens, values) for values in (self.losses, self.tolerances)
-        )
+        expected = np.interp(tokens, self.tokens, self.losses)
+        tolerance = np.interp(tokens, self.tokens, self.tolerances)
         behind = loss - expected
         usual = f"{self.name}'s curve, which has {expected:.3f} (usual: within {tolerance:.3f})"
         if abs(behind) <= tolerance:
@@ -98,35 +94,24 @@ class Reference:
         if loss < self.losses[1]:  # straight lines over the logarithm of tokens
             reached = np.interp(-loss, np.negative(self.losses[1:]), np.log(self.tokens[1:]))
             late = f", as after {math.exp(reached) / tokens:.0%} of these tokens"
-        knows_little = bool(behind > HARDLY * (self.losses[0] - expected))
-        causes = islice(self._causes(loss, before, knows_little, config, row or {}), 3)
-        return (
-            f"behind: {behind:.3f} above {usual}{late}. Look first at: "
-            f"{'; '.join(f'({i}) {cause}' for i, cause in enumerate(causes, start=1))}"
-        )
-
-    def _causes(
-        self,
-        loss: float,
-        before: float,
-        knows_little: bool,
-        config: Config,
-        row: Mapping[str, float | None],
-    ) -> Iterator[str]:
-        """Yield what may have put a run behind, the likeliest first; at least three."""
-        for name, ours, theirs in self.differences(config):
-            yield f"{name} is {ours}, {self.name}.yaml has {theirs}"
-        if loss - (row.get("loss") or loss) > GAP:
-            yield f"the training loss is only {row['loss']:.2f}: are the same few tokens repeated?"
-        if config.grad_clip and (row.get("norm") or 0) > CLIPPED * config.grad_clip:
-            yield f"a gradient norm of {row['norm']:.3g} is clipped to {config.grad_clip:g}"
-        if loss > before:
-            yield "the validation loss rises: a lower learning rate, or a longer warm-up"
-        if knows_little:
-            yield (
-                "little is learned but how frequent tokens are: are targets the next tokens, are "
-                "positions in order, is the vocabulary the tokenizer's?"
-            )
-        yield "the learning rate: try half of it, and twice"
-        yield "the text: another corpus or tokenizer has other losses"
-        yield "changes to the code: does the unchanged recipe follow the curve?"
+        row = row or {}
+        trained, norm = row.get("loss") or loss, row.get("norm") or 0.0
+        causes = dict.fromkeys(self.differences(config), True) | {
+            f"the training loss is only {trained:.2f}: are the same few tokens repeated?": (
+                loss - trained > GAP
+            ),
+            f"a gradient norm of {norm:.3g} is clipped to {config.grad_clip:g}": (
+                norm > CLIPPED * config.grad_clip > 0
+            ),
+            "the validation loss rises: a lower learning rate, or a longer warm-up": loss > before,
+            "little is learned but how frequent tokens are: are targets the next tokens, are "
+            "positions in order, is the vocabulary the tokenizer's?": (
+                behind > HARDLY * (self.losses[0] - expected)
+            ),
+            "the learning rate: try half of it, and twice": True,
+            "the text: another corpus or tokenizer has other losses": True,
+            "changes to the code: does the unchanged recipe follow the curve?": True,
+        }
+        first = [cause for cause, is_likely in causes.items() if is_likely][:3]
+        listed = "; ".join(f"({i}) {cause}" for i, cause in enumerate(first, start=1))
+        return f"behind: {behind:.3f} above {usual}{late}. Look first at: {listed}"

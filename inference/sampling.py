@@ -1,20 +1,28 @@
-"""Text from a model: choosing tokens, and growing texts of any lengths together."""
+"""Text from a model: choosing tokens, and growing texts of any lengths together.
+
+A text grows token by token without reading all of it again for each token, thanks to a KV cache:
+prefill reads the prompts once and keeps their keys and values; each decode step then reads one
+token per text.
+"""
 
 import codecs
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.kv_cache import KVCache
 from inference.validation import evaluating
 from model import GPT
 from runtime.errors import UserError
+
+# cuDNN's attention, which GPUs since Hopper take in bf16, builds a plan for each number of keys. So
+# the keys are a multiple of this, and 128 tokens in a row share a plan; the rest is masked.
+MULTIPLE = 128
+
 
 # ---- from logits to a token
 
@@ -34,13 +42,13 @@ def probabilities(
     # Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers this
     # multiplies a negative logit by it, as dividing would make its token likelier.
     if repetition_penalty != 1:
-        seen, penalty = logits[text], repetition_penalty
+        seen = logits[text]
         logits = logits.clone()
-        logits[text] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        logits[text] = torch.where(seen > 0, seen / repetition_penalty, seen * repetition_penalty)
     if temperature < 1e-6:  # dividing by it could overflow: only the likeliest token stays
         temperature, top_k = 1.0, 1
     likeliest, tokens = logits.topk(min(top_k or len(logits), len(logits)))
-    p = F.softmax(likeliest / temperature, dim=-1)
+    p = (likeliest / temperature).softmax(-1)
     # Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1: the fewest
     # likeliest tokens, at least one, whose probabilities add up to top_p.
     if top_p < 1:
@@ -59,17 +67,45 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# ---- growing texts
+# ---- the KV cache
 
 
-def next_logits(model: GPT, idx: Tensor, cache: KVCache, positions: Tensor, ends: Tensor) -> Tensor:
-    """Return logits (B, V) after the token `ends` (B,) of each row of idx (B, T).
+def keys_for(positions: int) -> int:
+    """Return how many keys attention sees for so many positions: the fewer, the faster."""
+    return (positions + MULTIPLE - 1) // MULTIPLE * MULTIPLE
 
-    The rows' tokens are at `positions` (B, T) of their texts.
+
+def make_cache(model: GPT, rows: int, positions: int) -> list[Tensor]:
+    """Allocate the keys and values (2, B, nh, S, hs) of each layer, in the model's dtype."""
+    c, like = model.config, model.lm_head.weight
+    shape = (2, rows, c.n_head, keys_for(positions), c.n_embd // c.n_head)
+    return [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(c.n_layer)]
+
+
+def next_logits(model: GPT, cache: list[Tensor], keys: int, idx: Tensor, lengths: Tensor) -> Tensor:
+    """Return logits (B, V) after texts of the given lengths (B,).
+
+    idx (B, T) is all of their tokens, padded at the end, or the last token of each (T = 1): the
+    cache has the others then. It takes these in, and each attends to those of the first `keys` that
+    are not after it: no token sees what is there of padding, zeros, or an earlier text.
     """
-    cache.begin(positions)
-    rows = torch.arange(len(idx), device=idx.device)
-    return model(idx, where=(rows, ends), attend=cache.attend, positions=positions)
+    B, T = idx.shape
+    rows = torch.arange(B, device=idx.device)
+    first = lengths - 1 if T == 1 else 0 * lengths  # position of the first column
+    positions = first[:, None] + torch.arange(T, device=idx.device)  # (B, T)
+    seen = torch.arange(keys, device=idx.device) <= positions[:, None, :, None]  # (B, 1, T, keys)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Add k and v to the cache, and attend to what is in there; all (B, nh, T, hs)."""
+        for cached, new in zip(cache[layer], (k, v), strict=True):
+            cached[rows[:, None], :, positions] = new.transpose(1, 2).to(cached.dtype)
+        k, v = cache[layer][..., :keys, :].to(q.dtype)  # another than the cache's under autocast
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    return model(idx, where=(rows, lengths - 1 - first), attend=attend, positions=positions)
+
+
+# ---- growing texts
 
 
 @dataclass
@@ -79,6 +115,7 @@ class Text:
     string: str  # its characters so far
     tokens: list[int]
     generator: torch.Generator  # draws its next token
+    drawn: int = 0  # tokens so far
     ended: bool = False
     # A character may span tokens: its bytes are held back until it is whole, or the text ends.
     decoder: codecs.IncrementalDecoder = field(
@@ -89,6 +126,7 @@ class Text:
         """Add a token; the text ends with the last one, or with <|endoftext|>."""
         at_end = token == END_OF_TEXT
         self.tokens.append(token)
+        self.drawn += 1
         self.ended = at_end or is_last
         added = b"" if at_end else get_encoding().decode_single_token_bytes(token)
         self.string += self.decoder.decode(added, final=self.ended)
@@ -97,7 +135,7 @@ class Text:
 @torch.no_grad()
 def grow(
     model: GPT,
-    texts: Sequence[Text],
+    texts: list[Text],
     max_new_tokens: int,
     agree: Callable[[int], int] = int,
     decode: Callable[..., Tensor] | None = None,
@@ -115,19 +153,22 @@ def grow(
         raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
     context, device = model.config.block_size, model.lm_head.weight.device
     longest = max(len(text.tokens) for text in texts) + max_new_tokens
-    cache = KVCache(model, len(texts), context if decode else min(context, longest))
+    cache = make_cache(model, len(texts), context if decode else min(context, longest))
     for step in range(max_new_tokens):
-        unfinished = [text for text in texts if not text.ended]
+        unfinished = [len(text.tokens) for text in texts if not text.ended]
         if not unfinished:
             return
         windows = [text.tokens[-context:] for text in texts]
+        lengths = [len(window) for window in windows]
         # Prefill reads the windows, decoding the last tokens. Positions are absolute: once a
         # window slides, every key and value changes, and each step is a prefill.
-        decoding = step > 0 and max(len(text.tokens) for text in unfinished) <= context
+        decoding = step > 0 and max(unfinished) <= context
+        rows = [torch.tensor(window[-1:] if decoding else window) for window in windows]
+        idx = pad_sequence(rows, batch_first=True).to(device)
         compute = decode if decode and decoding else next_logits
-        cache.attend_to(context if compute is decode else max(map(len, windows)))
-        idx, positions, ends = ragged_batch(windows, decoding, device)
-        logits = compute(model, idx, cache, positions, ends).float().cpu()  # (B, V)
+        keys = keys_for(context if compute is decode else max(lengths))
+        logits = compute(model, cache, keys, idx, torch.tensor(lengths, device=device))
+        logits = logits.float().cpu()  # (B, V)
         if not logits.isfinite().all():
             raise UserError(
                 "the model's logits are not finite: its weights are damaged or have diverged"
@@ -138,19 +179,6 @@ def grow(
                 token = agree(draw(p, text.generator))
                 text.append(token, is_last=step == max_new_tokens - 1)
         yield
-
-
-def ragged_batch(
-    windows: list[list[int]], only_last: bool, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return texts of different lengths, or only their last tokens, for `next_logits`: tokens (B,
-    T), padded at the end, their positions (B, T), and the column of each row's last (B,).
-    """
-    last = torch.tensor([len(window) - 1 for window in windows], device=device)
-    first = last if only_last else torch.zeros_like(last)  # position of each row's first column
-    rows = [torch.tensor(window[-1:] if only_last else window) for window in windows]
-    idx = pad_sequence(rows, batch_first=True).to(device)
-    return idx, first[:, None] + torch.arange(idx.size(1), device=device), last - first
 
 
 # ---- text
@@ -171,11 +199,7 @@ def encode(model: GPT, prompt: str) -> list[int]:
 
 
 def sample_text(
-    model: GPT,
-    prompt: str,
-    max_new_tokens: int,
-    seed: int,
-    agree: Callable[[int], int] = int,
+    model: GPT, prompt: str, max_new_tokens: int, seed: int, agree: Callable[[int], int] = int
 ) -> str:
     """Return a text that begins with the prompt and ends at its <|endoftext|>, if it gets there.
 
@@ -184,6 +208,5 @@ def sample_text(
     """
     text = Text(prompt, encode(model, prompt), seeded(seed))
     with evaluating(model):
-        for _ in grow(model, [text], max_new_tokens, agree, temperature=0.8, top_k=50):
-            pass
+        list(grow(model, [text], max_new_tokens, agree, temperature=0.8, top_k=50))
     return text.string

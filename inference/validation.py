@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def check_split(
-    val: TokenStream, corpus: str, val_fraction: float, *, is_needed: bool = True
+    val: TokenStream, corpus: str, val_fraction: float, is_needed: bool = True
 ) -> list[str]:
     """Return a note if the validation split of a corpus is not the share of it that was wanted.
 
@@ -57,11 +57,7 @@ def with_progress(batches: Sequence[T], name: str, world: World) -> Iterable[T]:
 
 
 def validation_loss(
-    model: GPT,
-    stream: TokenStream,
-    batch_size: int,
-    tokens: int | None,
-    world: World,
+    model: GPT, stream: TokenStream, batch_size: int, tokens: int | None, world: World
 ) -> float:
     """Return the mean loss in nats per token over the first `tokens` of the stream (none: all), in
     whole sequences, at least one.

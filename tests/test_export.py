@@ -24,7 +24,7 @@ from checkpoint.resume import find_checkpoint
 from checkpoint.weights import build_model, find_weights, load_model
 from config import load_config
 from data.tokenizer import get_encoding
-from inference.export_folder import export, write_tokenizer
+from export import export, write_tokenizer
 from model import GPT, GPTConfig
 from runtime.files import MARK, sole_writer
 from tests.conftest import ALONE, flags, generate, refused, run, transformers_pair

@@ -67,9 +67,9 @@ def test_options_that_differ_from_the_curves_own_config_come_first():
     reference = Reference.read("quickstart")
     last = reference.tokens[-1]
     for options, cause in (
-        ({"lr": 0.08}, "(1) lr is 0.08, quickstart.yaml has 0.008"),
-        ({"warmup_steps": 0, "seed": 7, "log_dir": "x"}, "(1) warmup_steps is 0"),
-        ({"dropout": 0.2, "data_dir": "/elsewhere"}, "(1) dropout is 0.2"),
+        ({"lr": 0.08}, "(1) lr 0.08 instead of 0.008"),
+        ({"warmup_steps": 0, "seed": 7, "log_dir": "x"}, "(1) warmup_steps 0 instead of 40"),
+        ({"dropout": 0.2, "data_dir": "/elsewhere"}, "(1) dropout 0.2 instead of 0.0"),
     ):
         config = load_config("quickstart.yaml", **options)
         assert cause in reference.judge(last, 9.0, 9.9, config, None)

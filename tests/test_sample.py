@@ -21,7 +21,6 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-import inference.kv_cache
 import inference.sampling
 import sample
 from checkpoint.weights import load_model
@@ -139,7 +138,7 @@ def test_attention_sees_a_multiple_of_128_keys_and_gives_the_same_logits(tiny_mo
     monkeypatch.setattr(inference.sampling, "next_logits", watched)
     grown(model, [[*range(100)] * 2, [1, 2, 3]], 70)
     assert lengths == {256, 384}
-    monkeypatch.setattr(inference.kv_cache, "MULTIPLE", 1)
+    monkeypatch.setattr(inference.sampling, "MULTIPLE", 1)
     grown(model, [[*range(100)] * 2, [1, 2, 3]], 70)
     torch.testing.assert_close(logits[:70], logits[70:])
 
