@@ -85,7 +85,6 @@ from runtime.device import (
     usable_precision,
 )
 from runtime.files import write_whole
-from runtime.launch import launch
 from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
@@ -263,7 +262,7 @@ def main(options: EvaluateOptions) -> None:
     }
     with (
         reported(options.run, advice=advice),
-        joined_world(choose_device(options.device, launch()), TIMEOUT) as world,
+        joined_world(choose_device(options.device), TIMEOUT) as world,
         # one rank speaks for all
         contextlib.redirect_stdout(None if world.rank else sys.stdout),
     ):
