@@ -13,9 +13,8 @@ from torch import Tensor
 from runtime.errors import UserError, in_a_line
 from runtime.files import flush_to_disk, sha256
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MODEL, OPTIMIZER = "model", "optimizer"  # each a file, <name>.safetensors; with FSDP, a folder
 STATE, SUMS = "checkpoint.json", "SHA256SUMS"
-SHARDS = {MODEL: "model", OPTIMIZER: "optimizer"}  # with FSDP, these folders replace the files
 Tensors = dict[str, Tensor]  # by name
 
 
@@ -24,12 +23,17 @@ class CheckpointError(UserError):
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Raise CheckpointError, which names the path, where it turns out to be missing or damaged."""
+def refusing(problem: str, *errors: type[BaseException]) -> Iterator[None]:
+    """Raise CheckpointError with the problem and its cause in place of these errors."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: missing or damaged: {in_a_line(error)}") from None
+    except errors as error:
+        raise CheckpointError(f"{problem}: {in_a_line(error)}") from None
+
+
+def reading(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Raise CheckpointError, which names the path, where it turns out to be missing or damaged."""
+    return refusing(f"{path}: missing or damaged", OSError, ValueError, SafetensorError)
 
 
 def verify(folder: Path, *parts: str) -> None:
@@ -39,7 +43,7 @@ def verify(folder: Path, *parts: str) -> None:
     """
     with reading(folder):
         lines = (folder / SUMS).read_text(encoding="ascii").splitlines()
-        sums = {folder / file: digest for digest, file in (line.split("  ") for line in lines)}
+        sums = {folder / file: digest for digest, file in map(str.split, lines)}
         # A file without a checksum is wrong too: PyTorch reads every shard in a folder.
         for path in sorted({*sums, folder / STATE, *folder.rglob("*.safetensors")}):
             is_read = path.relative_to(folder).as_posix().startswith(parts or "")
@@ -62,11 +66,8 @@ def read_tensors(path: Path) -> Tensors:
         return load_file(path)
 
 
-def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Write tensors to a safetensors file, flushed to disk; returns its checksum.
-
-    Raises OSError.
-    """
+def write_tensors(path: Path, tensors: Tensors) -> None:
+    """Write tensors to a safetensors file, flushed to disk. Raises OSError."""
     path.touch()
     mode = path.stat().st_mode  # by the umask; save_file's own file only its owner may read
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -76,4 +77,3 @@ def write_tensors(path: Path, tensors: Tensors) -> str:
         raise OSError(str(error)) from None
     path.chmod(mode)
     flush_to_disk(path)
-    return sha256(path)

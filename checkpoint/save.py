@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from checkpoint.files import MODEL, OPTIMIZER, SHARDS, STATE, SUMS, CheckpointError, write_tensors
+from checkpoint.files import (
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    SUMS,
+    CheckpointError,
+    Tensors,
+    write_tensors,
+)
 from checkpoint.shards import own_part, write_shards
 from checkpoint.state import SavedState, State, take_random_state
 from config import PATH, Config
@@ -108,18 +116,23 @@ def _write(folder: Path, state: State, saved: SavedState, world: World) -> None:
     weights = state.model.state_dict()
     if state.model.config.tie_weights:
         del weights["lm_head.weight"]
-    parts, sums = {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}, dict[str, str]()
-    for part, place in SHARDS.items():
-        if saved.config["fsdp"] and parts[part]:  # else no optimizer has taken a step yet
-            sums |= write_shards(folder / place, parts.pop(part), world)
+    sums, files = "", dict[str, Tensors]()
+    for part, tensors in {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}.items():
+        if saved.config["fsdp"] and tensors:  # else no optimizer has taken a step yet
+            sums += write_shards(folder / part, tensors, world)
+        else:
+            files[f"{part}.safetensors"] = tensors
+
+    def write_file(name: str) -> str:
+        write_tensors(folder / name, files[name])
+        return f"{sha256(folder / name)}  {name}\n"
 
     def write_rest() -> None:
         with ThreadPoolExecutor() as pool:  # one is copied while the other is hashed and flushed
-            digests = pool.map(lambda part: write_tensors(folder / part, parts[part]), parts)
-            sums.update(zip(parts, digests, strict=True))
+            lines = [*pool.map(write_file, files)]
         write_whole(folder / STATE, json.dumps(saved.model_dump()) + "\n")
-        sums[STATE] = sha256(folder / STATE)
-        write_whole(folder / SUMS, "".join(f"{digest}  {file}\n" for file, digest in sums.items()))
+        lines.append(f"{sha256(folder / STATE)}  {STATE}\n")
+        write_whole(folder / SUMS, sums + "".join(lines))
 
     world.on_rank0(write_rest)
 

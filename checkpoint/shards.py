@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint.files import OPTIMIZER, SHARDS, CheckpointError, Tensors, read_tensors
+from checkpoint.files import OPTIMIZER, Tensors, read_tensors, refusing
 from model import GPT
-from runtime.errors import in_a_line
 from runtime.files import sha256
 from runtime.world import World
 
@@ -25,11 +24,11 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def write_shards(folder: Path, tensors: Tensors, world: World) -> dict[str, str]:
+def write_shards(folder: Path, tensors: Tensors, world: World) -> str:
     """Write tensors, each rank its own shards; of plain tensors one rank writes each.
 
-    All ranks have to call this. Returns the checksums of all files by name, `<folder>/<file>`.
-    Raises OSError or TrainingError on all ranks if one cannot write.
+    All ranks have to call this. Returns the lines of all files in SHA256SUMS. Raises OSError or
+    TrainingError on all ranks if one cannot write.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -38,15 +37,14 @@ def write_shards(folder: Path, tensors: Tensors, world: World) -> dict[str, str]
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
         dcp.save(tensors, storage_writer=writer)
     except CheckpointException as error:  # the same one on all ranks
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        rank, (cause, _) = min(error.failures.items())
         raise OSError(f"on rank {rank}: {cause}") from None
 
-    def checksums() -> dict[str, str]:
+    def own_lines() -> str:
         paths = folder.glob(f"shard-{world.rank + 1:05d}-*")
-        return {f"{folder.name}/{path.name}": sha256(path) for path in paths}
+        return "".join(f"{sha256(path)}  {folder.name}/{path.name}\n" for path in paths)
 
-    gathered = world.gather(world.raise_on_all(checksums))
-    return {name: digest for of_rank in gathered for name, digest in of_rank.items()}
+    return "".join(world.gather(world.raise_on_all(own_lines)))
 
 
 def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
@@ -55,17 +53,18 @@ def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
     They are whole and on the CPU. But of a sharded parameter of `model`, and of its averages, each
     rank reads its own shard. Raises CheckpointError.
     """
-    shards = folder / SHARDS[part]
+    shards = folder / part
     parameters = model.named_parameters() if model else ()
     sharded: dict[str, Tensor] = {name: p for name, p in parameters if is_sharded(p)}
     if not shards.is_dir() and not sharded:
-        return read_tensors(folder / part)
+        return read_tensors(folder / f"{part}.safetensors")
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
     place = shards if shards.is_dir() else folder  # which holds both parts
     tensors = {}
-    try:
+    # A damaged file can raise anything, and CheckpointException is no Exception.
+    with refusing(f"{place}: damaged", Exception, CheckpointException):
         reader = dcp.HuggingFaceStorageReader(str(place))
         entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
         for name, stored in entries.items():
@@ -78,7 +77,4 @@ def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that each rank reads by itself
             dcp.load(tensors, storage_reader=reader, no_dist=True)
-    # A damaged file can raise anything, and CheckpointException is no Exception.
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{place}: damaged ({in_a_line(error)})") from None
     return tensors

@@ -1,13 +1,12 @@
 """The model of a run: fresh, or with weights of a run, of Hugging Face or of nanoGPT."""
 
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from checkpoint.files import MODEL, SHARDS, STATE, CheckpointError, Tensors
+from checkpoint.files import MODEL, STATE, CheckpointError, Tensors, refusing
 from checkpoint.hugging_face import HUGGING_FACE, download, read_hugging_face
 from checkpoint.nanogpt import read_pt
 from checkpoint.shards import read_part
@@ -15,7 +14,6 @@ from checkpoint.state import read_state
 from config import ARCHITECTURE, Config
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, load
-from runtime.errors import in_a_line
 from runtime.runlog import all_checkpoints
 
 POSITIONS = "transformer.wpe.weight"
@@ -89,15 +87,13 @@ def load_weights(model: GPT, weights: Tensors, source: str) -> GPT:
             f"model ties them"
         )
     ours, n_vocab = model.state_dict(), model.config.n_vocab
-    try:
+    with refusing(problem, RuntimeError, TypeError):  # TypeError: of a scalar
         for name in ("transformer.wte.weight", "lm_head.weight"):
             theirs, padding = weights[name], ours[name][n_vocab:]
-            if theirs.dim() == 2 and n_vocab <= len(theirs) != len(ours[name]):
+            if n_vocab <= len(theirs) != len(ours[name]):
                 weights[name] = torch.cat((theirs[:n_vocab].to(padding), padding))
         model.load_state_dict(weights)
-        return model
-    except RuntimeError as error:
-        raise CheckpointError(f"{problem}: {in_a_line(error)}") from None
+    return model
 
 
 # ---- finding and reading
@@ -157,8 +153,8 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
     elif (path / "config.json").is_file():
         options, weights = read_hugging_face(path)
     else:
-        saved, weights = read_state(path, SHARDS[MODEL], STATE).config, read_part(path, MODEL)
-        options = {f.name: saved[f.name] for f in fields(GPTConfig) if f.name in saved}
+        saved, weights = read_state(path, MODEL, STATE).config, read_part(path, MODEL)
+        options = {name: saved[name] for name in vars(GPTConfig()) if name in saved}
     try:
         # seq_len, an option of training, has to fit any block_size.
         config = GPTConfig.of(load(Config, options | {"seq_len": 1}))
