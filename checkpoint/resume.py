@@ -1,14 +1,12 @@
 """Find the checkpoint to resume from, merge its options with the given ones, restore its state."""
 
-import collections
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from checkpoint.files import OPTIMIZER, CheckpointError
+from checkpoint.files import OPTIMIZER, CheckpointError, refusing
 from checkpoint.shards import read_part
 from checkpoint.state import SavedState, State, put_random_state, read_state
 from checkpoint.weights import check_given, find_folder, run_and_checkpoint
@@ -25,7 +23,7 @@ def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World)
     """True, with a message, if the run has ended with the checkpoint's step."""
     is_over = config.is_over(saved.step, saved.seconds) and world.broadcast(run.is_finished())
     if is_over:
-        end = f"{config.max_minutes:g} minutes" if config.max_minutes else config.max_steps
+        end = config.last_step or f"{config.max_minutes:g} minutes"
         run.message(
             f"nothing to do: {saved.folder} is step {saved.step} of {end}; raise "
             f"{'max_minutes' if config.max_minutes else 'max_steps'} to resume"
@@ -49,14 +47,12 @@ def restore(saved: SavedState, state: State, config: Config, world: World) -> No
     updated = saved.step > saved.skipped_steps and saved.scaler.get("_growth_tracker", 1)
     if updated and not state.optimizers[0].state:
         raise CheckpointError(f"{saved.folder}: the optimizer's state is missing")
-    try:
+    # Any error, as of another version of PyTorch, NumPy or Python.
+    with refusing(f"{saved.folder}: its scaler or random states do not fit", Exception):
         if saved.scaler:
             state.scaler.load_state_dict(saved.scaler)
         if world.rank < len(saved.random):  # a rank that is new keeps its seed
             put_random_state(saved.random[world.rank], world.device)
-    except Exception as error:  # of another version of PyTorch, NumPy or Python
-        problem = f"{saved.folder}: its scaler or random states do not fit: {error}"
-        raise CheckpointError(problem) from None
     state.step, state.skipped_steps = saved.step, saved.skipped_steps
     state.skipped_spikes, state.seconds = saved.skipped_spikes, saved.seconds
     state.recent = Recent(saved.recent)
@@ -65,21 +61,22 @@ def restore(saved: SavedState, state: State, config: Config, world: World) -> No
 
 def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
     """Restore the optimizers' state. Raises CheckpointError if it does not fit."""
-    states = collections.defaultdict[str, dict[str, Tensor]](dict)
-    for key, tensor in read_part(folder, OPTIMIZER, model).items():
-        name, _, kind = key.partition("/")
-        states[name][kind] = tensor.clone()  # the file may be mapped
+    tensors = read_part(folder, OPTIMIZER, model)
     names = {p: name for name, p in model.named_parameters()}
-    for optimizer in optimizers if states else []:  # else every step so far was left out
+    for optimizer in optimizers if tensors else []:  # else every step so far was left out
         is_adamw = isinstance(optimizer, torch.optim.AdamW)
         averages = ("exp_avg", "exp_avg_sq") if is_adamw else ("momentum_buffer",)
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        state = {index: states[names[p]] for index, p in enumerate(own)}
-        for index, p in enumerate(own):
-            expected = dict.fromkeys(averages, (p.shape, p.dtype)) | {"step": ((), p.dtype)}
-            if {kind: (t.shape, t.dtype) for kind, t in state[index].items()} != expected:
-                problem = f"the optimizer's state does not fit the model's {names[p]}"
-                raise CheckpointError(f"{folder}: {problem}")
+        state = {}
+        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            shapes = dict.fromkeys(averages, p.shape) | {"step": torch.Size()}
+            state[index] = {
+                kind: tensors.get(f"{names[p]}/{kind}", torch.empty(0)).clone()  # may be mapped
+                for kind in shapes
+            }
+            for kind, tensor in state[index].items():
+                if (tensor.shape, tensor.dtype) != (shapes[kind], p.dtype):
+                    problem = f"the optimizer's state does not fit the model's {names[p]}"
+                    raise CheckpointError(f"{folder}: {problem}")
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
@@ -95,9 +92,17 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     checkpoint that is absent, damaged, not the newest or not seen by all ranks; ConfigError for
     options that contradict it or, in a new run, each other.
     """
-    saved, found = world.on_rank0(lambda: _find_checkpoint(config, world.calls))
-    _check_same_folder(config, saved, world)
-    notes = [*world.notes, *found]
+    run = Path(config.log_dir) / str(config.run_name)
+    saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config, world))
+    folder = saved.folder if saved else run / "checkpoints"
+    resumes = saved or config.resume or _was_restarted(run, world)
+    if others := _others(bool(resumes) and folder.is_dir(), world):
+        raise CheckpointError(
+            f"{folder} is there for rank 0 but not for {others}, or the other way round: a run on "
+            f"several machines resumes where all see its folder; put --log_dir on a file system "
+            f"that they share, at the same path, or copy it to each"
+        )
+    notes = [*world.notes, *skipped]
     if saved:
         given = config.model_fields_set
         config, changes = resumed_config(config, saved, world.world_size)
@@ -112,16 +117,18 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
             config = config.model_copy(update={"data_dir": here})
     elif config.resume is not None:
         # Only now are the options known to be those of a new run, and judged as such.
-        values = config.model_dump(include=config.model_fields_set)
-        config = load(Config, values | {"resume": None})
+        config = load(Config, config.model_dump(exclude_unset=True) | {"resume": None})
     if config.fsdp and not world.distributed:
         config = config.model_copy(update={"fsdp": False})
         notes.append("fsdp has no effect: there is one rank")
     return saved, config, notes
 
 
-def _find_checkpoint(config: Config, calls: Sequence[str]) -> tuple[SavedState | None, list[str]]:
-    run, resume, folder = _run_folder(config), config.resume, None
+def _find_checkpoint(
+    run: Path, config: Config, world: World
+) -> tuple[SavedState | None, list[str]]:
+    """Find what `resume` names, else the newest checkpoint of `run`; returns notes too."""
+    resume, named = config.resume, None
     is_named = resume not in (None, "auto")
     if is_named:
         path = find_folder(str(resume), config.log_dir)
@@ -130,40 +137,36 @@ def _find_checkpoint(config: Config, calls: Sequence[str]) -> tuple[SavedState |
                 f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
                 f"or one of its checkpoints/step_*, or begin a new run with --init_from"
             )
-        run, folder = run_and_checkpoint(path)
-    was_restarted = _was_restarted(run, calls)
+        run, named = run_and_checkpoint(path)
+    was_restarted = _was_restarted(run, world)
     if resume is None and not was_restarted:
         return None, []
-    if folder and not was_restarted:
-        saved = _read_own(folder, run)
-        if later := [other for other in all_checkpoints(run) if step_of(other) > saved.step]:
+    if named and not was_restarted:
+        saved = _read_own(named, run)
+        latest = all_checkpoints(run)[-1]
+        if step_of(latest) > saved.step:
             raise UserError(
-                f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
+                f"--resume {resume}: {run} has later checkpoints, up to {latest.name}, whose "
                 f"steps would be taken again; move them away first, or begin a new run with "
                 f"--init_from {shlex.quote(str(resume))}"
             )
         return saved, []
     newest, skipped = newest_whole_checkpoint(run)
-    if newest is None and is_named:
+    if is_named and newest is None:
         problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
         raise CheckpointError("\n".join([problem, *skipped]))
     return newest, skipped
 
 
-def _run_folder(config: Config) -> Path:
-    return Path(config.log_dir) / str(config.run_name)
-
-
-def _was_restarted(run: Path, calls: Sequence[str]) -> bool:
+def _was_restarted(run: Path, world: World) -> bool:
     """True if one of these calls of torchrun has begun or resumed the run before."""
-    return not RunFolder(run).torchrun_calls().isdisjoint(calls)
+    return not RunFolder(run).torchrun_calls().isdisjoint(world.calls)
 
 
 def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
     """Return the state in the run's latest whole checkpoint, and a line for each damaged one."""
     skipped: list[str] = []
-    folders = [*all_checkpoints(run, "best"), *all_checkpoints(run)]
-    for folder in sorted(folders, key=step_of, reverse=True):
+    for folder in reversed(all_checkpoints(run)):
         try:
             return _read_own(folder, run), skipped
         except CheckpointError as error:
@@ -183,19 +186,6 @@ def _read_own(folder: Path, run: Path) -> SavedState:
             f"with --init_from {shlex.quote(str(folder))}"
         )
     return saved
-
-
-def _check_same_folder(config: Config, saved: SavedState | None, world: World) -> None:
-    """Raise CheckpointError on all ranks unless all of them see a checkpoint where rank 0 does."""
-    run = _run_folder(config)
-    folder = saved.folder if saved else run / "checkpoints"
-    resumes = saved or config.resume or _was_restarted(run, world.calls)
-    if others := _others(bool(resumes) and folder.is_dir(), world):
-        raise CheckpointError(
-            f"{folder} is there for rank 0 but not for {others}, or the other way round: a run on "
-            f"several machines resumes where all see its folder; put --log_dir on a file system "
-            f"that they share, at the same path, or copy it to each"
-        )
 
 
 def check_same_tokens(folder: str, corpus: str, world: World) -> None:
@@ -226,11 +216,11 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set where it
     would differ. Raises ConfigError for options that contradict the checkpoint.
     """
-    folder, tokens, this_call = saved.folder, saved.tokens_per_step, Config.names_marked(THIS_CALL)
-    names = Config.model_fields.keys() - {*this_call}
+    folder, tokens = saved.folder, saved.tokens_per_step
+    names = Config.model_fields.keys() - {*Config.names_marked(THIS_CALL)}
     theirs = {name: value for name, value in saved.config.items() if name in names}
-    given = config.model_dump(mode="json", include=config.model_fields_set)
-    marked = Config.names_marked(ARCHITECTURE) + Config.names_marked(FIXED)
+    given = config.model_dump(mode="json", exclude_unset=True)
+    marked = Config.names_marked(ARCHITECTURE, FIXED)
     fixed = {name: theirs[name] for name in marked if name in theirs}
     if given.get("total_batch_tokens"):
         fixed["total_batch_tokens"] = tokens
@@ -242,27 +232,28 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
         resumed = load(Config, values)
     except ConfigError as error:
         raise ConfigError(f"{folder}: the given options do not fit its own: {error}") from None
-    sequences, batch_size = tokens // resumed.seq_len, resumed.batch_size
-    if tokens % (batch_size * resumed.seq_len * world_size):
+    micro_step, sequences = resumed.tokens_per_step(world_size), tokens // resumed.seq_len
+    if tokens % micro_step:
         raise ConfigError(
             f"a step of {folder} takes {sequences} sequences, no multiple of batch_size "
-            f"{batch_size} on {world_size} ranks; choose a batch_size and a number of ranks whose "
-            f"product divides {sequences}"
+            f"{resumed.batch_size} on {world_size} ranks; choose a batch_size and a number of "
+            f"ranks whose product divides {sequences}"
         )
-    if theirs.get("total_batch_tokens") or resumed.tokens_per_step(world_size) != tokens:
+    if theirs.get("total_batch_tokens") or tokens != micro_step:
         resumed = resumed.model_copy(update={"total_batch_tokens": tokens})
-    may_differ = Config.names_marked(INITIAL) + Config.names_marked(PATH)
+    return resumed, _describe_changes(saved.config, resumed)
+
+
+def _describe_changes(before: dict[str, Any], resumed: Config) -> list[str]:
+    """Return a line on the options that are not as before, if there are any."""
+    now, unknown = resumed.model_dump(mode="json"), "(unknown to this version)"
+    may_differ = Config.names_marked(THIS_CALL, INITIAL, PATH)
     changed = [
-        f"{name} {theirs[name]} -> {new}"
-        for name, new in resumed.model_dump(mode="json", exclude={*may_differ}).items()
-        if theirs.get(name, new) != new
+        f"{name} {value} -> {now.get(name, unknown)}"
+        for name, value in before.items()
+        if name not in may_differ and value != now.get(name, unknown)
     ]
-    changed += [
-        f"{name} {value} -> (unknown to this version)"
-        for name, value in saved.config.items()
-        if name not in Config.model_fields
-    ]
-    return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
+    return [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 
 # ---- the run's folder
@@ -274,8 +265,7 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     All ranks have to call this. Raises UserError if another run is writing to the folder, and with
     fsdp if not every rank sees it. A new run that cannot be written leaves everything as it was.
     """
-
-    notes = world.on_rank0(lambda: _open_run(run, config, saved, world.calls))
+    notes = world.on_rank0(lambda: _open_run(run, config, saved, world))
     if others := _others((run.path / "config.yaml").exists(), world):
         problem = (
             f"{run.path} is not there for {others}; put --log_dir on a file system that all "
@@ -288,13 +278,10 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     return notes
 
 
-def _open_run(
-    run: RunFolder, config: Config, saved: SavedState | None, calls: Sequence[str]
-) -> list[str]:
+def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
     if saved:
         # A run that is over keeps its last row, whatever log_every says.
-        is_over = config.is_over(saved.step, saved.seconds)
-        log_every = 1 if is_over else config.log_every
+        log_every = 1 if config.is_over(saved.step, saved.seconds) else config.log_every
         run.resume(saved.step, log_every, saved.folder, config.keep_last, saved.not_logged)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]
     else:
@@ -303,6 +290,8 @@ def _open_run(
         if aside and Path(config.init_from).is_relative_to(run.path):  # it has been moved as well
             init_from = aside / Path(config.init_from).relative_to(run.path)
             config = config.model_copy(update={"init_from": str(init_from)})
-    run.write_calls(calls)  # first: ranks that are started again at this moment find the run by it
+    run.write_calls(
+        world.calls
+    )  # first: ranks that are started again at this moment find the run by it
     run.write_config(config.to_yaml())
     return notes

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from checkpoint.files import (
     MODEL,
     OPTIMIZER,
@@ -55,23 +57,18 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> Path | N
     options = config.model_dump(mode="json")
     for name in Config.names_marked(PATH):
         options[name] = options[name] and str(Path(options[name]).resolve())
-    saved = SavedState(
-        folder=run.path / "checkpoints" / f"step_{state.step:06d}",
-        step=state.step,
-        tokens=state.step * tokens_per_step,
-        tokens_per_step=tokens_per_step,
-        best_val_loss=state.best_val_loss,
-        skipped_steps=state.skipped_steps,
-        skipped_spikes=state.skipped_spikes,
-        seconds=state.seconds,
-        recent=list(state.recent.figures),
-        corpus=state.corpus,
-        scaler=state.scaler.state_dict(),
-        random=world.gather(take_random_state(world.device)),
-        run_id=run.run_id(),
-        not_logged=run.not_logged,
-        config=options,
-    )
+    others = {
+        "folder": run.path / "checkpoints" / f"step_{state.step:06d}",
+        "tokens": state.step * tokens_per_step,
+        "tokens_per_step": tokens_per_step,
+        "recent": list(state.recent.figures),
+        "scaler": state.scaler.state_dict(),
+        "random": world.gather(take_random_state(world.device)),
+        "run_id": run.run_id(),
+        "not_logged": run.not_logged,
+        "config": options,
+    }
+    saved = SavedState(**vars(state) | others)  # takes what it has a field for
     state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
     run.message(f"saved {state.checkpoint}")
     return state.checkpoint
@@ -87,20 +84,20 @@ def save_checkpoint(
     """
     folder, whole = saved.folder, state.checkpoint
 
-    def make_room() -> None:  # first, as the disk may be full of what goes
+    def begin() -> Path:
         with contextlib.suppress(OSError):  # there may be room all the same
+            # First, as the disk may be full of what goes.
             delete(not_kept(run, keep_last - 1, before=saved.step, whole=whole) if whole else [])
             flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
+        return on_rank0.enter_context(whole_folder(folder, replace=True))
 
     def finish() -> None:
-        stack.close()
+        on_rank0.close()
         delete(not_kept(run, keep_last, before=saved.step + 1, whole=folder))
 
     try:
-        world.on_rank0(make_room)
-        with contextlib.ExitStack() as stack:  # entered on rank 0
-            new = whole_folder(folder, replace=True)
-            _write(world.on_rank0(lambda: stack.enter_context(new)), state, saved, world)
+        with contextlib.ExitStack() as on_rank0:
+            _write(world.on_rank0(begin), state, saved, world)
             world.on_rank0(finish)
     except (OSError, TrainingError) as error:
         raise NotSavedError(f"{folder}: cannot be written: {error}") from None
@@ -130,7 +127,8 @@ def _write(folder: Path, state: State, saved: SavedState, world: World) -> None:
     def write_rest() -> None:
         with ThreadPoolExecutor() as pool:  # one is copied while the other is hashed and flushed
             lines = [*pool.map(write_file, files)]
-        write_whole(folder / STATE, json.dumps(saved.model_dump()) + "\n")
+        text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
+        write_whole(folder / STATE, f"{text}\n")
         lines.append(f"{sha256(folder / STATE)}  {STATE}\n")
         write_whole(folder / SUMS, sums + "".join(lines))
 
@@ -142,7 +140,8 @@ def save_if_best(
 ) -> None:
     """Keep a checkpoint of this step as `best_<step>`, if no validation loss was lower.
 
-    All ranks have to call this. `keep_last` does not delete it. Raises NotSavedError.
+    All ranks have to call this. `keep_last` does not delete it. Raises NotSavedError, or OSError
+    if the step is saved but not kept.
     """
     best = math.inf if state.best_val_loss is None else state.best_val_loss
     if state.step and val_loss < best:
@@ -154,12 +153,9 @@ def save_if_best(
 
 def _keep_best(run: Path, folder: Path) -> None:
     best = folder.with_name(f"best_{step_of(folder):06d}")
-    try:
-        with whole_folder(best, replace=True) as unfinished:
-            shutil.copytree(folder, unfinished, copy_function=_link_or_copy, dirs_exist_ok=True)
-        delete(path for path in all_checkpoints(run, "best") if path != best)
-    except OSError as error:
-        raise NotSavedError(f"{best}: cannot be written: {error}") from None
+    with whole_folder(best, replace=True) as unfinished:
+        shutil.copytree(folder, unfinished, copy_function=_link_or_copy, dirs_exist_ok=True)
+    delete(path for path in all_checkpoints(run, "best") if path != best)
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -212,7 +208,6 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
     tells how to resume. The step is not saved if its update has begun, after a save that failed,
     or in one of several ranks, as the others may be gone: then the last checkpoint counts.
     """
-    hooks = [o.register_step_pre_hook(state.begin_update) for o in state.optimizers]
     try:
         yield
     except TrainingError:  # the state is spoiled, and the message says what to do
@@ -236,6 +231,3 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
             if isinstance(error, UserError):
                 error.status = 1  # the run has failed: its options were right
         raise
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -30,7 +30,7 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
     path = checkpoint or find_weights(config.init_from, config.log_dir)
     theirs, weights = read_weights(path)  # before the model: this checks its size
     if not checkpoint:
-        given = config.model_dump(include=config.model_fields_set)
+        given = config.model_dump(exclude_unset=True)
         fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
         # A shorter context keeps the first positions.
         fixed["block_size"] = min(theirs.block_size, given.get("block_size", theirs.block_size))
@@ -123,7 +123,7 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     """Return the path of weights: a checkpoint, a Hugging Face folder or a `.pt` file.
 
     `source`: gpt2 .. gpt2-xl for OpenAI's weights, downloaded once; else the name or folder of a
-    run, for its newest checkpoint, else its best; or one of these paths. Raises CheckpointError.
+    run, for its newest checkpoint; or one of these paths. Raises CheckpointError.
     """
     if source in HUGGING_FACE:
         return download(source)
@@ -132,8 +132,8 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     if is_pt or (path / STATE).is_file() or (path / "config.json").is_file():
         return path
     run, _ = run_and_checkpoint(path)
-    if path.is_dir() and (found := [*all_checkpoints(run, "best"), *all_checkpoints(run)]):
-        return found[-1]  # the best only if no other is left
+    if path.is_dir() and (checkpoints := all_checkpoints(run)):
+        return checkpoints[-1]
     runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
     raise CheckpointError(
         f"{source}: no such run with a checkpoint (one is saved at its end, or by "
