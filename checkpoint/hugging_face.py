@@ -46,12 +46,15 @@ def download(name: str) -> Path:
 
     Raises CheckpointError.
     """
-    problem = f"{name} could not be downloaded from Hugging Face; give the folder of a copy instead"
-    with refusing(problem, Exception):  # of its own, or of its HTTP library
+    with refusing(
+        f"{name} could not be downloaded from Hugging Face; give the folder of a copy instead",
+        Exception,  # of its own, or of its HTTP library
+    ):
         from huggingface_hub import snapshot_download
 
-        files = ["config.json", WEIGHTS]
-        return Path(snapshot_download(f"openai-community/{name}", allow_patterns=files))
+        return Path(
+            snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", WEIGHTS])
+        )
 
 
 def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
@@ -66,8 +69,9 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
         if theirs.get(name, value) != value
     ]
     if wrong:
-        problem = f"not a GPT-2 that this project can load: {', '.join(wrong)}"
-        raise CheckpointError(f"{folder}: {problem}")
+        raise CheckpointError(
+            f"{folder}: not a GPT-2 that this project can load: {', '.join(wrong)}"
+        )
     activation = str(theirs.get("activation_function", "gelu_new"))
     # What the file leaves out is as in GPT-2 (124M). So it is with our options but for two.
     options = {"tie_weights": True, "activation": ACTIVATIONS.get(activation, activation)}

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.files import OPTIMIZER, CheckpointError, refusing
-from checkpoint.shards import read_part
+from checkpoint.files import OPTIMIZER, CheckpointError, read_part, refusing
 from checkpoint.state import SavedState, State, put_random_state, read_state
 from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
@@ -53,10 +52,9 @@ def restore(saved: SavedState, state: State, config: Config, world: World) -> No
             state.scaler.load_state_dict(saved.scaler)
         if world.rank < len(saved.random):  # a rank that is new keeps its seed
             put_random_state(saved.random[world.rank], world.device)
-    state.step, state.skipped_steps = saved.step, saved.skipped_steps
-    state.skipped_spikes, state.seconds = saved.skipped_spikes, saved.seconds
-    state.recent = Recent(saved.recent)
-    state.best_val_loss, state.checkpoint = saved.best_val_loss, saved.folder
+    for name in ("step", "best_val_loss", "skipped_steps", "skipped_spikes", "seconds"):
+        setattr(state, name, getattr(saved, name))
+    state.recent, state.checkpoint = Recent(saved.recent), saved.folder
 
 
 def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -75,8 +73,9 @@ def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optim
             }
             for kind, tensor in state[index].items():
                 if (tensor.shape, tensor.dtype) != (shapes[kind], p.dtype):
-                    problem = f"the optimizer's state does not fit the model's {names[p]}"
-                    raise CheckpointError(f"{folder}: {problem}")
+                    raise CheckpointError(
+                        f"{folder}: the optimizer's state does not fit the model's {names[p]}"
+                    )
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
@@ -95,7 +94,7 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     run = Path(config.log_dir) / str(config.run_name)
     saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config, world))
     folder = saved.folder if saved else run / "checkpoints"
-    resumes = saved or config.resume or _was_restarted(run, world)
+    resumes = saved or config.resume or RunFolder(run).was_started_by(world.calls)
     if others := _others(bool(resumes) and folder.is_dir(), world):
         raise CheckpointError(
             f"{folder} is there for rank 0 but not for {others}, or the other way round: a run on "
@@ -138,10 +137,11 @@ def _find_checkpoint(
                 f"or one of its checkpoints/step_*, or begin a new run with --init_from"
             )
         run, named = run_and_checkpoint(path)
-    was_restarted = _was_restarted(run, world)
-    if resume is None and not was_restarted:
+    if RunFolder(run).was_started_by(world.calls):
+        named = None  # it may have later ones, of before it was started again
+    elif resume is None:
         return None, []
-    if named and not was_restarted:
+    if named:
         saved = _read_own(named, run)
         latest = all_checkpoints(run)[-1]
         if step_of(latest) > saved.step:
@@ -156,11 +156,6 @@ def _find_checkpoint(
         problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
         raise CheckpointError("\n".join([problem, *skipped]))
     return newest, skipped
-
-
-def _was_restarted(run: Path, world: World) -> bool:
-    """True if one of these calls of torchrun has begun or resumed the run before."""
-    return not RunFolder(run).torchrun_calls().isdisjoint(world.calls)
 
 
 def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
@@ -285,11 +280,11 @@ def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: W
         run.resume(saved.step, log_every, saved.folder, config.keep_last, saved.not_logged)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]
     else:
-        aside = run.create()
+        aside, init_from = run.create(), Path(config.init_from)
         notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-        if aside and Path(config.init_from).is_relative_to(run.path):  # it has been moved as well
-            init_from = aside / Path(config.init_from).relative_to(run.path)
-            config = config.model_copy(update={"init_from": str(init_from)})
+        if aside and init_from.is_relative_to(run.path):  # it has been moved as well
+            moved = aside / init_from.relative_to(run.path)
+            config = config.model_copy(update={"init_from": str(moved)})
     run.write_calls(
         world.calls
     )  # first: ranks that are started again at this moment find the run by it

@@ -20,9 +20,10 @@ from checkpoint.files import (
     SUMS,
     CheckpointError,
     Tensors,
+    own_part,
+    write_shards,
     write_tensors,
 )
-from checkpoint.shards import own_part, write_shards
 from checkpoint.state import SavedState, State, take_random_state
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
@@ -37,16 +38,14 @@ class NotSavedError(CheckpointError):
     status = 1  # the disk is at fault, not the command
 
 
-def save(run: RunFolder, state: State, config: Config, world: World) -> Path | None:
-    """Save the run's state, unless a checkpoint has this step already; returns its folder.
+def save(run: RunFolder, state: State, config: Config, world: World) -> None:
+    """Save the run's state, but not before the first step, twice, or with `keep_last` 0.
 
-    All ranks have to call this. Returns None before the first step, and with `keep_last` 0. Raises
-    TrainingError for weights that are not finite, NotSavedError if the disk takes no checkpoint.
+    All ranks have to call this. Afterwards `state.checkpoint` is the folder. Raises TrainingError
+    for weights that are not finite, NotSavedError if the disk takes no checkpoint.
     """
-    if not state.step or not config.keep_last:
-        return None
-    if state.is_saved:
-        return state.checkpoint
+    if state.is_saved or not (state.step and config.keep_last):
+        return
     # Their sum: isfinite of all weights would take as much memory as the largest matrix.
     if world.any(not all(own_part(p).sum().isfinite() for p in state.model.parameters())):
         raise TrainingError(
@@ -71,7 +70,6 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> Path | N
     saved = SavedState(**vars(state) | others)  # takes what it has a field for
     state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
     run.message(f"saved {state.checkpoint}")
-    return state.checkpoint
 
 
 def save_checkpoint(
@@ -82,12 +80,12 @@ def save_checkpoint(
     All ranks have to call this; with FSDP each writes its shards. Of the run's checkpoints the
     `keep_last` newest are kept. Raises NotSavedError, and those that are kept are then as before.
     """
-    folder, whole = saved.folder, state.checkpoint
+    folder = saved.folder
 
     def begin() -> Path:
         with contextlib.suppress(OSError):  # there may be room all the same
             # First, as the disk may be full of what goes.
-            delete(not_kept(run, keep_last - 1, before=saved.step, whole=whole) if whole else [])
+            delete(not_kept(run, keep_last - 1, before=saved.step, whole=state.checkpoint))
             flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
         return on_rank0.enter_context(whole_folder(folder, replace=True))
 
@@ -145,17 +143,17 @@ def save_if_best(
     """
     best = math.inf if state.best_val_loss is None else state.best_val_loss
     if state.step and val_loss < best:
-        folder = save(run, state, config, world)
+        save(run, state, config, world)
         state.best_val_loss = val_loss
-        if folder:
-            world.on_rank0(lambda: _keep_best(run.path, folder))
+        if (folder := state.checkpoint) and state.is_saved:
+            world.on_rank0(lambda: _keep_best(folder))
 
 
-def _keep_best(run: Path, folder: Path) -> None:
+def _keep_best(folder: Path) -> None:
     best = folder.with_name(f"best_{step_of(folder):06d}")
     with whole_folder(best, replace=True) as unfinished:
         shutil.copytree(folder, unfinished, copy_function=_link_or_copy, dirs_exist_ok=True)
-    delete(path for path in all_checkpoints(run, "best") if path != best)
+    delete(path for path in all_checkpoints(folder.parent.parent, "best") if path != best)
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -193,7 +191,7 @@ def check_finite(
         f"step {state.step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"
     )
     if state.skipped_steps == config.skip_nonfinite:
-        instead = ", or bf16 instead of fp16" if config.fp16 else ""
+        instead = ", or bf16 instead of fp16" * config.fp16
         raise TrainingError(f"{problem}; {hint(run.path, config.lr)}{instead}")
     state.skipped_steps += 1
     run.message(f"{problem}: left out, {state.skipped_steps} of {config.skip_nonfinite}")

@@ -3,7 +3,6 @@
 import base64
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ class State:
         self.step, self.is_updating = step, False
         return [f"step {step}: {line}" for line in unusual]
 
-    def next_steps(self, config: Config) -> Iterable[int]:
+    def next_steps(self, config: Config) -> range:
         """Return the numbers of the steps to come: without end where the clock ends the run."""
         return range(self.step + 1, (config.last_step or 10**9) + 1)
 
@@ -89,19 +88,17 @@ class State:
 
     def undo_step(self, device: torch.device) -> None:
         """Take back what a step has changed that failed before its update."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad()
         if self.before_step and self.before_step[0] == self.step:
             put_random_state(self.before_step[1], device)
 
     def optimizer_tensors(self) -> Tensors:
         """Return the optimizers' state as named tensors, `<parameter>/<name of the state>`."""
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         return {
-            f"{names[p]}/{key}": value
+            f"{name}/{key}": value
             for optimizer in self.optimizers
-            for p, values in optimizer.state.items()
-            for key, value in values.items()
+            for name, p in self.model.named_parameters()
+            for key, value in optimizer.state.get(p, {}).items()
         }
 
 
@@ -164,5 +161,6 @@ class SavedState(BaseModel):
 def read_state(folder: Path, *parts: str) -> SavedState:
     """Read checkpoint.json, after `verify`. Raises CheckpointError."""
     verify(folder, *parts)
-    with reading(folder / STATE):
-        return SavedState(**read_json(folder / STATE) | {"folder": folder})
+    path = folder / STATE
+    with reading(path):
+        return SavedState(**read_json(path) | {"folder": folder})

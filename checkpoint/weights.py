@@ -1,19 +1,21 @@
 """The model of a run: fresh, or with weights of a run, of Hugging Face or of nanoGPT."""
 
 import os
+import pickle
+import re
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from checkpoint.files import MODEL, STATE, CheckpointError, Tensors, refusing
-from checkpoint.hugging_face import HUGGING_FACE, download, read_hugging_face
-from checkpoint.nanogpt import read_pt
-from checkpoint.shards import read_part
+from checkpoint.files import MODEL, STATE, CheckpointError, Tensors, read_part, refusing
+from checkpoint.hugging_face import HUGGING_FACE, download, read_hugging_face, with_our_names
 from checkpoint.state import read_state
 from config import ARCHITECTURE, Config
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, load
+from runtime.errors import in_a_line
 from runtime.runlog import all_checkpoints
 
 POSITIONS = "transformer.wpe.weight"
@@ -155,12 +157,9 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
     else:
         saved, weights = read_state(path, MODEL, STATE).config, read_part(path, MODEL)
         options = {name: saved[name] for name in vars(GPTConfig()) if name in saved}
-    try:
+    with refusing(f"{path}: its options do not make a model", ConfigError):
         # seq_len, an option of training, has to fit any block_size.
         config = GPTConfig.of(load(Config, options | {"seq_len": 1}))
-    except ConfigError as error:
-        problem = str(error).splitlines()[0]
-        raise CheckpointError(f"{path}: its options do not make a model: {problem}") from None
     # Before a model is made, of any size.
     sizes = {"wte": config.vocab_size, "wpe": config.block_size}
     if config.rope:
@@ -173,3 +172,58 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
                 f"{[*theirs]}, by its options {[ours, config.n_embd]}"
             )
     return config, weights
+
+
+# ---- .pt files of nanoGPT and build-nanogpt: pickles, of which only tensors and plain values are
+# taken; no code that a file names is ever imported or run
+
+
+class _TheirGPTConfig:
+    """Stand for the dataclass of that name in a file; its fields become attributes."""
+
+
+def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
+    """Read the model's options (fields of GPTConfig) and weights. Raises CheckpointError.
+
+    nanoGPT's file has the options as a dict `model_args`, build-nanogpt's as a dataclass `config`.
+    """
+    content = _load(path)
+    if not isinstance(content, dict):
+        content = {type(content).__name__: content}
+    theirs, config, weights = (content.get(key) for key in ("model_args", "config", "model"))
+    activation = "gelu"  # nanoGPT's is the exact one
+    if isinstance(config, _TheirGPTConfig):
+        theirs, activation = vars(config), "gelu_tanh"
+    if (
+        not isinstance(theirs, dict)
+        or not isinstance(weights, dict)
+        or not all(map(torch.is_tensor, weights.values()))
+    ):
+        raise CheckpointError(
+            f"{path}: not a checkpoint of nanoGPT (model, model_args) or build-nanogpt (model, "
+            f"config), whose model is tensors: it has {reprlib.repr([*content])}"
+        )
+    # An option that is not in the file has no default: of a fork, it may have another meaning.
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"))
+    if unknown := theirs.keys() - {*sizes, "bias", "dropout"}:
+        raise CheckpointError(f"{path}: an option of a fork: {', '.join(map(str, unknown))}")
+    options = {**sizes, **theirs, "activation": activation, "tie_weights": True}
+    return options, with_our_names(weights)
+
+
+def _load(path: Path) -> Any:
+    """Load what torch.save wrote, if it is of tensors, plain values, and their GPTConfig."""
+    modules = ("__main__", "train_gpt2", "model")  # in which it was pickled
+    allowed: list[Any] = [(_TheirGPTConfig, f"{module}.GPTConfig") for module in modules]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            # Mapped into memory, the optimizer's state, twice the model, is never read.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged pickle can raise anything
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            raise CheckpointError(
+                f"{path}: refused: it names {named[1][:80]}, which is code; of a .pt file only "
+                f"tensors, plain values and the GPTConfig of nanoGPT and build-nanogpt are read"
+            ) from None
+        why = "" if isinstance(error, pickle.UnpicklingError) else f" ({in_a_line(error)})"
+        raise CheckpointError(f"{path}: damaged, or not written by torch.save{why}") from None

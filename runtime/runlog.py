@@ -379,11 +379,11 @@ class RunFolder:
         path = self.path / ".run_id"
         return path.read_text(errors="replace") if path.exists() else None
 
-    def torchrun_calls(self) -> set[str]:
-        """Return the calls of torchrun, one on each machine, that started or resumed the run."""
+    def was_started_by(self, calls: Sequence[str]) -> bool:
+        """True if one of these calls of torchrun has begun or resumed the run before."""
         path = self.path / ".torchrun"
         text = path.read_text(errors="replace") if path.exists() else ""
-        return set(text.splitlines())
+        return not set(text.splitlines()).isdisjoint(calls)
 
 
 def _counted(step: int, last_step: int | None) -> str:
@@ -481,7 +481,7 @@ def all_checkpoints(run: Path, name: str = "best|step") -> list[Path]:
     folder = run / "checkpoints"
     paths = folder.iterdir() if os.path.lexists(folder) else ()
     named = [path for path in paths if re.fullmatch(rf"({name})_\d+", path.name)]
-    return sorted(named, key=lambda path: (step_of(path), path.name))
+    return sorted(sorted(named), key=step_of)
 
 
 def not_kept(run: Path, keep: int, *, before: int, whole: Path | None) -> list[Path]:
