@@ -38,7 +38,7 @@ def refusing(problem: str, *errors: type[BaseException]) -> Iterator[None]:
 
 def reading(path: Path) -> contextlib.AbstractContextManager[None]:
     """Raise CheckpointError, which names the path, where it turns out to be missing or damaged."""
-    return refusing(f"{path}: missing or damaged", OSError, ValueError, SafetensorError)
+    return refusing(f"{path}: missing or damaged", OSError, ValueError, TypeError, SafetensorError)
 
 
 def verify(folder: Path, *parts: str) -> None:
@@ -59,10 +59,7 @@ def verify(folder: Path, *parts: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises CheckpointError."""
     with reading(path):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("not a JSON object")
-        return content
+        return dict(json.loads(path.read_text(encoding="utf-8")))  # TypeError: not an object
 
 
 def read_tensors(path: Path) -> Tensors:
@@ -75,9 +72,12 @@ def write_tensors(path: Path, tensors: Tensors) -> None:
     """Write tensors to a safetensors file, flushed to disk. Raises OSError."""
     path.touch()
     mode = path.stat().st_mode  # by the umask; save_file's own file only its owner may read
-    plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(plain, path, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+            path,
+            metadata={"format": "pt"},
+        )
     except SafetensorError as error:
         raise OSError(str(error)) from None
     path.chmod(mode)
@@ -113,8 +113,10 @@ def write_shards(folder: Path, tensors: Tensors, world: World) -> str:
         raise OSError(f"on rank {rank}: {cause}") from None
 
     def own_lines() -> str:
-        paths = folder.glob(f"shard-{world.rank + 1:05d}-*")
-        return "".join(f"{sha256(path)}  {folder.name}/{path.name}\n" for path in paths)
+        return "".join(
+            f"{sha256(path)}  {folder.name}/{path.name}\n"
+            for path in folder.glob(f"shard-{world.rank + 1:05d}-*")
+        )
 
     return "".join(world.gather(world.raise_on_all(own_lines)))
 
@@ -125,14 +127,15 @@ def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
     They are whole and on the CPU. But of a sharded parameter of `model`, and of its averages, each
     rank reads its own shard. Raises CheckpointError.
     """
-    shards = folder / part
+    place = folder / part
     parameters = model.named_parameters() if model else ()
     sharded: dict[str, Tensor] = {name: p for name, p in parameters if is_sharded(p)}
-    if not shards.is_dir() and not sharded:
-        return read_tensors(folder / f"{part}.safetensors")
+    if not place.is_dir():
+        if not sharded:
+            return read_tensors(folder / f"{part}.safetensors")
+        place = folder  # which holds the files of both parts
     import torch.distributed.checkpoint as dcp
 
-    place = shards if shards.is_dir() else folder  # which holds both parts
     tensors = {}
     # A damaged file can raise anything, and CheckpointException is no Exception.
     with refusing(f"{place}: damaged", Exception, dcp.CheckpointException):

@@ -63,12 +63,11 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     Raises CheckpointError, also for a model that ours cannot be.
     """
     theirs = read_json(folder / "config.json")
-    wrong = [
+    if wrong := [
         f"{name} {theirs[name]!r}"
         for name, value in REQUIRED.items()
         if theirs.get(name, value) != value
-    ]
-    if wrong:
+    ]:
         raise CheckpointError(
             f"{folder}: not a GPT-2 that this project can load: {', '.join(wrong)}"
         )

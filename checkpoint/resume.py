@@ -2,7 +2,6 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -91,15 +90,15 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     checkpoint that is absent, damaged, not the newest or not seen by all ranks; ConfigError for
     options that contradict it or, in a new run, each other.
     """
-    run = Path(config.log_dir) / str(config.run_name)
+    run = Path(f"{config.log_dir}/{config.run_name}")
     saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config, world))
     folder = saved.folder if saved else run / "checkpoints"
     resumes = saved or config.resume or RunFolder(run).was_started_by(world.calls)
     if others := _others(bool(resumes) and folder.is_dir(), world):
         raise CheckpointError(
-            f"{folder} is there for rank 0 but not for {others}, or the other way round: a run on "
-            f"several machines resumes where all see its folder; put --log_dir on a file system "
-            f"that they share, at the same path, or copy it to each"
+            f"{folder} is there for rank 0 but not for {describe_ranks(others)}, or the other "
+            f"way round: a run on several machines resumes where all see its folder; put --log_dir "
+            f"on a file system that they share, at the same path, or copy it to each"
         )
     notes = [*world.notes, *skipped]
     if saved:
@@ -107,7 +106,7 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
         config, changes = resumed_config(config, saved, world.world_size)
         notes += changes
         # As after the project was moved. `restore` compares the tokens.
-        if "data_dir" not in given and world.on_rank0(lambda: not Path(config.data_dir).is_dir()):
+        if "data_dir" not in given and not Path(config.data_dir).is_dir():
             here = Config.model_fields["data_dir"].default
             notes.append(
                 f"the corpus is no longer in {config.data_dir}: it is read from "
@@ -131,7 +130,7 @@ def _find_checkpoint(
     is_named = resume not in (None, "auto")
     if is_named:
         path = find_folder(str(resume), config.log_dir)
-        if path is None:
+        if not path:
             raise UserError(
                 f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
                 f"or one of its checkpoints/step_*, or begin a new run with --init_from"
@@ -152,7 +151,7 @@ def _find_checkpoint(
             )
         return saved, []
     newest, skipped = newest_whole_checkpoint(run)
-    if is_named and newest is None:
+    if is_named and not newest:
         problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
         raise CheckpointError("\n".join([problem, *skipped]))
     return newest, skipped
@@ -190,16 +189,15 @@ def check_same_tokens(folder: str, corpus: str, world: World) -> None:
     """
     if others := _others(corpus, world):
         raise UserError(
-            f"{folder}: {others} did not find the same tokens there as rank 0; copy one corpus to "
-            f"all machines"
+            f"{folder}: {describe_ranks(others)} did not find the same tokens there as rank 0; "
+            f"copy one corpus to all machines"
         )
 
 
-def _others(value: object, world: World) -> str:
-    """Return which ranks have another value than rank 0, in words; "" if none."""
+def _others(value: object, world: World) -> list[int]:
+    """Return the ranks that have another value than rank 0."""
     values = world.gather(value)
-    ranks = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
-    return describe_ranks(ranks) if ranks else ""
+    return [rank for rank, theirs in enumerate(values) if theirs != values[0]]
 
 
 # ---- the options of a resumed run
@@ -212,19 +210,28 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     would differ. Raises ConfigError for options that contradict the checkpoint.
     """
     folder, tokens = saved.folder, saved.tokens_per_step
-    names = Config.model_fields.keys() - {*Config.names_marked(THIS_CALL)}
-    theirs = {name: value for name, value in saved.config.items() if name in names}
+    this_call = Config.names_marked(THIS_CALL)
+    theirs = {
+        name: value
+        for name, value in saved.config.items()
+        if name in Config.model_fields and name not in this_call
+    }
     given = config.model_dump(mode="json", exclude_unset=True)
     marked = Config.names_marked(ARCHITECTURE, FIXED)
     fixed = {name: theirs[name] for name in marked if name in theirs}
     if given.get("total_batch_tokens"):
         fixed["total_batch_tokens"] = tokens
-    check_given(given, fixed, str(folder))
+    check_given(given, fixed, folder)
     run = folder.parent.parent
-    values = theirs | given | {"init_from": theirs.get("init_from", "scratch"), "resume": None}
-    values |= {"log_dir": str(run.parent), "run_name": run.name, "total_batch_tokens": None}
+    own = {
+        "init_from": theirs.get("init_from", "scratch"),
+        "log_dir": str(run.parent),
+        "run_name": run.name,
+        "resume": None,
+        "total_batch_tokens": None,  # set below
+    }
     try:
-        resumed = load(Config, values)
+        resumed = load(Config, theirs | given | own)
     except ConfigError as error:
         raise ConfigError(f"{folder}: the given options do not fit its own: {error}") from None
     micro_step, sequences = resumed.tokens_per_step(world_size), tokens // resumed.seq_len
@@ -236,16 +243,16 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
         )
     if theirs.get("total_batch_tokens") or tokens != micro_step:
         resumed = resumed.model_copy(update={"total_batch_tokens": tokens})
-    return resumed, _describe_changes(saved.config, resumed)
+    return resumed, _describe_changes(saved, resumed)
 
 
-def _describe_changes(before: dict[str, Any], resumed: Config) -> list[str]:
-    """Return a line on the options that are not as before, if there are any."""
+def _describe_changes(saved: SavedState, resumed: Config) -> list[str]:
+    """Return a line on the options that are not the checkpoint's, if there are any."""
     now, unknown = resumed.model_dump(mode="json"), "(unknown to this version)"
     may_differ = Config.names_marked(THIS_CALL, INITIAL, PATH)
     changed = [
         f"{name} {value} -> {now.get(name, unknown)}"
-        for name, value in before.items()
+        for name, value in saved.config.items()
         if name not in may_differ and value != now.get(name, unknown)
     ]
     return [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
@@ -263,8 +270,8 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     notes = world.on_rank0(lambda: _open_run(run, config, saved, world))
     if others := _others((run.path / "config.yaml").exists(), world):
         problem = (
-            f"{run.path} is not there for {others}; put --log_dir on a file system that all "
-            f"machines share"
+            f"{run.path} is not there for {describe_ranks(others)}; put --log_dir on a file system "
+            f"that all machines share"
         )
         if config.fsdp and config.keep_last:
             world.on_rank0(run.abandon)
@@ -285,8 +292,7 @@ def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: W
         if aside and init_from.is_relative_to(run.path):  # it has been moved as well
             moved = aside / init_from.relative_to(run.path)
             config = config.model_copy(update={"init_from": str(moved)})
-    run.write_calls(
-        world.calls
-    )  # first: ranks that are started again at this moment find the run by it
+    # First: ranks that are started again at this moment find the run by it.
+    run.write_calls(world.calls)
     run.write_config(config.to_yaml())
     return notes

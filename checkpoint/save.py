@@ -56,18 +56,19 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     options = config.model_dump(mode="json")
     for name in Config.names_marked(PATH):
         options[name] = options[name] and str(Path(options[name]).resolve())
-    others = {
-        "folder": run.path / "checkpoints" / f"step_{state.step:06d}",
+    # The names of `state` that SavedState has too; it ignores the others.
+    fields = vars(state) | {
+        "folder": run.path / f"checkpoints/step_{state.step:06d}",
         "tokens": state.step * tokens_per_step,
         "tokens_per_step": tokens_per_step,
-        "recent": list(state.recent.figures),
+        "recent": state.recent.figures,
         "scaler": state.scaler.state_dict(),
         "random": world.gather(take_random_state(world.device)),
         "run_id": run.run_id(),
         "not_logged": run.not_logged,
         "config": options,
     }
-    saved = SavedState(**vars(state) | others)  # takes what it has a field for
+    saved = SavedState(**fields)
     state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
     run.message(f"saved {state.checkpoint}")
 
@@ -141,11 +142,10 @@ def save_if_best(
     All ranks have to call this. `keep_last` does not delete it. Raises NotSavedError, or OSError
     if the step is saved but not kept.
     """
-    best = math.inf if state.best_val_loss is None else state.best_val_loss
-    if state.step and val_loss < best:
+    if state.step and config.keep_last and val_loss < (state.best_val_loss or math.inf):
         save(run, state, config, world)
         state.best_val_loss = val_loss
-        if (folder := state.checkpoint) and state.is_saved:
+        if folder := state.checkpoint:
             world.on_rank0(lambda: _keep_best(folder))
 
 

@@ -58,11 +58,9 @@ class State:
 
         The same on all ranks, as loss and norm are. In fp16 the scaler judges what is not finite.
         """
-        if math.isfinite(loss + norm):
-            may_skip = self.skipped_spikes < config.skip_spikes
-            self.is_updating = not (may_skip and self.recent.spikes(loss, norm))
-        else:
-            self.is_updating = config.fp16
+        may_skip = self.skipped_spikes < config.skip_spikes
+        is_spike = may_skip and self.recent.spikes(loss, norm)
+        self.is_updating = not is_spike if math.isfinite(loss + norm) else config.fp16
         return self.is_updating
 
     def finish_step(
@@ -104,7 +102,7 @@ class State:
 
 def _generator(device: torch.device) -> Any:
     """Return the module with the device's random state; None on a CPU."""
-    return {"cuda": torch.cuda, "mps": torch.mps}.get(device.type)
+    return None if device.type == "cpu" else torch.get_device_module(device)
 
 
 def take_random_state(device: torch.device) -> dict[str, Any]:
@@ -142,7 +140,7 @@ class SavedState(BaseModel):
     """checkpoint.json: a run's state but for the tensors, and what a resume has to agree with."""
 
     folder: Path = Field(exclude=True)  # of the checkpoint
-    step: int = Field(ge=0)
+    step: int
     tokens: int  # trained on so far
     tokens_per_step: int = Field(ge=1)
     best_val_loss: float | None

@@ -47,10 +47,10 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
         )
     if not config.rope:
         weights[POSITIONS] = weights[POSITIONS][: config.block_size]
-    return config, load_weights(GPT(GPTConfig.of(config)), weights, str(path))
+    return config, load_weights(GPT(GPTConfig.of(config)), weights, path)
 
 
-def check_given(given: dict[str, Any], fixed: dict[str, Any], source: str) -> None:
+def check_given(given: dict[str, Any], fixed: dict[str, Any], source: object) -> None:
     """Raise ConfigError if given options differ from those that `source` fixes."""
     problems = [
         f"{name} {given[name]} contradicts {source}, which has {value}; leave {name} out"
@@ -68,10 +68,10 @@ def load_model(source: str, log_dir: str = "logs") -> GPT:
     """
     path = find_weights(source, log_dir)
     config, weights = read_weights(path)
-    return load_weights(GPT(config), weights, str(path)).eval()
+    return load_weights(GPT(config), weights, path).eval()
 
 
-def load_weights(model: GPT, weights: Tensors, source: str) -> GPT:
+def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
     """Copy weights into the model, tied or not and padded or not on either side; returns it.
 
     Padding rows that only one side has stay as they are. Raises CheckpointError for weights that
@@ -194,10 +194,10 @@ def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
     activation = "gelu"  # nanoGPT's is the exact one
     if isinstance(config, _TheirGPTConfig):
         theirs, activation = vars(config), "gelu_tanh"
-    if (
-        not isinstance(theirs, dict)
-        or not isinstance(weights, dict)
-        or not all(map(torch.is_tensor, weights.values()))
+    if not (
+        isinstance(theirs, dict)
+        and isinstance(weights, dict)
+        and all(map(torch.is_tensor, weights.values()))
     ):
         raise CheckpointError(
             f"{path}: not a checkpoint of nanoGPT (model, model_args) or build-nanogpt (model, "
