@@ -46,8 +46,7 @@ def verify(folder: Path, *parts: str) -> None:
 
     `parts`: what the names of the files to read for this begin with; none: all files.
     """
-    with reading(folder):
-        lines = (folder / SUMS).read_text().splitlines()
+    with reading(folder), open(folder / SUMS, encoding="utf-8") as lines:
         sums = {folder / file: digest for digest, file in map(str.split, lines)}
         # A file without a checksum is wrong too: PyTorch reads every shard in a folder.
         for path in sorted({*sums, folder / STATE, *folder.rglob("*.safetensors")}):
@@ -139,9 +138,8 @@ def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
     tensors = {}
     # A damaged file can raise anything, and CheckpointException is no Exception.
     with refusing(f"{place}: damaged", Exception, dcp.CheckpointException):
-        reader = dcp.HuggingFaceStorageReader(str(place))
-        entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
-        for name, stored in entries.items():
+        reader: Any = dcp.HuggingFaceStorageReader(str(place))
+        for name, stored in reader.read_metadata().state_dict_metadata.items():
             # NaN: what no shard holds would stay as it is, and must not pass for weights.
             if ("/" in name) == (part == OPTIMIZER):
                 ours = sharded.get(name.partition("/")[0])

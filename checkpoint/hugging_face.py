@@ -107,13 +107,12 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
     Raises CheckpointError for a model that GPT-2 in transformers cannot be, OSError if the folder
     cannot be written.
     """
-    wrong = [
+    if wrong := [
         f"{name} {getattr(config, name)}"
         for name in Config.names_marked(ARCHITECTURE)
         if name not in OPTIONS.values()
         and getattr(config, name) not in (getattr(GPTConfig, name), *ACTIVATIONS.values())
-    ]
-    if wrong:
+    ]:
         raise CheckpointError(
             f"the model has {', '.join(wrong)}, which GPT-2 in transformers cannot have"
         )

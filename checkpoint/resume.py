@@ -209,7 +209,7 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set where it
     would differ. Raises ConfigError for options that contradict the checkpoint.
     """
-    folder, tokens = saved.folder, saved.tokens_per_step
+    tokens = saved.tokens_per_step
     this_call = Config.names_marked(THIS_CALL)
     theirs = {
         name: value
@@ -221,8 +221,8 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     fixed = {name: theirs[name] for name in marked if name in theirs}
     if given.get("total_batch_tokens"):
         fixed["total_batch_tokens"] = tokens
-    check_given(given, fixed, folder)
-    run = folder.parent.parent
+    check_given(given, fixed, saved.folder)
+    run = saved.folder.parent.parent
     own = {
         "init_from": theirs.get("init_from", "scratch"),
         "log_dir": str(run.parent),
@@ -233,13 +233,15 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     try:
         resumed = load(Config, theirs | given | own)
     except ConfigError as error:
-        raise ConfigError(f"{folder}: the given options do not fit its own: {error}") from None
-    micro_step, sequences = resumed.tokens_per_step(world_size), tokens // resumed.seq_len
+        raise ConfigError(
+            f"{saved.folder}: the given options do not fit its own: {error}"
+        ) from None
+    micro_step = resumed.tokens_per_step(world_size)
     if tokens % micro_step:
         raise ConfigError(
-            f"a step of {folder} takes {sequences} sequences, no multiple of batch_size "
-            f"{resumed.batch_size} on {world_size} ranks; choose a batch_size and a number of "
-            f"ranks whose product divides {sequences}"
+            f"a step of {saved.folder} takes {tokens // resumed.seq_len} sequences, no multiple of "
+            f"batch_size {resumed.batch_size} on {world_size} ranks; choose a batch_size and a "
+            f"number of ranks whose product divides {tokens // resumed.seq_len}"
         )
     if theirs.get("total_batch_tokens") or tokens != micro_step:
         resumed = resumed.model_copy(update={"total_batch_tokens": tokens})
@@ -289,7 +291,7 @@ def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: W
     else:
         aside, init_from = run.create(), Path(config.init_from)
         notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-        if aside and init_from.is_relative_to(run.path):  # it has been moved as well
+        if aside and run.path in init_from.parents:  # it has been moved as well
             moved = aside / init_from.relative_to(run.path)
             config = config.model_copy(update={"init_from": str(moved)})
     # First: ranks that are started again at this moment find the run by it.

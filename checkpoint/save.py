@@ -56,19 +56,20 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     options = config.model_dump(mode="json")
     for name in Config.names_marked(PATH):
         options[name] = options[name] and str(Path(options[name]).resolve())
-    # The names of `state` that SavedState has too; it ignores the others.
-    fields = vars(state) | {
-        "folder": run.path / f"checkpoints/step_{state.step:06d}",
-        "tokens": state.step * tokens_per_step,
-        "tokens_per_step": tokens_per_step,
-        "recent": state.recent.figures,
-        "scaler": state.scaler.state_dict(),
-        "random": world.gather(take_random_state(world.device)),
-        "run_id": run.run_id(),
-        "not_logged": run.not_logged,
-        "config": options,
-    }
-    saved = SavedState(**fields)
+    saved = SavedState(
+        **vars(state)  # SavedState takes what it has too, and ignores the rest
+        | {
+            "folder": run.path / f"checkpoints/step_{state.step:06d}",
+            "tokens": state.step * tokens_per_step,
+            "tokens_per_step": tokens_per_step,
+            "recent": state.recent.figures,
+            "scaler": state.scaler.state_dict(),
+            "random": world.gather(take_random_state(world.device)),
+            "run_id": run.run_id(),
+            "not_logged": run.not_logged,
+            "config": options,
+        }
+    )
     state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
     run.message(f"saved {state.checkpoint}")
 

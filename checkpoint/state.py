@@ -58,8 +58,7 @@ class State:
 
         The same on all ranks, as loss and norm are. In fp16 the scaler judges what is not finite.
         """
-        may_skip = self.skipped_spikes < config.skip_spikes
-        is_spike = may_skip and self.recent.spikes(loss, norm)
+        is_spike = self.skipped_spikes < config.skip_spikes and self.recent.spikes(loss, norm)
         self.is_updating = not is_spike if math.isfinite(loss + norm) else config.fp16
         return self.is_updating
 
@@ -159,6 +158,5 @@ class SavedState(BaseModel):
 def read_state(folder: Path, *parts: str) -> SavedState:
     """Read checkpoint.json, after `verify`. Raises CheckpointError."""
     verify(folder, *parts)
-    path = folder / STATE
-    with reading(path):
-        return SavedState(**read_json(path) | {"folder": folder})
+    with reading(folder / STATE):
+        return SavedState(**read_json(folder / STATE) | {"folder": folder})

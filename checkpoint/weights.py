@@ -18,8 +18,6 @@ from runtime.cli import ConfigError, load
 from runtime.errors import in_a_line
 from runtime.runlog import all_checkpoints
 
-POSITIONS = "transformer.wpe.weight"
-
 
 def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config, GPT]:
     """Build the model, fresh or with the weights of `checkpoint` or of `init_from`.
@@ -37,27 +35,27 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
         # A shorter context keeps the first positions.
         fixed["block_size"] = min(theirs.block_size, given.get("block_size", theirs.block_size))
         check_given(given, fixed, f"init_from {config.init_from}")
-        vocabulary = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size}
+        # Its own padding may differ.
+        own = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size} | given
         # The path that the name means now: tomorrow it may mean another run.
-        config = load(Config, vocabulary | given | fixed | {"init_from": str(path)})
+        config = load(Config, own | fixed | {"init_from": str(path)})
     if config.n_vocab != theirs.n_vocab:
         raise ConfigError(
             f"vocab_size {config.vocab_size} makes {config.n_vocab} tokens, but init_from {path} "
             f"has {theirs.n_vocab}; leave vocab_size and real_vocab_size out"
         )
     if not config.rope:
-        weights[POSITIONS] = weights[POSITIONS][: config.block_size]
+        weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][: config.block_size]
     return config, load_weights(GPT(GPTConfig.of(config)), weights, path)
 
 
 def check_given(given: dict[str, Any], fixed: dict[str, Any], source: object) -> None:
     """Raise ConfigError if given options differ from those that `source` fixes."""
-    problems = [
+    if problems := [
         f"{name} {given[name]} contradicts {source}, which has {value}; leave {name} out"
         for name, value in fixed.items()
         if given.get(name, value) != value
-    ]
-    if problems:
+    ]:
         raise ConfigError("\n".join(problems))
 
 
@@ -190,7 +188,7 @@ def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
     content = _load(path)
     if not isinstance(content, dict):
         content = {type(content).__name__: content}
-    theirs, config, weights = (content.get(key) for key in ("model_args", "config", "model"))
+    theirs, config, weights = map(content.get, ("model_args", "config", "model"))
     activation = "gelu"  # nanoGPT's is the exact one
     if isinstance(config, _TheirGPTConfig):
         theirs, activation = vars(config), "gelu_tanh"
@@ -213,8 +211,10 @@ def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
 
 def _load(path: Path) -> Any:
     """Load what torch.save wrote, if it is of tensors, plain values, and their GPTConfig."""
-    modules = ("__main__", "train_gpt2", "model")  # in which it was pickled
-    allowed: list[Any] = [(_TheirGPTConfig, f"{module}.GPTConfig") for module in modules]
+    allowed: list[Any] = [
+        (_TheirGPTConfig, f"{pickled_in}.GPTConfig")
+        for pickled_in in ("__main__", "train_gpt2", "model")
+    ]
     try:
         with torch.serialization.safe_globals(allowed):
             # Mapped into memory, the optimizer's state, twice the model, is never read.
