@@ -46,7 +46,7 @@ def verify(folder: Path, *parts: str) -> None:
 
     `parts`: what the names of the files to read for this begin with; none: all files.
     """
-    with reading(folder), open(folder / SUMS, encoding="utf-8") as lines:
+    with reading(folder), open(folder / SUMS) as lines:
         sums = {folder / file: digest for digest, file in map(str.split, lines)}
         # A file without a checksum is wrong too: PyTorch reads every shard in a folder.
         for path in sorted({*sums, folder / STATE, *folder.rglob("*.safetensors")}):
@@ -58,7 +58,7 @@ def verify(folder: Path, *parts: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises CheckpointError."""
     with reading(path):
-        return dict(json.loads(path.read_text(encoding="utf-8")))  # TypeError: not an object
+        return {**json.loads(path.read_text(encoding="utf-8"))}  # TypeError: not an object
 
 
 def read_tensors(path: Path) -> Tensors:

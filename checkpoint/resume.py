@@ -45,7 +45,7 @@ def restore(saved: SavedState, state: State, config: Config, world: World) -> No
     updated = saved.step > saved.skipped_steps and saved.scaler.get("_growth_tracker", 1)
     if updated and not state.optimizers[0].state:
         raise CheckpointError(f"{saved.folder}: the optimizer's state is missing")
-    # Any error, as of another version of PyTorch, NumPy or Python.
+    # Those of another version of PyTorch, NumPy or Python can raise anything.
     with refusing(f"{saved.folder}: its scaler or random states do not fit", Exception):
         if saved.scaler:
             state.scaler.load_state_dict(saved.scaler)
@@ -137,7 +137,7 @@ def _find_checkpoint(
             )
         run, named = run_and_checkpoint(path)
     if RunFolder(run).was_started_by(world.calls):
-        named = None  # it may have later ones, of before it was started again
+        named = None  # the run has saved since: its newest checkpoint counts
     elif resume is None:
         return None, []
     if named:
@@ -291,7 +291,7 @@ def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: W
     else:
         aside, init_from = run.create(), Path(config.init_from)
         notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-        if aside and run.path in init_from.parents:  # it has been moved as well
+        if aside and init_from.is_relative_to(run.path):  # it has been moved as well
             moved = aside / init_from.relative_to(run.path)
             config = config.model_copy(update={"init_from": str(moved)})
     # First: ranks that are started again at this moment find the run by it.

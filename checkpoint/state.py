@@ -105,7 +105,7 @@ def _generator(device: torch.device) -> Any:
 
 
 def take_random_state(device: torch.device) -> dict[str, Any]:
-    """Return the random states of this process; PyTorch's are bytes in base64."""
+    """Return the random states of this process; PyTorch's are bytes in base64, for JSON."""
     gpu = _generator(device)
     return {
         "python": random.getstate(),

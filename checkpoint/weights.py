@@ -35,7 +35,7 @@ def build_model(config: Config, checkpoint: Path | None = None) -> tuple[Config,
         # A shorter context keeps the first positions.
         fixed["block_size"] = min(theirs.block_size, given.get("block_size", theirs.block_size))
         check_given(given, fixed, f"init_from {config.init_from}")
-        # Its own padding may differ.
+        # A given vocab_size may pad the same vocabulary to another size.
         own = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size} | given
         # The path that the name means now: tomorrow it may mean another run.
         config = load(Config, own | fixed | {"init_from": str(path)})
