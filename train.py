@@ -204,11 +204,11 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
 
     # Warm-up and schedule: the learning rate of this step, in each group times its own factor.
     lr = learning_rate(step, config, state.seconds)
-    leaves_out = state.leaves_out(mean_loss, norm, config)  # a step that is not finite, or a spike
+    updates = state.begin_update(mean_loss, norm, config)  # unless not finite, or a spike
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
-        if not leaves_out:
+        if updates:
             state.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()

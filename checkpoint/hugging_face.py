@@ -6,21 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.files import (
-    MODEL,
     CheckpointError,
     Tensors,
     read_json,
     read_tensors,
+    refusing,
     write_tensors,
 )
 from config import ARCHITECTURE, Config
 from model import GPTConfig
-from runtime.errors import in_a_line
 from runtime.files import write_whole
 
-HUGGING_FACE = {
-    name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-}
+HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights there
+WEIGHTS = "model.safetensors"
 # transformers keeps these matrices as (in, out), nn.Linear as (out, in)
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 # transformers' names of activations: ours
@@ -48,16 +46,15 @@ def download(name: str) -> Path:
 
     Raises CheckpointError.
     """
-    try:
+    with refusing(
+        f"{name} could not be downloaded from Hugging Face; give the folder of a copy instead",
+        Exception,  # of its own, or of its HTTP library
+    ):
         from huggingface_hub import snapshot_download
 
-        files = ["config.json", MODEL]
-        return Path(snapshot_download(HUGGING_FACE[name], allow_patterns=files))
-    except Exception as error:  # of its own, or of its HTTP library
-        raise CheckpointError(
-            f"{name} could not be downloaded from Hugging Face ({in_a_line(error)}); give the "
-            f"folder of a copy instead"
-        ) from None
+        return Path(
+            snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", WEIGHTS])
+        )
 
 
 def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
@@ -66,20 +63,20 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     Raises CheckpointError, also for a model that ours cannot be.
     """
     theirs = read_json(folder / "config.json")
-    wrong = [name for name, value in REQUIRED.items() if theirs.get(name, value) != value]
-    if wrong:
-        values = ", ".join(f"{name} {theirs[name]!r}" for name in wrong)
-        raise CheckpointError(f"{folder}: not a GPT-2 that this project can load: {values}")
+    if wrong := [
+        f"{name} {theirs[name]!r}"
+        for name, value in REQUIRED.items()
+        if theirs.get(name, value) != value
+    ]:
+        raise CheckpointError(
+            f"{folder}: not a GPT-2 that this project can load: {', '.join(wrong)}"
+        )
     activation = str(theirs.get("activation_function", "gelu_new"))
     # What the file leaves out is as in GPT-2 (124M). So it is with our options but for two.
     options = {"tie_weights": True, "activation": ACTIVATIONS.get(activation, activation)}
     names = {**OPTIONS, "vocab_size": "vocab_size"}
     options |= {ours: theirs[name] for name, ours in names.items() if name in theirs}
-    weights = with_our_names(read_tensors(folder / MODEL))
-    for name, tensor in weights.items():
-        if name.endswith(CONV1D) and tensor.dim() == 2:
-            weights[name] = tensor.t().contiguous()
-    return options, weights
+    return options, transpose_conv1d(with_our_names(read_tensors(folder / WEIGHTS)))
 
 
 def with_our_names(theirs: Tensors) -> Tensors:
@@ -95,6 +92,14 @@ def with_our_names(theirs: Tensors) -> Tensors:
     return ours
 
 
+def transpose_conv1d(weights: Tensors) -> Tensors:
+    """Turn transformers' matrices (in, out) into nn.Linear's (out, in), or the other way round."""
+    return {
+        name: tensor.transpose(0, -1) if name.endswith(CONV1D) else tensor
+        for name, tensor in weights.items()
+    }
+
+
 def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> None:
     """Write config.json and model.safetensors as transformers writes its GPT2LMHeadModel.
 
@@ -102,19 +107,17 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
     Raises CheckpointError for a model that GPT-2 in transformers cannot be, OSError if the folder
     cannot be written.
     """
-    values = {name: getattr(config, name) for name in Config.names_marked(ARCHITECTURE)}
-    wrong = [
-        f"{name} {value}"
-        for name, value in values.items()
+    if wrong := [
+        f"{name} {getattr(config, name)}"
+        for name in Config.names_marked(ARCHITECTURE)
         if name not in OPTIONS.values()
-        and value not in (getattr(GPTConfig, name), *ACTIVATIONS.values())
-    ]
-    if wrong:
+        and getattr(config, name) not in (getattr(GPTConfig, name), *ACTIVATIONS.values())
+    ]:
         raise CheckpointError(
             f"the model has {', '.join(wrong)}, which GPT-2 in transformers cannot have"
         )
     end_of_text = 50256 if config.n_vocab == 50257 else None  # another vocabulary may have none
-    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+    activation = next(name for name, ours in ACTIVATIONS.items() if ours == config.activation)
     options = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -132,14 +135,11 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
         "scale_attn_weights": True,
         "use_cache": True,
     }
-    options |= {theirs: getattr(config, name) for theirs, name in OPTIONS.items()}
+    options |= {name: getattr(config, ours) for name, ours in OPTIONS.items()}
     write_whole(folder / "config.json", json.dumps(options, indent=2) + "\n")
-    plain = {}
-    for name, tensor in weights.items():
-        if name in ("transformer.wte.weight", "lm_head.weight"):
-            tensor = tensor[: config.n_vocab]
-        elif name.endswith(CONV1D):
-            tensor = tensor.t()
-        if name != "lm_head.weight" or not config.tie_weights:
-            plain[name] = tensor
-    write_tensors(folder / MODEL, plain)
+    theirs = transpose_conv1d(weights)
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        theirs[name] = theirs[name][: config.n_vocab]
+    if config.tie_weights:
+        del theirs["lm_head.weight"]
+    write_tensors(folder / WEIGHTS, theirs)

@@ -1,15 +1,11 @@
 """Find the checkpoint to resume from, merge its options with the given ones, restore its state."""
 
-import collections
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from checkpoint.files import OPTIMIZER, CheckpointError
-from checkpoint.shards import read_part
+from checkpoint.files import OPTIMIZER, CheckpointError, read_part, refusing
 from checkpoint.state import SavedState, State, put_random_state, read_state
 from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
@@ -25,7 +21,7 @@ def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World)
     """True, with a message, if the run has ended with the checkpoint's step."""
     is_over = config.is_over(saved.step, saved.seconds) and world.broadcast(run.is_finished())
     if is_over:
-        end = f"{config.max_minutes:g} minutes" if config.max_minutes else config.max_steps
+        end = config.last_step or f"{config.max_minutes:g} minutes"
         run.message(
             f"nothing to do: {saved.folder} is step {saved.step} of {end}; raise "
             f"{'max_minutes' if config.max_minutes else 'max_steps'} to resume"
@@ -56,37 +52,36 @@ def restore(
     updated = saved.step > saved.skipped_steps and saved.scaler.get("_growth_tracker", 1)
     if updated and not state.optimizers[0].state:
         raise CheckpointError(f"{saved.folder}: the optimizer's state is missing")
-    try:
+    # Those of another version of PyTorch, NumPy or Python can raise anything.
+    with refusing(f"{saved.folder}: its scaler or random states do not fit", Exception):
         if saved.scaler:
             state.scaler.load_state_dict(saved.scaler)
         if world.rank < len(saved.random):  # a rank that is new keeps its seed
             put_random_state(saved.random[world.rank], world.device)
-    except Exception as error:  # of another version of PyTorch, NumPy or Python
-        problem = f"{saved.folder}: its scaler or random states do not fit: {error}"
-        raise CheckpointError(problem) from None
-    state.step, state.skipped_steps = saved.step, saved.skipped_steps
-    state.skipped_spikes, state.seconds = saved.skipped_spikes, saved.seconds
-    state.recent = Recent(saved.recent)
-    state.best_val_loss, state.checkpoint = saved.best_val_loss, saved.folder
+    for name in ("step", "best_val_loss", "skipped_steps", "skipped_spikes", "seconds"):
+        setattr(state, name, getattr(saved, name))
+    state.recent, state.checkpoint = Recent(saved.recent), saved.folder
 
 
 def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
     """Restore the optimizers' state. Raises CheckpointError if it does not fit."""
-    states = collections.defaultdict[str, dict[str, Tensor]](dict)
-    for key, tensor in read_part(folder, OPTIMIZER, model).items():
-        name, _, kind = key.partition("/")
-        states[name][kind] = tensor.clone()  # the file may be mapped
+    tensors = read_part(folder, OPTIMIZER, model)
     names = {p: name for name, p in model.named_parameters()}
-    for optimizer in optimizers if states else []:  # else every step so far was left out
+    for optimizer in optimizers if tensors else []:  # else every step so far was left out
         is_adamw = isinstance(optimizer, torch.optim.AdamW)
         averages = ("exp_avg", "exp_avg_sq") if is_adamw else ("momentum_buffer",)
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        state = {index: states[names[p]] for index, p in enumerate(own)}
-        for index, p in enumerate(own):
-            expected = dict.fromkeys(averages, (p.shape, p.dtype)) | {"step": ((), p.dtype)}
-            if {kind: (t.shape, t.dtype) for kind, t in state[index].items()} != expected:
-                problem = f"the optimizer's state does not fit the model's {names[p]}"
-                raise CheckpointError(f"{folder}: {problem}")
+        state = {}
+        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            shapes = dict.fromkeys(averages, p.shape) | {"step": torch.Size()}
+            state[index] = {
+                kind: tensors.get(f"{names[p]}/{kind}", torch.empty(0)).clone()  # may be mapped
+                for kind in shapes
+            }
+            for kind, tensor in state[index].items():
+                if (tensor.shape, tensor.dtype) != (shapes[kind], p.dtype):
+                    raise CheckpointError(
+                        f"{folder}: the optimizer's state does not fit the model's {names[p]}"
+                    )
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
@@ -102,15 +97,23 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     checkpoint that is absent, damaged, not the newest or not seen by all ranks; ConfigError for
     options that contradict it or, in a new run, each other.
     """
-    saved, found = world.on_rank0(lambda: _find_checkpoint(config, world.calls))
-    _check_same_folder(config, saved, world)
-    notes = [*world.notes, *found]
+    run = Path(f"{config.log_dir}/{config.run_name}")
+    saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config, world))
+    folder = saved.folder if saved else run / "checkpoints"
+    resumes = saved or config.resume or RunFolder(run).was_started_by(world.calls)
+    if others := _others(bool(resumes) and folder.is_dir(), world):
+        raise CheckpointError(
+            f"{folder} is there for rank 0 but not for {describe_ranks(others)}, or the other "
+            f"way round: a run on several machines resumes where all see its folder; put --log_dir "
+            f"on a file system that they share, at the same path, or copy it to each"
+        )
+    notes = [*world.notes, *skipped]
     if saved:
         given = config.model_fields_set
         config, changes = resumed_config(config, saved, world.world_size)
         notes += changes
         # As after the project was moved. `restore` compares the tokens.
-        if "data_dir" not in given and world.on_rank0(lambda: not Path(config.data_dir).is_dir()):
+        if "data_dir" not in given and not Path(config.data_dir).is_dir():
             here = Config.model_fields["data_dir"].default
             notes.append(
                 f"the corpus is no longer in {config.data_dir}: it is read from "
@@ -119,58 +122,52 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
             config = config.model_copy(update={"data_dir": here})
     elif config.resume is not None:
         # Only now are the options known to be those of a new run, and judged as such.
-        values = config.model_dump(include=config.model_fields_set)
-        config = load(Config, values | {"resume": None})
+        config = load(Config, config.model_dump(exclude_unset=True) | {"resume": None})
     if config.fsdp and not world.distributed:
         config = config.model_copy(update={"fsdp": False})
         notes.append("fsdp has no effect: there is one rank")
     return saved, config, notes
 
 
-def _find_checkpoint(config: Config, calls: Sequence[str]) -> tuple[SavedState | None, list[str]]:
-    run, resume, folder = _run_folder(config), config.resume, None
+def _find_checkpoint(
+    run: Path, config: Config, world: World
+) -> tuple[SavedState | None, list[str]]:
+    """Find what `resume` names, else the newest checkpoint of `run`; returns notes too."""
+    resume, named = config.resume, None
     is_named = resume not in (None, "auto")
     if is_named:
         path = find_folder(str(resume), config.log_dir)
-        if path is None:
+        if not path:
             raise UserError(
                 f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
                 f"or one of its checkpoints/step_*, or begin a new run with --init_from"
             )
-        run, folder = run_and_checkpoint(path)
-    was_restarted = _was_restarted(run, calls)
-    if resume is None and not was_restarted:
+        run, named = run_and_checkpoint(path)
+    if RunFolder(run).was_started_by(world.calls):
+        named = None  # the run has saved since: its newest checkpoint counts
+    elif resume is None:
         return None, []
-    if folder and not was_restarted:
-        saved = _read_own(folder, run)
-        if later := [other for other in all_checkpoints(run) if step_of(other) > saved.step]:
+    if named:
+        saved = _read_own(named, run)
+        latest = all_checkpoints(run)[-1]
+        if step_of(latest) > saved.step:
             raise UserError(
-                f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
+                f"--resume {resume}: {run} has later checkpoints, up to {latest.name}, whose "
                 f"steps would be taken again; move them away first, or begin a new run with "
                 f"--init_from {shlex.quote(str(resume))}"
             )
         return saved, []
     newest, skipped = newest_whole_checkpoint(run)
-    if newest is None and is_named:
+    if is_named and not newest:
         problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
         raise CheckpointError("\n".join([problem, *skipped]))
     return newest, skipped
 
 
-def _run_folder(config: Config) -> Path:
-    return Path(config.log_dir) / str(config.run_name)
-
-
-def _was_restarted(run: Path, calls: Sequence[str]) -> bool:
-    """True if one of these calls of torchrun has begun or resumed the run before."""
-    return not RunFolder(run).torchrun_calls().isdisjoint(calls)
-
-
 def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
     """Return the state in the run's latest whole checkpoint, and a line for each damaged one."""
     skipped: list[str] = []
-    folders = [*all_checkpoints(run, "best"), *all_checkpoints(run)]
-    for folder in sorted(folders, key=step_of, reverse=True):
+    for folder in reversed(all_checkpoints(run)):
         try:
             return _read_own(folder, run), skipped
         except CheckpointError as error:
@@ -192,19 +189,6 @@ def _read_own(folder: Path, run: Path) -> SavedState:
     return saved
 
 
-def _check_same_folder(config: Config, saved: SavedState | None, world: World) -> None:
-    """Raise CheckpointError on all ranks unless all of them see a checkpoint where rank 0 does."""
-    run = _run_folder(config)
-    folder = saved.folder if saved else run / "checkpoints"
-    resumes = saved or config.resume or _was_restarted(run, world.calls)
-    if others := _others(bool(resumes) and folder.is_dir(), world):
-        raise CheckpointError(
-            f"{folder} is there for rank 0 but not for {others}, or the other way round: a run on "
-            f"several machines resumes where all see its folder; put --log_dir on a file system "
-            f"that they share, at the same path, or copy it to each"
-        )
-
-
 def check_same_tokens(folder: str, corpus: str, world: World) -> None:
     """Raise UserError on all ranks unless all find the same corpus in their `folder`.
 
@@ -212,16 +196,15 @@ def check_same_tokens(folder: str, corpus: str, world: World) -> None:
     """
     if others := _others(corpus, world):
         raise UserError(
-            f"{folder}: {others} did not find the same tokens there as rank 0; copy one corpus to "
-            f"all machines"
+            f"{folder}: {describe_ranks(others)} did not find the same tokens there as rank 0; "
+            f"copy one corpus to all machines"
         )
 
 
-def _others(value: object, world: World) -> str:
-    """Return which ranks have another value than rank 0, in words; "" if none."""
+def _others(value: object, world: World) -> list[int]:
+    """Return the ranks that have another value than rank 0."""
     values = world.gather(value)
-    ranks = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
-    return describe_ranks(ranks) if ranks else ""
+    return [rank for rank, theirs in enumerate(values) if theirs != values[0]]
 
 
 # ---- the options of a resumed run
@@ -233,43 +216,55 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set where it
     would differ. Raises ConfigError for options that contradict the checkpoint.
     """
-    folder, tokens, this_call = saved.folder, saved.tokens_per_step, Config.names_marked(THIS_CALL)
-    names = Config.model_fields.keys() - {*this_call}
-    theirs = {name: value for name, value in saved.config.items() if name in names}
-    given = config.model_dump(mode="json", include=config.model_fields_set)
-    marked = Config.names_marked(ARCHITECTURE) + Config.names_marked(FIXED)
+    tokens = saved.tokens_per_step
+    this_call = Config.names_marked(THIS_CALL)
+    theirs = {
+        name: value
+        for name, value in saved.config.items()
+        if name in Config.model_fields and name not in this_call
+    }
+    given = config.model_dump(mode="json", exclude_unset=True)
+    marked = Config.names_marked(ARCHITECTURE, FIXED)
     fixed = {name: theirs[name] for name in marked if name in theirs}
     if given.get("total_batch_tokens"):
         fixed["total_batch_tokens"] = tokens
-    check_given(given, fixed, str(folder))
-    run = folder.parent.parent
-    values = theirs | given | {"init_from": theirs.get("init_from", "scratch"), "resume": None}
-    values |= {"log_dir": str(run.parent), "run_name": run.name, "total_batch_tokens": None}
+    check_given(given, fixed, saved.folder)
+    run = saved.folder.parent.parent
+    own = {
+        "init_from": theirs.get("init_from", "scratch"),
+        "log_dir": str(run.parent),
+        "run_name": run.name,
+        "resume": None,
+        "total_batch_tokens": None,  # set below
+    }
     try:
-        resumed = load(Config, values)
+        resumed = load(Config, theirs | given | own)
     except ConfigError as error:
-        raise ConfigError(f"{folder}: the given options do not fit its own: {error}") from None
-    sequences, batch_size = tokens // resumed.seq_len, resumed.batch_size
-    if tokens % (batch_size * resumed.seq_len * world_size):
         raise ConfigError(
-            f"a step of {folder} takes {sequences} sequences, no multiple of batch_size "
-            f"{batch_size} on {world_size} ranks; choose a batch_size and a number of ranks whose "
-            f"product divides {sequences}"
+            f"{saved.folder}: the given options do not fit its own: {error}"
+        ) from None
+    micro_step = resumed.tokens_per_step(world_size)
+    if tokens % micro_step:
+        raise ConfigError(
+            f"a step of {saved.folder} takes {tokens // resumed.seq_len} sequences, no multiple of "
+            f"batch_size {resumed.batch_size} on {world_size} ranks; choose a batch_size and a "
+            f"number of ranks whose product divides {tokens // resumed.seq_len}"
         )
-    if theirs.get("total_batch_tokens") or resumed.tokens_per_step(world_size) != tokens:
+    if theirs.get("total_batch_tokens") or tokens != micro_step:
         resumed = resumed.model_copy(update={"total_batch_tokens": tokens})
-    may_differ = Config.names_marked(INITIAL) + Config.names_marked(PATH)
+    return resumed, _describe_changes(saved, resumed)
+
+
+def _describe_changes(saved: SavedState, resumed: Config) -> list[str]:
+    """Return a line on the options that are not the checkpoint's, if there are any."""
+    now, unknown = resumed.model_dump(mode="json"), "(unknown to this version)"
+    may_differ = Config.names_marked(THIS_CALL, INITIAL, PATH)
     changed = [
-        f"{name} {theirs[name]} -> {new}"
-        for name, new in resumed.model_dump(mode="json", exclude={*may_differ}).items()
-        if theirs.get(name, new) != new
-    ]
-    changed += [
-        f"{name} {value} -> (unknown to this version)"
+        f"{name} {value} -> {now.get(name, unknown)}"
         for name, value in saved.config.items()
-        if name not in Config.model_fields
+        if name not in may_differ and value != now.get(name, unknown)
     ]
-    return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
+    return [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 
 # ---- the run's folder
@@ -281,12 +276,11 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     All ranks have to call this. Raises UserError if another run is writing to the folder, and with
     fsdp if not every rank sees it. A new run that cannot be written leaves everything as it was.
     """
-
-    notes = world.on_rank0(lambda: _open_run(run, config, saved, world.calls))
+    notes = world.on_rank0(lambda: _open_run(run, config, saved, world))
     if others := _others((run.path / "config.yaml").exists(), world):
         problem = (
-            f"{run.path} is not there for {others}; put --log_dir on a file system that all "
-            f"machines share"
+            f"{run.path} is not there for {describe_ranks(others)}; put --log_dir on a file system "
+            f"that all machines share"
         )
         if config.fsdp and config.keep_last:
             world.on_rank0(run.abandon)
@@ -295,21 +289,19 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     return notes
 
 
-def _open_run(
-    run: RunFolder, config: Config, saved: SavedState | None, calls: Sequence[str]
-) -> list[str]:
+def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
     if saved:
         # A run that is over keeps its last row, whatever log_every says.
-        is_over = config.is_over(saved.step, saved.seconds)
-        log_every = 1 if is_over else config.log_every
+        log_every = 1 if config.is_over(saved.step, saved.seconds) else config.log_every
         run.resume(saved.step, log_every, saved.folder, config.keep_last, saved.not_logged)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]
     else:
-        aside = run.create()
+        aside, init_from = run.create(), Path(config.init_from)
         notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-        if aside and Path(config.init_from).is_relative_to(run.path):  # it has been moved as well
-            init_from = aside / Path(config.init_from).relative_to(run.path)
-            config = config.model_copy(update={"init_from": str(init_from)})
-    run.write_calls(calls)  # first: ranks that are started again at this moment find the run by it
+        if aside and init_from.is_relative_to(run.path):  # it has been moved as well
+            moved = aside / init_from.relative_to(run.path)
+            config = config.model_copy(update={"init_from": str(moved)})
+    # First: ranks that are started again at this moment find the run by it.
+    run.write_calls(world.calls)
     run.write_config(config.to_yaml())
     return notes

@@ -11,8 +11,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from checkpoint.files import MODEL, OPTIMIZER, SHARDS, STATE, SUMS, CheckpointError, write_tensors
-from checkpoint.shards import own_part, write_shards
+import numpy as np
+
+from checkpoint.files import (
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    SUMS,
+    CheckpointError,
+    Tensors,
+    own_part,
+    write_shards,
+    write_tensors,
+)
 from checkpoint.state import SavedState, State, take_random_state
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
@@ -27,16 +38,14 @@ class NotSavedError(CheckpointError):
     status = 1  # the disk is at fault, not the command
 
 
-def save(run: RunFolder, state: State, config: Config, world: World) -> Path | None:
-    """Save the run's state, unless a checkpoint has this step already; returns its folder.
+def save(run: RunFolder, state: State, config: Config, world: World) -> None:
+    """Save the run's state, but not before the first step, twice, or with `keep_last` 0.
 
-    All ranks have to call this. Returns None before the first step, and with `keep_last` 0. Raises
-    TrainingError for weights that are not finite, NotSavedError if the disk takes no checkpoint.
+    All ranks have to call this. Afterwards `state.checkpoint` is the folder. Raises TrainingError
+    for weights that are not finite, NotSavedError if the disk takes no checkpoint.
     """
-    if not state.step or not config.keep_last:
-        return None
-    if state.is_saved:
-        return state.checkpoint
+    if state.is_saved or not (state.step and config.keep_last):
+        return
     # Their sum: isfinite of all weights would take as much memory as the largest matrix.
     if world.any(not all(own_part(p).sum().isfinite() for p in state.model.parameters())):
         raise TrainingError(
@@ -48,25 +57,21 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> Path | N
     for name in Config.names_marked(PATH):
         options[name] = options[name] and str(Path(options[name]).resolve())
     saved = SavedState(
-        folder=run.path / "checkpoints" / f"step_{state.step:06d}",
-        step=state.step,
-        tokens=state.step * tokens_per_step,
-        tokens_per_step=tokens_per_step,
-        best_val_loss=state.best_val_loss,
-        skipped_steps=state.skipped_steps,
-        skipped_spikes=state.skipped_spikes,
-        seconds=state.seconds,
-        recent=list(state.recent.figures),
-        corpus=state.corpus,
-        scaler=state.scaler.state_dict(),
-        random=world.gather(take_random_state(world.device)),
-        run_id=run.run_id(),
-        not_logged=run.not_logged,
-        config=options,
+        **vars(state)  # SavedState takes what it has too, and ignores the rest
+        | {
+            "folder": run.path / f"checkpoints/step_{state.step:06d}",
+            "tokens": state.step * tokens_per_step,
+            "tokens_per_step": tokens_per_step,
+            "recent": state.recent.figures,
+            "scaler": state.scaler.state_dict(),
+            "random": world.gather(take_random_state(world.device)),
+            "run_id": run.run_id(),
+            "not_logged": run.not_logged,
+            "config": options,
+        }
     )
     state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
     run.message(f"saved {state.checkpoint}")
-    return state.checkpoint
 
 
 def save_checkpoint(
@@ -77,22 +82,22 @@ def save_checkpoint(
     All ranks have to call this; with FSDP each writes its shards. Of the run's checkpoints the
     `keep_last` newest are kept. Raises NotSavedError, and those that are kept are then as before.
     """
-    folder, whole = saved.folder, state.checkpoint
+    folder = saved.folder
 
-    def make_room() -> None:  # first, as the disk may be full of what goes
+    def begin() -> Path:
         with contextlib.suppress(OSError):  # there may be room all the same
-            delete(not_kept(run, keep_last - 1, before=saved.step, whole=whole) if whole else [])
+            # First, as the disk may be full of what goes.
+            delete(not_kept(run, keep_last - 1, before=saved.step, whole=state.checkpoint))
             flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
+        return on_rank0.enter_context(whole_folder(folder, replace=True))
 
     def finish() -> None:
-        stack.close()
+        on_rank0.close()
         delete(not_kept(run, keep_last, before=saved.step + 1, whole=folder))
 
     try:
-        world.on_rank0(make_room)
-        with contextlib.ExitStack() as stack:  # entered on rank 0
-            new = whole_folder(folder, replace=True)
-            _write(world.on_rank0(lambda: stack.enter_context(new)), state, saved, world)
+        with contextlib.ExitStack() as on_rank0:
+            _write(world.on_rank0(begin), state, saved, world)
             world.on_rank0(finish)
     except (OSError, TrainingError) as error:
         raise NotSavedError(f"{folder}: cannot be written: {error}") from None
@@ -108,18 +113,24 @@ def _write(folder: Path, state: State, saved: SavedState, world: World) -> None:
     weights = state.model.state_dict()
     if state.model.config.tie_weights:
         del weights["lm_head.weight"]
-    parts, sums = {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}, dict[str, str]()
-    for part, place in SHARDS.items():
-        if saved.config["fsdp"] and parts[part]:  # else no optimizer has taken a step yet
-            sums |= write_shards(folder / place, parts.pop(part), world)
+    sums, files = "", dict[str, Tensors]()
+    for part, tensors in {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}.items():
+        if saved.config["fsdp"] and tensors:  # else no optimizer has taken a step yet
+            sums += write_shards(folder / part, tensors, world)
+        else:
+            files[f"{part}.safetensors"] = tensors
+
+    def write_file(name: str) -> str:
+        write_tensors(folder / name, files[name])
+        return f"{sha256(folder / name)}  {name}\n"
 
     def write_rest() -> None:
         with ThreadPoolExecutor() as pool:  # one is copied while the other is hashed and flushed
-            digests = pool.map(lambda part: write_tensors(folder / part, parts[part]), parts)
-            sums.update(zip(parts, digests, strict=True))
-        write_whole(folder / STATE, json.dumps(saved.model_dump()) + "\n")
-        sums[STATE] = sha256(folder / STATE)
-        write_whole(folder / SUMS, "".join(f"{digest}  {file}\n" for file, digest in sums.items()))
+            lines = [*pool.map(write_file, files)]
+        text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
+        write_whole(folder / STATE, f"{text}\n")
+        lines.append(f"{sha256(folder / STATE)}  {STATE}\n")
+        write_whole(folder / SUMS, sums + "".join(lines))
 
     world.on_rank0(write_rest)
 
@@ -129,24 +140,21 @@ def save_if_best(
 ) -> None:
     """Keep a checkpoint of this step as `best_<step>`, if no validation loss was lower.
 
-    All ranks have to call this. `keep_last` does not delete it. Raises NotSavedError.
+    All ranks have to call this. `keep_last` does not delete it. Raises NotSavedError, or OSError
+    if the step is saved but not kept.
     """
-    best = math.inf if state.best_val_loss is None else state.best_val_loss
-    if state.step and val_loss < best:
-        folder = save(run, state, config, world)
+    if state.step and config.keep_last and val_loss < (state.best_val_loss or math.inf):
+        save(run, state, config, world)
         state.best_val_loss = val_loss
-        if folder:
-            world.on_rank0(lambda: _keep_best(run.path, folder))
+        if folder := state.checkpoint:
+            world.on_rank0(lambda: _keep_best(folder))
 
 
-def _keep_best(run: Path, folder: Path) -> None:
+def _keep_best(folder: Path) -> None:
     best = folder.with_name(f"best_{step_of(folder):06d}")
-    try:
-        with whole_folder(best, replace=True) as unfinished:
-            shutil.copytree(folder, unfinished, copy_function=_link_or_copy, dirs_exist_ok=True)
-        delete(path for path in all_checkpoints(run, "best") if path != best)
-    except OSError as error:
-        raise NotSavedError(f"{best}: cannot be written: {error}") from None
+    with whole_folder(best, replace=True) as unfinished:
+        shutil.copytree(folder, unfinished, copy_function=_link_or_copy, dirs_exist_ok=True)
+    delete(path for path in all_checkpoints(folder.parent.parent, "best") if path != best)
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -184,7 +192,7 @@ def check_finite(
         f"step {state.step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"
     )
     if state.skipped_steps == config.skip_nonfinite:
-        instead = ", or bf16 instead of fp16" if config.fp16 else ""
+        instead = ", or bf16 instead of fp16" * config.fp16
         raise TrainingError(f"{problem}; {hint(run.path, config.lr)}{instead}")
     state.skipped_steps += 1
     run.message(f"{problem}: left out, {state.skipped_steps} of {config.skip_nonfinite}")
@@ -199,7 +207,6 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
     tells how to resume. The step is not saved if its update has begun, after a save that failed,
     or in one of several ranks, as the others may be gone: then the last checkpoint counts.
     """
-    hooks = [o.register_step_pre_hook(state.begin_update) for o in state.optimizers]
     try:
         yield
     except TrainingError:  # the state is spoiled, and the message says what to do
@@ -223,6 +230,3 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
             if isinstance(error, UserError):
                 error.status = 1  # the run has failed: its options were right
         raise
-    finally:
-        for hook in hooks:
-            hook.remove()

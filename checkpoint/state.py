@@ -3,7 +3,6 @@
 import base64
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from runtime.runlog import LogRow, step_of
 class State:
     """Hold all that changes from step to step but the random states, which belong to the process.
 
-    Between `begin_step` and `finish_step` it is that of the step before until an optimizer begins
-    its update, and then neither that one nor the next.
+    Between `begin_step` and `finish_step` it is that of the step before until the update begins,
+    and then neither that one nor the next.
     """
 
     model: GPT  # without torch.compile and DDP; sharded, with FSDP
@@ -57,18 +56,14 @@ class State:
         self.before_step = self.step, take_random_state(device)
         return self.step + 1
 
-    def begin_update(self, *_: object) -> None:
-        """Note that weights change from here on. A hook of the optimizers, which pass arguments."""
-        self.is_updating = True
+    def begin_update(self, loss: float, norm: float, config: Config) -> bool:
+        """Return whether a step's update is to be made; if so, weights change from here on.
 
-    def leaves_out(self, loss: float, norm: float, config: Config) -> bool:
-        """True if a step's update is not to be made; in fp16 the scaler judges what is not finite.
-
-        The same on all ranks, as loss and norm are.
+        The same on all ranks, as loss and norm are. In fp16 the scaler judges what is not finite.
         """
-        if not math.isfinite(loss + norm):
-            return not config.fp16
-        return self.skipped_spikes < config.skip_spikes and bool(self.recent.spikes(loss, norm))
+        is_spike = self.skipped_spikes < config.skip_spikes and self.recent.spikes(loss, norm)
+        self.is_updating = not is_spike if math.isfinite(loss + norm) else config.fp16
+        return self.is_updating
 
     def finish_step(
         self, step: int, loss: float, norm: float, seconds: float, config: Config
@@ -84,10 +79,9 @@ class State:
         self.step, self.last_loss, self.is_updating = step, loss, False
         return [f"step {step}: {line}" for line in unusual]
 
-    def next_steps(self, config: Config) -> Iterable[int]:
+    def next_steps(self, config: Config) -> range:
         """Return the numbers of the steps to come: without end where the clock ends the run."""
-        last = 10**9 if config.max_minutes else config.max_steps
-        return range(self.step + 1, last + 1)
+        return range(self.step + 1, (config.last_step or 10**9) + 1)
 
     def is_over(self, config: Config) -> bool:
         """True after the run's last step."""
@@ -95,34 +89,31 @@ class State:
 
     def undo_step(self, device: torch.device) -> None:
         """Take back what a step has changed that failed before its update."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad()
         if self.before_step and self.before_step[0] == self.step:
             put_random_state(self.before_step[1], device)
 
     def optimizer_tensors(self) -> Tensors:
         """Return the optimizers' state as named tensors, `<parameter>/<name of the state>`."""
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         return {
-            f"{names[p]}/{key}": torch.as_tensor(value)
+            f"{name}/{key}": value
             for optimizer in self.optimizers
-            for p, values in optimizer.state.items()
-            for key, value in values.items()
+            for name, p in self.model.named_parameters()
+            for key, value in optimizer.state.get(p, {}).items()
         }
 
 
 def _generator(device: torch.device) -> Any:
     """Return the module with the device's random state; None on a CPU."""
-    return {"cuda": torch.cuda, "mps": torch.mps}.get(device.type)
+    return None if device.type == "cpu" else torch.get_device_module(device)
 
 
 def take_random_state(device: torch.device) -> dict[str, Any]:
-    """Return the random states of this process as JSON has them; PyTorch's are bytes in base64."""
-    name, keys, *rest = np.random.get_state(legacy=True)
+    """Return the random states of this process; PyTorch's are bytes in base64, for JSON."""
     gpu = _generator(device)
     return {
         "python": random.getstate(),
-        "numpy": (name, np.asarray(keys).tolist(), *rest),
+        "numpy": np.random.get_state(),
         "torch_cpu": _encode(torch.get_rng_state()),
         "device": device.type,
         "torch_device": gpu and _encode(gpu.get_rng_state()),
@@ -152,7 +143,7 @@ class SavedState(BaseModel):
     """checkpoint.json: a run's state but for the tensors, and what a resume has to agree with."""
 
     folder: Path = Field(exclude=True)  # of the checkpoint
-    step: int = Field(ge=0)
+    step: int
     tokens: int  # trained on so far
     tokens_per_step: int = Field(ge=1)
     best_val_loss: float | None

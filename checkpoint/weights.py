@@ -1,24 +1,22 @@
 """The model of a run: fresh, or with weights of a run, of Hugging Face or of nanoGPT."""
 
 import os
-from dataclasses import fields
+import pickle
+import re
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from checkpoint.files import MODEL, SHARDS, STATE, CheckpointError, Tensors
-from checkpoint.hugging_face import HUGGING_FACE, download, read_hugging_face
-from checkpoint.nanogpt import read_pt
-from checkpoint.shards import read_part
+from checkpoint.files import MODEL, STATE, CheckpointError, Tensors, read_part, refusing
+from checkpoint.hugging_face import HUGGING_FACE, download, read_hugging_face, with_our_names
 from checkpoint.state import SavedState, read_state
 from config import ARCHITECTURE, Config
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, load
 from runtime.errors import in_a_line
 from runtime.runlog import all_checkpoints
-
-POSITIONS = "transformer.wpe.weight"
 
 
 def build_model(config: Config, resumed: SavedState | None = None) -> tuple[Config, GPT]:
@@ -32,32 +30,32 @@ def build_model(config: Config, resumed: SavedState | None = None) -> tuple[Conf
     path = resumed.folder if resumed else find_weights(config.init_from, config.log_dir)
     theirs, weights = read_weights(path)  # before the model: this checks its size
     if not resumed:
-        given = config.model_dump(include=config.model_fields_set)
+        given = config.model_dump(exclude_unset=True)
         fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
         # A shorter context keeps the first positions.
         fixed["block_size"] = min(theirs.block_size, given.get("block_size", theirs.block_size))
         check_given(given, fixed, f"init_from {config.init_from}")
-        vocabulary = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size}
+        # A given vocab_size may pad the same vocabulary to another size.
+        own = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size} | given
         # The path that the name means now: tomorrow it may mean another run.
-        config = load(Config, vocabulary | given | fixed | {"init_from": str(path)})
+        config = load(Config, own | fixed | {"init_from": str(path)})
     if config.n_vocab != theirs.n_vocab:
         raise ConfigError(
             f"vocab_size {config.vocab_size} makes {config.n_vocab} tokens, but init_from {path} "
             f"has {theirs.n_vocab}; leave vocab_size and real_vocab_size out"
         )
     if not config.rope:
-        weights[POSITIONS] = weights[POSITIONS][: config.block_size]
-    return config, load_weights(GPT(GPTConfig.of(config)), weights, str(path))
+        weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][: config.block_size]
+    return config, load_weights(GPT(GPTConfig.of(config)), weights, path)
 
 
-def check_given(given: dict[str, Any], fixed: dict[str, Any], source: str) -> None:
+def check_given(given: dict[str, Any], fixed: dict[str, Any], source: object) -> None:
     """Raise ConfigError if given options differ from those that `source` fixes."""
-    problems = [
+    if problems := [
         f"{name} {given[name]} contradicts {source}, which has {value}; leave {name} out"
         for name, value in fixed.items()
         if given.get(name, value) != value
-    ]
-    if problems:
+    ]:
         raise ConfigError("\n".join(problems))
 
 
@@ -68,10 +66,10 @@ def load_model(source: str, log_dir: str = "logs") -> GPT:
     """
     path = find_weights(source, log_dir)
     config, weights = read_weights(path)
-    return load_weights(GPT(config), weights, str(path)).eval()
+    return load_weights(GPT(config), weights, path).eval()
 
 
-def load_weights(model: GPT, weights: Tensors, source: str) -> GPT:
+def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
     """Copy weights into the model, tied or not and padded or not on either side; returns it.
 
     Padding rows that only one side has stay as they are. Raises CheckpointError for weights that
@@ -89,15 +87,13 @@ def load_weights(model: GPT, weights: Tensors, source: str) -> GPT:
             f"model ties them"
         )
     ours, n_vocab = model.state_dict(), model.config.n_vocab
-    try:
+    with refusing(problem, RuntimeError, TypeError):  # TypeError: of a scalar
         for name in ("transformer.wte.weight", "lm_head.weight"):
             theirs, padding = weights[name], ours[name][n_vocab:]
-            if theirs.dim() == 2 and n_vocab <= len(theirs) != len(ours[name]):
+            if n_vocab <= len(theirs) != len(ours[name]):
                 weights[name] = torch.cat((theirs[:n_vocab].to(padding), padding))
         model.load_state_dict(weights)
-        return model
-    except RuntimeError as error:
-        raise CheckpointError(f"{problem}: {in_a_line(error)}") from None
+    return model
 
 
 # ---- finding and reading
@@ -127,7 +123,7 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     """Return the path of weights: a checkpoint, a Hugging Face folder or a `.pt` file.
 
     `source`: gpt2 .. gpt2-xl for OpenAI's weights, downloaded once; else the name or folder of a
-    run, for its newest checkpoint, else its best; or one of these paths. Raises CheckpointError.
+    run, for its newest checkpoint; or one of these paths. Raises CheckpointError.
     """
     if source in HUGGING_FACE:
         return download(source)
@@ -136,8 +132,8 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     if is_pt or (path / STATE).is_file() or (path / "config.json").is_file():
         return path
     run, _ = run_and_checkpoint(path)
-    if path.is_dir() and (found := [*all_checkpoints(run, "best"), *all_checkpoints(run)]):
-        return found[-1]  # the best only if no other is left
+    if path.is_dir() and (checkpoints := all_checkpoints(run)):
+        return checkpoints[-1]
     runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
     raise CheckpointError(
         f"{source}: no such run with a checkpoint (one is saved at its end, or by "
@@ -157,14 +153,11 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
     elif (path / "config.json").is_file():
         options, weights = read_hugging_face(path)
     else:
-        saved, weights = read_state(path, SHARDS[MODEL], STATE).config, read_part(path, MODEL)
-        options = {f.name: saved[f.name] for f in fields(GPTConfig) if f.name in saved}
-    try:
+        saved, weights = read_state(path, MODEL, STATE).config, read_part(path, MODEL)
+        options = {name: saved[name] for name in vars(GPTConfig()) if name in saved}
+    with refusing(f"{path}: its options do not make a model", ConfigError):
         # seq_len, an option of training, has to fit any block_size.
         config = GPTConfig.of(load(Config, options | {"seq_len": 1}))
-    except ConfigError as error:
-        problem = str(error).splitlines()[0]
-        raise CheckpointError(f"{path}: its options do not make a model: {problem}") from None
     # Before a model is made, of any size.
     sizes = {"wte": config.vocab_size, "wpe": config.block_size}
     if config.rope:
@@ -177,3 +170,60 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
                 f"{[*theirs]}, by its options {[ours, config.n_embd]}"
             )
     return config, weights
+
+
+# ---- .pt files of nanoGPT and build-nanogpt: pickles, of which only tensors and plain values are
+# taken; no code that a file names is ever imported or run
+
+
+class _TheirGPTConfig:
+    """Stand for the dataclass of that name in a file; its fields become attributes."""
+
+
+def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
+    """Read the model's options (fields of GPTConfig) and weights. Raises CheckpointError.
+
+    nanoGPT's file has the options as a dict `model_args`, build-nanogpt's as a dataclass `config`.
+    """
+    content = _load(path)
+    if not isinstance(content, dict):
+        content = {type(content).__name__: content}
+    theirs, config, weights = map(content.get, ("model_args", "config", "model"))
+    activation = "gelu"  # nanoGPT's is the exact one
+    if isinstance(config, _TheirGPTConfig):
+        theirs, activation = vars(config), "gelu_tanh"
+    if not (
+        isinstance(theirs, dict)
+        and isinstance(weights, dict)
+        and all(map(torch.is_tensor, weights.values()))
+    ):
+        raise CheckpointError(
+            f"{path}: not a checkpoint of nanoGPT (model, model_args) or build-nanogpt (model, "
+            f"config), whose model is tensors: it has {reprlib.repr([*content])}"
+        )
+    # An option that is not in the file has no default: of a fork, it may have another meaning.
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"))
+    if unknown := theirs.keys() - {*sizes, "bias", "dropout"}:
+        raise CheckpointError(f"{path}: an option of a fork: {', '.join(map(str, unknown))}")
+    options = {**sizes, **theirs, "activation": activation, "tie_weights": True}
+    return options, with_our_names(weights)
+
+
+def _load(path: Path) -> Any:
+    """Load what torch.save wrote, if it is of tensors, plain values, and their GPTConfig."""
+    allowed: list[Any] = [
+        (_TheirGPTConfig, f"{pickled_in}.GPTConfig")
+        for pickled_in in ("__main__", "train_gpt2", "model")
+    ]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            # Mapped into memory, the optimizer's state, twice the model, is never read.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged pickle can raise anything
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            raise CheckpointError(
+                f"{path}: refused: it names {named[1][:80]}, which is code; of a .pt file only "
+                f"tensors, plain values and the GPTConfig of nanoGPT and build-nanogpt are read"
+            ) from None
+        why = "" if isinstance(error, pickle.UnpicklingError) else f" ({in_a_line(error)})"
+        raise CheckpointError(f"{path}: damaged, or not written by torch.save{why}") from None

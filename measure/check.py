@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoint.files import own_part
 from checkpoint.resume import find_checkpoint, open_run
 from checkpoint.save import save
-from checkpoint.shards import own_part
 from config import Config
 from dataloader import DataLoader
 from inference.validation import evaluating
@@ -182,9 +182,9 @@ def resumes_exactly(run: Run, folder: Path) -> Finding:
         RunFolder(folder / "check", run.world.rank) as new,
     ):
         open_run(new, run.config, None, run.world)
-        path = save(new, run.state, run.config, run.world)
+        save(new, run.state, run.config, run.world)
     straight = train_step(run, STEPS + 1)
-    values = run.config.model_dump(exclude={"resume"}) | {"resume": str(path)}
+    values = run.config.model_dump(exclude={"resume"}) | {"resume": str(run.state.checkpoint)}
     saved, config, _ = find_checkpoint(load(Config, values), run.world)
     again = train_step(setup(config, run.world, saved), STEPS + 1)
     tolerance = 0.0 if run.world.device.type == "cpu" else 1e-3

@@ -70,9 +70,9 @@ class Options(BaseModel):
         return [m for m in cls.model_fields[name].metadata if m == mark or type(m) is mark]
 
     @classmethod
-    def names_marked(cls, mark: object) -> tuple[str, ...]:
-        """Return the names of the fields that carry `mark`, or an instance of this class."""
-        return tuple(name for name in cls.model_fields if cls.marks(name, mark))
+    def names_marked(cls, *marks: object) -> tuple[str, ...]:
+        """Return the names of the fields that carry one of the marks, or an instance of a class."""
+        return tuple(n for n in cls.model_fields if any(cls.marks(n, mark) for mark in marks))
 
 
 O = TypeVar("O", bound=Options)

@@ -200,22 +200,6 @@ def check_compiler(device: torch.device, mode: str = "default", acting: str = ""
     return notes
 
 
-def attention_kernel(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int], dropout: float
-) -> str:
-    """Return the kernel that scaled_dot_product_attention picks for training.
-
-    `shape` is that of the queries (B, nh, T, hs). Such as flash_attention, efficient_attention,
-    cudnn_attention; math is the T x T matrix. "" where PyTorch does not tell, as on MPS.
-    """
-    q = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
-    try:
-        choice = torch._fused_sdp_choice(q, q, q, dropout_p=dropout, is_causal=True)
-    except NotImplementedError:
-        return ""
-    return SDPBackend(choice).name.lower()
-
-
 def check_attention(
     device: torch.device,
     dtype: torch.dtype,
@@ -226,17 +210,24 @@ def check_attention(
 ) -> list[str]:
     """Return a note on the kernel that `flash` gets for queries of `shape` (B, nh, T, hs).
 
-    `blocked`: the model takes kernels/attention.py's where it can.
+    `blocked`: the model takes kernels/attention.py's where it can. Else it is the one that
+    scaled_dot_product_attention picks for training, such as flash_attention, efficient_attention
+    or cudnn_attention; math is the T x T matrix.
     """
     if blocked and not dropout:
         return ["flash runs blocked attention, which is faster on this CPU than PyTorch's kernel"]
-    kernel = attention_kernel(device, dtype, shape, dropout)
+    q = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
+    try:
+        choice = torch._fused_sdp_choice(q, q, q, dropout_p=dropout, is_causal=True)
+    except NotImplementedError:  # PyTorch does not tell, as on MPS
+        return []
+    kernel = SDPBackend(choice).name.lower()
     if kernel == "math":
         return [
             "flash has no effect: PyTorch has no fused attention for this device, precision and "
             "dropout"
         ]
-    return [f"flash runs PyTorch's {kernel} kernel"] if kernel else []
+    return [f"flash runs PyTorch's {kernel} kernel"]
 
 
 # ---- what it reaches

@@ -386,11 +386,11 @@ class RunFolder:
         path = self.path / ".run_id"
         return path.read_text(errors="replace") if path.exists() else None
 
-    def torchrun_calls(self) -> set[str]:
-        """Return the calls of torchrun, one on each machine, that started or resumed the run."""
+    def was_started_by(self, calls: Sequence[str]) -> bool:
+        """True if one of these calls of torchrun has begun or resumed the run before."""
         path = self.path / ".torchrun"
         text = path.read_text(errors="replace") if path.exists() else ""
-        return set(text.splitlines())
+        return not set(text.splitlines()).isdisjoint(calls)
 
 
 def _counted(step: int, last_step: int | None) -> str:
@@ -480,14 +480,15 @@ def _line(columns: Sequence[str], row: Mapping[str, float | None]) -> str:
 # ---- the names in checkpoints/
 
 
-def all_checkpoints(run: Path, name: str = "step") -> list[Path]:
-    """Return the run's checkpoints `<name>_<step>`, by step.
+def all_checkpoints(run: Path, name: str = "best|step") -> list[Path]:
+    """Return the run's checkpoints `<name>_<step>`, by step; of one step, `best` comes first.
 
     Raises OSError if checkpoints/ is there, such as a link to another disk, and cannot be read.
     """
     folder = run / "checkpoints"
     paths = folder.iterdir() if os.path.lexists(folder) else ()
-    return sorted((p for p in paths if re.fullmatch(rf"{name}_\d+", p.name)), key=step_of)
+    named = [path for path in paths if re.fullmatch(rf"({name})_\d+", path.name)]
+    return sorted(sorted(named), key=step_of)
 
 
 def not_kept(run: Path, keep: int, *, before: int, whole: Path | None) -> list[Path]:
@@ -497,7 +498,7 @@ def not_kept(run: Path, keep: int, *, before: int, whole: Path | None) -> list[P
     Those of that step or later do not count: they are damaged, else the run would have resumed
     from them.
     """
-    counted = [path for path in all_checkpoints(run) if step_of(path) < before]
+    counted = [path for path in all_checkpoints(run, "step") if step_of(path) < before]
     older = counted[: max(len(counted) - keep, 0)]
     return [path for path in older if whole is None or path.name != whole.name]
 

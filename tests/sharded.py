@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoint.shards
+import checkpoint.files
 import inference.sampling
 import measure.summary
+from checkpoint.files import is_sharded, own_part
 from checkpoint.resume import find_checkpoint
-from checkpoint.shards import is_sharded, own_part
 from config import Config, load_config
 from data.tokenizer import END_OF_TEXT
 from model import Block, Transformer
@@ -103,7 +103,7 @@ def graphs(config: Config, world: World) -> int:
 
 def not_saved(config: Config, world: World) -> str:
     """What a run says whose save of step 4 fails on rank 1, as for a full disk."""
-    real = checkpoint.shards.sha256
+    real = checkpoint.files.sha256
 
     def sha256(path: Path) -> str:
         if world.rank and path.parent.parent.name.startswith("step_000004."):
@@ -111,7 +111,7 @@ def not_saved(config: Config, world: World) -> str:
         return real(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.shards, "sha256", sha256)
+        patch.setattr(checkpoint.files, "sha256", sha256)
         try:
             train(config, world)
         except Exception as error:

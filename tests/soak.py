@@ -29,8 +29,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from checkpoint.files import MODEL, OPTIMIZER, STATE, read_json
-from checkpoint.shards import read_part
+from checkpoint.files import MODEL, OPTIMIZER, STATE, read_json, read_part
 from config import Config, load_config
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.runlog import all_checkpoints
