@@ -219,7 +219,7 @@ def find_corpus(config: Config, data_dir: str | None) -> Path:
     folder = Path(config.data_dir, config.dataset)
     if not (data_dir or is_there(folder)):  # the run's corpora may have moved
         folder = Path("data", config.dataset)
-    prepare_if_missing(folder, print)
+    prepare_if_missing(folder)
     return folder
 
 

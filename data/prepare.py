@@ -13,7 +13,12 @@ from runtime.files import lock_file
 SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
 
 
-def prepare_if_missing(folder: Path, say: Callable[[str], None] = print) -> None:
+def print_at_once(text: str) -> None:
+    """Print a text that should not wait in a buffer, such as why nothing happens."""
+    print(text, flush=True)
+
+
+def prepare_if_missing(folder: Path, say: Callable[[str], None] = print_at_once) -> None:
     """Write the corpus of `folder` if it is missing and a small one. `say` is called with messages.
 
     Waits for another process that is writing the corpus, whichever it is. Raises TokenFileError if

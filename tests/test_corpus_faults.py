@@ -49,7 +49,7 @@ from pathlib import Path
 from data.prepare import prepare_if_missing
 from runtime.errors import reported
 with reported("data"):
-    prepare_if_missing(Path(sys.argv[1]), lambda line: print(line, flush=True))
+    prepare_if_missing(Path(sys.argv[1]))
 """
 
 
