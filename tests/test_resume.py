@@ -310,10 +310,12 @@ def test_a_run_that_begins_anew_keeps_its_config_files_name(option, go, here, tm
 # ---- which checkpoints are kept, and what is in them
 
 
-def test_the_newest_checkpoints_and_the_best_are_kept(go, here, monkeypatch):
+def test_the_newest_checkpoints_and_the_best_are_kept_also_after_a_resume(go, here, monkeypatch):
     losses = iter([9.0, 3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
     monkeypatch.setattr(inference.evaluation, "validation_loss", lambda *_, **__: next(losses))
-    go(checkpoint_every=1, keep_last=2, eval_every=1, val_fraction=0.1)
+    options = {"checkpoint_every": 1, "keep_last": 2, "eval_every": 1, "val_fraction": 0.1}
+    go(**options, max_steps=4)
+    go(**options, max_steps=6, resume="auto")
     assert checkpoints(here) == ["best_000002", "step_000005", "step_000006"]
     assert read_state(here / "checkpoints/best_000002").step == 2
     assert read_state(newest(here)).best_val_loss == 1.0
