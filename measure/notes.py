@@ -1,4 +1,4 @@
-"""What a run says of its device and of options that do less there than one might expect."""
+"""Describe the device of a run, and the options that do less there than one might expect."""
 
 from config import Config
 from kernels.attention import blocked_is_faster
