@@ -51,7 +51,6 @@ from runtime.start import trim_memory_if_short
 from runtime.world import World, joined_world, no_sync
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-Context = contextlib.AbstractContextManager
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Run:
     world: World
     state: State  # the plain model, optimizers, loss scaler, and the steps taken so far
     model: Any  # state.model as it trains: compiled, and wrapped in DDP or sharded by FSDP2
-    autocast: Callable[[], Context]
+    autocast: Callable[[], contextlib.AbstractContextManager]
     batches: Batches  # inputs and targets (B, T) of every micro-step, on the device
     val: TokenStream  # the corpus's validation split; empty with batches of the caller's
     notes: list[str]  # for the user

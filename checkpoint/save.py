@@ -143,7 +143,8 @@ def save_if_best(
     All ranks have to call this. `keep_last` does not delete it. Raises NotSavedError, or OSError
     if the step is saved but not kept.
     """
-    if state.step and config.keep_last and val_loss < (state.best_val_loss or math.inf):
+    best = math.inf if state.best_val_loss is None else state.best_val_loss
+    if state.step and config.keep_last and val_loss < best:
         save(run, state, config, world)
         state.best_val_loss = val_loss
         if folder := state.checkpoint:

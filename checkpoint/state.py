@@ -143,7 +143,7 @@ class SavedState(BaseModel):
     """checkpoint.json: a run's state but for the tensors, and what a resume has to agree with."""
 
     folder: Path = Field(exclude=True)  # of the checkpoint
-    step: int
+    step: int = Field(ge=0)
     tokens: int  # trained on so far
     tokens_per_step: int = Field(ge=1)
     best_val_loss: float | None
