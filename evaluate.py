@@ -1,8 +1,8 @@
-"""What a model has learned: `python evaluate.py quickstart`, or `python evaluate.py gpt2
+"""Measure what a model has learned: `python evaluate.py quickstart`, or `python evaluate.py gpt2
 --hellaswag download`.
 
-The validation loss and its perplexity, always over the same tokens, each exactly once; and the
-scores in HellaSwag. The processes that torchrun starts share the work.
+Prints the validation loss and its perplexity, always over the same tokens, each exactly once, and
+the scores in HellaSwag. The ranks that torchrun starts share the work.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""What the rungs of a ladder learn: their losses over several seeds, and the tokens and the time
-after which they have the loss that the first rung ends with.
+"""Compare what the rungs of a ladder learn: their losses over several seeds, and the tokens and the
+time after which they have the loss that the first rung ends with.
 
 All compare runs of equal tokens, seed by seed: equal seeds have the same data in the same order.
 """
@@ -166,9 +166,8 @@ def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
         lower = None
         if base in curves and base != name:
             lower = lower_by([last(losses) for losses in curves[base]], ends)
-        tokens, speed = share_of_tokens(curves[name], curves[first]), speeds[name]
-        low, high = speed.ends
-        slower = Ratio(1 / speed.median, 1 / high, 1 / low)
+        tokens = Ratio(1.0) if name == first else share_of_tokens(curves[name], curves[first])
+        speed = speeds[name]
         rows.append(
             {
                 "stage": name,
@@ -177,7 +176,7 @@ def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
                 "lower": lower,
                 "tokens_share": tokens,
                 "speed": speed,
-                "time_share": tokens and product([tokens, slower]),
+                "time_share": tokens and product([tokens, speed.inverse]),
             }
         )
     return rows
@@ -226,7 +225,8 @@ def draw_curves(folder: Path, rungs: Mapping[str, Sequence[Stage]]) -> list[dict
     means = {}
     for name, runs in rungs.items():
         of_seeds = [val_losses(run) for run in runs]
-        steps = [step for step in of_seeds[0] if all(step in losses for losses in of_seeds)]
+        # But for step 0, where all guess.
+        steps = [step for step in of_seeds[0] if step and all(step in run for run in of_seeds)]
         means[name] = steps, [statistics.fmean(c[step] for c in of_seeds) for step in steps]
     draw_losses(folder / "learning.png", {}, means)
     tokens = next(iter(rungs.values()))[0].config.tokens_per_step(1)

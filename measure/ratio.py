@@ -42,6 +42,13 @@ class Ratio:
         )
 
     @property
+    def inverse(self) -> "Ratio":
+        """Return the ratio of the second to the first."""
+        if self.low is None or self.high is None:
+            return Ratio(1 / self.median)
+        return Ratio(1 / self.median, 1 / self.high, 1 / self.low)
+
+    @property
     def width(self) -> float:
         """Return the interval's width as a share of the median."""
         low, high = self.ends
@@ -68,14 +75,15 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 
 def product(factors: Sequence[Ratio]) -> Ratio:
-    """Return the product of ratios, with its interval.
+    """Return the product of ratios, with its interval, if one of them has one.
 
-    Ratios that share the rounds of a side count as independent too.
-
-    Below and above the median, the logarithms' distances to the ends add up as independent errors
-    do: by the root of the sum of their squares.
+    Ratios that share the rounds of a side count as independent too. Below and above the median,
+    the logarithms' distances to the ends add up as independent errors do: by the root of the sum
+    of their squares.
     """
     median = math.prod(factor.median for factor in factors)
+    if all(factor.low is None for factor in factors):
+        return Ratio(median)
     below = math.hypot(*(math.log(factor.median / factor.ends[0]) for factor in factors))
     above = math.hypot(*(math.log(factor.ends[1] / factor.median) for factor in factors))
     return Ratio(median, median * math.exp(-below), median * math.exp(above))

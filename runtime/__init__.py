@@ -1,3 +1,3 @@
-"""What keeps a run safe, honest and fast. Nothing here knows of GPT-2 or imports from the folder
+"""Keep a run safe, honest and fast. Nothing here knows of GPT-2 or imports from the folder
 above: values are handed in.
 """

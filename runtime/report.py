@@ -165,12 +165,12 @@ def draw_losses(path: Path, training: Mapping[str, Curve], validation: Mapping[s
     colours = dict(zip([*training, *validation], itertools.cycle(COLOURS), strict=False))
     for name, curve in training.items():
         axes.plot(*curve, color=colours[name], label=plain(name))
-    for name, curve in validation.items():
-        label = plain(f"{name}, validation")
-        axes.plot(*curve, "o--", color=colours[name], markersize=3, label=label)
+    for number, (name, curve) in enumerate(validation.items()):
+        label, marker = plain(f"{name}, validation"), "os^"[number // len(COLOURS) % 3]
+        axes.plot(*curve, f"{marker}--", color=colours[name], markersize=3, label=label)
     axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=3)
     save_picture(figure, path)
 
 
