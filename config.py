@@ -199,7 +199,7 @@ class SpeedConfig(Options):
 
     matmul_precision: Annotated[Literal["highest", "high", "medium"], Rung()] = "highest"
     """precision of fp32 matmuls: highest (fp32), high (TF32, on NVIDIA GPUs since Ampere), medium
-    (inputs rounded to bf16, on CPUs with AMX)
+    (on CPUs with bf16 instructions: by oneDNN, with inputs rounded to bf16 where there is AMX)
     """
     tf32: Switch = False
     """short for --matmul_precision high: TF32 matmuls"""

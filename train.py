@@ -199,11 +199,11 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
     # Clipping: the gradient of a bad batch is scaled down to a norm of grad_clip, so that it
     # cannot throw the weights far off.
     total_norm = clip_gradients(state.model, config.grad_clip)
-    mean_loss, norm = run.world.all_reduce_metrics(torch.stack(losses).sum(), total_norm)
+    metrics = run.world.all_reduce_metrics(torch.stack(losses).sum(), total_norm)
 
     # Warm-up and schedule: the learning rate of this step, in each group times its own factor.
     lr = learning_rate(step, config, state.seconds)
-    updates = state.begin_update(mean_loss, norm, config)  # unless not finite, or a spike
+    updates = state.begin_update(metrics, config)  # unless not finite, or a spike
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
@@ -211,6 +211,8 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
             state.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
+    # Last, so that a GPU has the update to do while Python waits for the two figures.
+    mean_loss, norm = metrics.tolist()
     return mean_loss, norm
 
 

@@ -56,13 +56,23 @@ class State:
         self.before_step = self.step, take_random_state(device)
         return self.step + 1
 
-    def begin_update(self, loss: float, norm: float, config: Config) -> bool:
-        """Return whether a step's update is to be made; if so, weights change from here on.
+    def begin_update(self, metrics: Tensor, config: Config) -> bool:
+        """Return whether to make a step's update; if so, weights change from here on.
 
-        The same on all ranks, as loss and norm are. In fp16 the scaler judges what is not finite.
+        metrics: loss and norm (2,), the same on all ranks. Fused AdamW leaves an update out by
+        itself where they are not finite, so nothing has to wait for the device; in fp16 the scaler
+        judges.
         """
-        is_spike = self.skipped_spikes < config.skip_spikes and self.recent.spikes(loss, norm)
-        self.is_updating = not is_spike if math.isfinite(loss + norm) else config.fp16
+        adamw, *muon = self.optimizers
+        reads_first = muon or config.fp16 or config.fsdp or config.skip_spikes
+        if adamw.defaults["fused"] and not reads_first and metrics.device.type in ("cpu", "cuda"):
+            # The kernel leaves all as it is where this is 1; GradScaler sets it too.
+            adamw.found_inf = (~metrics.isfinite().all()).float()  # type: ignore[attr-defined]
+            self.is_updating = True
+        else:
+            loss, norm = metrics.tolist()
+            is_spike = self.skipped_spikes < config.skip_spikes and self.recent.spikes(loss, norm)
+            self.is_updating = not is_spike if math.isfinite(loss + norm) else config.fp16
         return self.is_updating
 
     def finish_step(

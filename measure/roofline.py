@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from config import Config
 from measure.estimate import Numberless
 from measure.prediction import Prediction, Rates
-from runtime.device import choose_device, usable_precision
+from runtime.device import choose_device, cpu_has, usable_precision
 from runtime.world import World
 from train import setup, train_step
 
@@ -148,6 +148,8 @@ def predict(config: Config, rates: Rates, device: torch.device) -> Prediction:
     if config.compile:
         operations = fuse(operations)
     fp32 = FP32[usable_precision(device, config.fp32_precision())]
+    if device.type == "cpu" and not cpu_has("amx_bf16"):
+        fp32 = "float32"
     seconds = dict.fromkeys(("arithmetic", "memory", "launches"), 0.0)
     for op in operations:
         tflops = rates.tflops[fp32 if op.dtype == "float32" else op.dtype]

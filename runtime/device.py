@@ -128,15 +128,21 @@ def matmul_dtype(*, bf16: bool = False, fp16: bool = False) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
 
 
+def cpu_has(instructions: str) -> bool:
+    """True if the CPU has these instructions, by PyTorch's name."""
+    return torch.cpu.get_capabilities().get(instructions, False)
+
+
 def usable_precision(device: torch.device, wanted: str) -> str:
     """Return the precision of fp32 matmuls that the device can offer: `wanted`, or `highest`.
 
-    `high` is TF32 on NVIDIA GPUs since Ampere. `medium` is the same there; on a CPU oneDNN rounds
-    the inputs to bf16, where it has AMX (with AVX-512 alone it stays in fp32).
+    `high` is TF32 on NVIDIA GPUs since Ampere. `medium` is the same there. On a CPU with bf16
+    instructions it lets oneDNN take over from MKL: with AMX it rounds the inputs to bf16; without,
+    it stays in fp32, and is faster on AMD's all the same.
     """
     has_less = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu" and wanted == "medium":
-        has_less = torch.cpu.get_capabilities().get("amx_bf16", False)
+        has_less = cpu_has("avx512_bf16")
     return wanted if has_less else "highest"
 
 
@@ -154,7 +160,7 @@ def check_precision(
         name = "tf32" if matmul_precision == "high" else "matmul_precision medium"
         notes.append(f"{name} has no effect on {device_name(device)}: fp32 matmuls stay fp32")
         if usable_precision(device, "medium") == "medium":
-            notes[-1] += "; --matmul_precision medium multiplies in bf16 here"
+            notes[-1] += "; --matmul_precision medium makes them faster here"
     if bf16 and device.type == "cpu" and (factor := bf16_slowdown(device)) > NOTED_SLOWDOWN:
         notes.append(
             f"bf16 is slow here: a matmul takes {factor:.1f} times as long as in fp32, because "

@@ -100,13 +100,13 @@ class World:
         """Return True if the flag is set on any rank. All ranks have to call this."""
         return self.sum(flag) > 0
 
-    def all_reduce_metrics(self, loss: Tensor, norm: Tensor) -> list[float]:
-        """Return the means of loss and norm over all ranks, by one all-reduce and one read."""
+    def all_reduce_metrics(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Return the means of loss and norm over all ranks (2,), on the device."""
         metrics = torch.stack((loss.float(), norm.float()))
         if self.distributed:
             dist.all_reduce(metrics)  # a sum: gloo has no average
             metrics /= self.world_size
-        return metrics.tolist()
+        return metrics
 
 
 @contextlib.contextmanager

@@ -201,12 +201,13 @@ def test_a_changed_log_every_keeps_the_rows_that_are_there(go, here, stop_at):
     assert [row[0] for row in log(here)] == ["1", "2", "3", "4", "6", "9"]
 
 
-def test_a_checkpoint_from_before_the_first_update_can_be_resumed(go, monkeypatch):
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_checkpoint_from_before_the_first_update_can_be_resumed(go, monkeypatch, fused):
     disarm = poison(monkeypatch, 1)
     with refused("step 1, the last one, was left out"):
-        go(skip_nonfinite=1, max_steps=1)
+        go(skip_nonfinite=1, max_steps=1, fused_adamw=fused)
     disarm()
-    summary = go(skip_nonfinite=1, resume="auto")
+    summary = go(skip_nonfinite=1, resume="auto", fused_adamw=fused)
     assert (summary["resumed_after_step"], summary["skipped_steps"], summary["steps"]) == (1, 1, 6)
 
 
@@ -455,11 +456,12 @@ def test_weights_that_are_no_longer_finite_are_not_saved(go, here, monkeypatch):
     assert read_state(newest(here)).step == 2
 
 
+@pytest.mark.parametrize("fused", [False, True])
 def test_non_finite_steps_change_nothing_and_are_skipped_as_often_as_asked(
-    go, here, monkeypatch, capsys
+    go, here, monkeypatch, capsys, fused
 ):
     poison(monkeypatch, 2, 4)
-    summary = go(skip_nonfinite=2, checkpoint_every=1, keep_last=9)
+    summary = go(skip_nonfinite=2, checkpoint_every=1, keep_last=9, fused_adamw=fused)
     assert (summary["steps"], summary["skipped_steps"]) == (6, 2)
     assert [row[3] for row in log(here)].count("nan") == 2
     assert "left out, 2 of 2" in capsys.readouterr().out
@@ -470,7 +472,7 @@ def test_non_finite_steps_change_nothing_and_are_skipped_as_often_as_asked(
         assert before == skipped != after
     poison(monkeypatch, 1, 2, 3)
     with refused("step 3: "):
-        go(skip_nonfinite=2, run_name="more")
+        go(skip_nonfinite=2, run_name="more", fused_adamw=fused)
 
 
 # ---- bad checkpoints
