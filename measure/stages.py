@@ -151,8 +151,10 @@ def plan(
     `device`: what `probe` found. Raises UserError for an unknown config or wrong options.
     """
     ladder = names[0] if len(names) == 1 and names[0] in SERIES else "ladder"
-    folder, stages = f"{log_dir}/{ladder}", list[Stage]()
-    for config in SERIES.get(ladder, names):
+    folder, stages, configs = f"{log_dir}/{ladder}", list[Stage](), [*SERIES.get(ladder, names)]
+    if ladder == "speedup" and device.get("medium"):  # TF32's counterpart on CPUs
+        configs.insert(configs.index("speedup1") + 1, "speedup1_medium")
+    for config in configs:
         stem = name = Path(config).stem
         if name in [stage.name for stage in stages]:
             name += f"_{len(stages) + 1}"

@@ -427,6 +427,12 @@ def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch, 
     assert "In place of bf16: speedup3 fp16." in (tmp_path / "ladder/report.md").read_text()
 
 
+def test_speedup_climbs_medium_where_it_makes_the_fp32_matmuls_of_a_cpu_faster():
+    names = [stage.name for stage in plan("speedup", medium=True)]
+    assert names[1:4] == ["speedup1", "speedup1_medium", "speedup2"]
+    assert names[:2] + names[3:] == [stage.name for stage in plan("speedup")]
+
+
 def test_some_stages_are_climbed_by_their_numbers_over_the_first(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     runs = climbed(monkeypatch, {}, "a100", "--stages", "3,1,opt8", *OFF)
