@@ -149,7 +149,7 @@ def predict(config: Config, rates: Rates, device: torch.device) -> Prediction:
         operations = fuse(operations)
     fp32 = FP32[usable_precision(device, config.fp32_precision())]
     if device.type == "cpu" and not cpu_has("amx_bf16"):
-        fp32 = "float32"
+        fp32 = "float32"  # whatever the precision: see usable_precision
     seconds = dict.fromkeys(("arithmetic", "memory", "launches"), 0.0)
     for op in operations:
         tflops = rates.tflops[fp32 if op.dtype == "float32" else op.dtype]

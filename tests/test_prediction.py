@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 
 import ladder
 from config import load_config
@@ -16,6 +17,7 @@ from tests.test_ladder import climb
 
 SMALL = TINY | {"seq_len": 32, "batch_size": 4}
 FAST = {"float32": 1e9, "bfloat16": 1e9}
+BF16 = {"avx512_bf16": True}
 
 
 def rates(**changes):
@@ -75,6 +77,16 @@ def test_bf16_is_as_fast_as_its_own_matmuls_and_compiled_models_launch_less():
         for compiled in (False, True)
     ]
     assert launches[1] < 0.9 * launches[0]
+
+
+def test_the_precision_medium_is_as_fast_as_bf16_on_a_cpu_with_amx_only(monkeypatch):
+    slow = rates(tflops={"float32": 1e-3, "bfloat16": 2e-3})
+    seconds = []
+    for amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: BF16 | {"amx_bf16": amx})
+        seconds.append(predict(config_of(matmul_precision="medium"), slow, CPU).arithmetic)
+    plain = predict(config_of(), slow, CPU).arithmetic
+    assert seconds == pytest.approx([plain, plain / 2], rel=0.01)
 
 
 @pytest.fixture
