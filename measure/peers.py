@@ -264,10 +264,8 @@ def report(
     described = ", ".join(f"{name} {getattr(config, name)}" for name in shown)
     ours, *others = rows = rows_of(groups)
     title = "Beside what people would take instead"
-    about = (
-        f"{machine()}; {versions}, commit {git_commit()}, {datetime.date.today()}. "
-        f"{ours['side']}: {described}."
-    )
+    where, today = machine(), datetime.date.today()
+    about = f"{where}; {versions}, commit {git_commit()}, {today}. {ours['side']}: {described}."
     write_report(
         folder / "report.md",
         title,
@@ -279,7 +277,8 @@ def report(
         "![ours over each](peers.png)",
     )
     series = {f"tokens/s of {ours['side']} over those of each": [r["ours_over"] for r in others]}
-    draw_factors(folder / "peers.png", [row["side"] for row in others], series)
+    names = [row["side"] for row in others]
+    draw_factors(folder / "peers.png", names, series, f"{where}, {today}")
     cards = [
         card(row["side"], row["side"], {"ours over it": row["ours_over"]}, row, FIGURES)
         for row in rows

@@ -42,6 +42,7 @@ def ladder(tmp_path_factory):
             json.dumps(
                 summary
                 | {"final_loss": losses[-1], "utilization": 0.3, "machine": "a <made-up> machine"}
+                | {"git": "d" * 40}
             )
         )
     pairs = pairs_of(stages)
