@@ -225,8 +225,8 @@ def draw_curves(folder: Path, rungs: Mapping[str, Sequence[Stage]]) -> list[dict
     means = {}
     for name, runs in rungs.items():
         of_seeds = [val_losses(run) for run in runs]
-        # But for step 0, where all guess.
-        steps = [step for step in of_seeds[0] if step and all(step in run for run in of_seeds)]
+        steps = [step for step in of_seeds[0] if all(step in losses for losses in of_seeds)]
+        steps = steps[1:] or steps  # the first is before the first step, where all guess
         means[name] = steps, [statistics.fmean(c[step] for c in of_seeds) for step in steps]
     draw_losses(folder / "learning.png", {}, means)
     tokens = next(iter(rungs.values()))[0].config.tokens_per_step(1)

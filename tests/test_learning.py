@@ -8,7 +8,15 @@ import pytest
 import ladder
 from config import load_config
 from measure import stages
-from measure.learning import Mean, rows_of, share_of_tokens, steps_to, val_losses, with_seeds
+from measure.learning import (
+    Mean,
+    draw_curves,
+    rows_of,
+    share_of_tokens,
+    steps_to,
+    val_losses,
+    with_seeds,
+)
 from runtime.errors import UserError
 from runtime.runlog import read_rows
 from tests.conftest import TINY
@@ -60,6 +68,19 @@ def fake_losses(run, *losses):
     fake_run(run)
     rows = "".join(f"{4 * i},{loss}\n" for i, loss in enumerate(losses))
     (run.folder / "eval.csv").write_text(EVAL + rows)
+
+
+@pytest.mark.usefixtures("configs")
+def test_a_curve_leaves_out_the_loss_before_the_first_step_unless_it_is_the_only_common_one(
+    tmp_path,
+):
+    (stage,) = plan("adamw.yaml")
+    runs = with_seeds(stage, 2)
+    fake_losses(runs[0], 6.0, 5.0)
+    fake_losses(runs[1], 7.0, 4.0)
+    assert draw_curves(tmp_path, {"adamw": runs})[0]["loss"] == [4.5]
+    (runs[1].folder / "eval.csv").write_text(f"{EVAL}0,7.0\n3,4.0\n")  # the clock ended it
+    assert draw_curves(tmp_path, {"adamw": runs})[0]["loss"] == [6.5]
 
 
 @pytest.mark.usefixtures("configs")
