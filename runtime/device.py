@@ -128,9 +128,9 @@ def matmul_dtype(*, bf16: bool = False, fp16: bool = False) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
 
 
-def cpu_has(instructions: str) -> bool:
-    """True if the CPU has these instructions, by PyTorch's name."""
-    return torch.cpu.get_capabilities().get(instructions, False)
+def cpu_has(*instructions: str) -> bool:
+    """True if the CPU has one of these instruction sets, by PyTorch's names."""
+    return any(torch.cpu.get_capabilities().get(name) for name in instructions)
 
 
 def usable_precision(device: torch.device, wanted: str) -> str:
@@ -142,7 +142,7 @@ def usable_precision(device: torch.device, wanted: str) -> str:
     """
     has_less = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu" and wanted == "medium":
-        has_less = cpu_has("avx512_bf16")
+        has_less = cpu_has("avx512_bf16", "amx_bf16")
     return wanted if has_less else "highest"
 
 

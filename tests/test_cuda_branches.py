@@ -47,12 +47,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # What a step waits for: the clock, before and after it, and loss and norm, which are read together.
 # Fused AdamW alone judges on the device whether they are finite: its update is under way by then.
 # With fp16 the scaler's scale is read between steps, and whether a gradient overflowed.
-CLOCK, READ, SCALER, UPDATE = (
-    "synchronize",
-    "_to_copy.default",
-    "_local_scalar_dense.default",
-    "update",
-)
+CLOCK, UPDATE = "synchronize", "update"
+READ, SCALER = "_to_copy.default", "_local_scalar_dense.default"
 WAITS = [CLOCK, READ, UPDATE, READ, CLOCK]
 OTHER_WAITS = {
     "fp16": [SCALER, CLOCK, READ, SCALER, UPDATE, READ, CLOCK],
@@ -91,7 +87,7 @@ def run_pair(place: Path, name: str, **options: Any) -> dict[str, Any]:
                 marks.append(len(waits))
                 return time.perf_counter()
 
-            update = register_optimizer_step_post_hook(lambda *_: waits.append("update"))
+            update = register_optimizer_step_post_hook(lambda *_: waits.append(UPDATE))
             with patch.object(train, "time", types.SimpleNamespace(perf_counter=clock)):
                 train.train(at(device="cuda", **first), World(GPU))
             update.remove()

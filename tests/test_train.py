@@ -146,8 +146,10 @@ def test_tf32_sets_the_precision_of_the_process_in_every_run_where_the_device_ha
         return torch.get_float32_matmul_precision()
 
     assert precision(tf32=True) == "highest"  # a CPU has none
-    has_bf16 = {"avx512_bf16": True}
+    has_bf16 = {"amx_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has_bf16)
+    assert precision(matmul_precision="medium") == "medium"
+    has_bf16 |= {"amx_bf16": False, "avx512_bf16": True}
     assert [precision(matmul_precision="medium"), precision(tf32=True)] == ["medium", "highest"]
     assert "medium makes them faster here" in check_precision(CPU, matmul_precision="high")[0]
     has_bf16.clear()
