@@ -8,7 +8,7 @@ from pathlib import Path
 
 from config import load_config
 from measure.comparison import COMPARED, COUNTERPARTS, Pair, compare, counterpart
-from measure.page import curve_of, rung, title_of, write_ladder_page, write_page
+from measure.page import INTERVALS, curve_of, rung, title_of, write_ladder_page, write_page
 from measure.quick import SUFFIX
 from measure.ratio import Ratio
 from measure.stages import Stage, published_rows, runs_of, with_bases
@@ -41,11 +41,6 @@ COLUMNS = [
     field("MFU", "utilization", ".0%"),
     field("published tokens/s", "published_tokens_per_sec", ",.0f"),
 ]
-INTERVALS = (
-    "In brackets: the interval that holds the true median with 95% confidence, from interleaved "
-    'runs of both; "about 1" where it holds 1. A factor without brackets is of runs that came one '
-    "after the other: a machine whose speed drifts makes such factors too."
-)
 COLUMNS_EXPLAINED = (
     "x base: speed over that of its base, the stage that it changes (or the stage before, where "
     "that is not in this ladder). x first: over that of the first stage, the product of such "
@@ -83,12 +78,12 @@ def report(
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     title = "A ladder" if ladder == "ladder" else f"The {name} ladder"
     failures = failures_of([*runs_of(stages), *pairs])
-    runs = [
-        f"- `{run.name}`: {s.steps} steps of {run.config.batch_size} x {run.config.seq_len} "
-        f"tokens; {s.about}, {s.started[:10]}"
-        for run in runs_of(stages)
-        if (s := run.summary())
-    ]
+    alike: dict[str, list[str]] = {}  # the names of the runs of which the same is to be said
+    for stage in runs_of(stages):
+        if s := stage.summary():
+            tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
+            about = f"{s.steps} steps of {tokens}; {s.about}, {s.started[:10]}"
+            alike.setdefault(about, []).append(f"`{stage.name}`")
     curves = {
         stage.name: {
             "published": curve(published_rows(stage.published.log)),
@@ -114,7 +109,7 @@ def report(
         f"In place of bf16: {', '.join(f'{name} {dtype}' for name, dtype in instead.items())}."
         if instead
         else "",
-        "\n".join(runs),
+        "\n".join(f"- {', '.join(names)}: {about}" for about, names in alike.items()),
     )
     write_csv(folder / "results.csv", rows)
     draw_worth(folder / "speed.png", stages, rows)
@@ -223,14 +218,21 @@ def across(folders: Sequence[str], out: Path) -> None:
         name = Path(folder).resolve().parent.name
         found[folder if name in found else name] = read_factors(Path(folder) / "results.csv")
     stages = list(dict.fromkeys(itertools.chain(*found.values())))
-    for i, name in enumerate(("A100, published", "one GPU, published"), start=1):
+    for i, name in enumerate(("A100, published", "one GPU, published")):
         found[name] = {
             stage: Ratio(factor)
             for stage, both in COUNTERPARTS.items()
             if stage in stages and (config := both[i]) and (factor := counterpart(config))
         }
     series = {name: [factors.get(s) for s in stages] for name, factors in found.items()}
-    names = [f"{s}: {COUNTERPARTS[s][0]}" if s in COUNTERPARTS else s for s in stages]
+    names, pages = list[str](), []
+    for stage in stages:
+        factors = {name: of_machine.get(stage) for name, of_machine in found.items()}
+        names.append(stage)
+        with contextlib.suppress(ConfigError):  # of a ladder of other configs than those here
+            base = read_yaml_mapping(find_config(stage)).get("base", stage)
+            pages.append(rung(stage, stage, base, factors, {}, {}))
+            names[-1] = f"{pages[-1]['title']} ({stage})"
     rows = [[str(cell or "") for cell in row] for row in zip(names, *series.values(), strict=True)]
     write_report(
         out / "report.md",
@@ -244,14 +246,8 @@ def across(folders: Sequence[str], out: Path) -> None:
         "![factors by stage and machine](across.png)",
     )
     draw_factors(out / "across.png", names, series)
-    pages = []
-    for stage in stages:
-        factors = {name: of_machine.get(stage) for name, of_machine in found.items()}
-        with contextlib.suppress(ConfigError):  # of a ladder of other configs than those here
-            base = read_yaml_mapping(find_config(stage)).get("base", stage)
-            pages.append(rung(stage, stage, base, factors, {}, {}))
     title = "What each optimization is worth where"
-    write_page(out / "report.html", title, "", [INTERVALS, ", ".join(found)], pages, [])
+    write_page(out / "report.html", title, "", [", ".join(found)], pages, [], INTERVALS)
 
 
 def read_factors(path: Path) -> dict[str, Ratio | None]:

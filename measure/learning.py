@@ -14,8 +14,8 @@ from typing import Any
 
 from config import DataConfig, ModelConfig, OptimizationConfig
 from measure.comparison import Pair, ablated, compare
-from measure.ladder_report import INTERVALS, failures_of
-from measure.page import curve_of, rung, write_page
+from measure.ladder_report import failures_of
+from measure.page import INTERVALS, curve_of, rung, write_page
 from measure.ratio import Ratio, product
 from measure.stages import Stage, make_stage, with_bases
 from measure.tables import Row, write_csv, write_report
@@ -266,5 +266,5 @@ def report_learning(
     if ends := [(row["tokens_share"].median, row["stage"]) for row in rows if row["tokens_share"]]:
         least, best = min(ends)
         headline = f"{best} has the loss that {first} ends with after {least:.0%} of the tokens."
-    write_page(folder / "report.html", title, headline, [EXPLAINED, *where], pages, curves)
+    write_page(folder / "report.html", title, headline, [*where], pages, curves, EXPLAINED)
     return failures

@@ -47,6 +47,22 @@ FIGURES = {  # of results.csv, beside the factor
     "predicted_launches": ("for launches", ".0%"),
     "over_first": ("times the first rung", ""),
 }
+INTERVALS = (
+    "In brackets: the interval that holds the true median with 95% confidence, from interleaved "
+    'runs of both; "about 1" where it holds 1. A factor without brackets is of runs that came one '
+    "after the other: a machine whose speed drifts makes such factors too."
+)
+EXPLAINED = (
+    f"{HERE}: tokens/s over those of the stage that it changes. {INTERVALS} predicted: the same "
+    "factor, before it was timed, from counted work and this machine's rates (docs/why.md). "
+    "published: the same factor in the published times, on the GPU of whoever published them. an "
+    "A100, published: the factor of the same step in the a100 series. tokens/s and ms a step: "
+    "medians without the first steps, which compile and warm up. MB: peak memory in MiB, of the "
+    "GPU's tensors on CUDA, else of the process. loss: of the last step, nats per token. MFU: the "
+    "model's FLOPs per second as a share of what a large matmul reaches on this device. predicted "
+    "for arithmetic, for memory, for launches: the share of a step that each is predicted to take. "
+    "times the first rung: the product of the factors up to here."
+)
 
 
 def write_page(
@@ -56,8 +72,13 @@ def write_page(
     about: Sequence[str],
     rungs: Sequence[Mapping[str, Any]],
     curves: Sequence[Mapping[str, Any]],
+    explained: str = "",
 ) -> None:
-    """Write the page. `rungs`: as `rung` or `card` makes them; `curves`: as `curve_of` does."""
+    """Write the page.
+
+    `about`: the machines. `rungs`: as `rung` or `card` makes them; `curves`: as `curve_of` does.
+    `explained`: what the figures mean.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "web"),
         autoescape=True,
@@ -71,6 +92,7 @@ def write_page(
             title=title,
             headline=headline,
             about=about,
+            explained=explained,
             rungs=rungs,
             curves=curves,
             most=1.05 * max([1.0, *ends]),
@@ -276,4 +298,4 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
         if (factor := rung["factors"].get(HERE)) and factor.ends[0] > 1
     )
     headline += "".join(text for _, text in best[:2])
-    write_page(path, title, headline, about, rungs, [*curves, *published])
+    write_page(path, title, headline, about, rungs, [*curves, *published], EXPLAINED)

@@ -283,7 +283,7 @@ def report(
         card(row["side"], row["side"], {"ours over it": row["ours_over"]}, row, FIGURES)
         for row in rows
     ]
-    write_page(folder / "report.html", title, "", [about, MEANING], cards, [])
+    write_page(folder / "report.html", title, "", [about], cards, [], MEANING)
     results = {
         "machine": machine(),
         "git": git_commit(),

@@ -208,6 +208,15 @@ def test_why_a_stage_is_not_finished_is_said(tmp_path, monkeypatch):
         assert raised.value.status == status
 
 
+def test_what_is_the_same_of_several_runs_is_reported_once(tmp_path):
+    ladder_report.report(
+        "ladder", finished("baseline", "a100/opt0", "a100/opt1", folder=tmp_path), tmp_path
+    )
+    text = (tmp_path / "report.md").read_text()
+    assert "- `baseline`: 10 steps of 2 x 1024 tokens; " in text
+    assert "- `opt0`, `opt1`: 10 steps of 8 x 1024 tokens; " in text
+
+
 # ---- interleaved runs
 
 
@@ -336,7 +345,7 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
     assert climb("--across", *ladders, "--log_dir", str(tmp_path)) == 0
     text = (tmp_path / "across/report.md").read_text()
     assert "| stage | laptop | server | A100, published | one GPU, published |" in text
-    assert "| speedup2: TF32 | 1.10 (1.05 to 1.20) | 3.00 | 2.44 | 3.00 |" in text
+    assert "| TF32 (speedup2) | 1.10 (1.05 to 1.20) | 3.00 | 2.44 | 3.00 |" in text
     assert "baseline" not in text
     assert (tmp_path / "across/across.png").is_file()
     (folder / "results.csv").write_text("stage,over_previous\nbaseline,1\n")

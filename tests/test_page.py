@@ -11,7 +11,7 @@ import pytest
 
 from measure.comparison import pairs_of
 from measure.ladder_report import report
-from measure.page import code_of, explained
+from measure.page import EXPLAINED, FIGURES, OTHER_FACTORS, code_of, explained
 from runtime.cli import CONFIG_DIR
 from tests.conftest import ROOT
 from tests.test_ladder import HEADER, fake_comparison, finished, table
@@ -75,6 +75,14 @@ def test_every_number_on_the_page_is_that_of_the_results(ladder):
     assert ours[1]["tokens"][:2] == [2048, 4096]
     assert ours[1]["seconds"][:2] == [0.5, 1.0]
     assert "a &lt;made-up&gt; machine" in page
+
+
+def test_the_page_says_what_each_of_its_figures_means(ladder):
+    page = (ladder / "report.html").read_text()
+    meaning = re.search(r"<details><summary>What the figures mean</summary><p>(.*?)</p>", page)
+    for label in ("here", *OTHER_FACTORS, *(label for label, _ in FIGURES.values())):
+        assert label in EXPLAINED
+        assert label in meaning[1]
 
 
 def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):
