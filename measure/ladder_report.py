@@ -78,6 +78,12 @@ def report(
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     title = "A ladder" if ladder == "ladder" else f"The {name} ladder"
     failures = failures_of([*runs_of(stages), *pairs])
+    left_out = [
+        f"note: {stage.name} is left out: its run in {stage.folder} is not finished, or has other "
+        "settings (options after -- have to be the same)"
+        for stage in stages
+        if stage.folder.is_dir() and not (stage.summary() or stage.error)
+    ]
     alike: dict[str, list[str]] = {}  # the names of the runs of which the same is to be said
     for stage in runs_of(stages):
         if s := stage.summary():
@@ -102,7 +108,7 @@ def report(
         title,
         [column for column in COLUMNS if any(map(column.cell, rows))],
         rows,
-        failures,
+        failures + left_out,
         COLUMNS_EXPLAINED,
         "![what each stage is worth](speed.png)",
         "![loss curves, measured over published](loss.png)" if curves else "",

@@ -27,8 +27,6 @@ from train import setup, train_step
 # What torch.compile does not fuse with what stands beside it, besides matmuls and attention.
 UNFUSED = ("embedding", "_fused", "_foreach")
 NORM = ("linalg_vector_norm", "_foreach_norm")  # of the gradients: where the update begins
-# The rate by which fp32 matmuls are computed, by their precision.
-FP32 = {"highest": "float32", "high": "tf32", "medium": "bfloat16"}
 
 
 @dataclass
@@ -147,9 +145,9 @@ def predict(config: Config, rates: Rates, device: torch.device) -> Prediction:
     operations = count(config, device)
     if config.compile:
         operations = fuse(operations)
-    fp32 = FP32[usable_precision(device, config.fp32_precision())]
-    if device.type == "cpu" and not cpu_has("amx_bf16"):
-        fp32 = "float32"  # whatever the precision: see usable_precision
+    fp32 = "float32"
+    if usable_precision(device, config.fp32_precision()) != "highest":  # which says what it does
+        fp32 = "tf32" if device.type == "cuda" else "bfloat16" if cpu_has("amx_bf16") else fp32
     seconds = dict.fromkeys(("arithmetic", "memory", "launches"), 0.0)
     for op in operations:
         tflops = rates.tflops[fp32 if op.dtype == "float32" else op.dtype]

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -206,6 +207,19 @@ def test_why_a_stage_is_not_finished_is_said(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="no finished stage to report") as raised:
             ladder_report.report("ladder", [stage], tmp_path)
         assert raised.value.status == status
+
+
+def test_a_report_names_the_stages_whose_runs_have_other_settings(tmp_path, capsys):
+    _, damaged, gone = found = finished("baseline", "speedup1", "speedup2", folder=tmp_path)
+    (damaged.folder / "summary.json").write_text("{}")
+    shutil.rmtree(gone.folder)
+    assert ladder_report.report("ladder", found, tmp_path) == []
+    for text in (capsys.readouterr().out, (tmp_path / "report.md").read_text()):
+        assert f"note: speedup1 is left out: its run in {damaged.folder} is not finished" in text
+        assert "speedup2" not in text
+    found = plan("baseline", of_runs=["--lr=1"], folder=tmp_path)
+    with pytest.raises(UserError, match="note: baseline is left out"):
+        ladder_report.report("ladder", found, tmp_path)
 
 
 def test_what_is_the_same_of_several_runs_is_reported_once(tmp_path):

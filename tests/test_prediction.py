@@ -8,7 +8,7 @@ import torch
 
 import ladder
 from config import load_config
-from measure import prediction
+from measure import prediction, roofline
 from measure.prediction import Rates, predictions
 from measure.roofline import count, fuse, predict
 from measure.stages import plan
@@ -87,6 +87,15 @@ def test_the_precision_medium_is_as_fast_as_bf16_on_a_cpu_with_amx_only(monkeypa
         seconds.append(predict(config_of(matmul_precision="medium"), slow, CPU).arithmetic)
     plain = predict(config_of(), slow, CPU).arithmetic
     assert seconds == pytest.approx([plain, plain / 2], rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_the_precision_medium_is_tf32_on_a_gpu_as_high_is(precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(roofline, "count", lambda config, _: count(config, CPU))
+    slow = rates(tflops={"float32": 1e-3, "tf32": 3e-3, "bfloat16": 9e-3})
+    found = predict(config_of(matmul_precision=precision), slow, torch.device("cuda"))
+    assert found.arithmetic == pytest.approx(predict(config_of(), slow, CPU).arithmetic / 3)
 
 
 @pytest.fixture
