@@ -68,6 +68,7 @@ class Comparison(BaseModel, allow_inf_nan=False):
     """Hold the result of interleaving the runs of two configs, as its file does."""
 
     machine: str
+    date: str | None = None  # before 2026-11-24 there was none
     device: str
     git: str | None
     settings: list[dict[str, Any]]  # of the base and the other

@@ -12,6 +12,7 @@ off than the first. The result is the ratio within a round: its median, with a c
 """
 
 import contextlib
+import datetime
 import functools
 import itertools
 import json
@@ -243,7 +244,8 @@ def results_of(rates: Rates, sides: Sequence[Side]) -> dict[str, Any]:
         }
         for side, of_side in zip(sides, rates, strict=True)
     ]
-    return {"machine": machine(), "git": git_commit(), "left_out": LEFT_OUT, "sides": answers}
+    about = {"machine": machine(), "date": str(datetime.date.today()), "git": git_commit()}
+    return {**about, "left_out": LEFT_OUT, "sides": answers}
 
 
 # ---- the command

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -179,10 +180,12 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
     Raises UserError, or TrainingError after failures, if nothing is compared.
     """
     rows: list[Row] = []
-    where: list[str] = []
+    where, drawn = dict[str, None](), dict[str, None]()  # sets in order
     for optimization, (first, last) in pairs.items():
         alone, top = first.result(), last.result()
-        where += [f"{r.machine}; device {r.device}, commit {r.git}" for r in (alone, top) if r]
+        for r in filter(None, (alone, top)):
+            where[f"{r.machine}; device {r.device}, commit {r.git}"] = None
+            drawn[", ".join(filter(None, (r.machine, r.date)))] = None
         without, everything = (s.peak_memory_mb for s in top.sides) if top else (None, None)
         if alone or top:
             rows.append(
@@ -202,12 +205,13 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
         rows,
         failures,
         WORTH_EXPLAINED,
-        "\n".join(dict.fromkeys(where)),
+        "\n".join(where),
         "![factors with their intervals](worth.png)",
     )
     write_csv(folder / "results.csv", rows)
     series = {"switched on first": [r["first"] for r in rows], "last": [r["last"] for r in rows]}
-    draw_factors(folder / "worth.png", [row["optimization"] for row in rows], series)
+    names = [row["optimization"] for row in rows]
+    draw_factors(folder / "worth.png", names, series, "; ".join(drawn))
     return failures
 
 
@@ -220,9 +224,14 @@ def across(folders: Sequence[str], out: Path) -> None:
     A machine is named after the parent of its ladder's folder. Raises UserError.
     """
     found: dict[str, dict[str, Ratio | None]] = {}  # factors of each stage over its base
+    about: list[str] = []  # the machines, each with the last day of its ladder
     for folder in folders:
         name = Path(folder).resolve().parent.name
-        found[folder if name in found else name] = read_factors(Path(folder) / "results.csv")
+        name = folder if name in found else name
+        found[name] = read_factors(Path(folder) / "results.csv")
+        summaries = (path.read_text() for path in Path(folder).glob("*/summary.json"))
+        days = re.findall(r'"started": "(.{10})', "".join(summaries))
+        about.append(", ".join([name, *sorted(days)[-1:]]))
     stages = list(dict.fromkeys(itertools.chain(*found.values())))
     for i, name in enumerate(("A100, published", "one GPU, published")):
         found[name] = {
@@ -251,7 +260,7 @@ def across(folders: Sequence[str], out: Path) -> None:
         "(`logs/reference/`).",
         "![factors by stage and machine](across.png)",
     )
-    draw_factors(out / "across.png", names, series)
+    draw_factors(out / "across.png", names, series, "; ".join(about))
     title = "What each optimization is worth where"
     write_page(out / "report.html", title, "", [", ".join(found)], pages, [], INTERVALS)
 

@@ -248,6 +248,7 @@ def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(tmp_path, fol
     ratios = []
     for row, path in zip([*rows.values()][1:], pairs, strict=True):
         found = comparison.Comparison.model_validate_json(path.read_text())
+        assert found.date
         ratios.append(found.ratio)
         assert float(row["over_base_low"]) == pytest.approx(ratios[-1].low)
         assert int(row["rounds"]) == len(found.sides[0].tokens_per_sec) >= 6
@@ -365,6 +366,26 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
     (folder / "results.csv").write_text("stage,over_previous\nbaseline,1\n")
     with pytest.raises(UserError, match="is not the table of a ladder"):
         climb("--across", ladders[1])
+
+
+def test_pictures_of_factors_name_machines_and_days(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(ladder_report, "draw_bars", lambda *arguments: drawn.append(arguments[-1]))
+    for machine, days in (("laptop", ("2026-11-23", "2026-11-24")), ("server", ())):
+        folder = tmp_path / machine / "speedup"
+        folder.mkdir(parents=True)
+        (folder / "results.csv").write_text(f"{FACTORS}speedup2,speedup1,1.1,1.05,1.2\n")
+        for day in days:
+            (folder / day).mkdir()
+            (folder / day / "summary.json").write_text(f'{{\n "started": "{day}T10:00:00"}}')
+    ladder_report.across([f"{tmp_path}/{name}/speedup" for name in ("laptop", "server")], tmp_path)
+    pairs = comparison.ablation("speedup2", [], tmp_path)
+    for pair in pairs["tf32"]:
+        fake_comparison(pair, 1.1)
+    text = pairs["tf32"][0].path.read_text()
+    pairs["tf32"][0].path.write_text(text.replace("{", '{"date": "2026-11-24", ', 1))
+    ladder_report.report_ablation("speedup2", pairs, tmp_path)
+    assert drawn == ["laptop, 2026-11-24; server", "any, 2026-11-24; any"]
 
 
 def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
