@@ -249,9 +249,10 @@ def across(folders: Sequence[str], out: Path) -> None:
             pages.append(rung(stage, stage, base, factors, {}, {}))
             names[-1] = f"{pages[-1]['title']} ({stage})"
     rows = [[str(cell or "") for cell in row] for row in zip(names, *series.values(), strict=True)]
+    title = "What each optimization is worth where"
     write_report(
         out / "report.md",
-        "What each optimization is worth where",
+        title,
         items("stage", *series),
         rows,
         [],
@@ -261,7 +262,6 @@ def across(folders: Sequence[str], out: Path) -> None:
         "![factors by stage and machine](across.png)",
     )
     draw_factors(out / "across.png", names, series, "; ".join(about))
-    title = "What each optimization is worth where"
     write_page(out / "report.html", title, "", [", ".join(found)], pages, [], INTERVALS)
 
 
