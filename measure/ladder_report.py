@@ -42,22 +42,23 @@ COLUMNS = [
     field("MFU", "utilization", ".0%"),
     field("published tokens/s", "published_tokens_per_sec", ",.0f"),
 ]
-COLUMNS_EXPLAINED = (
-    "x base: speed over that of its base, the stage that it changes (or the stage before, where "
-    "that is not in this ladder). x first: over that of the first stage, the product of such "
-    f"factors. {INTERVALS}\n\ntokens/s and ms/step: medians without the first steps, which compile "
-    "and warm up. MB: peak memory in MiB, of the GPU's tensors on CUDA, else of the process. loss: "
-    "of the last step, nats per token. diff.: mean absolute difference from the published curve "
-    f"over steps {COMPARED[0]} to {COMPARED[-1]}, or as many of them as ran; where the "
-    "published run did not do what its note says, of a run that does as logged "
-    "(`configs/as_logged/`). MFU: the model's FLOPs per second as a share of what a large matmul "
-    "reaches on this device.\n\npredicted: the same factor over the base, before it was timed, "
-    "from counted work and this machine's rates (docs/why.md).\n\npublished: the same factor over "
-    "the base in the published times, on the GPU of whoever published them. Those of the speedup "
-    "ladder from speedup1 on are not "
-    "compared: they were read without waiting for the GPU; A100: the factor of the same step in "
-    "the a100 series. ddp was published of two RTX 4090."
-)
+COLUMNS_EXPLAINED = f"""\
+- x base: speed over that of its base, the stage that it changes (or the stage before, where that \
+is not in this ladder). {INTERVALS}
+- x first: speed over that of the first stage, the product of such factors.
+- tokens/s and ms/step: medians without the first steps, which compile and warm up.
+- MB: peak memory in MiB, of the GPU's tensors on CUDA, else of the process.
+- loss: of the last step, nats per token.
+- diff.: mean absolute difference from the published curve over steps {COMPARED[0]} to \
+{COMPARED[-1]}, or as many of them as ran; where the published run did not do what its note says, \
+of a run that does as logged (`configs/as_logged/`).
+- MFU: the model's FLOPs per second as a share of what a large matmul reaches on this device.
+- predicted: the same factor over the base, before it was timed, from counted work and this \
+machine's rates (docs/why.md).
+- published: the same factor over the base in the published times, on the GPU of whoever \
+published them. Those of the speedup ladder from speedup1 on are not compared: they were read \
+without waiting for the GPU. ddp was published of two RTX 4090.
+- A100: the factor of the same step in the a100 series."""
 
 
 def failures_of(parts: Iterable[Stage | Pair]) -> list[str]:
@@ -89,7 +90,7 @@ def report(
     for stage in runs_of(stages):
         if s := stage.summary():
             tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
-            about = f"{s.steps} steps of {tokens}; {s.about}, {s.started[:10]}"
+            about = f"{s.steps} steps of {tokens}; {s.about}, {s.day}"
             alike.setdefault(about, []).append(f"`{stage.name}`")
     curves = {
         stage.name: {
@@ -135,7 +136,7 @@ def draw_worth(path: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> None
         on_a100 = [row["a100_over_base"] for row in rows]
         series["an A100, published"] = [factor and Ratio(factor) for factor in on_a100]
     summaries = filter(None, (stage.summary() for stage in stages))
-    about = dict.fromkeys(f"{summary.machine}, {summary.started[:10]}" for summary in summaries)
+    about = dict.fromkeys(f"{summary.machine}, {summary.day}" for summary in summaries)
     if done:
         titles = [title_of(stage.name, stage.file, bases[stage].file) for stage in done]
         names = [f"{title} ({stage.name})" for title, stage in zip(titles, done, strict=True)]
@@ -167,11 +168,12 @@ WORTH = [
     field("MB without", "memory_mb_without", ",.0f"),
     field("MB with", "memory_mb_with", ",.0f"),
 ]
-WORTH_EXPLAINED = (
-    "on first: the speed with this optimization alone, over that with none. on last: the speed "
-    "with all of them, over that with all but this one. MB: peak memory in MiB with all but this "
-    f"one, and with all. {INTERVALS}"
-)
+WORTH_EXPLAINED = f"""\
+- on first: the speed with this optimization alone, over that with none.
+- on last: the speed with all of them, over that with all but this one.
+- MB: peak memory in MiB with all but this one, and with all.
+
+{INTERVALS}"""
 
 
 def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path) -> list[str]:

@@ -41,15 +41,15 @@ FIGURES = {
     "lower": ("lower than base's by", ""),
     "speed": ("speed", ""),
 }
-EXPLAINED = (
-    "validation loss: at the end, in nats per token, the mean over the seeds. lower than base's "
-    "by: the mean difference from the rung that it changes, seed by seed. After +-: the half width "
-    "of the mean's 95% interval, by Student's t; within noise: it holds 0. What a rung that adds "
-    "nothing seems to be worth is noise too. tokens to the first's loss: after which share of "
-    "all tokens a rung has the loss that the first one ends with, on straight lines between "
-    "evaluations; geometric mean over the seeds. speed: tokens/s over the first rung's. time: the "
-    f"share of tokens over the speed, with the intervals of both combined. {INTERVALS}"
-)
+EXPLAINED = f"""\
+- validation loss: at the end, in nats per token, the mean over the seeds.
+- lower than base's by: the mean difference from the rung that it changes, seed by seed. After \
++-: the half width of the mean's 95% interval, by Student's t; within noise: it holds 0. What a \
+rung that adds nothing seems to be worth is noise too.
+- tokens to the first's loss: after which share of all tokens a rung has the loss that the first \
+one ends with, on straight lines between evaluations; geometric mean over the seeds.
+- speed: tokens/s over the first rung's. {INTERVALS}
+- time: the share of tokens over the speed, with the intervals of both combined."""
 
 
 @dataclass(frozen=True)

@@ -52,17 +52,19 @@ INTERVALS = (
     'runs of both; "about 1" where it holds 1. A factor without brackets is of runs that came one '
     "after the other: a machine whose speed drifts makes such factors too."
 )
-EXPLAINED = (
-    f"{HERE}: tokens/s over those of the stage that it changes. {INTERVALS} predicted: the same "
-    "factor, before it was timed, from counted work and this machine's rates (docs/why.md). "
-    "published: the same factor in the published times, on the GPU of whoever published them. an "
-    "A100, published: the factor of the same step in the a100 series. tokens/s and ms a step: "
-    "medians without the first steps, which compile and warm up. MB: peak memory in MiB, of the "
-    "GPU's tensors on CUDA, else of the process. loss: of the last step, nats per token. MFU: the "
-    "model's FLOPs per second as a share of what a large matmul reaches on this device. predicted "
-    "for arithmetic, for memory, for launches: the share of a step that each is predicted to take. "
-    "times the first rung: the product of the factors up to here."
-)
+EXPLAINED = f"""\
+- {HERE}: tokens/s over those of the stage that it changes. {INTERVALS}
+- predicted: the same factor, before it was timed, from counted work and this machine's rates \
+(docs/why.md).
+- published: the same factor in the published times, on the GPU of whoever published them.
+- an A100, published: the factor of the same step in the a100 series.
+- tokens/s and ms a step: medians without the first steps, which compile and warm up.
+- MB: peak memory in MiB, of the GPU's tensors on CUDA, else of the process.
+- loss: of the last step, nats per token.
+- MFU: the model's FLOPs per second as a share of what a large matmul reaches on this device.
+- predicted for arithmetic, for memory, for launches: the share of a step that each is predicted \
+to take.
+- times the first rung: the product of the factors up to here."""
 
 
 def write_page(
@@ -77,7 +79,7 @@ def write_page(
     """Write the page.
 
     `about`: the machines. `rungs`: as `rung` or `card` makes them; `curves`: as `curve_of` does.
-    `explained`: what the figures mean.
+    `explained`: what the figures mean, a list in markdown.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "web"),
@@ -275,7 +277,7 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
             factors = {name: row[c] and Ratio(row[c]) for name, c in OTHER_FACTORS.items()}
             factors = {HERE: row["over_base"]} | factors
         rungs.append(rung(stage.name, stage.file, base.file, factors, row, FIGURES))
-        machines[f"{summary.about}, {summary.started[:10]}"] = None
+        machines[f"{summary.about}, {summary.day}"] = None
         label, tokens = rungs[-1]["title"], stage.config.tokens_per_step
         log = read_rows(stage.folder / "log.csv")
         _, times = curve(log, "dt_ms")

@@ -240,13 +240,13 @@ FIGURES = {
     "peak_memory_mb": ("MB", ",.0f"),
     "memory_ratio": ("MB, ours over its", ".2f"),
 }
-MEANING = (
-    "Ours over it: tokens/s of our side, the first, over the side's, the median of the rounds' "
-    "ratios, with its 95% interval. tokens/s: the median of a side's own rounds, of "
-    "ours in the first group. MB: peak memory, of the GPU's tensors on CUDA, else of the process; "
-    "and the first row's over the side's. First step: with what it compiles, unless the compile "
-    "cache has it."
-)
+MEANING = """\
+- ours over it: tokens/s of our side, the first, over the side's, the median of the rounds' \
+ratios, with its 95% interval.
+- tokens/s: the median of a side's own rounds, of ours in the first group.
+- MB: peak memory, of the GPU's tensors on CUDA, else of the process; and the first row's over the \
+side's.
+- first step: with what it compiles, unless the compile cache has it."""
 
 
 def report(

@@ -117,12 +117,12 @@ COLUMNS = [
     field("efficiency", "efficiency", ".0%"),
     field("MB each", "memory_mb", ",.0f"),
 ]
-MEANING = (
-    "batch: sequences of a micro-step x micro-steps, of each rank. tokens/s: of all ranks, the "
-    "median of the rounds. x first: the median of the rounds' ratios, with its 95% interval. "
-    "Efficiency: that over how much more hardware it has, GPUs or, on a CPU, cores in use. "
-    "MB: peak memory, of the GPU's tensors on CUDA, else of a rank's process."
-)
+MEANING = """\
+- batch: sequences of a micro-step x micro-steps, of each rank.
+- tokens/s: of all ranks, the median of the rounds.
+- x first: the median of the rounds' ratios, with its 95% interval.
+- efficiency: that over how much more hardware it has, GPUs or, on a CPU, cores in use.
+- MB each: peak memory, of the GPU's tensors on CUDA, else of a rank's process."""
 
 
 def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:

@@ -82,6 +82,11 @@ class Summary(BaseModel, allow_inf_nan=False):
     interrupted: bool = False
 
     @property
+    def day(self) -> str:
+        """Return the date on which it started."""
+        return self.started[:10]
+
+    @property
     def about(self) -> str:
         """Say where and with what it ran."""
         return f"{self.machine}; device {self.device}, torch {self.torch}, commit {self.git}"

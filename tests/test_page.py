@@ -79,7 +79,7 @@ def test_every_number_on_the_page_is_that_of_the_results(ladder):
 
 def test_the_page_says_what_each_of_its_figures_means(ladder):
     page = (ladder / "report.html").read_text()
-    meaning = re.search(r"<details><summary>What the figures mean</summary><p>(.*?)</p>", page)
+    meaning = re.search(r"What the figures mean</summary>\s*<ul>(.*?)</ul>", page, re.DOTALL)
     for label in ("here", *OTHER_FACTORS, *(label for label, _ in FIGURES.values())):
         assert label in EXPLAINED
         assert label in meaning[1]
@@ -161,3 +161,14 @@ def test_a_browser_shows_it_without_errors_and_it_answers(width, height, browser
     tab.close()
     assert errors == []
     assert requests == [(ladder / "report.html").as_uri()]
+
+
+def test_paper_shows_what_a_screen_unfolds(browser, ladder):
+    tab = browser.new_page()
+    tab.goto((ladder / "report.html").as_uri())
+    folded = tab.locator("article pre")
+    visible = "parts => parts.filter(part => part.checkVisibility()).length"
+    assert folded.evaluate_all(visible) == 0
+    tab.emulate_media(media="print")
+    assert folded.evaluate_all(visible) == folded.count() > 0
+    tab.close()
