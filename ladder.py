@@ -38,7 +38,9 @@ from measure.ratio import FEWEST
 from measure.stages import (
     SERIES,
     Stage,
+    instead_of_bf16,
     make_stage,
+    make_stage_here,
     note_slow_bf16,
     plan,
     probe,
@@ -129,18 +131,18 @@ def stages_here(
         stages = quick_stages(f"{options.log_dir}/{ladder}", of_runs, device)
     else:
         _, stages = plan(options.configs, options.log_dir, of_runs, device)
-    stages, ranks = chosen(stages, options.stages), options.nproc_per_node
+    ranks = options.nproc_per_node
     if ladder == "ladder":
         for stage in stages:
             stage.ranks = ranks or 1
     elif ladder == "speedup" and (ranks or device.get("gpus", 1)) > 1:
-        ddp = make_stage("ddp", "ddp", f"{options.log_dir}/{ladder}", of_runs)
+        ddp = make_stage_here("ddp", "ddp", f"{options.log_dir}/{ladder}", of_runs, device)
         ddp.ranks = ranks or device["gpus"]
         if ranks or any(Path(ddp.config.data_dir, ddp.config.dataset).glob("*.bin")):
             stages.append(ddp)
         else:
             print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
-    return ladder, stages, device
+    return ladder, chosen(stages, options.stages), device
 
 
 def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
@@ -206,26 +208,27 @@ def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
     (config,) = options.configs
     stem = Path(config).stem
     folder = Path(options.log_dir) / f"ablate_{stem}"
+    plain = make_stage("ablate", config, str(folder), of_runs).config
+    device = probe(plain.device)
+    of_runs = [*of_runs, *instead_of_bf16(plain, device)]
     if options.seeds:
         names, rungs = ablation_rungs(config, of_runs, str(folder), options.seeds)
         if not names:
             raise UserError(f"{config}: has no optimization on that changes what is learned")
         if not options.report_only:
             runs = by_seed(rungs)
-            found = probe(runs[0].config.device)
             with sole_writer(folder):
-                announce(runs, [], 0, options, found)
-                at_once = side_by_side(options.seeds, found)
+                announce(runs, [], 0, options, device)
+                at_once = side_by_side(options.seeds, device)
                 run_stages(runs, options.rerun, anywhere=True, **at_once)
         return report_learned_ablation(stem, names, rungs, folder)
-    device = make_stage("ablate", config, str(folder), of_runs).config.device
     pairs = ablation(config, of_runs, folder)
     if not pairs:
         raise UserError(f"{config}: has no optimization on, so there is nothing to switch off")
     folder.mkdir(parents=True, exist_ok=True)
     if not options.report_only:
         both = list(chain(*pairs.values()))
-        compare_pairs(both, options.rounds, options.rerun, probe(device))
+        compare_pairs(both, options.rounds, options.rerun, device)
     return report_ablation(stem, pairs, folder)
 
 

@@ -41,7 +41,7 @@ def make_optimizers(
     fused = True if config.fused_adamw else None  # None: PyTorch's own choice
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
     optimizers: list[torch.optim.Optimizer] = [adamw]
-    if hidden:
+    if is_muon:
         # queries, keys and values are three matrices, which c_attn computes in one matmul
         qkv = [p for name, p in hidden.items() if "c_attn" in name]
         others = [p for name, p in hidden.items() if "c_attn" not in name]

@@ -45,6 +45,7 @@ COUNTERPARTS = {
     "speedup9": ("a100/opt7", None),
     "speedup10": ("a100/opt8", "gpu_ms/fused_adamw"),
 }
+BEFORE = ("a100/opt0", "gpu_ms/fp32")  # what they have before the first of these
 # what a row has of a run's summary; no final loss where the last step was left out
 SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
 
@@ -234,7 +235,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
             "over_base": Ratio(1.0) if stage is base else over_base,
             "rounds": len(result.sides[0].tokens_per_sec) if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
-            "a100_over_base": published_on_a100(stage),
+            "a100_over_base": published_on_a100(stage, base),
             **predicted_figures(predicted, stage.name, base.name),
             "over_first": over_first,
             **summary.model_dump(include=SUMMARIZED),
@@ -269,18 +270,26 @@ def published_factor(ours: Published, theirs: Published) -> float | None:
     return None
 
 
-def published_on_a100(stage: Stage) -> float | None:
+def published_on_a100(stage: Stage, base: Stage) -> float | None:
     """Return the published factor, on an A100, of what a stage of the speedup ladder adds."""
-    if stage.file.parent == CONFIG_DIR and stage.file.stem in COUNTERPARTS:
-        return counterpart(COUNTERPARTS[stage.file.stem][0])
-    return None
+    if {stage.file.parent, base.file.parent} != {CONFIG_DIR}:
+        return None
+    return counterpart(stage.file.stem, base.file.stem, 0)
 
 
-def counterpart(config: str) -> float | None:
-    """Return the published speed of a config of a series over that of the one before it."""
-    series = SERIES[Path(config).parent.name]
-    before = series[series.index(config) - 1]
-    return published_factor(published(config), published(before))
+def counterpart(stage: str, base: str, series: int) -> float | None:
+    """Return the published factor of what a stage of the speedup ladder adds to its base, in the
+    a100 series (0) or in gpu_ms (1).
+    """
+    names = SERIES["speedup"]
+    if stage not in COUNTERPARTS or base not in names:
+        return None
+    reached = []  # by the stage, and by its base
+    for name in (stage, base):
+        added = (COUNTERPARTS.get(before) for before in names[: names.index(name) + 1])
+        configs = [config for both in added if both and (config := both[series])]
+        reached.append(published([BEFORE[series], *configs][-1]))
+    return published_factor(*reached)
 
 
 def published_difference(stage: Stage) -> float | None:

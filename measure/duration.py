@@ -25,7 +25,8 @@ def part_flops(config: Config, tokens: int) -> dict[str, float]:
 
 def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) -> float:
     """Estimate the seconds of a step on so many ranks. `tflops`: as for `describe_duration`."""
-    rate = tflops["bfloat16" if config.bf16 or config.fp16 else "float32"] * 1e12 * MFU
+    dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
+    rate = tflops.get(dtype, tflops["float32"]) * 1e12 * MFU
     return sum(part_flops(config, config.tokens_per_step(ranks)).values()) / rate / ranks
 
 

@@ -2,19 +2,27 @@
 
 import contextlib
 import csv
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, cycle
 from pathlib import Path
 
-from config import load_config
-from measure.comparison import COMPARED, COUNTERPARTS, Pair, compare, counterpart
-from measure.page import INTERVALS, curve_of, rung, title_of, write_ladder_page, write_page
+from measure.comparison import COMPARED, Pair, compare, counterpart
+from measure.page import (
+    INTERVALS,
+    card,
+    curve_of,
+    in_place_of_bf16,
+    rung,
+    title_of,
+    write_ladder_page,
+    write_page,
+)
 from measure.quick import SUFFIX
 from measure.ratio import Ratio
-from measure.stages import Stage, published_rows, runs_of, with_bases
+from measure.stages import SERIES, Stage, published_rows, runs_of, with_bases
 from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, draw_panels, write_csv, write_report
-from runtime.cli import ConfigError, find_config, read_yaml_mapping
+from runtime.cli import CONFIG_DIR, ConfigError, find_config
 from runtime.errors import UserError
 from runtime.report import (
     COLOURS,
@@ -100,11 +108,6 @@ def report(
         for stage in stages
         if stage.published.log and (run := stage.repeats) and run.summary()
     }
-    instead = {
-        stage.name: "fp16" if stage.config.fp16 else "fp32"
-        for stage in stages
-        if load_config(str(stage.file)).bf16 and not stage.config.bf16
-    }
     write_report(
         folder / "report.md",
         title,
@@ -114,9 +117,7 @@ def report(
         COLUMNS_EXPLAINED,
         "![what each stage is worth](speed.png)",
         "![loss curves, measured over published](loss.png)" if curves else "",
-        f"In place of bf16: {', '.join(f'{name} {dtype}' for name, dtype in instead.items())}."
-        if instead
-        else "",
+        in_place_of_bf16(stages),
         "\n".join(f"- {', '.join(names)}: {about}" for about, names in alike.items()),
     )
     write_csv(folder / "results.csv", rows)
@@ -153,8 +154,8 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
             validation[str(folder)] = curve(rows, "val_loss")
     draw_losses(path, training, validation)
     print(f"wrote {path}")
-    curves = [curve_of(name, *run) for name, run in training.items()]
-    curves += [curve_of(f"{name}, validation", *run) for name, run in validation.items()]
+    named = training | {f"{name}, validation": run for name, run in validation.items()}
+    curves = [curve_of(name, *run) for name, run in named.items() if run[0]]
     write_page(path.with_suffix(".html"), "Loss curves", "", list(training), [], curves)
 
 
@@ -199,7 +200,7 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
                     "memory_mb_with": everything,
                 }
             )
-    failures = failures_of(itertools.chain(*pairs.values()))
+    failures = failures_of(chain(*pairs.values()))
     write_report(
         folder / "report.md",
         f"What each optimization of {name} is worth",
@@ -226,30 +227,35 @@ def across(folders: Sequence[str], out: Path) -> None:
     A machine is named after the parent of its ladder's folder. Raises UserError.
     """
     found: dict[str, dict[str, Ratio | None]] = {}  # factors of each stage over its base
+    bases: dict[str, str] = {}
+    files: dict[str, Path] = {}  # configs of stages and bases, where they are known
     about: list[str] = []  # the machines, each with the last day of its ladder
     for folder in folders:
         name = Path(folder).resolve().parent.name
         name = folder if name in found else name
-        found[name] = read_factors(Path(folder) / "results.csv")
+        found[name], of_stages = read_factors(Path(folder) / "results.csv")
+        bases |= of_stages
+        files |= configs_of(Path(folder).name.removesuffix(SUFFIX), chain(*of_stages.items()))
         summaries = (path.read_text() for path in Path(folder).glob("*/summary.json"))
         days = re.findall(r'"started": "(.{10})', "".join(summaries))
         about.append(", ".join([name, *sorted(days)[-1:]]))
-    stages = list(dict.fromkeys(itertools.chain(*found.values())))
+    stages = list(dict.fromkeys(chain(*found.values())))
     for i, name in enumerate(("A100, published", "one GPU, published")):
         found[name] = {
             stage: Ratio(factor)
-            for stage, both in COUNTERPARTS.items()
-            if stage in stages and (config := both[i]) and (factor := counterpart(config))
+            for stage in stages
+            if stage in files and (factor := counterpart(stage, bases[stage], i))
         }
     series = {name: [factors.get(s) for s in stages] for name, factors in found.items()}
     names, pages = list[str](), []
     for stage in stages:
         factors = {name: of_machine.get(stage) for name, of_machine in found.items()}
         names.append(stage)
-        with contextlib.suppress(ConfigError):  # of a ladder of other configs than those here
-            base = read_yaml_mapping(find_config(stage)).get("base", stage)
-            pages.append(rung(stage, stage, base, factors, {}, {}))
+        if (file := files.get(stage)) and (base := files.get(bases[stage])):
+            pages.append(rung(stage, file, base, factors, {}, {}))
             names[-1] = f"{pages[-1]['title']} ({stage})"
+        else:
+            pages.append(card(stage, stage, factors, {}, {}))
     rows = [[str(cell or "") for cell in row] for row in zip(names, *series.values(), strict=True)]
     title = "What each optimization is worth where"
     write_report(
@@ -264,21 +270,35 @@ def across(folders: Sequence[str], out: Path) -> None:
         "![factors by stage and machine](across.png)",
     )
     draw_factors(out / "across.png", names, series, "; ".join(about))
-    write_page(out / "report.html", title, "", [", ".join(found)], pages, [], INTERVALS)
+    write_page(out / "report.html", title, "", about, pages, [], INTERVALS)
 
 
-def read_factors(path: Path) -> dict[str, Ratio | None]:
-    """Read the factors over the base from a ladder's results.csv. Raises OSError and UserError."""
+def configs_of(ladder: str, stages: Iterable[str]) -> dict[str, Path]:
+    """Return the config of each stage of a published series; of other ladders none is known."""
+    files = {}
+    for stage in stages if ladder in SERIES else ():
+        with contextlib.suppress(ConfigError):  # such as baseline_again
+            name = stage if ladder == "speedup" else f"{ladder}/{stage}"
+            files[stage] = find_config(str(CONFIG_DIR / name)).resolve()
+    return files
+
+
+def read_factors(path: Path) -> tuple[dict[str, Ratio | None], dict[str, str]]:
+    """Read the factor of each stage over its base, and that base, from a ladder's results.csv.
+
+    Raises OSError and UserError.
+    """
     names = ("over_base", "over_base_low", "over_base_high")
-    factors = {}
+    factors, bases = {}, {}
     try:
         for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
             values = [float(row[name]) for name in names if row[name]]
             if row["base"] != row["stage"]:
+                bases[row["stage"]] = row["base"]
                 factors[row["stage"]] = Ratio(*values) if values else None
     except (KeyError, ValueError) as error:
         raise UserError(f"{path}: is not the table of a ladder: {error}") from None
-    return factors
+    return factors, bases
 
 
 def draw_factors(
@@ -294,8 +314,9 @@ def draw_factors(
     bars = [
         (name, factor.median, str(factor), factor.ends, colour)
         for name, *factors in zip(names, *series.values(), strict=True)
-        for factor, colour in zip(factors, itertools.cycle(COLOURS), strict=False)
+        for factor, colour in zip(factors, cycle(COLOURS), strict=False)
         if factor
     ]
     meanings = dict(zip(COLOURS, series, strict=False))
-    draw_bars(path, bars, "factor of speed", meanings, about)
+    if bars:
+        draw_bars(path, bars, "factor of speed", meanings, about)

@@ -7,6 +7,7 @@ lines of code that its options switch, and what it was worth. Below: the loss cu
 import ast
 import functools
 import itertools
+import math
 import re
 import shlex
 import textwrap
@@ -16,17 +17,18 @@ from typing import Any
 
 import jinja2
 
-from config import load_config
+from measure.quick import STAGES as CHANGE_SPEED
 from measure.ratio import Ratio
-from measure.stages import ROOT, Stage, published_rows, with_bases
+from measure.stages import ROOT, Stage, published_rows, skipped, with_bases
 from measure.tables import Row
-from runtime.cli import find_config, read_yaml_mapping
+from runtime.cli import find_config, read_yaml, read_yaml_mapping
 from runtime.files import write_whole
 from runtime.report import COLOURS
 from runtime.runlog import curve, read_rows
 
 RECIPE = ("train.py", "model.py", "optimizer.py", "dataloader.py")  # where options act
 PLACES = 4  # of an option, at most
+BESIDE = ("batch_size", "lr", "min_lr", "run_name")  # what a YAML sets along with its technique
 OTHERS = ("_", "describe", "notes", "to_yaml", "advice")  # methods that speak of options
 AGAIN = "The same again"  # title of a stage that repeats its base
 HERE = "here"  # label of the factor of speed over the base
@@ -119,22 +121,17 @@ def rung(
 
     `config`, `base`: its YAML and the one that it changes. The rest is for `card`.
     """
-    ours, theirs = (find_config(str(file)) for file in (config, base))
+    ours, theirs = (find_config(str(file)).resolve() for file in (config, base))
     title, why = title_of(name, ours, theirs), explained(ours)[1]
     if title == AGAIN:
         why = ["It differs by its seed alone: its factor is noise (A/A)."]
-    here, there = (load_config(str(file)).model_dump() for file in (ours, theirs))
-    # What this YAML changes comes first, in its own order: its technique.
-    changed = dict.fromkeys(
-        name
-        for name in (*read_yaml_mapping(ours), *here)
-        if here.get(name) != there.get(name) and name != "run_name"
-    )
+    options = [option for option in read_yaml_mapping(ours) if option != "base" and ours != theirs]
+    options = [option for option in options if option not in BESIDE] or options
     return card(name, title, factors, row, figures) | {
         "base": theirs.stem,
         "why": why,
         "yaml": changes(ours),
-        "code": [*dict.fromkeys(itertools.chain(*map(code_of, changed)))],
+        "code": [*dict.fromkeys(itertools.chain(*map(code_of, options)))],
     }
 
 
@@ -156,8 +153,11 @@ def card(
 
 def title_of(name: str, file: Path, base: Path) -> str:
     """Return the name of the technique that a stage adds to the stage with the config `base`."""
-    is_again = file == base and name != file.stem
-    return AGAIN if is_again else explained(file)[0] or name
+    if file == base and name != file.stem:
+        return AGAIN
+    title = explained(file)[0] or name
+    leaves_out = any(between.stem in CHANGE_SPEED for between in skipped(file, base))
+    return f"{title}, and all before it" if leaves_out else title
 
 
 def explained(file: Path) -> tuple[str, list[str]]:
@@ -254,15 +254,25 @@ def curve_of(
 
     `times`: milliseconds of each step from the first on.
     """
-    is_known = len(times) == len(steps) == steps[-1]
+    is_known = steps and len(times) == len(steps) == steps[-1]
     return {
         "label": label,
         "published": published,
         "steps": [*steps],
         "tokens": tokens_per_step and [step * tokens_per_step for step in steps],
         "seconds": [*itertools.accumulate(ms / 1e3 for ms in times)] if is_known else None,
-        "loss": [*losses],
+        "loss": [loss if math.isfinite(loss) else None for loss in losses],
     }
+
+
+def in_place_of_bf16(stages: Sequence[Stage]) -> str:
+    """Say which stages have another precision than their config says; empty if none has."""
+    instead = ", ".join(
+        f"{stage.name} {'fp16' if stage.config.fp16 else 'fp32'}"
+        for stage in stages
+        if read_yaml(stage.file)[0].get("bf16") == "true" and not stage.config.bf16
+    )
+    return instead and f"In place of bf16: {instead}."
 
 
 def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Sequence[Row]) -> None:
@@ -290,7 +300,8 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
                 curve_of(label, *curve(log), times, tokens_per_step=tokens(1), published=True)
             )
     options = shlex.join(stages[0].side[2:])  # after --keep_last=0
-    about = [*machines, *([f"All runs with {options}"] if options else [])]
+    notes = [f"All runs with {options}" if options else "", in_place_of_bf16(stages)]
+    about = [*machines, *filter(None, notes)]
     # How far the ladder leads, and which rungs are worth most.
     headline = f"{max(row['over_first'].median for row in rows):.1f} times as fast as "
     headline += f"{rungs[0]['title'].lower()}."

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from measure.process import in_fresh_process
 from measure.stages import Stage, with_bases
 from measure.tables import write_json
+from runtime.report import machine
 
 FILE = "predicted.json"  # in a ladder's folder
 SHARES = ("predicted_arithmetic", "predicted_memory", "predicted_launches")  # of a step
@@ -45,12 +46,16 @@ class Prediction(BaseModel):
 def predict_stages(stages: Sequence[Stage], folder: Path, device: Mapping[str, Any]) -> None:
     """Predict the stages of one rank, and keep that in the folder; print each factor.
 
-    `device`: what `probe` found. Where it found no rates, nothing is predicted.
+    `device`: what `probe` found. Where it found no rates, nothing is predicted. A ladder that goes
+    on keeps the rates with which it began, before anything was timed.
     """
-    (folder / FILE).unlink(missing_ok=True)
     alone = [stage for stage in stages if stage.ranks == 1]
+    where, kept = f"{machine()}; {device.get('device')}", read(folder)
+    if kept.get("where") != where:
+        (folder / FILE).unlink(missing_ok=True)
+        kept = {"where": where, "rates": dict(device), "stages": {}}
     try:
-        rates = Rates.model_validate(device)
+        rates = Rates.model_validate(kept["rates"])
     except ValidationError:
         return
     configs = [stage.config for stage in alone]
@@ -60,17 +65,25 @@ def predict_stages(stages: Sequence[Stage], folder: Path, device: Mapping[str, A
         return
     predicted = dict(zip((stage.name for stage in alone), found, strict=True))
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {name: prediction.model_dump() for name, prediction in predicted.items()}
-    write_json(folder / FILE, {"rates": rates.model_dump(), "stages": kept})
-    for stage, base in with_bases(alone)[1:]:
+    kept["rates"] = rates.model_dump()
+    kept["stages"] |= {name: prediction.model_dump() for name, prediction in predicted.items()}
+    write_json(folder / FILE, kept)
+    for stage, base in with_bases(alone)[1:] if alone else []:
         factor = predicted[stage.name].tokens_per_sec / predicted[base.name].tokens_per_sec
         print(f"predicted: {stage.name} {factor:.2f} times as fast as {base.name}")
 
 
-def predictions(folder: Path) -> dict[str, Prediction]:
-    """Read what was predicted of the stages of a ladder, by name; empty if nothing was."""
+def read(folder: Path) -> dict[str, Any]:
+    """Read what is kept in the folder; empty if nothing is, or if it cannot be read."""
     try:
-        kept = json.loads((folder / FILE).read_bytes())["stages"]
-        return TypeAdapter(dict[str, Prediction]).validate_python(kept)
-    except (OSError, ValueError, KeyError):
+        kept = json.loads((folder / FILE).read_bytes())
+        TypeAdapter(dict[str, Prediction]).validate_python(kept["stages"])
+        return kept
+    except (OSError, ValueError, LookupError, TypeError):
         return {}
+
+
+def predictions(folder: Path) -> dict[str, Prediction]:
+    """Return what was predicted of the stages of a ladder, by name."""
+    stages = read(folder).get("stages", {})
+    return {name: Prediction(**prediction) for name, prediction in stages.items()}

@@ -65,7 +65,8 @@ class Counter(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name == "embedding":  # looks up rows, does not read the matrix
             inputs = outputs
-        packet = getattr(torch.ops.aten, name.replace("_for_cpu", ""), None)  # as on a GPU
+        counted = "mm" if name == "matmul" else name.replace("_for_cpu", "")  # as on a GPU
+        packet = getattr(torch.ops.aten, counted, None)
         count = flop_registry.get(packet, lambda *_, **__: 0)
         # Causal attention computes half of the scores, at about half of a matmul's rate (Dao 2023,
         # "FlashAttention-2", figure 4). PyTorch counts all of them, which comes to the same.
@@ -158,7 +159,7 @@ def predict(config: Config, rates: Rates, device: torch.device) -> Prediction:
         }
         limit = max(takes, key=lambda name: takes[name])
         seconds[limit] += takes[limit]
-    return Prediction(tokens=config.batch_size * config.seq_len, **seconds)
+    return Prediction(tokens=config.tokens_per_step(1), **seconds)
 
 
 def predict_all(configs: list[Config], rates: Rates) -> list[Prediction]:

@@ -169,7 +169,8 @@ def plan(
             # its note, whose settings this stage has, is not what really ran
             stage.repeats = None
             if ladder == "speedup":
-                twin = make_stage(f"as_logged_{stem}", str(as_logged), folder, of_runs)
+                of_twin = f"as_logged_{stem}", str(as_logged), folder
+                twin = make_stage_here(*of_twin, of_runs, device)
                 same = (s for s in stages if settings(s.config) == settings(twin.config))
                 stage.repeats = next(same, twin)  # an earlier stage may be the same run
         stages.append(stage)
@@ -189,6 +190,17 @@ def with_bases(stages: Sequence[Stage]) -> list[tuple[Stage, Stage]]:
     return pairs
 
 
+def skipped(file: Path, base: Path) -> list[Path]:
+    """Return the configs that lie between a config and one that it changes, the nearest first."""
+    found: list[Path] = []
+    while name := read_yaml_mapping(file).get("base"):
+        file = find_config(name, file.parent).resolve()
+        if file == base:
+            return found
+        found.append(file)
+    return []
+
+
 def runs_of(stages: Sequence[Stage]) -> list[Stage]:
     """Return the runs that a ladder needs: its stages, and those that repeat published ones."""
     runs = [run for stage in stages for run in (stage, stage.repeats) if run]
@@ -203,16 +215,20 @@ def training_config(side: Sequence[str], *more: str) -> Config:
 def make_stage_here(
     name: str, config: str, folder: str, of_runs: Sequence[str], device: Mapping[str, Any]
 ) -> Stage:
-    """Make the stage of a config as a device can run it.
-
-    Without bfloat16, as on GPUs before Ampere, one that has it takes fp16 with the loss scaler;
-    with Muon, which excludes fp16, fp32. Raises UserError.
-    """
+    """Make the stage of a config as a device can run it. Raises UserError."""
     stage = make_stage(name, config, folder, of_runs)
-    if stage.config.bf16 and not device.get("bf16", True):
-        instead = ["--no-bf16"] + ["--fp16"] * (stage.config.optimizer == "adamw")
-        stage = make_stage(name, config, folder, [*of_runs, *instead])
-    return stage
+    instead = instead_of_bf16(stage.config, device)
+    return make_stage(name, config, folder, [*of_runs, *instead]) if instead else stage
+
+
+def instead_of_bf16(config: Config, device: Mapping[str, Any]) -> list[str]:
+    """Return the options that a config takes on a device without bfloat16, a GPU before Ampere.
+
+    fp16 with the loss scaler takes its place; with Muon, which excludes fp16, fp32 does.
+    """
+    if not config.bf16 or device.get("bf16", True):
+        return []
+    return ["--no-bf16"] + ["--fp16"] * (config.optimizer == "adamw")
 
 
 def make_stage(name: str, config: str, folder: str, of_runs: Sequence[str]) -> Stage:
@@ -350,7 +366,10 @@ def run_commands(
 
 def probe(device: str) -> dict[str, Any]:
     """Ask a fresh process about the device; see measure/probe.py. Empty if that fails."""
-    return in_fresh_process("measure.probe:find_out", device)[0] or {}
+    found, problem = in_fresh_process("measure.probe:find_out", device)
+    if problem:
+        print(f"note: the device could not be measured: {problem}")
+    return found or {}
 
 
 def note_slow_bf16(stages: Sequence[Stage], tflops: Mapping[str, float]) -> None:

@@ -363,6 +363,15 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
     assert "| TF32 (speedup2) | 1.10 (1.05 to 1.20) | 3.00 | 2.44 | 3.00 |" in text
     assert "baseline" not in text
     assert (tmp_path / "across/across.png").is_file()
+    (folder / "results.csv").write_text(f"{FACTORS}speedup5,speedup3,,,\n")  # none to draw
+    assert climb("--across", ladders[1], "--log_dir", str(tmp_path / "quick")) == 0
+    page = (tmp_path / "quick/across/report.html").read_text()
+    assert "speedup5, over speedup3" in page
+    own = tmp_path / "own/ladder"
+    own.mkdir(parents=True)
+    (own / "results.csv").write_text(f"{FACTORS}speedup2,speedup1,1.5,,\n")
+    assert climb("--across", str(own), "--log_dir", str(tmp_path / "own")) == 0
+    assert "| speedup2 | 1.50 |  |  |" in (tmp_path / "own/across/report.md").read_text()
     (folder / "results.csv").write_text("stage,over_previous\nbaseline,1\n")
     with pytest.raises(UserError, match="is not the table of a ladder"):
         climb("--across", ladders[1])
@@ -452,6 +461,17 @@ def test_factors_are_of_published_times_that_can_be_used(tmp_path):
     assert not any(factors["speedup"].values())
 
 
+def test_a_factor_of_an_a100_is_of_the_same_steps(tmp_path):
+    rows = comparison.compare(finished("speedup", folder=tmp_path))
+    factors = {row["stage"]: row["a100_over_base"] for row in rows}
+    assert [name for name in factors if factors[name]] == [*comparison.COUNTERPARTS]
+    rows = comparison.compare(finished("baseline", "speedup3", "speedup6", folder=tmp_path))
+    assert rows[1]["a100_over_base"] == pytest.approx(factors["speedup2"] * factors["speedup3"])
+    assert rows[2]["a100_over_base"] == pytest.approx(factors["speedup5"] * factors["speedup6"])
+    rows = comparison.compare(finished("a100/baseline", "speedup2", folder=tmp_path))
+    assert rows[1]["a100_over_base"] is None
+
+
 # ---- what a machine has
 
 
@@ -464,11 +484,30 @@ def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch, 
     assert kinds["speedup3"] == (False, True)
     assert kinds["speedup15"] == (False, False)
     assert "--fp16" in runs["speedup3"].command
+    runs = climbed(monkeypatch, found | {"gpus": 2}, "speedup", "--nproc_per_node", "2", *OFF)
+    assert runs.keys() > {"as_logged_speedup3", "ddp"}
+    assert not any(run.config.bf16 for run in runs.values())
     stages_of = plan("speedup2", "speedup3", folder=tmp_path, bf16=False)
     for stage in stages_of:
         fake_run(stage)
     ladder_report.report("ladder", stages_of, tmp_path / "ladder")
-    assert "In place of bf16: speedup3 fp16." in (tmp_path / "ladder/report.md").read_text()
+    for name in ("report.md", "report.html"):
+        assert "In place of bf16: speedup3 fp16." in (tmp_path / "ladder" / name).read_text()
+
+
+def test_a_gpu_without_bf16_is_asked_what_fp16_is_worth(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ladder, "probe", lambda _: {"bf16": False})
+    compared = []
+    monkeypatch.setattr(ladder, "compare_pairs", lambda pairs, *_: compared.extend(pairs))
+    with pytest.raises(UserError, match="no finished stage"):
+        climb("--ablate", "speedup3")
+    assert {pair.name for pair in compared} > {"fp16 first", "fp16 last"}
+    on = [stages.training_config(pair.other) for pair in compared]
+    assert not any(config.bf16 for config in on)
+    assert [config.fp16 for config in on] == [
+        pair.name[:4] == "fp16" or "last" in pair.name for pair in compared
+    ]
 
 
 def test_speedup_climbs_medium_where_it_makes_the_fp32_matmuls_of_a_cpu_faster():
@@ -549,6 +588,9 @@ def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(
     assert "note: no stage ddp without its corpus: python data/" in capsys.readouterr().out
     asked = climbed(monkeypatch, {}, "speedup", "--nproc_per_node", "2")
     assert (asked["ddp"].ranks, asked["baseline"].ranks) == (2, 1)
+    chosen = ("speedup", "--nproc_per_node", "2", "--stages")
+    assert "ddp" not in climbed(monkeypatch, {}, *chosen, "2")
+    assert [*climbed(monkeypatch, {}, *chosen, "ddp", *OFF)] == ["baseline", "ddp"]
     assert asked["ddp"].published.tokens_per_sec == 211_646
     (tmp_path / "data/fineweb").mkdir(parents=True)
     (tmp_path / "data/fineweb/fineweb_train_000000.bin").touch()
@@ -569,7 +611,7 @@ def test_stages_that_bf16_makes_slow_are_named_before_anything_runs(tmp_path, mo
     )
 
 
-def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked_processes):
+def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked_processes, capsys):
     found = stages.probe("cpu")
     assert found["gpus"] == 0
     assert found["memory_mb"] > 1000
@@ -577,6 +619,7 @@ def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked_processes):
     assert found["gigabytes_per_s"] > 0
     assert found["launch_us"] > 0
     assert stages.probe("no-such-device") == {}
+    assert capsys.readouterr().out.startswith("note: the device could not be measured: ")
 
 
 # ---- pictures, tables, versions
@@ -589,6 +632,9 @@ def test_plot_draws_the_losses_of_runs_with_those_of_validation():
     Path("a$b$/eval.csv").write_text("step,val_loss,hellaswag\n0,6.0,\n1,,0.25\n2,4.5,0.3\n")
     assert climb("--plot", "a$b$") == 0
     assert Path("comparison.png").read_bytes().startswith(b"\x89PNG")
+    Path("begun").mkdir()
+    Path("begun/log.csv").write_text(HEADER)
+    assert climb("--plot", "a$b$", "begun") == 0
     Path("a$b$/log.csv").write_text("step,loss,lr\n1,5.0,0.1\n")
     with pytest.raises(UserError, match=r"log.csv: has no column norm"):
         climb("--plot", "a$b$")

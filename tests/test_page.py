@@ -9,10 +9,21 @@ import shutil
 
 import pytest
 
+from config import load_config
 from measure.comparison import pairs_of
 from measure.ladder_report import report
-from measure.page import EXPLAINED, FIGURES, OTHER_FACTORS, code_of, explained
+from measure.page import (
+    EXPLAINED,
+    FIGURES,
+    OTHER_FACTORS,
+    code_of,
+    curve_of,
+    explained,
+    rung,
+    write_page,
+)
 from runtime.cli import CONFIG_DIR
+from runtime.errors import UserError
 from tests.conftest import ROOT
 from tests.test_ladder import HEADER, fake_comparison, finished, table
 
@@ -100,6 +111,7 @@ def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):
         ("fsdp", "train.py", "fully_shard(model"),
         ("flash", "model.py", "scaled_dot_product_attention"),
         ("tie_weights", "model.py", "self.transformer.wte.weight"),
+        ("optimizer", "optimizer.py", "optimizers.append(Muon("),
         ("fused_adamw", "optimizer.py", "torch.optim.AdamW("),
         ("grad_clip", "train.py", "clip_gradients("),
         ("lr_schedule", "optimizer.py", "math.cos("),
@@ -123,6 +135,38 @@ def test_each_rung_has_a_short_name_from_its_comment(path):
     assert 3 < len(name) < 60, name
     assert not name.startswith(("Adds", "The "))
     assert name[1:] in " ".join(why)
+
+
+def test_a_rung_over_an_earlier_stage_is_named_so_unless_what_is_between_costs_no_time():
+    titles = {
+        (stage, base): rung(stage, stage, base, {}, {}, {})["title"]
+        for stage, base in (
+            ("speedup6", "speedup5"),
+            ("speedup5", "speedup3"),
+            ("speedup6", "baseline"),
+        )
+    }
+    assert [*titles.values()] == [
+        "Flash attention",
+        "torch.compile",
+        "Flash attention, and all before it",
+    ]
+
+
+def test_a_config_that_needs_the_options_of_its_ladder_has_a_rung(tmp_path):
+    (tmp_path / "plain.yaml").write_text("seq_len: 64\n")
+    (tmp_path / "own.yaml").write_text("# Half steps.\nbase: plain.yaml\ntotal_batch_tokens: 128\n")
+    with pytest.raises(UserError):
+        load_config(str(tmp_path / "own.yaml"))
+    found = rung("own", tmp_path / "own.yaml", tmp_path / "plain.yaml", {}, {}, {})
+    assert found["title"] == "Half steps"
+    assert any("tokens_per_step" in text for _, _, text in found["code"])
+
+
+def test_the_code_of_a_rung_is_not_that_of_another():
+    text = "".join(code for _, _, code in rung("c", "speedup5", "speedup3", {}, {}, {})["code"])
+    assert "torch.compile(" in text
+    assert "residual_scaling" not in text
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +198,8 @@ def test_a_browser_shows_it_without_errors_and_it_answers(width, height, browser
     tab.get_by_role("button", name="Guess first").click()
     bars = tab.locator("#speedup2 .bars")
     assert not bars.is_visible()
+    assert not tab.locator("#speedup2 .figures").is_visible()
+    assert not tab.locator(".headline").is_visible()
     tab.locator("#speedup2 .guess-button").click()
     assert bars.is_visible()
     assert not tab.locator("#speedup3 .bars").is_visible()
@@ -172,3 +218,16 @@ def test_paper_shows_what_a_screen_unfolds(browser, ladder):
     tab.emulate_media(media="print")
     assert folded.evaluate_all(visible) == folded.count() > 0
     tab.close()
+
+
+def test_curves_without_tokens_or_with_an_infinite_loss_are_drawn(browser, tmp_path):
+    curves = [curve_of("NaN, [Infinity]", [1, 2, 3], [5.0, math.nan, math.inf])]
+    write_page(tmp_path / "page.html", "Curves", "", [], [], curves)
+    tab, errors = browser.new_page(), list[str]()
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto((tmp_path / "page.html").as_uri())
+    assert tab.locator("#chart canvas").count() == 1
+    assert tab.locator(".axis").all_inner_texts() == ["over steps"]
+    assert "NaN, [Infinity]" in tab.locator(".u-legend").inner_text()
+    tab.close()
+    assert errors == []

@@ -68,6 +68,15 @@ def test_the_slowest_of_arithmetic_memory_and_launch_is_what_an_operation_takes(
     assert by_launches.shares()["predicted_launches"] == pytest.approx(1, abs=1e-3)
 
 
+def test_micro_steps_and_chunks_of_the_loss_cost_what_one_batch_does():
+    slow = rates(tflops={"float32": 1e-3})
+    whole = predict(config_of(), slow, CPU)
+    halves = predict(config_of(batch_size=2, total_batch_tokens=128), slow, CPU)
+    assert halves.tokens_per_sec == pytest.approx(whole.tokens_per_sec, rel=1e-3)
+    chunks = predict(config_of(loss_chunks=4), slow, CPU)
+    assert chunks.arithmetic == pytest.approx(whole.arithmetic, rel=1e-3)
+
+
 def test_bf16_is_as_fast_as_its_own_matmuls_and_compiled_models_launch_less():
     slow = rates(tflops={"float32": 1e-3, "bfloat16": 2e-3})
     plain, bf16 = (predict(config_of(bf16=bf16), slow, CPU) for bf16 in (False, True))
@@ -131,3 +140,30 @@ def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(rungs, c
     assert predictions(rungs) == {}
     prediction.predict_stages(stages, rungs, {"device": "cpu"})
     assert not list(rungs.iterdir())
+
+
+@pytest.mark.usefixtures("in_tmp_path", "forked_processes")
+def test_a_ladder_that_goes_on_keeps_the_rates_with_which_it_began(rungs, monkeypatch):
+    for name, tflops in (("bf16", 1e-3), ("plain", 5e-3)):
+        found = {
+            "device": "cpu",
+            **rates(tflops={"float32": tflops, "bfloat16": 2e-3}).model_dump(),
+        }
+        monkeypatch.setattr(ladder, "probe", lambda _, found=found: found)
+        with pytest.raises(Exception, match="no finished stage to report"):
+            climb("plain.yaml", f"{name}.yaml", "--rounds", "0")
+    found = predictions(rungs)
+    assert found["bf16"].tokens_per_sec == pytest.approx(
+        2 * found["plain"].tokens_per_sec, rel=0.01
+    )
+    other = {"device": "another GPU", **rates().model_dump()}
+    prediction.predict_stages(plan(["plain.yaml"], "logs", [], {})[1], rungs, other)
+    assert predictions(rungs).keys() == {"plain"}
+
+
+@pytest.mark.usefixtures("rungs")
+def test_runs_of_several_ranks_are_not_predicted(tmp_path):
+    (stage,) = plan(["plain.yaml"], "logs", [], {})[1]
+    stage.ranks = 2
+    prediction.predict_stages([stage], tmp_path, {"device": "cpu", **rates().model_dump()})
+    assert predictions(tmp_path) == {}
