@@ -317,7 +317,6 @@ def main(config: Config) -> None:
     with (
         reported(config.log_dir, advice=config.advice()),
         joined_world(choose_device(config.device), config.timeout, config.alike()) as world,
-        StopRequest() as stop,
     ):
         if config.estimate:
             from measure.estimate import estimate  # which calls setup and train_step
@@ -329,7 +328,8 @@ def main(config: Config) -> None:
             if not check(config, world):
                 raise SystemExit(1)
         else:
-            end_unfinished(train(config, world, stop=stop), stop)
+            with StopRequest() as stop:
+                end_unfinished(train(config, world, stop=stop), stop)
 
 
 if __name__ == "__main__":

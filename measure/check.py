@@ -8,7 +8,6 @@ import contextlib
 import io
 import itertools
 import math
-import shutil
 import statistics
 import tempfile
 import time
@@ -22,10 +21,14 @@ from torch import Tensor
 from checkpoint.files import own_part
 from checkpoint.resume import find_checkpoint, open_run
 from checkpoint.save import save
+from checkpoint.weights import build_model
 from config import Config
 from dataloader import DataLoader
+from inference.evaluation import Evaluation
 from inference.validation import evaluating
 from measure.duration import step_seconds
+from measure.estimate import describe_disk
+from measure.notes import describe_options
 from measure.probe import matmul_rates
 from model import GPT, GPTConfig
 from runtime.cli import load
@@ -34,11 +37,12 @@ from runtime.runlog import RunFolder
 from runtime.world import World
 from train import Run, open_data, setup, timed_step, train_step
 
-Finding = tuple[bool, str]  # whether all is well, and what was found
+Finding = tuple[bool, str, str]  # whether all is well, what was found, what to do if it is not
 LONG = 1.5  # seconds of a step, from which a small model is checked
 STEPS, OVERFIT_STEPS = 3, 30
 OVERFIT_SECONDS = 15.0
-FALL = 0.1  # share of its first loss by which a batch that is repeated has to get better
+FALL = 0.02  # share of its first loss by which a batch that is repeated has to get better
+RATE = 1e-3  # that it is learned with, at least: fine-tuning's rates show little in 30 steps
 READ = 20_000  # windows of the corpus that are read
 
 
@@ -50,15 +54,19 @@ def check(config: Config, world: World) -> bool:
     Path(config.log_dir).mkdir(parents=True, exist_ok=True)
     all_well = True
     with tempfile.TemporaryDirectory(dir=config.log_dir) as place:
-        for is_well, text in findings(config, world, Path(world.broadcast(place))):
-            all_well = all_well and is_well
+        for is_well, text, advice in findings(config, world, Path(world.broadcast(place))):
+            has_problem = world.any(not is_well)
+            all_well = all_well and not has_problem
             if world.rank == 0:
-                print(f"{'ok' if is_well else 'PROBLEM':8}{text}", flush=True)
+                print(f"PROBLEM {text}; {advice}" if has_problem else f"ok      {text}", flush=True)
     return all_well
 
 
 def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     """Yield what each check finds. `folder`: on the disk of the run's own, for a checkpoint."""
+    if config.init_from != "scratch":  # the architecture is that of the weights
+        config = world.raise_on_all(lambda: build_model(config)[0])
+    describe_options(config, config.on_device(world.device.type, world.world_size), world)
     loader, _ = open_data(config, world, config.n_vocab)
     yield corpus_is_read(loader)
     yield from targets_are_next(loader)
@@ -67,10 +75,14 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     seconds = step_seconds(config, matmul_rates(world.device), world.world_size)
     is_small = seconds > LONG
     changed = {"log_dir": str(folder), "run_name": "check", "keep_last": 1, "check": False}
-    changed |= {"max_minutes": None} | (smaller(config, world) if is_small else {})
+    changed |= {"max_minutes": None, "max_steps": max(config.max_steps, STEPS + 1)}
+    # A warm-up's first steps may be too small for some parameters to move.
+    changed |= {"warmup_steps": 0} | (smaller(config, world) if is_small else {})
     tried = config.model_copy(update=changed)
 
     run = setup(tried, world)
+    new = RunFolder(folder / "check", world.rank)
+    Evaluation(config, world, run.state.model, run.val, run.autocast, new)  # raises what it misses
     times = list[float]()
     yield from steps_are_sound(run, times)  # first: FSDP's parameters are whole after the next
     yield sees_no_future(run.state.model, world)
@@ -78,19 +90,17 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     yield overfits(tried, world)
 
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    needed = (config.keep_last + 2) * size * parameters / run.state.model.num_parameters()
-    free = shutil.disk_usage(folder).free
-    yield (
-        needed < free or not config.keep_last,
-        f"disk: checkpoints take {needed / 1e9:.3g} GB, {free / 1e9:,.3g} GB are free",
-    )
+    fits, disk = describe_disk(config, size * parameters / run.state.model.num_parameters())
+    yield fits, " ".join(disk.split()), "make room, lower keep_last, or choose another log_dir"
     if is_small:
-        about = "the above is of a small model with the same options; memory: see --estimate"
+        about = (
+            "the above is of a small model with the same options, uncompiled; memory: --estimate"
+        )
     else:
         seconds = statistics.median(times[1:])
         about = f"memory: {peak_memory_mb(world.device):,.0f} MB at most"
     hours = config.max_minutes / 60 if config.max_minutes else config.max_steps * seconds / 3600
-    yield True, f"{about}; a step takes about {seconds:.3g} s, the run {hours:,.2f} hours"
+    yield True, f"{about}; a step takes about {seconds:.3g} s, the run {hours:,.2f} hours", ""
 
 
 def smaller(config: Config, world: World) -> dict[str, Any]:
@@ -111,26 +121,32 @@ def corpus_is_read(loader: DataLoader) -> Finding:
     for first in range(0, len(windows), 1000):
         loader.stream.read(windows[first : first + 1000])
     tokens = len(windows) * loader.stream.seq_len
-    return True, f"corpus: {tokens:,} tokens read, none beyond the vocabulary"
+    return True, f"corpus: {tokens:,} tokens read, none beyond the vocabulary", ""
 
 
 def targets_are_next(loader: DataLoader) -> Iterator[Finding]:
     """Compare inputs and targets, and the batches of two steps."""
     (x, y), (other, _) = loader.batch(1), loader.batch(2)
-    yield torch.equal(x[:, 1:], y[:, :-1]), "targets: the tokens after the inputs"
+    follow = torch.equal(x[:, 1:], y[:, :-1])
+    found = f"targets: {'' if follow else 'not '}the tokens after the inputs"
+    yield follow, found, "look at what TokenStream.read returns"
     differ = loader.overfit_batch or loader.steps_per_epoch < 2 or not torch.equal(x, other)
-    yield differ, "batches: another one in each step"
+    found = f"batches: {'another' if differ else 'the same'} one in each step"
+    yield differ, found, "look at DataLoader.batch"
 
 
 @torch.no_grad()
 def sees_no_future(model: GPT, world: World) -> Finding:
     """Change the last token: no logit before it may change."""
-    idx = torch.arange(min(64, model.config.block_size), device=world.device)[None] % 50
+    n_vocab = model.config.n_vocab
+    idx = torch.arange(min(64, model.config.block_size), device=world.device)[None] % n_vocab
     changed = idx.clone()
-    changed[:, -1] += 1
+    changed[:, -1] = (changed[:, -1] + 1) % n_vocab
     with evaluating(model):
         before, after = (model(tokens)[:, :-1] for tokens in (idx, changed))
-    return torch.allclose(before, after, atol=1e-3), "attention: no token sees a later one"
+    is_causal = torch.allclose(before, after, atol=1e-3)
+    found = f"attention: {'no token sees a later one' if is_causal else 'tokens see later ones'}"
+    return is_causal, found, "look at the causal mask, and for dropout in evaluation"
 
 
 def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
@@ -155,7 +171,8 @@ def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
         if step == 1:
             guess = math.log(config.n_vocab)
             is_well = abs(loss - guess) < 0.7 if config.init_from == "scratch" else loss < guess
-            yield is_well, f"first loss: {loss:.3f}, of even guesses {guess:.3f}"
+            found = f"first loss: {loss:.3f}, of even guesses {guess:.3f}"
+            yield is_well, found, "look at the initial weights, the loss, and the vocabulary's size"
     for hook in hooks:
         hook.remove()
     # With FSDP a rank sees its own shards, in which there may be nothing to learn from few tokens.
@@ -168,11 +185,14 @@ def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
         },
     }.items():
         named = f": {', '.join(sorted(names)[:3])}" if names else ""
-        yield not names, f"parameters: {len(names)} of {len(parameters)} {problem}{named}"
+        found = f"parameters: {len(names)} of {len(parameters)} {problem}{named}"
+        yield not names, found, "look at forward, make_optimizers and train_step"
     sums = run.world.gather(
         0.0 if config.fsdp else sum(p.double().sum().item() for p in parameters.values())
     )
-    yield len({*sums}) == 1, f"ranks: {len(sums)}, with the same weights"
+    alike = len({*sums}) == 1
+    found = f"ranks: {len(sums)}, with {'the same' if alike else 'different'} weights"
+    yield alike, found, "look at how gradients are averaged, and at the seeds"
 
 
 def resumes_exactly(run: Run, folder: Path) -> Finding:
@@ -194,22 +214,28 @@ def resumes_exactly(run: Run, folder: Path) -> Finding:
     return (
         is_well,
         f"resume: loss {again[0]:.6f} in the next step, {straight[0]:.6f} without a stop",
+        "look at what a checkpoint leaves out: weights, optimizer, random states, the step",
     )
 
 
 def overfits(config: Config, world: World) -> Finding:
     """Repeat one micro-batch at the full learning rate: its loss has to fall."""
-    changed = {"warmup_steps": 0, "lr_schedule": "constant", "dropout": 0.0}
+    changed = {"lr": max(config.lr, RATE), "lr_schedule": "constant", "dropout": 0.0}
+    changed |= {"compile": False}  # it would compile again, without dropout
     changed |= {"total_batch_tokens": None, "overfit_batch": True, "max_steps": 10**6}
     config = config.model_copy(update=changed)
     loader, _ = open_data(config, world, config.n_vocab)
     batch = [tensor.to(world.device) for tensor in loader.batch(1)]
     run = setup(config, world, batches=itertools.repeat((batch[0], batch[1])))
     start, losses = time.perf_counter(), list[float]()
-    while len(losses) < OVERFIT_STEPS and time.perf_counter() - start < OVERFIT_SECONDS:
+    while len(losses) < OVERFIT_STEPS:
         losses.append(train_step(run, len(losses) + 1)[0])
+        is_late = time.perf_counter() - start > OVERFIT_SECONDS
+        if len(losses) > 1 and world.broadcast(is_late):  # rank 0's clock, for all
+            break
     fell = losses[-1] < (1 - FALL) * losses[0]
     return (
         fell,
         f"one batch, repeated: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps",
+        "raise lr, or look at the sign and the size of the update",
     )

@@ -6,8 +6,8 @@ train.py, on fake tensors, which have shapes but no numbers. Nothing is allocate
 
 import bisect
 import math
-import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import mem_tracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from checkpoint.files import write_tensors
 from checkpoint.weights import build_model
 from config import Config
 from data.prepare import is_there
@@ -28,6 +29,7 @@ from dataloader import open_corpus
 from kernels.loss import summed_loss
 from model import GPT
 from runtime.device import check_precision, device_name, matmul_dtype, matmul_tflops
+from runtime.files import sha256
 from runtime.report import flops_rate
 from runtime.start import memory_left
 from runtime.world import World
@@ -91,9 +93,10 @@ def estimate(config: Config, world: World) -> None:
         )
     shards = ranks if config.fsdp else 1
     size = shards * (moments["kept"].parameters + moments["kept"].optimizer)
-    print(describe_disk(config, size))
+    print(describe_disk(config, size)[1])
     if config.keep_last:
-        print(describe_saving(size / write_rate(existing(config.log_dir)), step_seconds))
+        save_seconds = size / write_rate(existing(config.log_dir), size)
+        print(describe_saving(save_seconds, step_seconds))
     print_memory(config, world, moments)
 
 
@@ -108,19 +111,19 @@ def describe_corpus(config: Config, tokens: int, n_vocab: int) -> str:
     return f"corpus:  {epochs}{more}"
 
 
-def describe_disk(config: Config, size: float) -> str:
-    """Return a line on what checkpoints of so many bytes take, and what is free there."""
+def describe_disk(config: Config, size: float) -> tuple[bool, str]:
+    """Return whether checkpoints of so many bytes fit, and a line on what they take."""
     if not config.keep_last:
-        return "disk:    no checkpoint is saved, as keep_last is 0"
+        return True, "disk:    no checkpoint is saved, as keep_last is 0"
     saved, best = 1, bool(config.eval_every)
     if config.checkpoint_every:
         saved = math.ceil(config.max_steps / config.checkpoint_every)
     if best:  # each that is the best so far is saved too
         saved += config.max_steps // config.eval_every
     kept = min(max(config.keep_last, 2), saved)  # the last one goes once the next is complete
-    free = shutil.disk_usage(existing(config.log_dir)).free
-    return (
-        f"disk:    {size / 1e9:,.3g} GB a checkpoint, at most {size * (kept + best) / 1e9:,.3g} GB "
+    needed, free = size * (kept + best), shutil.disk_usage(existing(config.log_dir)).free
+    return needed < free, (
+        f"disk:    {size / 1e9:,.3g} GB a checkpoint, at most {needed / 1e9:,.3g} GB "
         f"for {kept} at a time{' and the best one' if best else ''}; {free / 1e9:,.3g} GB are free "
         f"in {config.log_dir}"
     )
@@ -132,14 +135,19 @@ def existing(log_dir: str) -> Path:
     return next(path for path in (place, *place.parents) if path.exists())
 
 
-def write_rate(folder: Path) -> float:
-    """Measure how many bytes a second the folder's disk takes, from a file that is deleted."""
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        start = time.perf_counter()
-        file.write(bytes(64 * MB))
-        file.flush()
-        os.fsync(file.fileno())
-        return 64 * MB / (time.perf_counter() - start)
+def write_rate(folder: Path, size: float) -> float:
+    """Measure how many bytes a second are saved in the folder, as a checkpoint's files are.
+
+    The median of three files of up to 256 MB, which are deleted.
+    """
+    values, rates = torch.rand(int(min(size, 256 * MB)) // 4), []
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        for i in range(3):
+            file, start = Path(place) / str(i), time.perf_counter()
+            write_tensors(file, {"values": values})
+            sha256(file)
+            rates.append(values.nbytes / (time.perf_counter() - start))
+    return statistics.median(rates)
 
 
 def describe_saving(save: float, step: float) -> str:
@@ -149,11 +157,13 @@ def describe_saving(save: float, step: float) -> str:
     sqrt(2 x save x time between failures) (Young 1974, "A first order approximation to the optimum
     checkpoint interval").
     """
-    steps = [max(1, round(math.sqrt(2 * save * hours * 3600) / step)) for hours in (1, 24)]
-    return (
-        f"saving:  {save:,.2g} s a checkpoint; best are checkpoint_every {steps[0]:,} with a "
-        f"failure an hour, {steps[1]:,} with one a day"
-    )
+    advice = []
+    for hours, often in ((1, "failure an hour"), (24, "failure a day")):
+        seconds = math.sqrt(2 * save * hours * 3600)
+        steps = max(1, round(seconds / step))
+        advice.append(f"{seconds / 60:,.1f} minutes with a {often} (checkpoint_every {steps:,})")
+    every = ", ".join(advice)
+    return f"saving:  {save:,.2g} s a checkpoint; best is one every {every}, at 40% MFU"
 
 
 # ---- memory

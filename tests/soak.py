@@ -64,8 +64,8 @@ class SoakOptions(Options):
     seed: ZeroIsOff = 0
     """seed of the moments, and of what is killed"""
     goodput: tuple[float, ...] = ()
-    """instead, mean seconds between kills of the quickstart, which saves as often as --estimate
-    advises; --kills of each
+    """instead, mean seconds between kills of the quickstart, which saves as often as is best for
+    what a save and a step take here, by the formula of --estimate; --kills of each
     """
     longest_life: float = 2.0
     """seconds after which each process is killed at the latest; several ranks mostly count them

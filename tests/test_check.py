@@ -1,6 +1,7 @@
 """`--check` finds usual bugs before a run, and finds nothing where there are none."""
 
 import contextlib
+import signal
 
 import pytest
 import torch
@@ -15,7 +16,17 @@ from data.token_file import write_corpus
 from dataloader import DataLoader, TokenStream
 from measure.check import check
 from runtime.errors import UserError
-from tests.conftest import ALONE, MODERN, refused, run_ranks, write_tiny_corpus
+from tests.conftest import (
+    ALONE,
+    MODERN,
+    refused,
+    run_ranks,
+    start,
+    tiny_run,
+    wait_for,
+    write_tiny_corpus,
+)
+from train import train
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +48,15 @@ CLEAN = {
     "modern, muon": MODERN | {"optimizer": "muon", "warmup_steps": 5, "lr_schedule": "wsd"},
     "dropout, micro-steps, tied": {"dropout": 0.3, "total_batch_tokens": 256, "tie_weights": True},
     "one batch for ever": {"overfit_batch": True, "recompute": True, "grad_clip": 1.0},
+    "rates of fine-tuning": {"lr": 3e-5},
+    "a long warm-up": {"lr": 3e-5, "warmup_steps": 10_000, "max_steps": 200_000},
+    "fewer steps than are checked": {"max_steps": 1},
 }
 
 
 @pytest.mark.parametrize("options", CLEAN.values(), ids=CLEAN)
 def test_a_sound_run_passes_and_nothing_is_left(options, tiny_config, tmp_path, capsys):
-    config = tiny_config(lr=1e-2, muon_lr=0.05, **options)
+    config = tiny_config(**{"lr": 1e-2, "muon_lr": 0.05} | options)
     is_well, found = lines(config, capsys)
     assert is_well
     assert {*found.values()} == {"ok"}
@@ -63,6 +77,54 @@ def test_a_corpus_that_is_too_short_or_beyond_the_vocabulary_is_an_error(tiny_co
     write_corpus(tmp_path / "data" / "odd", [[*range(100)] * 20 + [200]])
     with refused("200"):
         check(tiny_config(dataset="odd"), ALONE)
+
+
+def test_a_run_is_checked_with_the_weights_that_its_name_means(tiny_config, tmp_path, capsys):
+    train(tiny_config(n_layer=1, max_steps=20, lr=1e-2, run_name="first"), ALONE)
+    capsys.readouterr()
+    assert check(tiny_run(tmp_path, {}, init_from="first", lr=1e-3), ALONE)
+    assert "parameters: 0 of 17 get no gradient" in capsys.readouterr().out
+
+
+def test_a_tiny_vocabulary_is_checked(tiny_config, tmp_path):
+    write_corpus(tmp_path / "data" / "few", [[*range(30)] * 100])
+    assert check(tiny_config(dataset="few", vocab_size=30, lr=1e-2), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eval_every": 10, "val_fraction": 0.0}, "nothing to validate on"),
+        ({"reference": "no-such.csv"}, "no-such.csv"),
+        (
+            {"hellaswag_every": 10, "hellaswag_file": "no-such.jsonl", "vocab_size": 50257},
+            "no-such.jsonl",
+        ),
+    ],
+    ids=["no split", "no curve", "no questions"],
+)
+def test_what_a_run_would_not_start_with_is_an_error(options, message, tiny_config):
+    with refused(message):
+        check(tiny_config(**options), ALONE)
+
+
+def test_a_problem_says_what_is_wrong_and_where_to_look(tiny_config, capsys, monkeypatch):
+    BUGS["attention sees the future"](monkeypatch)
+    BUGS["targets are the inputs"](monkeypatch)
+    assert not check(tiny_config(lr=1e-2, flash=True), ALONE)
+    printed = capsys.readouterr().out
+    assert "\nPROBLEM attention: tokens see later ones; look at the causal mask" in printed
+    assert "\nPROBLEM targets: not the tokens after the inputs; look at what Token" in printed
+
+
+def test_an_interrupted_check_is_no_passed_check(tmp_path):
+    write_tiny_corpus(tmp_path)
+    config = ["--dataset=tiny", "--n_layer=1", "--n_head=1", "--n_embd=16", "--seq_len=32"]
+    process = start("train.py", *config, "--check", cwd=tmp_path)
+    wait_for(lambda: "ok " in process.out.read_text(), process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
 
 
 # ---- bugs that people write

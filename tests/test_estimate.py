@@ -97,7 +97,10 @@ def test_epochs_are_of_the_corpus_that_is_there_and_nothing_is_trained(tiny_conf
 )
 def test_checkpoints_that_are_there_at_a_time_are_counted(options, checkpoints, tiny_config):
     config = tiny_config(max_steps=50, val_fraction=0.1, **options)
-    assert checkpoints in describe_disk(config, 1e6)
+    fits, line = describe_disk(config, 1e6)
+    assert checkpoints in line
+    assert fits
+    assert describe_disk(config, 1e18)[0] == (config.keep_last == 0)
 
 
 def test_an_estimate_is_of_a_whole_run(tiny_config):
@@ -218,8 +221,9 @@ def test_a_run_grows_by_what_was_estimated(tiny_config, tmp_path):
 def test_the_advice_on_saving_is_youngs_and_loses_least():
     said = describe_saving(save=2.0, step=0.5)
     assert said == (
-        "saving:  2 s a checkpoint; best are checkpoint_every 240 with a failure an hour, 1,176 "
-        "with one a day"
+        "saving:  2 s a checkpoint; best is one every 2.0 minutes with a failure an hour "
+        "(checkpoint_every 240), 9.8 minutes with a failure a day (checkpoint_every 1,176), at "
+        "40% MFU"
     )
 
     def lost(every):  # seconds an hour: saves, and half an interval for the one failure
@@ -227,4 +231,4 @@ def test_the_advice_on_saving_is_youngs_and_loses_least():
         return 3600 / interval * 2.0 + interval / 2
 
     assert min(range(10, 2000), key=lost) == 240
-    assert "checkpoint_every 1 with" in describe_saving(save=0.001, step=60.0)
+    assert "(checkpoint_every 1)," in describe_saving(save=0.001, step=60.0)
