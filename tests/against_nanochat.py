@@ -1,24 +1,10 @@
 """Compare the newer recipe's model with nanochat's: logits, gradients, and 20 steps of training.
 
-python -m measure.against_nanochat nanochat/gpt.py       of commits 3a5e0bc to e1770a3, in 2025
+python -m tests.against_nanochat nanochat/gpt.py       of commits 3a5e0bc to e1770a3, in 2025
 
 From the same weights and tokens, in fp32 on a small shape. Theirs trains with PyTorch's own AdamW
 and Muon, and has our epsilon in norms and our cosines, which it would round to bf16.
 """
-
-from runtime.cli import Name, Options
-from runtime.start import start
-
-
-class PeerOptions(Options):
-    """options"""
-
-    file: Name
-    """nanochat's gpt.py"""
-
-
-if __name__ == "__main__":
-    OPTIONS = start(PeerOptions, description=__doc__, positional="file")
 
 import sys
 from collections.abc import Mapping
@@ -34,7 +20,9 @@ from torch import Tensor
 from config import load_config
 from model import GPT, GPTConfig
 from optimizer import make_optimizers
+from runtime.cli import Name, Options
 from runtime.errors import TrainingError, UserError, reported
+from runtime.start import start
 
 SHAPE: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": 256}
 FLAGS: dict[str, Any] = {
@@ -124,6 +112,13 @@ def train_both(ours: GPT, theirs: Any, x: Tensor, y: Tensor) -> list[tuple[float
     return losses
 
 
+class PeerOptions(Options):
+    """options"""
+
+    file: Name
+    """nanochat's gpt.py"""
+
+
 def main(options: PeerOptions) -> None:
     """Compare, and print the largest differences. Raises UserError, TrainingError if too large."""
     ours, theirs = build(load_peer(Path(options.file)))
@@ -147,5 +142,6 @@ def main(options: PeerOptions) -> None:
 
 
 if __name__ == "__main__":
+    OPTIONS = start(PeerOptions, description=__doc__, positional="file")
     with reported("stdout"):
         main(OPTIONS)
