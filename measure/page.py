@@ -299,7 +299,8 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
             published.append(
                 curve_of(label, *curve(log), times, tokens_per_step=tokens(1), published=True)
             )
-    options = shlex.join(stages[0].side[2:])  # after --keep_last=0
+    first, *others = (stage.side for stage in stages)
+    options = shlex.join(word for word in first[2:] if all(word in side for side in others))
     notes = [f"All runs with {options}" if options else "", in_place_of_bf16(stages)]
     about = [*machines, *filter(None, notes)]
     # How far the ladder leads, and which rungs are worth most.
