@@ -66,7 +66,6 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     """Yield what each check finds. `folder`: on the disk of the run's own, for a checkpoint."""
     if config.init_from != "scratch":  # the architecture is that of the weights
         config = world.raise_on_all(lambda: build_model(config)[0])
-    describe_options(config, config.on_device(world.device.type, world.world_size), world)
     loader, _ = open_data(config, world, config.n_vocab)
     yield corpus_is_read(loader)
     yield from targets_are_next(loader)
@@ -74,6 +73,8 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
         parameters = GPT(GPTConfig.of(config)).num_parameters()
     seconds = step_seconds(config, matmul_rates(world.device), world.world_size)
     is_small = seconds > LONG
+    if is_small:  # else setup asks, which raises what this device cannot do
+        describe_options(config, config.on_device(world.device.type, world.world_size), world)
     changed = {"log_dir": str(folder), "run_name": "check", "keep_last": 1, "check": False}
     changed |= {"max_minutes": None, "max_steps": max(config.max_steps, STEPS + 1)}
     # A warm-up's first steps may be too small for some parameters to move.
