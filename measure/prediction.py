@@ -1,11 +1,10 @@
 """Predict how fast a stage of a ladder is, before it is timed, and keep the prediction."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from measure.process import in_fresh_process
 from measure.stages import Stage, with_bases
@@ -43,6 +42,14 @@ class Prediction(BaseModel):
         return {name: seconds / sum(limits) for name, seconds in zip(SHARES, limits, strict=True)}
 
 
+class Predicted(BaseModel):
+    """Hold what a ladder's folder keeps: where its rates were measured, and all predictions."""
+
+    where: str = ""  # before 2026-11-24 it was not kept
+    rates: Rates
+    stages: dict[str, Prediction]
+
+
 def predict_stages(stages: Sequence[Stage], folder: Path, device: Mapping[str, Any]) -> None:
     """Predict the stages of one rank, and keep that in the folder; print each factor.
 
@@ -51,39 +58,35 @@ def predict_stages(stages: Sequence[Stage], folder: Path, device: Mapping[str, A
     """
     alone = [stage for stage in stages if stage.ranks == 1]
     where, kept = f"{machine()}; {device.get('device')}", read(folder)
-    if kept.get("where") != where:
+    if not kept or kept.where != where:
         (folder / FILE).unlink(missing_ok=True)
-        kept = {"where": where, "rates": dict(device), "stages": {}}
-    try:
-        rates = Rates.model_validate(kept["rates"])
-    except ValidationError:
-        return
+        try:
+            kept = Predicted(where=where, rates=Rates.model_validate(device), stages={})
+        except ValidationError:
+            return
     configs = [stage.config for stage in alone]
-    found, problem = in_fresh_process("measure.roofline:predict_all", configs, rates)
+    found, problem = in_fresh_process("measure.roofline:predict_all", configs, kept.rates)
     if problem:
         print(f"note: nothing is predicted: {problem}")
         return
     predicted = dict(zip((stage.name for stage in alone), found, strict=True))
     folder.mkdir(parents=True, exist_ok=True)
-    kept["rates"] = rates.model_dump()
-    kept["stages"] |= {name: prediction.model_dump() for name, prediction in predicted.items()}
-    write_json(folder / FILE, kept)
+    kept.stages |= predicted
+    write_json(folder / FILE, kept.model_dump())
     for stage, base in with_bases(alone)[1:] if alone else []:
         factor = predicted[stage.name].tokens_per_sec / predicted[base.name].tokens_per_sec
         print(f"predicted: {stage.name} {factor:.2f} times as fast as {base.name}")
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """Read what is kept in the folder; empty if nothing is, or if it cannot be read."""
+def read(folder: Path) -> Predicted | None:
+    """Read what is kept in the folder; None if nothing is, or if it cannot be read."""
     try:
-        kept = json.loads((folder / FILE).read_bytes())
-        TypeAdapter(dict[str, Prediction]).validate_python(kept["stages"])
-        return kept
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
+        return Predicted.model_validate_json((folder / FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def predictions(folder: Path) -> dict[str, Prediction]:
-    """Return what was predicted of the stages of a ladder, by name."""
-    stages = read(folder).get("stages", {})
-    return {name: Prediction(**prediction) for name, prediction in stages.items()}
+    """Return what was predicted of the stages of a ladder, by name; empty if nothing was."""
+    kept = read(folder)
+    return kept.stages if kept else {}

@@ -26,6 +26,7 @@ from runtime.cli import CONFIG_DIR
 from runtime.errors import UserError
 from tests.conftest import ROOT
 from tests.test_ladder import HEADER, fake_comparison, finished, table
+from tests.test_prediction import rates
 
 SPEEDUP = ["baseline", *(f"speedup{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10))]
 CHROMIUM = next(
@@ -61,7 +62,9 @@ def ladder(tmp_path_factory):
         fake_comparison(pairs[name], 0.9 + 0.17 * i)
     limits = {"arithmetic": 0.5, "memory": 0.3, "launches": 0.2}
     predicted = {name: {"tokens": 100 + i} | limits for i, name in enumerate(SPEEDUP)}
-    (stages[0].folder.parent / "predicted.json").write_text(json.dumps({"stages": predicted}))
+    (stages[0].folder.parent / "predicted.json").write_text(
+        json.dumps({"rates": rates().model_dump(), "stages": predicted})
+    )
     report("speedup", stages, stages[0].folder.parent)
     return stages[0].folder.parent
 
