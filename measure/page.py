@@ -152,7 +152,7 @@ def card(
 
 
 def title_of(name: str, file: Path, base: Path) -> str:
-    """Return the name of the technique that a stage adds to the stage with the config `base`."""
+    """Return the title of a stage over the stage with the config `base`."""
     if file == base and name != file.stem:
         return AGAIN
     title = explained(file)[0] or name
@@ -161,15 +161,15 @@ def title_of(name: str, file: Path, base: Path) -> str:
 
 
 def explained(file: Path) -> tuple[str, list[str]]:
-    """Return the first words of a YAML's first comment, the technique's name, and all of it."""
+    """Return the title of a YAML, its first line, and the paragraphs of the comment below it.
+
+    A bare `#` separates paragraphs.
+    """
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    words = " ".join(line.lstrip("# ") for line in comment)
-    name = re.split(r"[:,.] |[:.]$| [(]", words, maxsplit=1)[0]
-    name = re.sub(r"^(Adds )?(the |The |an? )?", "", name)
-    if re.match(r"[A-Za-z'-]+( |$)", name):  # not torch.compile, bf16
-        name = name[:1].upper() + name[1:]
-    return name, [p for p in re.split(r" (?=Published)", words) if p]
+    title, *rest = [line.lstrip("# ") for line in comment] or [""]
+    paragraphs = "\n".join(rest).split("\n\n")
+    return title.removesuffix("."), [" ".join(p.split()) for p in paragraphs if p]
 
 
 def changes(file: Path) -> str:
