@@ -18,8 +18,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from config import WITHOUT_GRAPHS, Config, Count, ZeroIsOff, load_config
-from measure.options import given, optional_fields
-from measure.ratio import FEWEST
+from measure.interleaved.options import given, optional_fields
+from measure.interleaved.ratio import FEWEST
 from runtime.cli import ContradictionError, Name, Options, Positive
 from runtime.start import start
 
@@ -131,11 +131,11 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
 if __name__ == "__main__":
     OPTIONS = start(BenchOptions, description=__doc__)
 
-from measure.breakdown import inspect_models
-from measure.duration import describe_duration
-from measure.probe import matmul_rates
-from measure.scaling import measure_scaling
-from measure.tables import (
+from config import describe_duration
+from measure.profile.breakdown import inspect_models
+from measure.profile.scaling import measure_scaling
+from measure.profile.timing import FLOPS_SHARE, Job, empty_row, settings, time_job
+from measure.report.tables import (
     COLUMNS,
     Means,
     Row,
@@ -151,8 +151,7 @@ from measure.tables import (
     write_report,
     write_results,
 )
-from measure.timing import FLOPS_SHARE, Job, empty_row, settings, time_job
-from runtime.device import choose_device
+from runtime.device import choose_device, matmul_rates
 from runtime.errors import TrainingError, UserError, reported
 
 # ---- what is timed

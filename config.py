@@ -8,7 +8,7 @@ a checkpoint fixes. Nothing here imports torch, so `--help` and mistakes answer 
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -294,10 +294,6 @@ class RunConfig(Options):
     """auto: go on from the run's newest whole checkpoint, or begin where there is none; or a run's
     folder, or a checkpoint
     """
-    estimate: Annotated[bool, THIS_CALL] = False
-    """say what the run would take (tokens, hours, disk), and end"""
-    check: Annotated[bool, THIS_CALL] = False
-    """check the run in about a minute (data, gradients, resume, memory, disk, hours), and end"""
     timeout: Annotated[Count, THIS_CALL] = 600
     """seconds after which a process gives up waiting for another one"""
 
@@ -308,6 +304,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     @model_validator(mode="before")
     @classmethod
     def _name_the_run(cls, values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        # Files of earlier runs still have these two options, which are commands of check.py now.
+        values = {n: v for n, v in values.items() if n not in ("estimate", "check") or v != "false"}
         if values.get("run_name") is None:
             return values | {"run_name": (info.context or {}).get("config") or "train"}
         return values
@@ -332,10 +330,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 "run_name",
                 f"run_name {name!r} is not a plain folder name; set log_dir to the folder above it",
             )
-        for whole in ("estimate", "check"):
-            if resume and getattr(self, whole):
-                problem = f"{whole} and resume exclude each other: {whole} is of a whole run"
-                yield whole, problem
         if resume and resume != "auto" and run_name_is_given:
             places = f"{os.path.abspath(resume)}/{os.path.realpath(resume)}/"
             # A run that was moved aside, <run_name>.1, may have its old name in its config.yaml.
@@ -534,3 +528,51 @@ def load_config(config: str | None = None, **values: Any) -> Config:
     Raises ConfigError.
     """
     return load(Config, values, config)
+
+
+# ---- how long steps take
+
+# What training reaches of a large matmul's rate: 14% to 70% in logs/results/*/speedup/results.csv,
+# so it may take two thirds or three times as long as estimated.
+MFU = 0.5
+# Seconds until the first step, and those that torch.compile adds where it has compiled the same
+# before: of the quick ladder's runs on two cores of an EPYC (docs/results.md).
+START, COMPILE = 7.0, 8.0
+
+
+def part_flops(config: Config, tokens: int) -> dict[str, float]:
+    """Return the FLOPs of the matmuls in each part, forward and backward, which has twice those."""
+    C, L = config.n_embd, config.n_layer
+    forward: dict[str, float] = {
+        "attention": tokens * L * (2 * 4 * C * C + 4 * config.seq_len * C),
+        "MLP": tokens * L * 2 * 8 * C * C,
+        "head and loss": tokens * 2 * C * config.vocab_size,
+    }
+    return forward | {f"{part}, backward": 2 * flops for part, flops in forward.items()}
+
+
+def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) -> float:
+    """Estimate the seconds of a step on so many ranks. `tflops`: as for `describe_duration`."""
+    dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
+    rate = tflops.get(dtype, tflops["float32"]) * 1e12 * MFU
+    return sum(part_flops(config, config.tokens_per_step(ranks)).values()) / rate / ranks
+
+
+def describe_duration(
+    work: Iterable[tuple[Config, float]],
+    tflops: Mapping[str, float] | None,
+    shorter: str,
+    processes: Iterable[Config] = (),
+) -> str:
+    """Say how long so many steps of each config take, and what is shorter.
+
+    `tflops`: the rate of a large matmul, by the name of its dtype; None: not known. `processes`:
+    the configs of those that have to be started.
+    """
+    if not tflops:
+        return f"how long this takes is not known; shorter: {shorter}"
+    minutes = 0.0
+    for config, steps in work:
+        minutes += config.max_minutes or steps * step_seconds(config, tflops) / 60
+    minutes += sum(START + COMPILE * config.compile for config in processes) / 60
+    return f"takes about {minutes:,.0f} minutes, at {MFU:.0%} MFU; shorter: {shorter}"

@@ -20,22 +20,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from config import Config
-from measure.comparison import Pair, ablation, compare_pairs, pairs_of
-from measure.duration import describe_duration
-from measure.interleaved import LEFT_OUT, split_command_line
-from measure.ladder_report import across, plot_runs, report, report_ablation
-from measure.learning import (
+from config import Config, describe_duration
+from measure.interleaved.options import without_end
+from measure.interleaved.ratio import FEWEST
+from measure.interleaved.rounds import LEFT_OUT, split_command_line
+from measure.ladder.learning import (
     ablation_rungs,
     report_learned_ablation,
     report_learning,
     with_seeds,
 )
-from measure.options import without_end
-from measure.prediction import predict_stages
-from measure.quick import ROUNDS, SUFFIX, quick_stages
-from measure.ratio import FEWEST
-from measure.stages import (
+from measure.ladder.prediction import predict_stages
+from measure.ladder.quick import ROUNDS, SUFFIX, quick_stages
+from measure.ladder.report import across, plot_runs, report, report_ablation
+from measure.ladder.rungs import Pair, ablation, compare_pairs, pairs_of
+from measure.ladder.stages import (
     SERIES,
     Stage,
     instead_of_bf16,

@@ -9,7 +9,8 @@ from runtime.start import start
 
 if __name__ == "__main__":
     # Before torch is imported, which takes seconds: --help and mistakes answer at once.
-    CONFIG = start(Config, description=__doc__, config_file=True)
+    ELSEWHERE = dict.fromkeys(("check", "estimate"), "is a command: python check.py, same options")
+    CONFIG = start(Config, description=__doc__, config_file=True, elsewhere=ELSEWHERE)
 
 import contextlib
 import functools
@@ -30,8 +31,6 @@ from checkpoint.weights import build_model
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from inference.evaluation import Evaluation, is_due
-from measure.notes import describe_options
-from measure.summary import describe_long_run, live_figures, summarize
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import (
     choose_device,
@@ -49,6 +48,7 @@ from runtime.runlog import LogRow, RunFolder
 from runtime.signals import StopRequest, end_unfinished
 from runtime.start import trim_memory_if_short
 from runtime.world import World, joined_world, no_sync
+from summary import describe_long_run, describe_options, live_figures, summarize
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -313,23 +313,13 @@ def take_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stop: StopRe
 
 
 def main(config: Config) -> None:
-    """Train, or say what that would take; a failure ends the process with one line."""
+    """Train; a failure ends the process with one line."""
     with (
         reported(config.log_dir, advice=config.advice()),
         joined_world(choose_device(config.device), config.timeout, config.alike()) as world,
+        StopRequest() as stop,
     ):
-        if config.estimate:
-            from measure.estimate import estimate  # which calls setup and train_step
-
-            estimate(config, world)
-        elif config.check:
-            from measure.check import check
-
-            if not check(config, world):
-                raise SystemExit(1)
-        else:
-            with StopRequest() as stop:
-                end_unfinished(train(config, world, stop=stop), stop)
+        end_unfinished(train(config, world, stop=stop), stop)
 
 
 if __name__ == "__main__":

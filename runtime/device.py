@@ -296,6 +296,19 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
         n *= 2
 
 
+def matmul_rates(device: torch.device) -> dict[str, float]:
+    """Measure the TFLOP/s of a large matmul by dtype; on a GPU also of TF32, and of fp16."""
+    dtypes = [torch.float32, torch.bfloat16]
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        dtypes.append(torch.float16)
+    rates = {str(d).removeprefix("torch."): matmul_tflops(device, d, seconds=0.3) for d in dtypes}
+    if on_gpu:
+        torch.set_float32_matmul_precision("high")
+        rates["tf32"] = matmul_tflops(device, torch.float32, seconds=0.3)
+    return rates
+
+
 def bf16_slowdown(device: torch.device) -> float:
     """Measure how many times as long a small matmul takes in bf16 as in fp32, in 0.2 seconds.
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-import measure.summary
+import summary
 from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
@@ -110,7 +110,7 @@ matmul_tflops_once = functools.cache(matmul_tflops)
 @pytest.fixture(autouse=True)
 def the_matmul_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run ends with this measurement, which takes longer than the tests' runs."""
-    monkeypatch.setattr(measure.summary, "matmul_tflops", matmul_tflops_once)
+    monkeypatch.setattr(summary, "matmul_tflops", matmul_tflops_once)
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from measure.comparison import published_factor
-from measure.prediction import Prediction, Rates
-from measure.roofline import predict
-from measure.stages import plan, with_bases
+from measure.ladder.prediction import Prediction, Rates
+from measure.ladder.roofline import predict
+from measure.ladder.rungs import published_factor
+from measure.ladder.stages import plan, with_bases
 from runtime.report import items, markdown_table
 from tests.conftest import ROOT
 from tests.fake_cuda import GPU, environment, fake_h200

@@ -11,7 +11,7 @@ import torch
 
 import checkpoint.files
 import inference.sampling
-import measure.summary
+import summary
 from checkpoint.files import is_sharded, own_part
 from checkpoint.resume import find_checkpoint
 from config import Config, load_config
@@ -24,7 +24,7 @@ from train import setup, train
 
 def acts() -> None:
     """Do the actions on the command line; rank 0 writes down what they return."""
-    measure.summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the runs
+    summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the runs
     with (
         reported("here", advice={"lost rank": "another process died"}),
         joined_world(torch.device("cpu"), 600) as world,

@@ -11,11 +11,12 @@ import torch
 
 import bench
 from bench import BenchOptions
-from config import load_config
-from measure import breakdown, process, tables, timing
-from measure.breakdown import break_down
-from measure.duration import describe_duration, part_flops
-from measure.timing import Job, measure, passes, set_up
+from config import describe_duration, load_config, part_flops
+from measure.interleaved import process
+from measure.profile import breakdown, timing
+from measure.profile.breakdown import break_down
+from measure.profile.timing import Job, measure, passes, set_up
+from measure.report import tables
 from model import GPT, GPTConfig
 from runtime import device
 from runtime.cli import parse
@@ -228,7 +229,7 @@ def test_a_bad_results_file_is_one_clear_error(tmp_path, content, name):
 
 
 def test_every_command_answers_help_without_torch():
-    files = [*ROOT.glob("*.py"), *ROOT.glob("measure/*.py")]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("measure/*/*.py")]
     commands = [str(path) for path in files if "if __name__" in path.read_text()]
     code = """if True:
         import runpy, sys

@@ -8,13 +8,13 @@ import torch
 
 import checkpoint.resume
 import checkpoint.weights
-import measure.check
+import measure.preflight.checks
 import model as model_module
 import train as train_module
 from checkpoint.state import State
 from data.token_file import write_corpus
 from dataloader import DataLoader, TokenStream
-from measure.check import check
+from measure.preflight.checks import check
 from runtime.errors import UserError
 from tests.conftest import (
     ALONE,
@@ -32,7 +32,9 @@ from train import train
 @pytest.fixture(autouse=True)
 def rates(monkeypatch):
     """A fast device, so that the tiny model is checked as it is."""
-    monkeypatch.setattr(measure.check, "matmul_rates", lambda _: {"float32": 1.0, "bfloat16": 1.0})
+    monkeypatch.setattr(
+        measure.preflight.checks, "matmul_rates", lambda _: {"float32": 1.0, "bfloat16": 1.0}
+    )
 
 
 def lines(config, capsys):
@@ -65,7 +67,7 @@ def test_a_sound_run_passes_and_nothing_is_left(options, tiny_config, tmp_path, 
 
 
 def test_a_long_step_is_checked_in_small(tiny_config, capsys, monkeypatch):
-    monkeypatch.setattr(measure.check, "LONG", 0.0)
+    monkeypatch.setattr(measure.preflight.checks, "LONG", 0.0)
     is_well, found = lines(tiny_config(n_layer=4, n_head=4, lr=1e-2), capsys)
     assert is_well
     assert any(text.startswith("the above is of a small model") for text in found)
@@ -120,7 +122,7 @@ def test_a_problem_says_what_is_wrong_and_where_to_look(tiny_config, capsys, mon
 def test_an_interrupted_check_is_no_passed_check(tmp_path):
     write_tiny_corpus(tmp_path)
     config = ["--dataset=tiny", "--n_layer=1", "--n_head=1", "--n_embd=16", "--seq_len=32"]
-    process = start("train.py", *config, "--check", cwd=tmp_path)
+    process = start("check.py", *config, cwd=tmp_path)
     wait_for(lambda: "ok " in process.out.read_text(), process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -240,10 +242,10 @@ CHECK = """if True:
     import torch
     from runtime.world import joined_world
     from tests.conftest import tiny_run
-    import measure.check
-    measure.check.matmul_rates = lambda _: {"float32": 1.0}
+    import measure.preflight.checks
+    measure.preflight.checks.matmul_rates = lambda _: {"float32": 1.0}
     with joined_world(torch.device("cpu"), timeout=100) as world:
-        assert measure.check.check(tiny_run(Path.cwd(), lr=1e-2, fsdp=FSDP), world)
+        assert measure.preflight.checks.check(tiny_run(Path.cwd(), lr=1e-2, fsdp=FSDP), world)
 """
 
 

@@ -26,7 +26,7 @@ from config import (
     SpeedConfig,
     load_config,
 )
-from measure.comparison import switched_off
+from measure.ladder.rungs import switched_off
 from model import GPTConfig
 from runtime.cli import (
     CONFIG_DIR,

@@ -200,5 +200,5 @@ def test_ddp_and_fsdp_take_steps_among_eight_ranks(tiny_config, options: dict[st
 
 
 if __name__ == "__main__":
-    with patch("measure.summary.matmul_tflops", lambda *_, **__: 700.0):
+    with patch("summary.matmul_tflops", lambda *_, **__: 700.0):
         Path(sys.argv[1], "result.json").write_text(json.dumps(run_all(Path(sys.argv[1]))))

@@ -27,12 +27,12 @@ TRAIN = """if True:
     import json, sys
     from pathlib import Path
     import torch
-    import measure.summary
+    import summary
     from runtime.world import joined_world
     from tests.conftest import tiny_run
     from train import train
 
-    measure.summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than a run
+    summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than a run
     with joined_world(torch.device("cpu"), timeout=100) as world:
         for options in json.loads(sys.argv[1]):
             train(tiny_run(Path.cwd(), **options), world)
@@ -75,7 +75,7 @@ LOOK = """if True:
     import hashlib, json, sys
     from pathlib import Path
     import torch
-    import measure.summary, train
+    import summary, train
     from runtime.world import joined_world
     from tests.conftest import at_step, tiny_run
 
@@ -100,7 +100,7 @@ LOOK = """if True:
         run.state.model.transformer.drop.register_forward_hook(look)
         return run
 
-    measure.summary.matmul_tflops = lambda *_, **__: 1.0
+    summary.matmul_tflops = lambda *_, **__: 1.0
     real_setup, train.setup = train.setup, setup
     at_step(Patch, lambda step, _: ended.append(averaged.count(True)))
     with joined_world(torch.device("cpu"), timeout=100) as world:

@@ -10,11 +10,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import measure.summary
+import summary
+from check import CheckOptions, main
 from checkpoint.weights import build_model
 from config import load_config
-from measure import estimate as module
-from measure.estimate import (
+from measure.preflight import estimate as module
+from measure.preflight.estimate import (
     Moment,
     describe_disk,
     describe_saving,
@@ -24,12 +25,13 @@ from measure.estimate import (
     process_bytes,
     trace,
 )
-from measure.summary import describe_long_run
 from model import GPT, GPTConfig
-from runtime.cli import ConfigError
+from runtime.cli import load
+from runtime.errors import UserError
 from runtime.world import World
-from tests.conftest import ALONE, CPU, flags, run
-from train import main, train
+from summary import describe_long_run
+from tests.conftest import ALONE, CPU, ROOT, flags, run, run_from_nothing
+from train import train
 
 MB = 2**20
 
@@ -71,9 +73,9 @@ def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, cap
 
 def test_epochs_are_of_the_corpus_that_is_there_and_nothing_is_trained(tiny_config, capsys):
     train(tiny_config(run_name="first", max_steps=1), ALONE)
-    config = tiny_config(init_from="first", val_fraction=0.1, max_steps=60, estimate=True)
+    config = tiny_config(init_from="first", val_fraction=0.1, max_steps=60)
     capsys.readouterr()
-    main(config)
+    estimate(config, ALONE)
     out = capsys.readouterr().out
     epochs = f"{60 * 4 * 32 / 3600:.2f} epochs of the 3,600 tokens of {config.data_dir}/tiny"
     assert f"{epochs}, which has 400 more" in out
@@ -103,13 +105,15 @@ def test_checkpoints_that_are_there_at_a_time_are_counted(options, checkpoints, 
     assert describe_disk(config, 1e18)[0] == (config.keep_last == 0)
 
 
-def test_an_estimate_is_of_a_whole_run(tiny_config):
-    with pytest.raises(ConfigError, match="estimate and resume exclude each other"):
-        tiny_config(estimate=True, resume="auto")
+def test_check_is_for_a_run_from_its_first_step_and_train_names_it(tiny_config):
+    with pytest.raises(UserError, match="is for a run from its first step"):
+        main(load(CheckOptions, {"resume": "auto", "estimate": True}))
+    ran = run_from_nothing(str(ROOT / "train.py"), "--estimate", cwd=ROOT)
+    assert (ran.returncode, "--estimate: is a command: python check.py" in ran.stderr) == (2, True)
 
 
 def test_a_long_run_says_how_long_it_takes(tiny_config, monkeypatch, capsys):
-    monkeypatch.setattr(measure.summary, "matmul_rates", lambda _: {"float32": 0.2})
+    monkeypatch.setattr(summary, "matmul_rates", lambda _: {"float32": 0.2})
     state = Mock(step=0)
     (line,) = describe_long_run(load_config("baseline"), state, ALONE)
     assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)

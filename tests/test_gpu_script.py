@@ -11,9 +11,11 @@ import pytest
 import ladder
 from bench import BenchOptions, jobs_of
 from config import Config, ModelConfig, SpeedConfig
-from measure import peers, stages
-from measure.interleaved import InterleavedOptions, parse_side, split_command_line
-from measure.quick import quick_stages
+from measure.interleaved.__main__ import InterleavedOptions, parse_side
+from measure.interleaved.rounds import split_command_line
+from measure.ladder import stages
+from measure.ladder.quick import quick_stages
+from measure.peers import __main__ as peers
 from runtime.cli import parse
 from tests.conftest import ROOT
 

@@ -10,17 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from measure import interleaved
-from measure import side as side_module
-from measure.interleaved import (
-    InterleavedOptions,
-    Side,
-    interleave,
-    is_narrow,
-    plan,
-)
-from measure.options import without_end
-from measure.ratio import Ratio, median_ratio, product
+from measure.interleaved import rounds
+from measure.interleaved import side as side_module
+from measure.interleaved.__main__ import InterleavedOptions, plan
+from measure.interleaved.options import without_end
+from measure.interleaved.ratio import Ratio, median_ratio, product
+from measure.interleaved.rounds import Side, interleave, is_narrow
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import read_rows
 from tests.conftest import ALONE, ROOT, forks, run
@@ -139,7 +134,7 @@ LOST = "if rank == 0: sys.exit('error: another process died')"
     ],
 )
 def test_ranks_that_fail_give_the_reason_of_the_one_that_has_one(happens, reason, monkeypatch):
-    monkeypatch.setattr(interleaved, "OTHERS_END", 0.3)
+    monkeypatch.setattr(rounds, "OTHERS_END", 0.3)
     two = answering("two", before=happens, ranks=2)
     with two, pytest.raises(TrainingError, match=f"^two: {reason}"):
         two.train()
@@ -204,13 +199,13 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkey
     assert [first["loss"], last["loss"]] == pytest.approx(losses, abs=1e-6)
 
 
-def test_another_copy_of_the_code_trains_there(tmp_path):
-    (tmp_path / "measure").mkdir()
-    (tmp_path / "measure/__init__.py").touch()
-    (tmp_path / "measure/side.py").write_text(
+def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
+    (tmp_path / "measure/interleaved").mkdir(parents=True)
+    (tmp_path / "measure/interleaved/side.py").write_text(
         'for _ in open(0): print(\'{"seconds": [1], "asleep": true, "tokens": 5}\', flush=True)'
     )
-    _, there = plan(InterleavedOptions(sides=["quickstart.yaml"], code=str(tmp_path)), [])
+    texts = ["quickstart.yaml", f"PYTHONPATH={tmp_path} quickstart.yaml"]
+    _, there = plan(InterleavedOptions(sides=texts), [])
     with there:
         assert there.train() == 5
 
@@ -223,7 +218,6 @@ def test_another_copy_of_the_code_trains_there(tmp_path):
         ({"sides": ["quickstart.yaml", "nowhere.yaml"]}, "no such config file"),
         ({"sides": ["quickstart.yaml", "quickstart.yaml --flush"]}, "did you mean --flash"),
         ({"sides": ["quickstart.yaml", "quickstart.yaml --seed '1"]}, "No closing quotation; a"),
-        ({"sides": ["quickstart.yaml"], "code": "/tmp"}, "no copy of this code"),
     ],
 )
 def test_what_cannot_be_compared_is_one_error_line(options, message):

@@ -17,9 +17,12 @@ import pytest
 
 import ladder
 import runtime.report as reports
-from measure import comparison, interleaved, ladder_report, quick, stages
-from measure.interleaved import SideError
-from measure.ratio import Ratio, product
+from measure.interleaved import rounds
+from measure.interleaved.ratio import Ratio, product
+from measure.interleaved.rounds import SideError
+from measure.ladder import quick, stages
+from measure.ladder import report as ladder_report
+from measure.ladder import rungs as comparison
 from runtime.cli import parse
 from runtime.errors import UserError, why_it_failed
 from tests.conftest import ROOT, TINY, ended, forks, run, start, wait_for
@@ -237,7 +240,7 @@ def test_what_is_the_same_of_several_runs_is_reported_once(tmp_path):
 @pytest.mark.usefixtures("rungs", "forked")
 def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(tmp_path, folder, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(interleaved, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
     (tmp_path / "tied.yaml").write_text("base: flash.yaml\ntie_weights: true\n")
     command = ["plain.yaml", "flash.yaml", "tied.yaml", "--rounds", "6"]
     assert climb(*command) == 0

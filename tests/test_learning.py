@@ -7,8 +7,8 @@ import pytest
 
 import ladder
 from config import load_config
-from measure import stages
-from measure.learning import (
+from measure.ladder import stages
+from measure.ladder.learning import (
     Mean,
     draw_curves,
     rows_of,

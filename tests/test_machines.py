@@ -164,12 +164,12 @@ GATED = f"""
 import os, runpy, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-import measure.summary
+import summary
 import optimizer
 import runtime.signals
 
 os.getppid = lambda: int(os.environ["AGENT"])  # it is forked, and no child of torchrun
-measure.summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the run
+summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the run
 stops = []
 
 class StopRequest(runtime.signals.StopRequest):

@@ -10,9 +10,9 @@ import shutil
 import pytest
 
 from config import load_config
-from measure.comparison import pairs_of
-from measure.ladder_report import report
-from measure.page import (
+from measure.ladder.report import report
+from measure.ladder.rungs import pairs_of
+from measure.report.page import (
     EXPLAINED,
     FIGURES,
     OTHER_FACTORS,

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from measure import interleaved, peers
-from measure.peer_side import build_peer
-from measure.peers import (
+from measure.interleaved import rounds
+from measure.peers import __main__ as peers
+from measure.peers.__main__ import (
     ROUNDED_TOLERANCE,
     TOLERANCE,
     TRANSFORMERS,
@@ -20,6 +20,7 @@ from measure.peers import (
     plan,
     rows_of,
 )
+from measure.peers.side import build_peer
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
 
@@ -227,7 +228,7 @@ def test_a_side_whose_first_loss_differs_costs_its_group_alone(options, tmp_path
 
 
 def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked, capsys):
-    monkeypatch.setattr(interleaved, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
     monkeypatch.setattr(peers, "find_spec", lambda _: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     less = {"baseline": False, "rounds": 6, "peer": (peer(),)}

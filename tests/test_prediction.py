@@ -8,10 +8,10 @@ import torch
 
 import ladder
 from config import load_config
-from measure import prediction, roofline
-from measure.prediction import Rates, predictions
-from measure.roofline import count, fuse, predict
-from measure.stages import plan
+from measure.ladder import prediction, roofline
+from measure.ladder.prediction import Rates, predictions
+from measure.ladder.roofline import count, fuse, predict
+from measure.ladder.stages import plan
 from tests.conftest import CPU, ROOT, TINY
 from tests.test_ladder import climb
 

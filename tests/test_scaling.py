@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from measure import interleaved
-from measure.scaling import split
+from measure.interleaved import rounds
+from measure.profile.scaling import split
 from runtime.errors import UserError
 from tests.conftest import TINY
 from tests.test_bench import command_line
@@ -25,7 +25,7 @@ def tiny_yaml(tmp_path, corpus):
 def test_one_rank_and_two_train_the_same_batch_interleaved(
     tiny_yaml, tmp_path, monkeypatch, forked
 ):
-    monkeypatch.setattr(interleaved, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     given = ("--scaling", "2,1", "--rounds", "6", "--log_dir", tmp_path / "logs")
     command_line("--config", tiny_yaml, *given)

@@ -25,7 +25,6 @@ from config import WITHOUT_GRAPHS, Config, Rung, load_config
 from data.token_file import TokenFileError
 from dataloader import open_corpus
 from inference.validation import validation_loss
-from measure.summary import mfu
 from model import GPT, GPTConfig
 from optimizer import learning_rate
 from runtime.cli import CONFIG_DIR, ConfigError, parse
@@ -39,6 +38,7 @@ from runtime.device import (
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import RunFolder
 from runtime.world import World
+from summary import mfu
 from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, generate, run_ranks
 from train import setup, train, train_step
 

@@ -1,9 +1,9 @@
 """Run one side of an interleaved comparison: set a training run up, then take steps when asked.
 
-echo 3 | python -m measure.side --config speedup10.yaml
+echo 3 | python -m measure.interleaved.side --config speedup10.yaml
 
-A line of stdin is a number of steps; the answer is a line of JSON. measure/interleaved.py starts
-this, and takes any program that answers likewise.
+A line of stdin is a number of steps; the answer is a line of JSON. rounds.py starts this, or any
+program that answers in the same way.
 """
 
 from config import Config
@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import torch
 
-from measure.options import without_end
+from measure.interleaved.options import without_end
 from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
 from runtime.start import trim_memory_if_short

@@ -1,4 +1,4 @@
-"""Check a run before it takes days: `python train.py --config X --check`, in about a minute.
+"""Checks of a run before it takes days, for check.py: about a minute.
 
 A line for each check: what was found, and what to do where it is not as it should be. Where a step
 would take long, a small model with the same options is checked. Nothing is kept.
@@ -22,19 +22,17 @@ from checkpoint.files import own_part
 from checkpoint.resume import find_checkpoint, open_run
 from checkpoint.save import save
 from checkpoint.weights import build_model
-from config import Config
+from config import Config, step_seconds
 from dataloader import DataLoader
 from inference.evaluation import Evaluation
 from inference.validation import evaluating
-from measure.duration import step_seconds
-from measure.estimate import describe_disk
-from measure.notes import describe_options
-from measure.probe import matmul_rates
+from measure.preflight.estimate import describe_disk
 from model import GPT, GPTConfig
 from runtime.cli import load
-from runtime.device import peak_memory_mb
+from runtime.device import matmul_rates, peak_memory_mb
 from runtime.runlog import RunFolder
 from runtime.world import World
+from summary import describe_options
 from train import Run, open_data, setup, timed_step, train_step
 
 Finding = tuple[bool, str, str]  # whether all is well, what was found, what to do if it is not
@@ -75,7 +73,7 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     is_small = seconds > LONG
     if is_small:  # else setup asks, which raises what this device cannot do
         describe_options(config, config.on_device(world.device.type, world.world_size), world)
-    changed = {"log_dir": str(folder), "run_name": "check", "keep_last": 1, "check": False}
+    changed = {"log_dir": str(folder), "run_name": "check", "keep_last": 1}
     changed |= {"max_minutes": None, "max_steps": max(config.max_steps, STEPS + 1)}
     # A warm-up's first steps may be too small for some parameters to move.
     changed |= {"warmup_steps": 0} | (smaller(config, world) if is_small else {})
@@ -94,9 +92,7 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     fits, disk = describe_disk(config, size * parameters / run.state.model.num_parameters())
     yield fits, " ".join(disk.split()), "make room, lower keep_last, or choose another log_dir"
     if is_small:
-        about = (
-            "the above is of a small model with the same options, uncompiled; memory: --estimate"
-        )
+        about = "the above is of a small model with the same options, uncompiled"
     else:
         seconds = statistics.median(times[1:])
         about = f"memory: {peak_memory_mb(world.device):,.0f} MB at most"

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from config import Config
-from measure.estimate import Numberless
-from measure.prediction import Prediction, Rates
+from measure.ladder.prediction import Prediction, Rates
+from measure.preflight.estimate import Numberless
 from runtime.device import choose_device, cpu_has, usable_precision
 from runtime.world import World
 from train import setup, train_step

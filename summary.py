@@ -1,4 +1,6 @@
-"""The figures of a run that follow from its steps' times: tokens/s, MFU, memory."""
+"""What a run reports about itself: notes before the first step, figures while it trains, and
+summary.json after the last.
+"""
 
 import math
 import statistics
@@ -8,13 +10,59 @@ from typing import Any
 import torch
 
 from checkpoint.state import State
-from config import Config
-from measure.duration import describe_duration, part_flops
-from measure.probe import matmul_rates
-from runtime.device import device_name, matmul_dtype, matmul_tflops, peak_memory_mb
+from config import Config, describe_duration, part_flops
+from kernels.attention import blocked_is_faster
+from runtime.device import (
+    check_attention,
+    check_compiler,
+    check_precision,
+    describe_device,
+    device_name,
+    matmul_dtype,
+    matmul_rates,
+    matmul_tflops,
+    peak_memory_mb,
+)
 from runtime.report import git_commit, machine
 from runtime.runlog import RunFolder
 from runtime.world import World
+
+# ---- before the first step
+
+
+def describe_options(config: Config, acting: Config, world: World) -> list[str]:
+    """Return lines on the device, on what is switched on, and on what does less than one expects.
+
+    `acting`: the options as they act on this device. Raises UserError for what it cannot do.
+    """
+    device, ranks = world.device, world.world_size
+    notes = check_precision(device, matmul_precision=config.fp32_precision(), bf16=config.bf16)
+    if config.compile:
+        notes += check_compiler(device, config.compile_mode, acting.compile_mode)
+    if config.flash:
+        B, T, head_size = config.batch_size, config.seq_len, config.n_embd // config.n_head
+        dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+        blocked = config.compile and blocked_is_faster(device, dtype, T)
+        shape = (B, config.n_head, T, head_size)
+        notes += check_attention(device, dtype, shape, dropout=config.dropout, blocked=blocked)
+    return [
+        describe_device(device, ranks),
+        acting.describe_optimizations(ranks),
+        *(f"note: {note}" for note in notes),
+    ]
+
+
+def describe_long_run(config: Config, state: State, world: World) -> list[str]:
+    """Return a line on how long the run takes, if its FLOPs are minutes of any CPU's time."""
+    steps = 0 if config.max_minutes else config.max_steps - state.step
+    flops = steps * sum(part_flops(config, config.tokens_per_step(1)).values())
+    if world.device.type == "cuda" or flops < 3e13:
+        return []
+    shorter = "--max_steps 5, or --config quickstart.yaml; check.py --estimate computes the memory"
+    return [describe_duration([(config, steps)], matmul_rates(world.device), shorter)]
+
+
+# ---- the figures of a run
 
 
 def summarize(config: Config, state: State, world: World, folder: RunFolder) -> dict[str, Any]:
@@ -57,16 +105,6 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
         "steps_this_call": steps_this_call,
         "resumed_after_step": state.step - steps_this_call or None,
     }
-
-
-def describe_long_run(config: Config, state: State, world: World) -> list[str]:
-    """Return a line on how long the run takes, if its FLOPs are minutes of any CPU's time."""
-    steps = 0 if config.max_minutes else config.max_steps - state.step
-    flops = steps * sum(part_flops(config, config.tokens_per_step(1)).values())
-    if world.device.type == "cuda" or flops < 3e13:
-        return []
-    shorter = "--max_steps 5, or --config quickstart.yaml; --estimate tells the memory"
-    return [describe_duration([(config, steps)], matmul_rates(world.device), shorter)]
 
 
 def mfu(flops_per_token: int, tokens_per_sec: float, matmul: float, world: World) -> float:

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from measure.process import in_fresh_process
-from measure.stages import Stage, with_bases
-from measure.tables import write_json
+from measure.interleaved.process import in_fresh_process
+from measure.ladder.stages import Stage, with_bases
+from measure.report.tables import write_json
 from runtime.report import machine
 
 FILE = "predicted.json"  # in a ladder's folder
@@ -16,7 +16,7 @@ SHARES = ("predicted_arithmetic", "predicted_memory", "predicted_launches")  # o
 
 
 class Rates(BaseModel):
-    """Hold what a device reaches. measure/probe.py measures it; a data sheet says more."""
+    """Hold what a device reaches. measure/ladder/probe.py measures it; a data sheet says more."""
 
     tflops: dict[str, float]  # of a large matmul, by dtype; `tf32` where there is one
     gigabytes_per_s: float = Field(gt=0)  # read and written by a copy
@@ -65,7 +65,7 @@ def predict_stages(stages: Sequence[Stage], folder: Path, device: Mapping[str, A
         except ValidationError:
             return
     configs = [stage.config for stage in alone]
-    found, problem = in_fresh_process("measure.roofline:predict_all", configs, kept.rates)
+    found, problem = in_fresh_process("measure.ladder.roofline:predict_all", configs, kept.rates)
     if problem:
         print(f"note: nothing is predicted: {problem}")
         return

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle
 from pathlib import Path
 
-from measure.comparison import COMPARED, Pair, compare, counterpart
-from measure.page import (
+from measure.interleaved.ratio import Ratio
+from measure.ladder.quick import SUFFIX
+from measure.ladder.rungs import COMPARED, Pair, compare, counterpart
+from measure.ladder.stages import SERIES, Stage, published_rows, runs_of, with_bases
+from measure.report.page import (
     INTERVALS,
     card,
     curve_of,
@@ -18,10 +21,14 @@ from measure.page import (
     write_ladder_page,
     write_page,
 )
-from measure.quick import SUFFIX
-from measure.ratio import Ratio
-from measure.stages import SERIES, Stage, published_rows, runs_of, with_bases
-from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, draw_panels, write_csv, write_report
+from measure.report.tables import (
+    PEAK_MEMORY,
+    TOKENS_PER_SEC,
+    Row,
+    draw_panels,
+    write_csv,
+    write_report,
+)
 from runtime.cli import CONFIG_DIR, ConfigError, find_config
 from runtime.errors import UserError
 from runtime.report import (

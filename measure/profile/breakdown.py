@@ -11,14 +11,14 @@ from torch.utils.hooks import RemovableHandle
 
 from config import Config
 from data.token_file import TokenFileError
-from measure.duration import part_flops
-from measure.process import in_fresh_process
-from measure.tables import FLOP_RATE, Row, about_machine, precision, show_table
-from measure.timing import is_mixed, set_up
+from measure.interleaved.process import in_fresh_process
+from measure.profile.timing import is_mixed, set_up
+from measure.report.tables import FLOP_RATE, Row, about_machine, precision, show_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_whole
 from runtime.report import Column, field, items
+from summary import part_flops
 from train import Batches, Run, train_step
 
 # ---- the parts of a step
@@ -178,7 +178,7 @@ def inspect_models(
         bits = precision(is_mixed(config))
         title = f"{name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens"
         print(title, flush=True)
-        call = "measure.breakdown:inspect_model"
+        call = "measure.profile.breakdown:inspect_model"
         about = config, folder, f"{name}_{bits}", steps, from_corpus
         found, error = in_fresh_process(call, wanted, *about)
         if error:

@@ -4,9 +4,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from config import Config, load_config
-from measure.duration import step_seconds
-from measure.stages import Stage, make_stage, make_stage_here
+from config import Config, load_config, step_seconds
+from measure.ladder.stages import Stage, make_stage, make_stage_here
 from runtime.errors import UserError
 
 # Those that can change the speed of a step; the others change what is learned.

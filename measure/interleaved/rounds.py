@@ -1,15 +1,4 @@
-"""Compare the training speed of configs: a few steps of each, interleaved round after round.
-
-python -m measure.interleaved speedup9.yaml speedup10.yaml
-python -m measure.interleaved speedup10.yaml "speedup10.yaml --no-flash"
-python -m measure.interleaved quickstart.yaml "OMP_NUM_THREADS=1 quickstart.yaml"  other environment
-python -m measure.interleaved speedup10.yaml --code ../other   here and in another copy of this code
-python -m measure.interleaved a.yaml b.yaml -- --batch_size 2  options after -- go to all of them
-
-Each side is a process of its own, which sleeps while another one trains. A machine that becomes
-slower slows all sides of a round. Every other round runs backwards, so the last side is no worse
-off than the first. The result is the ratio within a round: its median, with a confidence interval.
-"""
+"""The engine of interleaved comparisons: a few steps of each side, round after round."""
 
 import contextlib
 import datetime
@@ -21,7 +10,6 @@ import os
 import re
 import select
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,17 +21,15 @@ from typing import Any
 
 from pydantic import Field
 
-from config import Config
-from measure.ratio import FEWEST, median_ratio
-from measure.tables import write_json
-from runtime.cli import Options, parse
-from runtime.errors import TrainingError, UserError, reported, why_it_failed
+from measure.interleaved.ratio import FEWEST, median_ratio
+from measure.report.tables import write_json
+from runtime.cli import Options
+from runtime.errors import TrainingError, why_it_failed
 from runtime.launch import environment_of
-from runtime.report import git_commit, items, machine, print_table
+from runtime.report import git_commit, machine
 from runtime.signals import ENDS_WITH
-from runtime.start import start
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 # The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.
 LEFT_OUT = 3
 WIDTH = 0.02  # stop once every interval is narrower than this share of its median
@@ -101,7 +87,7 @@ class SideError(TrainingError):
 class Side:
     """A process, or the ranks of one run, that trains some steps on request and sleeps otherwise.
 
-    A context manager, which starts and ends the processes. They speak as measure/side.py does.
+    A context manager, which starts and ends the processes. They answer like side.py.
     """
 
     name: str
@@ -188,11 +174,10 @@ def training_side(
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
     ranks: int = 1,
-    code: Path = ROOT,
-    module: str = "measure.side",
+    module: str = "measure.interleaved.side",
 ) -> Side:
-    """Make a side that trains with these arguments of train.py, by the code in the folder."""
-    path = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
+    """Make a side that trains with these arguments of train.py."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # PYTHONSAFEPATH: without it, a copy in the working directory would come first
     paths = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", module, *arguments]
@@ -248,7 +233,7 @@ def results_of(rates: Rates, sides: Sequence[Side]) -> dict[str, Any]:
     return {**about, "left_out": LEFT_OUT, "sides": answers}
 
 
-# ---- the command
+# ---- options of commands that interleave
 
 
 class RoundsOptions(Options):
@@ -260,84 +245,7 @@ class RoundsOptions(Options):
     """stop once every interval is narrower than this share of its median"""
 
 
-class SidesOptions(Options):
-    """what to compare"""
-
-    sides: tuple[str, ...] = ()
-    """configs; quote one together with options after it, and environment variables before it"""
-    code: str | None = None
-    """folder of another copy of this code, by which the configs are trained too"""
-    output: str | None = None
-    """JSON file for the steps of every side, written after each round"""
-
-
-class InterleavedOptions(RoundsOptions, SidesOptions):
-    """All options of an interleaved comparison."""
-
-
 def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split arguments at `--`: our own options, and those of every training run."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
-
-
-def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Parse `[NAME=VALUE ...] CONFIG [options]` into arguments of train.py and an environment.
-
-    Raises UserError for a mistake in it, before anything starts.
-    """
-    try:
-        words = shlex.split(text) or [""]
-    except ValueError as error:
-        raise UserError(f"{text}: {error}; a side is quoted as a whole") from None
-    environment = {}
-    while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
-        name, _, environment[name] = words.pop(0).partition("=")
-    arguments = [f"--config={words[0]}", *of_all, *words[1:]]
-    parse(Config, arguments, config_file=True)
-    return arguments, environment
-
-
-def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Side]:
-    """Return the sides of the command line. Raises UserError for what is no comparison."""
-    texts, code = options.sides, options.code
-    if len(texts) + bool(code) < 2 or not texts:
-        raise UserError(
-            f"at least two sides are needed, not {len(texts)}: python -m measure.interleaved "
-            "speedup9.yaml speedup10.yaml; or one and --code FOLDER"
-        )
-    if len(set(texts)) < len(texts):
-        raise UserError('two sides are the same; give one an option: "speedup10.yaml --no-flash"')
-    parsed = {text: parse_side(text, of_all) for text in texts}
-    sides = [training_side(text, *side) for text, side in parsed.items()]
-    if code:
-        if not (Path(code) / "measure" / "side.py").is_file():
-            raise UserError(f"--code {code}: is no copy of this code: no measure/side.py")
-        there = Path(code).resolve()
-        sides += [training_side(f"{t} in {code}", *side, code=there) for t, side in parsed.items()]
-    return sides
-
-
-def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
-    """Compare the sides of the command line. Raises UserError."""
-    results = Path(options.output) if options.output else None
-    sides = plan(options, of_all)
-    rates = run_rounds(sides, options.rounds, options.width, results=results)
-    rows = [
-        (
-            side.name,
-            f"{statistics.median(ours):,.0f}",
-            "" if ours is rates[0] else str(median_ratio(ours, rates[0])),
-            f"{side.answers[-1]['peak_memory_mb']:,.0f}",
-        )
-        for side, ours in zip(sides, rates, strict=True)
-    ]
-    columns = items("side", "tokens/s", "x first", "MB")
-    print_table(f"{len(rates[0])} interleaved rounds", columns, rows)
-
-
-if __name__ == "__main__":
-    OWN, OF_ALL = split_command_line(sys.argv[1:])
-    OPTIONS = start(InterleavedOptions, OWN, description=__doc__, positional="sides")
-    with reported("the comparison"):
-        main(OPTIONS, OF_ALL)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from config import Config, load_config
-from measure.interleaved import (
+from measure.interleaved.options import to_flags
+from measure.interleaved.ratio import Ratio, median_ratio
+from measure.interleaved.rounds import (
     LEFT_OUT,
     Side,
     run_rounds,
     training_side,
 )
-from measure.options import to_flags
-from measure.ratio import Ratio, median_ratio
-from measure.tables import (
+from measure.report.tables import (
     TOKENS_PER_SEC,
     Row,
     about_machine,

@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from config import Config
-from measure.interleaved import SideError, results_of, run_rounds, training_side
-from measure.options import to_flags
-from measure.prediction import SHARES, Prediction, predictions
-from measure.ratio import FEWEST, Ratio, median_ratio, product
-from measure.stages import (
+from measure.interleaved.options import to_flags
+from measure.interleaved.ratio import FEWEST, Ratio, median_ratio, product
+from measure.interleaved.rounds import SideError, results_of, run_rounds, training_side
+from measure.ladder.prediction import SHARES, Prediction, predictions
+from measure.ladder.stages import (
     SERIES,
     Published,
     Stage,
@@ -25,7 +25,7 @@ from measure.stages import (
     training_config,
     with_bases,
 )
-from measure.tables import Row, write_json
+from measure.report.tables import Row, write_json
 from runtime.cli import CONFIG_DIR, show
 from runtime.report import machine
 from runtime.runlog import curve, read_rows

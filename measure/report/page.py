@@ -17,10 +17,10 @@ from typing import Any
 
 import jinja2
 
-from measure.quick import STAGES as CHANGE_SPEED
-from measure.ratio import Ratio
-from measure.stages import ROOT, Stage, published_rows, skipped, with_bases
-from measure.tables import Row
+from measure.interleaved.ratio import Ratio
+from measure.ladder.quick import STAGES as CHANGE_SPEED
+from measure.ladder.stages import ROOT, Stage, published_rows, skipped, with_bases
+from measure.report.tables import Row
 from runtime.cli import find_config, read_yaml, read_yaml_mapping
 from runtime.files import write_whole
 from runtime.report import COLOURS

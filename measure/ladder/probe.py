@@ -6,22 +6,15 @@ from typing import Any
 
 import torch
 
-from runtime.device import choose_device, device_name, matmul_tflops, synchronize, usable_precision
+from runtime.device import (
+    choose_device,
+    device_name,
+    matmul_rates,
+    synchronize,
+    usable_precision,
+)
 from runtime.report import physical_memory
 from runtime.start import memory_left
-
-
-def matmul_rates(device: torch.device) -> dict[str, float]:
-    """Measure the TFLOP/s of a large matmul by dtype; on a GPU also of TF32, and of fp16."""
-    dtypes = [torch.float32, torch.bfloat16]
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        dtypes.append(torch.float16)
-    rates = {str(d).removeprefix("torch."): matmul_tflops(device, d, seconds=0.3) for d in dtypes}
-    if on_gpu:
-        torch.set_float32_matmul_precision("high")
-        rates["tf32"] = matmul_tflops(device, torch.float32, seconds=0.3)
-    return rates
 
 
 def copy_rate(device: torch.device) -> float:
@@ -55,7 +48,7 @@ def best_seconds(work: Callable[[], object], device: torch.device, times: int = 
 
 
 def find_out(name: str) -> dict[str, Any]:
-    """Return name, number and memory (MiB) of the device, its rates, as measure/prediction.py wants
+    """Return name, number and memory (MiB) of the device, its rates, as prediction.py wants
     them, and whether it has bfloat16 and, on a CPU, faster fp32 matmuls.
 
     `name`: auto, cuda, mps or cpu.

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from measure.ratio import Ratio
+from measure.interleaved.ratio import Ratio
 from runtime.errors import TrainingError, UserError
 from runtime.files import write_whole
 from runtime.report import (

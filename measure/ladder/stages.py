@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
-from measure.process import in_fresh_process
+from measure.interleaved.process import in_fresh_process
 from runtime.cli import CONFIG_DIR, ConfigError, find_config, parse, read_yaml_mapping
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
@@ -49,7 +49,7 @@ UNSYNCHRONIZED = "rtx3080_speedup"
 # tokens/s on two RTX 4090, from the notes of the speedup ladder; there is no log of it
 DDP_PUBLISHED = 211_646
 # what the ladder sets for each run
-RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config", "--estimate"}
+RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config"}
 # Options that change neither what a run computes nor how fast
 IRRELEVANT = {"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every"}
 IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
@@ -365,8 +365,8 @@ def run_commands(
 
 
 def probe(device: str) -> dict[str, Any]:
-    """Ask a fresh process about the device; see measure/probe.py. Empty if that fails."""
-    found, problem = in_fresh_process("measure.probe:find_out", device)
+    """Ask a fresh process about the device; see measure/ladder/probe.py. Empty if that fails."""
+    found, problem = in_fresh_process("measure.ladder.probe:find_out", device)
     if problem:
         print(f"note: the device could not be measured: {problem}")
     return found or {}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from config import Config, ModelConfig, SpeedConfig
-from measure.options import without_end
-from measure.process import in_fresh_process
-from measure.tables import FIGURES, Row
+from measure.interleaved.options import without_end
+from measure.interleaved.process import in_fresh_process
+from measure.report.tables import FIGURES, Row
 from runtime.device import (
     choose_device,
     device_name,
@@ -188,5 +188,5 @@ def settings(config: Config) -> dict[str, Any]:
 
 def time_job(job: Job) -> list[Row]:
     """Time a job in a fresh process; returns its rows, which say why where it fails."""
-    rows, error = in_fresh_process("measure.timing:measure", job)
+    rows, error = in_fresh_process("measure.profile.timing:measure", job)
     return rows or [empty_row(job, warmup, error) for warmup in job.warmup_steps]

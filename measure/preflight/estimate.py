@@ -1,4 +1,4 @@
-"""Estimate what a run takes before it starts: `python train.py --config gpt2_124m --estimate`.
+"""The time, memory and disk that a run will take, for check.py.
 
 Memory is counted, not guessed: PyTorch's MemTracker follows every tensor of two training steps of
 train.py, on fake tensors, which have shapes but no numbers. Nothing is allocated.

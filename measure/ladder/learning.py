@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from config import DataConfig, ModelConfig, OptimizationConfig
-from measure.comparison import Pair, ablated, compare
-from measure.ladder_report import failures_of
-from measure.page import INTERVALS, curve_of, rung, write_page
-from measure.ratio import Ratio, product
-from measure.stages import Stage, make_stage, with_bases
-from measure.tables import Row, write_csv, write_report
+from measure.interleaved.ratio import Ratio, product
+from measure.ladder.report import failures_of
+from measure.ladder.rungs import Pair, ablated, compare
+from measure.ladder.stages import Stage, make_stage, with_bases
+from measure.report.page import INTERVALS, curve_of, rung, write_page
+from measure.report.tables import Row, write_csv, write_report
 from runtime.errors import UserError
 from runtime.report import draw_losses, field
 from runtime.runlog import EVAL_COLUMNS, curve, read_rows

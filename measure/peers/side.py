@@ -1,10 +1,10 @@
 """Run a peer's side of a comparison: a GPT-2 of others, in the loop one would write around it.
 
-echo 3 | python -m measure.peer_side --peer transformers --init_from FOLDER --config speedup10.yaml
+echo 3 | python -m measure.peers.side --peer transformers --init_from FOLDER --config speedup10.yaml
 
-It is asked and answers as measure/side.py; measure/peers.py starts it. A peer is `transformers`, or
-a nanoGPT-like file: one with a `GPT` and a `GPTConfig` that have nanoGPT's fields, parameter names
-and forward(idx, targets). Tokens, initial weights, precision and the optimizer are the config's.
+It answers like measure/interleaved/side.py. A peer is `transformers`, or a file with a `GPT` and
+a `GPTConfig` that have nanoGPT's fields, parameter names and forward(idx, targets). Tokens, initial
+weights, precision and the optimizer are the config's.
 """
 
 from config import Config
@@ -40,9 +40,9 @@ from torch import Tensor
 
 from checkpoint.weights import read_weights
 from dataloader import DataLoader, prefetch
-from measure.options import without_end
-from measure.side import serve, take_stdout
-from measure.timing import time_passes
+from measure.interleaved.options import without_end
+from measure.interleaved.side import serve, take_stdout
+from measure.profile.timing import time_passes
 from optimizer import make_optimizers
 from runtime import errors
 from runtime.device import choose_device, peak_memory_mb, usable_precision

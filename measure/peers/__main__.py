@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from config import Config, DataConfig, load_config
-from measure.interleaved import (
+from measure.interleaved.options import given, optional_fields, to_flags
+from measure.interleaved.ratio import median_ratio
+from measure.interleaved.rounds import (
     LEFT_OUT,
     RoundsOptions,
     Side,
@@ -32,11 +34,9 @@ from measure.interleaved import (
     say,
     training_side,
 )
-from measure.ladder_report import draw_factors
-from measure.options import given, optional_fields, to_flags
-from measure.page import card, write_page
-from measure.ratio import median_ratio
-from measure.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, write_json, write_report
+from measure.ladder.report import draw_factors
+from measure.report.page import card, write_page
+from measure.report.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, write_json, write_report
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import aside
@@ -131,7 +131,7 @@ def check_peers(peers: Mapping[str, str], config: Config, place: Path) -> None:
     import torch
 
     from checkpoint.hugging_face import write_hugging_face
-    from measure.peer_side import build_peer, loss_in_fp32, open_loader
+    from measure.peers.side import build_peer, loss_in_fp32, open_loader
     from model import GPT, GPTConfig
 
     loader = open_loader(config)
@@ -176,7 +176,7 @@ def plan(
 
     chosen = flags(options.config, Overrides.model_fields, "tied")
     others = [
-        training_side(peer, [*chosen, "--peer", path], module="measure.peer_side")
+        training_side(peer, [*chosen, "--peer", path], module="measure.peers.side")
         for peer, path in peers.items()
     ]
     if options.baseline:

@@ -1,0 +1,48 @@
+"""Estimate a run, then check it, before it takes days: `python check.py --config gpt2_124m.yaml`.
+
+It takes train.py's options, alone or under torchrun. The estimate has hours, memory, disk and the
+largest batch size that fits. The checks cover data, gradients and exact resume, take about a
+minute, and keep nothing; status 1 if one finds a problem.
+"""
+
+from config import Config
+from runtime.cli import Options, load
+from runtime.start import start
+
+
+class HowFar(Options):
+    """check"""
+
+    estimate: bool = False
+    """stop after the estimate, before the first step"""
+
+
+class CheckOptions(HowFar, Config):
+    """All options of train.py, and how far to go."""
+
+
+if __name__ == "__main__":
+    OPTIONS = start(CheckOptions, description=__doc__, config_file=True)
+
+from measure.preflight.checks import check
+from measure.preflight.estimate import estimate
+from runtime.device import choose_device
+from runtime.errors import UserError, reported
+from runtime.world import joined_world
+
+
+def main(options: CheckOptions) -> None:
+    """Print the estimate and the findings. Raises SystemExit(1) after a problem, and UserError."""
+    given = options.model_dump(exclude_unset=True, exclude=set(HowFar.model_fields))
+    config = load(Config, given)
+    if config.resume:
+        raise UserError("--resume: check.py is for a run from its first step; leave it out")
+    with joined_world(choose_device(config.device), config.timeout, config.alike()) as world:
+        estimate(config, world)
+        if not (options.estimate or check(config, world)):
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    with reported(OPTIONS.log_dir, advice=OPTIONS.advice()):
+        main(OPTIONS)

@@ -1,0 +1,1 @@
+"""Interleaved comparisons: sides, rounds, and the ratio with its interval."""

@@ -1,0 +1,102 @@
+"""Compare the training speed of configs: a few steps of each, interleaved round after round.
+
+python -m measure.interleaved speedup9.yaml speedup10.yaml
+python -m measure.interleaved speedup10.yaml "speedup10.yaml --no-flash"
+python -m measure.interleaved quickstart.yaml "OMP_NUM_THREADS=1 quickstart.yaml"  other environment
+python -m measure.interleaved a.yaml "PYTHONPATH=../other a.yaml"   another copy of this code
+python -m measure.interleaved a.yaml b.yaml -- --batch_size 2  options after -- go to all of them
+
+Each side is a process of its own, which sleeps while another one trains. A machine that becomes
+slower slows all sides of a round. Every other round runs backwards, so the last side is no worse
+off than the first. The result is the ratio within a round: its median, with a confidence interval.
+"""
+
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from config import Config
+from measure.interleaved.ratio import median_ratio
+from measure.interleaved.rounds import (
+    RoundsOptions,
+    Side,
+    run_rounds,
+    split_command_line,
+    training_side,
+)
+from runtime.cli import Options, parse
+from runtime.errors import UserError, reported
+from runtime.report import items, print_table
+from runtime.start import start
+
+
+class SidesOptions(Options):
+    """what to compare"""
+
+    sides: tuple[str, ...] = ()
+    """configs; quote one together with options after it, and environment variables before it"""
+    output: str | None = None
+    """JSON file for the steps of every side, written after each round"""
+
+
+class InterleavedOptions(RoundsOptions, SidesOptions):
+    """All options of an interleaved comparison."""
+
+
+def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Parse `[NAME=VALUE ...] CONFIG [options]` into arguments of train.py and an environment.
+
+    Raises UserError for a mistake in it, before anything starts.
+    """
+    try:
+        words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise UserError(f"{text}: {error}; a side is quoted as a whole") from None
+    environment = {}
+    while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
+        name, _, environment[name] = words.pop(0).partition("=")
+    arguments = [f"--config={words[0]}", *of_all, *words[1:]]
+    parse(Config, arguments, config_file=True)
+    return arguments, environment
+
+
+def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Side]:
+    """Return the sides of the command line. Raises UserError for what is no comparison."""
+    texts = options.sides
+    if len(texts) < 2:
+        raise UserError(
+            f"at least two sides are needed, not {len(texts)}: python -m measure.interleaved "
+            "speedup9.yaml speedup10.yaml"
+        )
+    if len(set(texts)) < len(texts):
+        raise UserError('two sides are the same; give one an option: "speedup10.yaml --no-flash"')
+    parsed = {text: parse_side(text, of_all) for text in texts}
+    return [training_side(text, *side) for text, side in parsed.items()]
+
+
+def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
+    """Compare the sides of the command line. Raises UserError."""
+    results = Path(options.output) if options.output else None
+    sides = plan(options, of_all)
+    rates = run_rounds(sides, options.rounds, options.width, results=results)
+    rows = [
+        (
+            side.name,
+            f"{statistics.median(ours):,.0f}",
+            "" if ours is rates[0] else str(median_ratio(ours, rates[0])),
+            f"{side.answers[-1]['peak_memory_mb']:,.0f}",
+        )
+        for side, ours in zip(sides, rates, strict=True)
+    ]
+    columns = items("side", "tokens/s", "x first", "MB")
+    print_table(f"{len(rates[0])} interleaved rounds", columns, rows)
+
+
+if __name__ == "__main__":
+    OWN, OF_ALL = split_command_line(sys.argv[1:])
+    OPTIONS = start(InterleavedOptions, OWN, description=__doc__, positional="sides")
+    with reported("the comparison"):
+        main(OPTIONS, OF_ALL)

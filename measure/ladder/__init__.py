@@ -1,0 +1,1 @@
+"""Ladders: stages, rungs, predictions, and what a rung learns."""

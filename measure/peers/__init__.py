@@ -1,0 +1,1 @@
+"""Other trainers as sides of an interleaved comparison."""

@@ -1,0 +1,1 @@
+"""Estimates and checks before a long run."""

@@ -1,0 +1,1 @@
+"""Profiles: times of passes, breakdown of a step, scaling over ranks."""

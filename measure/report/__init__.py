@@ -1,0 +1,1 @@
+"""Reports: tables, CSV, Markdown, pictures and a page."""
