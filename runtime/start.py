@@ -87,8 +87,8 @@ def retain_freed_memory() -> None:
     """Let glibc keep the memory that this process frees, for its next buffers.
 
     The activations and gradients of each step are large. By default glibc returns such buffers to
-    the system, which zeroes them and faults them in again, page by page, in the next step. What
-    the gaps between retained buffers take, `--estimate` says.
+    the system, which zeroes them and faults them in again, page by page, in the next step.
+    check.py estimates the size of the gaps between retained buffers.
     """
     if libc := _glibc():
         libc.mallopt(M_MMAP_MAX, 0)  # large buffers come from the heap too
