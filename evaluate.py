@@ -34,8 +34,8 @@ with warnings.catch_warnings():
         data_dir: Name | None = None
         """folder that holds the corpora (none: the run's own, or data)"""
         val_fraction: float | None = Field(None, ge=0, le=1)
-        """share of the tokens, off the tail, of a corpus without *_val_* files; 1: all (none: the
-        run's own)
+        """share of the tokens, off the tail, of a corpus without validation files; 1: all (none:
+        the run's own)
         """
         seq_len: Positive | None = None
         """tokens per sequence (none: the run's own, or the model's whole context)"""

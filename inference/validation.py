@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from dataloader import TokenStream, is_validation
+from dataloader import TokenStream, split_of
 from model import GPT
 from runtime.errors import TrainingError, UserError
 from runtime.start import trim_memory_if_short
@@ -32,7 +32,7 @@ def check_split(
             f"{val.seq_len}; raise val_fraction above {val_fraction:g}, lower seq_len, or add a "
             f"*_val_*.bin file"
         )
-    if val_fraction and val.spans and is_validation(val.spans[0].file.path):
+    if val_fraction and val.spans and split_of(val.spans[0].file.path) in ("val", "test"):
         return [f"note: val_fraction has no effect: {corpus} has validation files of its own"]
     return []
 

@@ -238,19 +238,42 @@ def test_val_fraction_cuts_disjoint_splits_of_the_right_size_also_across_shards(
         assert stream.tokens == n
 
 
-@pytest.mark.parametrize("name", ["c_val_000000.bin", "c_val.bin"])
-def test_val_files_are_used_instead_of_val_fraction_and_never_trained_on(name):
+@pytest.mark.parametrize(
+    ("train", "val", "unused"),
+    [
+        (["c_train_000000"], ["c_val_000000"], []),
+        (["c_train_000000"], ["c_val"], []),
+        (["train"], ["val"], []),  # nanoGPT's names
+        (["train_000000"], ["val_000000"], []),
+        (["x_train_0"], ["x_validation_0"], ["x_test_0"]),
+        (["train-00000-of-00002", "train-00001-of-00002"], ["valid-00000-of-00001"], ["test"]),
+        (["x.train"], ["x.Dev"], []),
+        (["train"], ["test"], []),
+        (["a", "trainable", "devil", "retest"], ["b-val"], []),  # no word between separators
+        (["my_test_train_000000", "dev-train"], ["my_test_val_000000", "train_val"], []),
+    ],
+    ids=str,
+)
+def test_validation_files_of_any_usual_name_are_never_trained_on(train, val, unused):
+    C.mkdir()
+    for name in (*train, *val, *unused):
+        write_token_file(C / f"{name}.bin", [range(20)])
+    for stream, expected in zip(split(fraction=0.5), (train, val), strict=True):
+        assert [span.file.path.stem for span in stream.spans] == sorted(expected)
+        assert stream.tokens == 20 * len(expected)
+
+
+def test_a_file_that_names_no_split_is_refused_beside_one_that_says_train():
     write_shards(100)
-    write_token_file(C / name, [range(1000, 1020)])
-    train, val = split(fraction=0.5)
-    assert ([span.file.path for span in train.spans], train.tokens) == ([SHARD], 100)
-    assert ([span.file.path for span in val.spans], val.tokens) == ([C / name], 20)
+    write_token_file(C / "more.bin", [range(100)])
+    with refused(r"^c/more\.bin: its name has neither train nor val, but c_train_000000\.bin has"):
+        split()
 
 
-def test_a_corpus_with_val_in_its_own_name_can_still_be_trained_on():
-    folder = Path("my_val_texts")
-    write_corpus(folder, [range(100)])
-    assert open_corpus(folder, 4, 128)[0].tokens == 100
+@pytest.mark.parametrize("name", ["my_val_texts", "test", "my_dev"])
+def test_a_corpus_with_the_name_of_a_split_in_its_own_name_can_still_be_trained_on(name):
+    write_corpus(Path(name), [range(100)])
+    assert open_corpus(Path(name), 4, 128)[0].tokens == 100
 
 
 # ---- batches
