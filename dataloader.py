@@ -56,6 +56,11 @@ class TokenStream:
         """Number of windows."""
         return int(self._firsts[-1])
 
+    def describe(self) -> str:
+        """Return how many sequences the tokens make, with the rule that may make them few."""
+        rule = " (none crosses the end of a file)" * (len(self.spans) > 1)
+        return f"{self.tokens:,} tokens make {len(self)} sequences of {self.seq_len}{rule}"
+
     def read(self, windows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each (len(windows), seq_len) int64. Raises TokenFileError for a file
         that went bad.
@@ -162,26 +167,33 @@ class DataLoader:
 
     def __post_init__(self) -> None:
         self.global_batch = self.batch_size * self.world_size * self.accumulation
-        sequences, T = len(self.stream), self.stream.seq_len
-        if sequences < self.global_batch:
+        if len(self.stream) < self.global_batch:
             raise TokenFileError(
-                f"the corpus's {self.stream.tokens:,} tokens make {sequences} sequences of {T}, "
-                f"but one step takes {self.global_batch}, at least {self.global_batch * T + 1:,} "
-                "tokens; lower batch_size, seq_len or total_batch_tokens, train on a larger "
-                "corpus, or start fewer ranks"
+                f"the corpus's {self.stream.describe()}, but one step takes {self.global_batch}, "
+                f"at least {self.global_batch * self.stream.seq_len + 1:,} tokens; lower "
+                "batch_size, seq_len or total_batch_tokens, train on a larger corpus, or start "
+                "fewer ranks"
             )
 
     def describe(self, val: TokenStream) -> list[str]:
-        """Return lines on the tokens, with a validation split, on epochs, and on a step."""
-        loaded = f"loaded {self.stream.tokens:,} tokens of {self.stream.spans[0].file.path.parent}"
+        """Return lines on the tokens, with a validation split, on epochs, and on a step; and a note
+        on files that are too short for a sequence.
+        """
+        spans, T = self.stream.spans, self.stream.seq_len
+        loaded = f"loaded {self.stream.tokens:,} tokens of {spans[0].file.path.parent}"
         loaded += f", and {val.tokens:,} for validation" * bool(val.tokens)
-        tokens = self.global_batch * self.stream.seq_len
-        return [
+        lines = [
             loaded,
             f"1 epoch = {self.steps_per_epoch:,} batches",
-            f"1 step = {tokens:,} tokens: batch_size {self.batch_size} x seq_len "
-            f"{self.stream.seq_len} x {self.world_size} ranks x {self.accumulation} micro-steps",
+            f"1 step = {self.global_batch * T:,} tokens: batch_size {self.batch_size} x seq_len "
+            f"{T} x {self.world_size} ranks x {self.accumulation} micro-steps",
         ]
+        if short := sum(stop - start <= T for _, start, stop in spans):
+            lines.append(
+                f"note: {short} of {len(spans)} token files are too short for a sequence "
+                f"of {T}, and unused: no sequence crosses the end of a file"
+            )
+        return lines
 
     @property
     def steps_per_epoch(self) -> int:
