@@ -9,8 +9,22 @@ from typing import Any
 
 import torch
 
-from checkpoint.files import MODEL, STATE, CheckpointError, Tensors, read_part, refusing
-from checkpoint.hugging_face import HUGGING_FACE, download, read_hugging_face, with_our_names
+from checkpoint.files import (
+    MODEL,
+    STATE,
+    CheckpointError,
+    Tensors,
+    read_part,
+    refuse_pointer,
+    refusing,
+)
+from checkpoint.hugging_face import (
+    HUGGING_FACE,
+    download,
+    is_hugging_face,
+    read_hugging_face,
+    with_our_names,
+)
 from checkpoint.state import SavedState, read_state
 from config import ARCHITECTURE, Config
 from model import GPT, GPTConfig
@@ -129,7 +143,7 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
         return download(source)
     path = find_folder(source, log_dir) or Path(source)
     is_pt = path.suffix == ".pt" and path.is_file()
-    if is_pt or (path / STATE).is_file() or (path / "config.json").is_file():
+    if is_pt or (path / STATE).is_file() or is_hugging_face(path):
         return path
     run, _ = run_and_checkpoint(path)
     if path.is_dir() and (checkpoints := all_checkpoints(run)):
@@ -150,7 +164,7 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
     """
     if path.is_file():
         options, weights = read_pt(path)
-    elif (path / "config.json").is_file():
+    elif is_hugging_face(path):
         options, weights = read_hugging_face(path)
     else:
         saved, weights = read_state(path, MODEL, STATE).config, read_part(path, MODEL)
@@ -211,6 +225,7 @@ def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
 
 def _load(path: Path) -> Any:
     """Load what torch.save wrote, if it is of tensors, plain values, and their GPTConfig."""
+    refuse_pointer(path)
     allowed: list[Any] = [
         (_TheirGPTConfig, f"{pickled_in}.GPTConfig")
         for pickled_in in ("__main__", "train_gpt2", "model")
