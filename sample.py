@@ -17,7 +17,7 @@ class SampleOptions(Options):
     .pt file of nanoGPT
     """
     prompt: str = ""
-    """text to continue (empty: the model begins a new document)"""
+    """text to continue; empty begins a new document, as does <|endoftext|>, which is one token"""
     prompt_file: Name | None = None
     """UTF-8 file of prompts, one a line, an empty line being an empty prompt"""
     interactive: bool = False

@@ -25,6 +25,7 @@ from checkpoint.weights import build_model, find_weights, load_model
 from config import load_config
 from data.tokenizer import get_encoding
 from export import export, write_tokenizer
+from inference.sampling import encode
 from model import GPT, GPTConfig
 from runtime.files import MARK, sole_writer
 from tests.conftest import ALONE, flags, generate, refused, run, transformers_pair
@@ -133,21 +134,26 @@ def test_what_transformers_wrote_is_exported_as_transformers_wrote_it(tmp_path):
     assert theirs == ours
 
 
-def test_the_tokenizer_in_the_folder_cuts_texts_as_ours_does(tmp_path):
+def test_the_tokenizer_in_the_folder_cuts_prompts_as_ours_does_end_of_text_is_one_token(tmp_path):
     write_tokenizer(tmp_path, 32)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    model, separator = weights_of(), "<|endoftext|>"
     for text in (
+        separator,
+        f"  a {separator}  b{separator}{separator}\n",
+        "<|endoftext |>",
         "Hello  world",
         "\n\n\tdef f(x): ",
         "naïve 日本語 😀",
         "we'll 12345,b !",
         "\r\x00\u2028x",
     ):
-        tokens = get_encoding().encode_ordinary(text)
+        tokens = encode(model, text)
         assert theirs(text)["input_ids"] == plain.encode(text).ids == tokens
         assert theirs.decode(tokens) == text
-    assert theirs("<|endoftext|>")["input_ids"] == [theirs.eos_token_id] == [50256]
+        assert tokens.count(50256) == text.count(separator)
+    assert encode(model, separator) == encode(model, "") == [theirs.eos_token_id] == [50256]
     assert theirs.model_max_length == 32
 
 
