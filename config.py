@@ -136,8 +136,8 @@ class DataConfig(Options):
     overfit_batch: Annotated[bool, FIXED] = False
     """repeat the first step's batch for ever"""
     val_fraction: Annotated[Fraction, FIXED] = 0.0
-    """share of the tokens, off the tail, kept for validation; 0 uses the corpus's validation files,
-    if there are any
+    """share of the tokens, off the tail, kept for validation; unused if the corpus has validation
+    files
     """
 
 

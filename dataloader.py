@@ -115,9 +115,9 @@ def open_corpus(
     val = [spans[path] for path in named["val"] or named["test"]]
     if not train:
         raise TokenFileError(
-            f"{folder}: no token files (*.bin) to train on; those with val, valid, validation, dev "
-            f"or test in their names are for validation; write some with a script in data/, such "
-            f"as: python data/text.py FILE --name {shlex.quote(folder.name)}"
+            f"{folder}: no token files (*.bin) to train on; names with val, valid, validation, dev "
+            f"or test are for validation; write some with a script in data/, such as: python "
+            f"data/text.py FILE --name {shlex.quote(folder.name)}"
         )
     if not val:
         train, val = _cut_tail(train, val_fraction)

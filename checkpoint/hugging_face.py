@@ -33,15 +33,15 @@ OPTIONS = {
     "tie_word_embeddings": "tie_weights",
     "resid_pdrop": "dropout",
 }
-# Options that our model does not have, each with the only value that it could have. So is n_inner,
-# 4 n_embd.
+# Options that our model does not have, each with the only value that it could have. (n_inner, the
+# MLP's width, has to be 4 n_embd.)
 REQUIRED = {
     "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
 }
-# Folders without WEIGHTS, by a file in them: what they hold, and Python that loads it
+# Other forms than WEIGHTS, by a file that a folder of each has; and Python that loads it
 OTHER_FORMS = {
     f"{WEIGHTS}.index.json": ("weights in several files", "transformers.AutoModelForCausalLM", ""),
     "pytorch_model.bin*": ("weights as a pickle", "transformers.AutoModelForCausalLM", ""),
@@ -70,7 +70,7 @@ def download(name: str) -> Path:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """True if a path is a folder of Hugging Face's, with a model or an adapter."""
+    """True if a path is a Hugging Face folder of a model or of an adapter."""
     return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
