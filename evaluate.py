@@ -67,7 +67,7 @@ import torch
 from checkpoint.files import STATE
 from checkpoint.resume import check_same_tokens
 from checkpoint.state import SavedState, read_state
-from checkpoint.weights import find_weights, load_model
+from checkpoint.weights import find_weights, load_model, weight_notes
 from config import Config
 from data.hellaswag import download
 from data.prepare import is_there, prepare_if_missing
@@ -114,6 +114,9 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         f"{config.batch_size}; device {results['device']}, processes: {world.world_size}",
         flush=True,
     )
+
+    for note in weight_notes(folder, model.config):
+        print(f"note: {note}")
 
     # all that is read, before anything is computed: mistakes are told at once
     if options.hellaswag:

@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import reprlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from checkpoint.hugging_face import (
     with_our_names,
 )
 from checkpoint.state import SavedState, read_state
-from config import ARCHITECTURE, Config
+from config import ARCHITECTURE, GPT2_TOKENS, Config
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, load
 from runtime.errors import in_a_line
@@ -81,6 +82,17 @@ def load_model(source: str, log_dir: str = "logs") -> GPT:
     path = find_weights(source, log_dir)
     config, weights = read_weights(path)
     return load_weights(GPT(config), weights, path).eval()
+
+
+def weight_notes(path: Path, config: GPTConfig) -> list[str]:
+    """Return `Config.weight_notes` of the weights at a path of `find_weights`.
+
+    `config`: the model's options by `read_weights`.
+    """
+    options = vars(config) | {"init_from": str(path)}
+    if (path / STATE).is_file():
+        options = read_state(path, STATE).config
+    return Config.model_construct(**options).weight_notes()
 
 
 def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
@@ -172,6 +184,11 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
     with refusing(f"{path}: its options do not make a model", ConfigError):
         # seq_len, an option of training, has to fit any block_size.
         config = GPTConfig.of(load(Config, options | {"seq_len": 1}))
+    if config.vocab_size > GPT2_TOKENS and not (path / STATE).is_file():
+        # Other projects do not store how many rows are tokens. 50304 rows are GPT-2's 50257 tokens
+        # padded to a multiple of 64; another number includes tokens that were added.
+        padded = config.vocab_size == -(-GPT2_TOKENS // 64) * 64
+        config = replace(config, real_vocab_size=GPT2_TOKENS if padded else config.vocab_size)
     # Before a model is made, of any size.
     sizes = {"wte": config.vocab_size, "wpe": config.block_size}
     if config.rope:

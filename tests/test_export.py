@@ -134,6 +134,40 @@ def test_what_transformers_wrote_is_exported_as_transformers_wrote_it(tmp_path):
     assert theirs == ours
 
 
+@pytest.mark.parametrize("rows", [50258, 50304, 50320])
+def test_rows_of_added_tokens_are_kept_and_only_50304_rows_are_taken_for_padding_with_a_note(
+    rows, tiny_config, tmp_path, capsys
+):
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": rows}
+    ours, theirs = transformers_pair(tmp_path / "theirs", **sizes)
+    n_vocab = 50257 if rows == 50304 else rows
+    noted = "theirs: rows above GPT-2's 50257 tokens are taken for padding"
+    idx = torch.tensor([[5, 50256, n_vocab - 1]])
+    logits = theirs(idx).logits[..., :n_vocab]
+    torch.testing.assert_close(ours(idx), logits, rtol=1e-4, atol=1e-4)
+
+    notes = export(str(tmp_path / "theirs"), tmp_path / "out")
+    assert (noted in "".join(notes)) == (rows == 50304)
+    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == n_vocab
+    same_logits(tmp_path / "out", ours)
+    assert (tmp_path / "out/tokenizer.json").exists() == (n_vocab == 50257)
+
+    for given in ({}, {"vocab_size": rows}, {"vocab_size": 50432}):
+        start = {"init_from": str(tmp_path / "theirs"), "max_steps": 1, "lr": 1e-30}
+        config = tiny_config(shape={}, **start, **given)
+        train(config, ALONE)
+        assert (noted in capsys.readouterr().out) == (rows == 50304)
+        trained = load_model("train", config.log_dir)
+        assert trained.config.n_vocab == n_vocab
+        assert torch.equal(trained.lm_head.weight[:n_vocab], ours.lm_head.weight[:n_vocab])
+    own_run, _ = exported(config, "own run")
+    assert json.loads((own_run / "config.json").read_text())["vocab_size"] == n_vocab
+
+    options = OPTIONS | {"n_layer": 1, "bias": True, "vocab_size": rows}
+    content = nanogpt(model=ours.state_dict(), model_args=options)
+    assert load_model(save(tmp_path / "x.pt", content)).config.n_vocab == n_vocab
+
+
 def test_the_tokenizer_in_the_folder_cuts_prompts_as_ours_does_end_of_text_is_one_token(tmp_path):
     write_tokenizer(tmp_path, 32)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
