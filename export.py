@@ -96,7 +96,7 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
     folder = folder.resolve()
     if folder.is_file() or any(folder.glob("*")):
         raise UserError(f"{folder}: is there already; choose another name or delete it first")
-    path = find_weights(source, log_dir)
+    path = find_weights(source, log_dir).absolute()
     model = load_model(str(path))
     c, history = model.config, f"Its weights are those of `{public_name(str(path))}`."
     notes = weight_notes(path, c)

@@ -257,6 +257,15 @@ def test_an_export_that_fails_leaves_no_folder(fault, said, tiny_config, tmp_pat
     assert not list(tmp_path.glob("*out*"))
 
 
+def test_a_folder_of_the_same_name_below_the_default_log_dir_is_not_exported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, n_positions in (("model", 16), ("logs/model", 32)):
+        sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": n_positions}
+        transformers_pair(tmp_path / folder, **sizes, vocab_size=100)
+    export("model", Path("out"), log_dir=".")
+    assert json.loads(Path("out/config.json").read_text())["n_positions"] == 16
+
+
 def test_a_folder_that_is_there_is_never_written_to(tiny_config, tmp_path):
     config = tiny_config(max_steps=1)
     train(config, ALONE)
