@@ -136,8 +136,8 @@ class DataConfig(Options):
     overfit_batch: Annotated[bool, FIXED] = False
     """repeat the first step's batch for ever"""
     val_fraction: Annotated[Fraction, FIXED] = 0.0
-    """share of the tokens, off the tail, kept for validation (0: the *_val_* token files, if there
-    are any)
+    """share of the tokens, off the tail, kept for validation; unused if the corpus has validation
+    files
     """
 
 
@@ -496,6 +496,23 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         for name, field in type(self).model_fields.items():
             if getattr(self, name) != field.default and (lacking := self.lacks(name)):
                 notes.append(f"{name} has no effect: {lacking} is {show(getattr(self, lacking))}")
+        return notes + self.weight_notes()
+
+    def weight_notes(self) -> list[str]:
+        """Return notes on embedding rows without training: positions from seq_len on, and padding.
+
+        With init_from, those positions may have been trained elsewhere.
+        """
+        notes, fresh = [], self.init_from == "scratch"
+        if fresh and not self.rope and self.seq_len < self.block_size:
+            notes.append(
+                f"positions {self.seq_len} to {self.block_size - 1} are never trained (seq_len "
+                f"{self.seq_len} < block_size {self.block_size})"
+            )
+        if not fresh and self.real_vocab_size == GPT2_TOKENS < self.vocab_size:
+            notes.append(
+                f"{self.init_from}: rows above GPT-2's {GPT2_TOKENS} tokens are taken for padding"
+            )
         return notes
 
     def advice(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ on the step and the seed alone. Processes and micro-steps only divide them up.
 import hashlib
 import itertools
 import math
+import re
 import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,9 @@ from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError
 
 OPENED_AT_ONCE = 32  # files: a disk takes as long for many reads at once as for a few
 READ_AHEAD = 4  # batches, at once: shuffled, each waits for the disk several times
+# Splits of a corpus, by the words for them in names of token files
+SPLITS = dict.fromkeys(("val", "valid", "validation", "dev"), "val")
+SPLITS |= {"train": "train", "test": "test"}
 
 
 class Span(NamedTuple):
@@ -51,6 +55,11 @@ class TokenStream:
     def __len__(self) -> int:
         """Number of windows."""
         return int(self._firsts[-1])
+
+    def describe(self) -> str:
+        """Return how many sequences the tokens make, with the rule that may make them few."""
+        rule = " (none crosses the end of a file)" * (len(self.spans) > 1)
+        return f"{self.tokens:,} tokens make {len(self)} sequences of {self.seq_len}{rule}"
 
     def read(self, windows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each (len(windows), seq_len) int64. Raises TokenFileError for a file
@@ -82,31 +91,46 @@ def open_corpus(
 ) -> tuple[TokenStream, TokenStream]:
     """Return the training and the validation split of the token files in `folder`.
 
-    Validation is the files with `_val_` in their name; where there are none, the last
-    `val_fraction` of the tokens. Raises TokenFileError for a folder without training files, a bad
-    file, or one that is missing by the corpus's manifest.
+    Validation is the files that `split_of` calls val, or test if there are none; without either,
+    the last `val_fraction` of the tokens. Raises TokenFileError for a folder without training
+    files, a file that names no split beside one that names train, a bad file, or one that is
+    missing by the corpus's manifest.
     """
     paths = sorted(folder.glob("[!.]*.bin"))  # no hidden ones, as editors and copying leave
-    share = COMPARED_WHOLE // max(1, sum(not is_validation(path) for path in paths))
+    named = {
+        split: [path for path in paths if split_of(path) == split]
+        for split in ("train", "val", "test", None)
+    }
+    if named["train"] and named[None]:
+        raise TokenFileError(
+            f"{named[None][0]}: its name has neither train nor val, but {named['train'][0].name} "
+            f"has train: rename it, such as {named[None][0].stem}_train.bin, or move it away"
+        )
+    share = COMPARED_WHOLE // max(1, len(named["train"] or named[None]))
     with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         files = list(pool.map(lambda path: TokenFile(path, n_vocab, share), paths))
     check_shards(folder, {file.path.name: file.tokens for file in files})
-    spans = [Span(file, 0, file.tokens) for file in files]
-    train = [span for span in spans if not is_validation(span.file.path)]
-    val = [span for span in spans if is_validation(span.file.path)]
+    spans = {file.path: Span(file, 0, file.tokens) for file in files}
+    train = [spans[path] for path in named["train"] or named[None]]
+    val = [spans[path] for path in named["val"] or named["test"]]
     if not train:
         raise TokenFileError(
-            f"{folder}: no token files (*.bin) to train on; write some with a script in data/, "
-            f"such as: python data/text.py FILE --name {shlex.quote(folder.name)}"
+            f"{folder}: no token files (*.bin) to train on; names with val, valid, validation, dev "
+            f"or test are for validation; write some with a script in data/, such as: python "
+            f"data/text.py FILE --name {shlex.quote(folder.name)}"
         )
     if not val:
         train, val = _cut_tail(train, val_fraction)
     return TokenStream(train, seq_len), TokenStream(val, seq_len)
 
 
-def is_validation(path: Path) -> bool:
-    """True if a token file's name says that it is for validation: `<corpus>_val_<number>.bin`."""
-    return f"{path.stem}_".rfind("_val_") > path.stem.rfind("_train_")
+def split_of(path: Path) -> str | None:
+    """Return train, val or test by a token file's name; None if it names no split.
+
+    The last word counts, as `<corpus>_val_<number>.bin` may be of a corpus named my_test.
+    """
+    words = re.split("[_.-]", path.stem.lower())
+    return next((SPLITS[word] for word in reversed(words) if word in SPLITS), None)
 
 
 def _cut_tail(spans: list[Span], fraction: float) -> tuple[list[Span], list[Span]]:
@@ -143,26 +167,33 @@ class DataLoader:
 
     def __post_init__(self) -> None:
         self.global_batch = self.batch_size * self.world_size * self.accumulation
-        sequences, T = len(self.stream), self.stream.seq_len
-        if sequences < self.global_batch:
+        if len(self.stream) < self.global_batch:
             raise TokenFileError(
-                f"the corpus's {self.stream.tokens:,} tokens make {sequences} sequences of {T}, "
-                f"but one step takes {self.global_batch}, at least {self.global_batch * T + 1:,} "
-                "tokens; lower batch_size, seq_len or total_batch_tokens, train on a larger "
-                "corpus, or start fewer ranks"
+                f"the corpus's {self.stream.describe()}, but one step takes {self.global_batch}, "
+                f"at least {self.global_batch * self.stream.seq_len + 1:,} tokens; lower "
+                "batch_size, seq_len or total_batch_tokens, train on a larger corpus, or start "
+                "fewer ranks"
             )
 
     def describe(self, val: TokenStream) -> list[str]:
-        """Return lines on the tokens, with a validation split, on epochs, and on a step."""
-        loaded = f"loaded {self.stream.tokens:,} tokens of {self.stream.spans[0].file.path.parent}"
+        """Return lines on the tokens, with a validation split, on epochs, and on a step; and a note
+        on files that are too short for a sequence.
+        """
+        spans, T = self.stream.spans, self.stream.seq_len
+        loaded = f"loaded {self.stream.tokens:,} tokens of {spans[0].file.path.parent}"
         loaded += f", and {val.tokens:,} for validation" * bool(val.tokens)
-        tokens = self.global_batch * self.stream.seq_len
-        return [
+        lines = [
             loaded,
             f"1 epoch = {self.steps_per_epoch:,} batches",
-            f"1 step = {tokens:,} tokens: batch_size {self.batch_size} x seq_len "
-            f"{self.stream.seq_len} x {self.world_size} ranks x {self.accumulation} micro-steps",
+            f"1 step = {self.global_batch * T:,} tokens: batch_size {self.batch_size} x seq_len "
+            f"{T} x {self.world_size} ranks x {self.accumulation} micro-steps",
         ]
+        if short := sum(stop - start <= T for _, start, stop in spans):
+            lines.append(
+                f"note: {short} of {len(spans)} token files are too short for a sequence "
+                f"of {T}, and unused: no sequence crosses the end of a file"
+            )
+        return lines
 
     @property
     def steps_per_epoch(self) -> int:

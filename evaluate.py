@@ -34,8 +34,8 @@ with warnings.catch_warnings():
         data_dir: Name | None = None
         """folder that holds the corpora (none: the run's own, or data)"""
         val_fraction: float | None = Field(None, ge=0, le=1)
-        """share of the tokens, off the tail, of a corpus without *_val_* files; 1: all (none: the
-        run's own)
+        """share of the tokens, off the tail, of a corpus without validation files; 1: all (none:
+        the run's own)
         """
         seq_len: Positive | None = None
         """tokens per sequence (none: the run's own, or the model's whole context)"""
@@ -67,7 +67,7 @@ import torch
 from checkpoint.files import STATE
 from checkpoint.resume import check_same_tokens
 from checkpoint.state import SavedState, read_state
-from checkpoint.weights import find_weights, load_model
+from checkpoint.weights import find_weights, load_model, weight_notes
 from config import Config
 from data.hellaswag import download
 from data.prepare import is_there, prepare_if_missing
@@ -114,6 +114,9 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         f"{config.batch_size}; device {results['device']}, processes: {world.world_size}",
         flush=True,
     )
+
+    for note in weight_notes(folder, model.config):
+        print(f"note: {note}")
 
     # all that is read, before anything is computed: mistakes are told at once
     if options.hellaswag:

@@ -34,7 +34,7 @@ from tiktoken.load import read_file_cached
 from checkpoint.files import STATE
 from checkpoint.hugging_face import write_hugging_face
 from checkpoint.state import read_state
-from checkpoint.weights import find_weights, load_model, run_and_checkpoint
+from checkpoint.weights import find_weights, load_model, run_and_checkpoint, weight_notes
 from config import PATH, Config
 from data.tokenizer import END_OF_TEXT, SEPARATOR, find_vocabulary
 from runtime.files import whole_folder, write_whole
@@ -96,19 +96,19 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
     folder = folder.resolve()
     if folder.is_file() or any(folder.glob("*")):
         raise UserError(f"{folder}: is there already; choose another name or delete it first")
-    path = find_weights(source, log_dir)
+    path = find_weights(source, log_dir).absolute()
     model = load_model(str(path))
     c, history = model.config, f"Its weights are those of `{public_name(str(path))}`."
-    notes = []
+    notes = weight_notes(path, c)
     with whole_folder(folder, replace=False) as unfinished:
         write_hugging_face(unfinished, c, model.state_dict())
         if c.n_vocab == END_OF_TEXT + 1:
             write_tokenizer(unfinished, c.block_size)
         else:
-            notes = [
+            notes.append(
                 f"its vocabulary of {c.n_vocab:,} tokens is not GPT-2's: the folder has no "
                 f"tokenizer; add the one it was trained with"
-            ]
+            )
         if (path / STATE).is_file():
             saved = read_state(path)
             config = portable_config(saved.config)

@@ -17,7 +17,7 @@ class SampleOptions(Options):
     .pt file of nanoGPT
     """
     prompt: str = ""
-    """text to continue (empty: the model begins a new document)"""
+    """text to continue; empty begins a new document, as does <|endoftext|>, which is one token"""
     prompt_file: Name | None = None
     """UTF-8 file of prompts, one a line, an empty line being an empty prompt"""
     interactive: bool = False
@@ -88,7 +88,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.weights import load_model
+from checkpoint.weights import find_weights, load_model, weight_notes
 from data.tokenizer import END_OF_TEXT
 from inference.sampling import Text, encode, grow, next_logits, seeded
 from runtime.device import check_compiler, check_precision, choose_device, matmul_dtype
@@ -107,13 +107,15 @@ class Sampler:
         device = choose_device(options.device)
         notes = options.notes() + check_precision(device, bf16=options.bf16)
         notes += check_compiler(device) if options.compile else []
-        for note in notes:
+        path = find_weights(options.run, options.log_dir).absolute()
+        model = load_model(str(path))
+        for note in notes + weight_notes(path, model.config):
             print(f"note: {note}", file=sys.stderr)
         settings = {"max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty"}
         self.settings = options.model_dump(include=settings)
         self.at_once, self.tokens, self.seconds = at_once, 0, 0.0
         dtype = matmul_dtype(bf16=options.bf16)
-        self.model = load_model(options.run, options.log_dir).to(device, dtype)
+        self.model = model.to(device, dtype)
         self.decode = None
         if options.compile:
             self.decode = torch.compile(next_logits, dynamic=False, fullgraph=True)

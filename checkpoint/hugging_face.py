@@ -10,6 +10,7 @@ from checkpoint.files import (
     Tensors,
     read_json,
     read_tensors,
+    reading,
     refusing,
     write_tensors,
 )
@@ -32,12 +33,23 @@ OPTIONS = {
     "tie_word_embeddings": "tie_weights",
     "resid_pdrop": "dropout",
 }
-# Options that our model does not have, each with the only value that it could have.
+# Options that our model does not have, each with the only value that it could have. (n_inner, the
+# MLP's width, has to be 4 n_embd.)
 REQUIRED = {
     "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
+}
+# Other forms than WEIGHTS, by a file that a folder of each has; and Python that loads it
+OTHER_FORMS = {
+    f"{WEIGHTS}.index.json": ("weights in several files", "transformers.AutoModelForCausalLM", ""),
+    "pytorch_model.bin*": ("weights as a pickle", "transformers.AutoModelForCausalLM", ""),
+    "adapter_config.json": (
+        "an adapter, without its base model's weights",
+        "peft.AutoPeftModelForCausalLM",
+        ".merge_and_unload()",
+    ),
 }
 
 
@@ -57,20 +69,37 @@ def download(name: str) -> Path:
         )
 
 
+def is_hugging_face(path: Path) -> bool:
+    """True if a path is a Hugging Face folder of a model or of an adapter."""
+    return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
 def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     """Read the model's options (fields of GPTConfig) and weights that transformers has written.
 
     Raises CheckpointError, also for a model that ours cannot be.
     """
-    theirs = read_json(folder / "config.json")
+    file = folder / "config.json"
+    theirs = read_json(file) if file.exists() else {}  # an adapter may have none
+    required = dict[str, Any](REQUIRED)
+    if theirs.get("n_inner") is not None:
+        with reading(file):
+            required["n_inner"] = 4 * theirs.get("n_embd", GPTConfig.n_embd)
     if wrong := [
-        f"{name} {theirs[name]!r}"
-        for name, value in REQUIRED.items()
+        f"{name} {theirs[name]!r} (here always {value!r})"
+        for name, value in required.items()
         if theirs.get(name, value) != value
     ]:
         raise CheckpointError(
             f"{folder}: not a GPT-2 that this project can load: {', '.join(wrong)}"
         )
+    for pattern, (form, loader, merged) in OTHER_FORMS.items():
+        if any(folder.glob(pattern)) and not (folder / WEIGHTS).exists():
+            raise CheckpointError(
+                f"{folder}: {form}, not one {WEIGHTS}; write that to another folder in Python: "
+                f"{loader}.from_pretrained({str(folder)!r}){merged}.save_pretrained('NEW', "
+                f"max_shard_size='100GB')"
+            )
     activation = str(theirs.get("activation_function", "gelu_new"))
     # What the file leaves out is as in GPT-2 (124M). So it is with our options but for two.
     options = {"tie_weights": True, "activation": ACTIVATIONS.get(activation, activation)}

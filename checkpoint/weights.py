@@ -4,15 +4,30 @@ import os
 import pickle
 import re
 import reprlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from checkpoint.files import MODEL, STATE, CheckpointError, Tensors, read_part, refusing
-from checkpoint.hugging_face import HUGGING_FACE, download, read_hugging_face, with_our_names
+from checkpoint.files import (
+    MODEL,
+    STATE,
+    CheckpointError,
+    Tensors,
+    read_part,
+    refuse_pointer,
+    refusing,
+)
+from checkpoint.hugging_face import (
+    HUGGING_FACE,
+    download,
+    is_hugging_face,
+    read_hugging_face,
+    with_our_names,
+)
 from checkpoint.state import SavedState, read_state
-from config import ARCHITECTURE, Config
+from config import ARCHITECTURE, GPT2_TOKENS, Config
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, load
 from runtime.errors import in_a_line
@@ -67,6 +82,17 @@ def load_model(source: str, log_dir: str = "logs") -> GPT:
     path = find_weights(source, log_dir)
     config, weights = read_weights(path)
     return load_weights(GPT(config), weights, path).eval()
+
+
+def weight_notes(path: Path, config: GPTConfig) -> list[str]:
+    """Return `Config.weight_notes` of the weights at a path of `find_weights`.
+
+    `config`: the model's options by `read_weights`.
+    """
+    options = vars(config) | {"init_from": str(path)}
+    if (path / STATE).is_file():
+        options = read_state(path, STATE).config
+    return Config.model_construct(**options).weight_notes()
 
 
 def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
@@ -129,7 +155,7 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
         return download(source)
     path = find_folder(source, log_dir) or Path(source)
     is_pt = path.suffix == ".pt" and path.is_file()
-    if is_pt or (path / STATE).is_file() or (path / "config.json").is_file():
+    if is_pt or (path / STATE).is_file() or is_hugging_face(path):
         return path
     run, _ = run_and_checkpoint(path)
     if path.is_dir() and (checkpoints := all_checkpoints(run)):
@@ -150,7 +176,7 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
     """
     if path.is_file():
         options, weights = read_pt(path)
-    elif (path / "config.json").is_file():
+    elif is_hugging_face(path):
         options, weights = read_hugging_face(path)
     else:
         saved, weights = read_state(path, MODEL, STATE).config, read_part(path, MODEL)
@@ -158,6 +184,11 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
     with refusing(f"{path}: its options do not make a model", ConfigError):
         # seq_len, an option of training, has to fit any block_size.
         config = GPTConfig.of(load(Config, options | {"seq_len": 1}))
+    if config.vocab_size > GPT2_TOKENS and not (path / STATE).is_file():
+        # Other projects do not store how many rows are tokens. 50304 rows are GPT-2's 50257 tokens
+        # padded to a multiple of 64; another number includes tokens that were added.
+        padded = config.vocab_size == -(-GPT2_TOKENS // 64) * 64
+        config = replace(config, real_vocab_size=GPT2_TOKENS if padded else config.vocab_size)
     # Before a model is made, of any size.
     sizes = {"wte": config.vocab_size, "wpe": config.block_size}
     if config.rope:
@@ -211,6 +242,7 @@ def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
 
 def _load(path: Path) -> Any:
     """Load what torch.save wrote, if it is of tensors, plain values, and their GPTConfig."""
+    refuse_pointer(path)
     allowed: list[Any] = [
         (_TheirGPTConfig, f"{pickled_in}.GPTConfig")
         for pickled_in in ("__main__", "train_gpt2", "model")

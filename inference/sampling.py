@@ -187,15 +187,17 @@ def grow(
 def encode(model: GPT, prompt: str) -> list[int]:
     """Return the tokens of a prompt; an empty one is the beginning of a document.
 
-    Raises UserError if the model's vocabulary is not that of GPT-2's tokenizer.
+    <|endoftext|> in it is one token, as in the tokenizer that export.py writes; in a corpus's texts
+    it is ordinary text. Raises UserError unless the model's vocabulary is GPT-2's.
     """
     encoding = get_encoding()
     if model.config.n_vocab != encoding.n_vocab:
         raise UserError(
             f"a vocabulary of {model.config.n_vocab} is not that of GPT-2's tokenizer, "
-            f"{encoding.n_vocab}"
+            f"{encoding.n_vocab}; use its own tokenizer, with transformers: export.py writes the "
+            f"model for it"
         )
-    return encoding.encode_ordinary(prompt) or [END_OF_TEXT]
+    return encoding.encode(prompt, allowed_special="all") or [END_OF_TEXT]
 
 
 def sample_text(

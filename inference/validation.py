@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from dataloader import TokenStream, is_validation
+from dataloader import TokenStream, split_of
 from model import GPT
 from runtime.errors import TrainingError, UserError
 from runtime.start import trim_memory_if_short
@@ -28,11 +28,10 @@ def check_split(
     """
     if is_needed and not len(val):
         raise UserError(
-            f"{corpus}: nothing to validate on: {val.tokens:,} tokens make no sequence of "
-            f"{val.seq_len}; raise val_fraction above {val_fraction:g}, lower seq_len, or add a "
-            f"*_val_*.bin file"
+            f"{corpus}: nothing to validate on: {val.describe()}; raise val_fraction above "
+            f"{val_fraction:g}, lower seq_len, or add a *_val_*.bin file"
         )
-    if val_fraction and val.spans and is_validation(val.spans[0].file.path):
+    if val_fraction and val.spans and split_of(val.spans[0].file.path) in ("val", "test"):
         return [f"note: val_fraction has no effect: {corpus} has validation files of its own"]
     return []
 

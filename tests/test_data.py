@@ -21,7 +21,8 @@ import data.token_file
 import dataloader
 from data import pydocs, shakespeare, text, tokenizer
 from data.token_file import count_tokens, header, write_corpus, write_token_file
-from dataloader import DataLoader, open_corpus, permuted, prefetch
+from dataloader import DataLoader, TokenStream, open_corpus, permuted, prefetch
+from inference.validation import check_split
 from tests.conftest import CPU, refused, run, run_from_nothing, tokens_in
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -238,19 +239,42 @@ def test_val_fraction_cuts_disjoint_splits_of_the_right_size_also_across_shards(
         assert stream.tokens == n
 
 
-@pytest.mark.parametrize("name", ["c_val_000000.bin", "c_val.bin"])
-def test_val_files_are_used_instead_of_val_fraction_and_never_trained_on(name):
+@pytest.mark.parametrize(
+    ("train", "val", "unused"),
+    [
+        (["c_train_000000"], ["c_val_000000"], []),
+        (["c_train_000000"], ["c_val"], []),
+        (["train"], ["val"], []),  # nanoGPT's names
+        (["train_000000"], ["val_000000"], []),
+        (["x_train_0"], ["x_validation_0"], ["x_test_0"]),
+        (["train-00000-of-00002", "train-00001-of-00002"], ["valid-00000-of-00001"], ["test"]),
+        (["x.train"], ["x.Dev"], []),
+        (["train"], ["test"], []),
+        (["a", "trainable", "devil", "retest"], ["b-val"], []),  # no word between separators
+        (["my_test_train_000000", "dev-train"], ["my_test_val_000000", "train_val"], []),
+    ],
+    ids=str,
+)
+def test_validation_files_of_any_usual_name_are_never_trained_on(train, val, unused):
+    C.mkdir()
+    for name in (*train, *val, *unused):
+        write_token_file(C / f"{name}.bin", [range(20)])
+    for stream, expected in zip(split(fraction=0.1), (train, val), strict=True):
+        assert [span.file.path.stem for span in stream.spans] == sorted(expected)
+        assert stream.tokens == 20 * len(expected)
+
+
+def test_a_file_that_names_no_split_is_refused_beside_one_that_says_train():
     write_shards(100)
-    write_token_file(C / name, [range(1000, 1020)])
-    train, val = split(fraction=0.5)
-    assert ([span.file.path for span in train.spans], train.tokens) == ([SHARD], 100)
-    assert ([span.file.path for span in val.spans], val.tokens) == ([C / name], 20)
+    write_token_file(C / "more.bin", [range(100)])
+    with refused(r"^c/more\.bin: its name has neither train nor val, but c_train_000000\.bin has"):
+        split()
 
 
-def test_a_corpus_with_val_in_its_own_name_can_still_be_trained_on():
-    folder = Path("my_val_texts")
-    write_corpus(folder, [range(100)])
-    assert open_corpus(folder, 4, 128)[0].tokens == 100
+@pytest.mark.parametrize("name", ["my_val_texts", "test", "my_dev"])
+def test_a_corpus_with_the_name_of_a_split_in_its_own_name_can_still_be_trained_on(name):
+    write_corpus(Path(name), [range(100)])
+    assert open_corpus(Path(name), 4, 128)[0].tokens == 100
 
 
 # ---- batches
@@ -388,6 +412,21 @@ def test_a_corpus_too_small_for_one_step_says_how_many_tokens_one_takes():
     DataLoader(make_stream(129), 2, world_size=4, accumulation=4)
 
 
+def test_files_shorter_than_a_sequence_are_told_as_no_sequence_crosses_the_end_of_a_file():
+    with refused(
+        r"9 tokens make 1 sequences of 4 \(none crosses the end of a file\), but one step"
+    ):
+        DataLoader(make_stream(4, 5), 2)
+    assert (
+        "note: 1 of 2 token files are too short"
+        in DataLoader(split()[0], 1).describe(split()[1])[-1]
+    )
+    with refused(r"8 tokens make 0 sequences of 4 \(none crosses"):
+        check_split(make_stream(4, 4), "c", 0.1)
+    whole = DataLoader(make_stream(5, 5), 1)
+    assert not any("too short" in line for line in whole.describe(TokenStream([], 4)))
+
+
 def test_batches_are_int64_contiguous_and_own_their_memory_so_they_can_be_pinned_and_kept():
     for batch in DataLoader(make_stream(401), 3).batch(1):
         assert (batch.dtype, batch.shape) == (torch.int64, (3, 4))
@@ -461,6 +500,8 @@ def test_a_text_encoded_in_chunks_has_the_tokens_of_the_text_encoded_at_once(
         chunks = [*tokenizer.chunks(pieces)]
         assert [*itertools.chain(*map(encode, chunks))] == encode(text), repr(text)
         assert EOT not in encode(text)
+    encoded = tokenizer.encode_text(["<|endoftext|>"], 13, "a text, which is no prompt")
+    assert len([*itertools.chain(*encoded)]) == 7
     assert len(chunks) > 3 or not white
 
 

@@ -428,11 +428,11 @@ def test_a_run_whose_corpus_was_changed_moved_or_deleted(
         ("HF", "HF: evaluate it on what? Name a corpus, --dataset NAME"),
         (
             "HF --dataset tiny",
-            "nothing to validate on: 0 tokens make no sequence of 64; raise val_",
+            "nothing to validate on: 0 tokens make 0 sequences of 64; raise val_",
         ),
         (
             "HF --dataset tiny --val_fraction 0.001",
-            "4 tokens make no sequence of 64; raise val_fra",
+            "4 tokens make 0 sequences of 64; raise val_fra",
         ),
         (
             "HF --dataset tinny",

@@ -25,6 +25,7 @@ from checkpoint.weights import build_model, find_weights, load_model
 from config import load_config
 from data.tokenizer import get_encoding
 from export import export, write_tokenizer
+from inference.sampling import encode
 from model import GPT, GPTConfig
 from runtime.files import MARK, sole_writer
 from tests.conftest import ALONE, flags, generate, refused, run, transformers_pair
@@ -133,21 +134,60 @@ def test_what_transformers_wrote_is_exported_as_transformers_wrote_it(tmp_path):
     assert theirs == ours
 
 
-def test_the_tokenizer_in_the_folder_cuts_texts_as_ours_does(tmp_path):
+@pytest.mark.parametrize("rows", [50258, 50304, 50320])
+def test_rows_of_added_tokens_are_kept_and_only_50304_rows_are_taken_for_padding_with_a_note(
+    rows, tiny_config, tmp_path, capsys
+):
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": rows}
+    ours, theirs = transformers_pair(tmp_path / "theirs", **sizes)
+    n_vocab = 50257 if rows == 50304 else rows
+    noted = "theirs: rows above GPT-2's 50257 tokens are taken for padding"
+    idx = torch.tensor([[5, 50256, n_vocab - 1]])
+    logits = theirs(idx).logits[..., :n_vocab]
+    torch.testing.assert_close(ours(idx), logits, rtol=1e-4, atol=1e-4)
+
+    notes = export(str(tmp_path / "theirs"), tmp_path / "out")
+    assert (noted in "".join(notes)) == (rows == 50304)
+    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == n_vocab
+    same_logits(tmp_path / "out", ours)
+    assert (tmp_path / "out/tokenizer.json").exists() == (n_vocab == 50257)
+
+    for given in ({}, {"vocab_size": rows}, {"vocab_size": 50432}):
+        start = {"init_from": str(tmp_path / "theirs"), "max_steps": 1, "lr": 1e-30}
+        config = tiny_config(shape={}, **start, **given)
+        train(config, ALONE)
+        assert (noted in capsys.readouterr().out) == (rows == 50304)
+        trained = load_model("train", config.log_dir)
+        assert trained.config.n_vocab == n_vocab
+        assert torch.equal(trained.lm_head.weight[:n_vocab], ours.lm_head.weight[:n_vocab])
+    own_run, _ = exported(config, "own run")
+    assert json.loads((own_run / "config.json").read_text())["vocab_size"] == n_vocab
+
+    options = OPTIONS | {"n_layer": 1, "bias": True, "vocab_size": rows}
+    content = nanogpt(model=ours.state_dict(), model_args=options)
+    assert load_model(save(tmp_path / "x.pt", content)).config.n_vocab == n_vocab
+
+
+def test_the_tokenizer_in_the_folder_cuts_prompts_as_ours_does_end_of_text_is_one_token(tmp_path):
     write_tokenizer(tmp_path, 32)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    model, separator = weights_of(), "<|endoftext|>"
     for text in (
+        separator,
+        f"  a {separator}  b{separator}{separator}\n",
+        "<|endoftext |>",
         "Hello  world",
         "\n\n\tdef f(x): ",
         "naïve 日本語 😀",
         "we'll 12345,b !",
         "\r\x00\u2028x",
     ):
-        tokens = get_encoding().encode_ordinary(text)
+        tokens = encode(model, text)
         assert theirs(text)["input_ids"] == plain.encode(text).ids == tokens
         assert theirs.decode(tokens) == text
-    assert theirs("<|endoftext|>")["input_ids"] == [theirs.eos_token_id] == [50256]
+        assert tokens.count(50256) == text.count(separator)
+    assert encode(model, separator) == encode(model, "") == [theirs.eos_token_id] == [50256]
     assert theirs.model_max_length == 32
 
 
@@ -215,6 +255,15 @@ def test_an_export_that_fails_leaves_no_folder(fault, said, tiny_config, tmp_pat
     with pytest.raises((CheckpointError, OSError), match=said):
         exported(config)
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_folder_of_the_same_name_below_the_default_log_dir_is_not_exported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, n_positions in (("model", 16), ("logs/model", 32)):
+        sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": n_positions}
+        transformers_pair(tmp_path / folder, **sizes, vocab_size=100)
+    export("model", Path("out"), log_dir=".")
+    assert json.loads(Path("out/config.json").read_text())["n_positions"] == 16
 
 
 def test_a_folder_that_is_there_is_never_written_to(tiny_config, tmp_path):

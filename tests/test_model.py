@@ -91,13 +91,47 @@ def test_a_tied_model_with_a_head_of_its_own_is_refused_as_either_could_be_meant
         load_model(str(tmp_path))
 
 
-def test_a_hugging_face_folder_in_several_files_is_refused(pair, tmp_path):
-    pair[1].save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: missing or damaged: "):
-        load_model(str(tmp_path / "sharded"))
+OTHER_FORMS = {
+    "shards": r"weights in several files.* in Python: transformers\.Auto.*max_shard_size=",
+    "pickle": r"weights as a pickle, .* in Python: transformers\.Auto.*\.save_pretrained\('NEW'",
+    "adapter": r"an adapter, without .* in Python: peft\..*\.merge_and_unload\(\)\.save_pretrained",
+    "pointer": r"model\.safetensors: only a pointer of git-lfs .*: git lfs pull",
+    "pointer to a .pt file": r"x\.pt: only a pointer of git-lfs .*: git lfs pull",
+    "n_inner": r"n_inner 100 \(here always 256\)",
+    "shards of another kind of model": r"model_type 'llama' \(here always 'gpt2'\)$",
+}
 
 
-@pytest.mark.parametrize(("key", "value"), [("n_embd", {}), ("model_type", "a\nb")])
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_weights_in_another_form_are_one_line_that_says_what_they_are_and_what_to_do(
+    form, pair, tmp_path
+):
+    path, options = tmp_path / "model.safetensors", tmp_path / "config.json"
+    config = json.loads(options.read_text())
+    if form in ("shards", "shards of another kind of model"):
+        path.unlink()
+        pair[1].save_pretrained(tmp_path, max_shard_size="100KB")
+        config["model_type"] = "gpt2" if form == "shards" else "llama"
+    if form == "pickle":
+        path.rename(tmp_path / "pytorch_model.bin")
+    if form == "adapter":
+        path.rename(tmp_path / "adapter_model.safetensors")
+        options.rename(tmp_path / "adapter_config.json")
+    if "pointer" in form:
+        path = path if form == "pointer" else tmp_path / "x.pt"
+        path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548\n")
+    if form == "n_inner":
+        config["n_inner"] = 100
+    if options.exists():
+        options.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}.*{OTHER_FORMS[form]}") as refused:
+        load_model(str(path if path.suffix == ".pt" else tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("n_embd", {}), ("model_type", "a\nb"), ("n_inner", {})]
+)
 def test_a_hugging_face_config_of_odd_values_is_one_line_that_shows_them(
     key, value, pair, tmp_path
 ):

@@ -24,6 +24,8 @@ from checkpoint.weights import build_model
 from config import WITHOUT_GRAPHS, Config, Rung, load_config
 from data.token_file import TokenFileError
 from dataloader import open_corpus
+from evaluate import EvaluateOptions, evaluate
+from export import export
 from inference.validation import validation_loss
 from model import GPT, GPTConfig
 from optimizer import learning_rate
@@ -39,6 +41,7 @@ from runtime.errors import TrainingError, UserError
 from runtime.runlog import RunFolder
 from runtime.world import World
 from summary import mfu
+from sample import SampleOptions, Sampler
 from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, generate, run_ranks
 from train import setup, train, train_step
 
@@ -693,6 +696,40 @@ def test_a_non_finite_loss_stops_the_run_naming_step_loss_norm_and_lr(
         run(tiny_config())
     assert len(rows(tiny_config())) == 2
     assert not (here / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seq_len": 16}, ["positions 16 to 31 are never trained (seq_len 16 < block_size 32)"]),
+        ({"seq_len": 31}, ["positions 31 to 31 are never trained (seq_len 31 < block_size 32)"]),
+        ({"seq_len": 32}, []),
+        ({"seq_len": 16, "rope": True}, []),
+        ({"seq_len": 16, "init_from": "first"}, []),  # trained there
+    ],
+    ids=str,
+)
+def test_positions_that_are_never_trained_are_told_by_the_run_and_by_what_uses_its_weights(
+    options, said, tiny_config, tmp_path, capsys
+):
+    if "init_from" in options:
+        train(tiny_config(run_name="first", max_steps=1), ALONE)
+    config = tiny_config(max_steps=1, val_fraction=0.2, **options)
+
+    def told():
+        out, err = capsys.readouterr()
+        return re.findall("^note: (positions .*)$", out + err, re.MULTILINE)
+
+    told()
+    train(config, ALONE)
+    assert told() == said
+    Sampler(SampleOptions(run="train", log_dir=config.log_dir, device="cpu"), 1)
+    assert told() == said
+    evaluate(EvaluateOptions(run="train", log_dir=config.log_dir, device="cpu"), ALONE)
+    assert told() == said
+    if not config.rope:
+        notes = export("train", tmp_path / "out", config.log_dir)
+        assert [note for note in notes if "positions" in note] == said
 
 
 # ---- console.log
