@@ -40,7 +40,7 @@ from runtime.cli import Options, parse
 from runtime.errors import TrainingError, UserError, reported, why_it_failed
 from runtime.launch import environment_of
 from runtime.report import git_commit, items, machine, print_table
-from runtime.signals import ENDS_WITH
+from runtime.signals import end_with_parent
 from runtime.start import start
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,7 +130,8 @@ class Side:
                     stdout=subprocess.PIPE,
                     stderr=self.errors[-1],
                     text=True,
-                    env=os.environ | {ENDS_WITH: str(os.getpid())} | self.environment | of_rank,
+                    env=os.environ | self.environment | of_rank,
+                    preexec_fn=functools.partial(end_with_parent, os.getpid()),
                 )
             )
         return self

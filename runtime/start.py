@@ -18,7 +18,7 @@ from typing import Any
 from runtime.cli import O, parse
 from runtime.errors import reported
 from runtime.launch import launch, threads_are_chosen
-from runtime.signals import end_at_ctrl_c, end_with
+from runtime.signals import end_at_ctrl_c, end_with_parent
 
 # Parameters of glibc's mallopt(3)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
@@ -28,7 +28,8 @@ SMALL_CACHES = "glibc.malloc.tcache_count"
 def start(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
     """Read the command line, as `parse_command_line` does, and set the process up."""
     values = parse_command_line(options, argv, **how)
-    end_with()  # the command that started this one, if there is one
+    if launch().call is not None and launch().world_size > 1:
+        end_with_parent(os.getppid())  # torchrun
     end_at_ctrl_c()  # torch is imported next: an exception would be lost in there
     set_up_process(getattr(values, "device", "auto"))
     return values
