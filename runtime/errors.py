@@ -219,20 +219,26 @@ def kind_of_failure(error: BaseException) -> tuple[str, str]:
     only a wording for others, which differs from device to device.
     """
     text, kind = str(error), type(error)
-    lines = [line.strip() for line in text.splitlines()] + [kind.__name__]
-    cause = next((line for line in lines if "rror" in line), lines[0])
     if kind.__module__.startswith(("torch._dynamo", "torch._inductor")):
-        return "compiler", _compiler_problem(text, cause)
+        inner = getattr(error, "inner_exception", error)
+        return "compiler", _compiler_problem(str(inner), _cause(inner))
     if kind.__module__.startswith("torch.distributed") or "gloo" in text:
         text = re.sub(r"^\[.*?:\d+\] ", "", text.strip())  # the place in PyTorch's source
         return "lost rank", textwrap.shorten(text, 200, placeholder=" ...")
     if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
         return "memory", "out of memory"
-    return "other", cause
+    return "other", _cause(error)
+
+
+def _cause(error: BaseException) -> str:
+    """Return the line of a message that names an error, else the error's class and first line."""
+    lines = str(error).strip().splitlines() or [""]
+    named = (line.strip() for line in lines if "rror" in line)
+    return next(named, f"{type(error).__name__}: {lines[0]}".rstrip(": "))
 
 
 def _compiler_problem(text: str, cause: str) -> str:
-    """Return what a compiler complained about, and what to install if that is known."""
+    """Return the reason that a compiler gave, and what to install if that is known."""
     if "returned non-zero exit status" in text:  # Triton's C compiler, which prints for itself
         return f"the C compiler failed, see its own lines above; if it lacks Python.h, {HEADERS}"
     if "file too short" in text:  # a process was killed while it compiled this file
@@ -242,5 +248,4 @@ def _compiler_problem(text: str, cause: str) -> str:
     output = text.rpartition("Output:")[2].strip()
     match = re.search(r"((fatal )?error: |cannot find -l).*", output)
     line = match[0] if match else output.partition("\n")[0]
-    compiler = "install g++ (or set CXX to a C++ compiler that works)"
-    return f"{line}; {HEADERS if 'Python.h' in line else compiler}"
+    return f"{line}; {HEADERS}" if "Python.h" in line else line

@@ -201,6 +201,27 @@ def test_what_one_rank_cannot_do_all_say_with_that_ranks_number(error, line, sta
         assert (done.stderr, done.returncode) == (f"error: rank 1: {line}\n", status)
 
 
+LIKE_MACOS = """if True:
+    import ctypes, os, runpy, signal, sys
+    del os.sched_getaffinity, signal.sigtimedwait
+    ctypes.CDLL = lambda name: object()  # no prctl
+    sys.path.insert(0, {root!r})
+    sys.argv[0] = {train!r}
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_torchrun_works_on_a_system_without_linuxs_functions(tiny_config, tmp_path):
+    script = tmp_path / "like_macos.py"
+    script.write_text(LIKE_MACOS.format(root=str(ROOT), train=str(ROOT / "train.py")))
+    lines, _ = torchrun(tmp_path, script, "--n_layer", "0")
+    assert lines == ["error: --n_layer: input should be greater than or equal to 1, not '0'"]
+    options = flags(tiny_config(max_steps=1, batch_size=2))
+    done = run(*TORCHRUN, "--nproc_per_node=2", script, *options, cwd=tmp_path, before=forks)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 # ---- torchrun asks to stop, or is killed
 
 
