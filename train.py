@@ -293,7 +293,7 @@ def take_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stop: StopRe
 
         # The step, with the state of the generators kept for a fault in the middle of it.
         trim_memory_if_short()
-        stop.begin_step(state.step_seconds)
+        stop.has_begun = True
         step = state.begin_step(world.device)
         loss, norm, seconds = timed_step(run, step)
         lr = learning_rate(step, config, state.seconds)

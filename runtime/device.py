@@ -1,11 +1,15 @@
 """The device of a run: choosing it, what it can do, how fast it multiplies, waiting for it."""
 
+import contextlib
 import importlib.util
 import inspect
 import os
+import re
 import shutil
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runtime.errors import UserError
 from runtime.launch import Launch, launch
-from runtime.start import resident_memory
+from runtime.start import has_nvidia_gpu, resident_memory
 
 NOTED_SLOWDOWN = 1.5  # of bf16 against fp32; less may be noise
+BUILDS = "https://pytorch.org/get-started/previous-versions"
 
 
 def choose_device(name: str, started: Launch | None = None) -> torch.device:
@@ -27,6 +32,8 @@ def choose_device(name: str, started: Launch | None = None) -> torch.device:
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
+    if name in ("auto", "cuda") and not available["cuda"] and has_nvidia_gpu():
+        raise UserError(f"--device {name}: {why_no_cuda()}, or use --device cpu")
     if name == "auto":
         name = next(kind for kind, there in available.items() if there)
     if not available[name]:
@@ -44,8 +51,50 @@ def choose_device(name: str, started: Launch | None = None) -> torch.device:
                 f"--nproc_per_node: {started.local_world_size} ranks, but {gpus} CUDA devices; "
                 f"start at most one for each, or use --device cpu"
             )
-        return torch.device("cuda", started.local_rank)
+        device = torch.device("cuda", started.local_rank)
+        check_has_code(device)
+        return device
     return torch.device(name)
+
+
+def why_no_cuda() -> str:
+    """Say why PyTorch cannot use an NVIDIA GPU whose driver is loaded, and what to do."""
+    if torch.version.cuda is None:
+        return (
+            f"there is an NVIDIA driver, but this PyTorch ({torch.__version__}) is built without "
+            f"CUDA; install a build with CUDA ({BUILDS})"
+        )
+    version = None
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        version = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", text)
+    return (
+        f"PyTorch {torch.__version__} finds no GPU through NVIDIA's driver"
+        f"{f' {version[1]}' if version else ''}, which may be too old for CUDA "
+        f"{torch.version.cuda}; update the driver or install a PyTorch for an older CUDA ({BUILDS})"
+    )
+
+
+def check_has_code(device: torch.device) -> None:
+    """Raise UserError if this PyTorch has no code for the GPU: `no kernel image` would follow.
+
+    sm_86 runs on 8.6 and later GPUs of that major version. compute_86 is compiled at first use,
+    for 8.6 and all later ones.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    known = torch.cuda.get_arch_list()
+    archs = [re.match(r"(sm|compute)_(\d+)(\d)", name) for name in known]
+    for arch in archs:
+        if arch is None:  # not CUDA's
+            return
+        kind, has = arch[1], (int(arch[2]), int(arch[3]))
+        if has <= (major, minor) and (kind == "compute" or has[0] == major):
+            return
+    raise UserError(
+        f"--device cuda: this PyTorch ({torch.__version__}) has no code for {device_name(device)} "
+        f"(compute capability {major}.{minor}), only for {', '.join(known)}; install another build "
+        f"({BUILDS}), or use --device cpu"
+    )
 
 
 def device_name(device: torch.device) -> str:
@@ -172,7 +221,7 @@ def check_precision(
 def check_compiler(device: torch.device, mode: str = "default", acting: str = "") -> list[str]:
     """Return notes on torch.compile in this mode, of which `acting` is what can be used here.
 
-    Raises UserError where it would find no compiler.
+    Raises UserError if it would find no compiler, or folders that the compiler cannot read.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -186,6 +235,13 @@ def check_compiler(device: torch.device, mode: str = "default", acting: str = ""
                 "--compile: no C++ compiler found; install g++ or clang++ (or set CXX to one), "
                 "or run without --compile"
             ) from error
+        for place in (tempfile.gettempdir(), cache_dir()):
+            if re.search(r"\s", place):
+                raise UserError(
+                    f"--compile: {place} has white space in its name, which PyTorch does not quote "
+                    f"for the C++ compiler; set TMPDIR and TORCHINDUCTOR_CACHE_DIR to other "
+                    f"folders, or run without --compile"
+                )
     if device.type == "cuda":
         c_compiler = any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
         if not (importlib.util.find_spec("triton") and c_compiler):

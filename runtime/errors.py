@@ -1,23 +1,22 @@
 """Errors that a user can do something about: how commands print them, and what they exit with."""
 
 import contextlib
-import datetime
+import json
 import os
 import re
 import signal
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, TextIO
+from pathlib import Path
+from typing import NoReturn, TextIO
 
 from runtime.launch import launch
 from runtime.signals import raise_at_ctrl_c
 
-# Seconds that a rank which fails waits for another one to say why: the ranks mostly fail together.
-PATIENCE = 5.0  # for rank 0, once the ranks have joined
-PATIENCE_BEFORE = 10.0  # for torchrun to end it, before
-TOLD = "told"  # in the ranks' store: how many of them have said why the run ends
+PATIENCE = 3.0  # seconds that a failing rank leaves torchrun to end it, if another one has ended
 
 
 class UserError(Exception):
@@ -28,7 +27,7 @@ class UserError(Exception):
     """
 
     status = 2
-    rank: int | None = None  # that found it, if that may not be the one that prints it
+    rank: int | None = None  # rank where it happened; None: the rank that prints it
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -70,22 +69,20 @@ def reported(
             raise SystemExit(141) from None  # 128 + SIGPIPE
         if expected := foreseen(error, place, advice or {}):
             exit_with(expected, lost_rank=kind_of_failure(error)[0] == "lost rank")
-        if _store() is None:
+        if launch().world_size == 1:
             raise
-        _tell("".join(traceback.format_exception(error)).rstrip("\n"))
-        _end(1)
+        _end("".join(traceback.format_exception(error)).rstrip("\n"), 1)
     finally:
         drop_unread(sys.stdout)
         drop_unread(sys.stderr)
 
 
 def exit_with(error: UserError, status: int | None = None, *, lost_rank: bool = False) -> NoReturn:
-    """Print each line of the error on stderr, unless another rank does, and end the process."""
+    """Print each line of the error on stderr and end the process; `lost_rank`: see `_end`."""
     rank = launch().rank if error.rank is None else error.rank
     prefix = f"error: rank {rank}: " if rank else "error: "
-    lines = (prefix + printable(line) for line in str(error).splitlines())
-    _tell("\n".join(lines), lost_rank=lost_rank)
-    _end(error.status if status is None else status)
+    lines = [prefix + printable(line) for line in str(error).splitlines()]
+    _end("\n".join(lines), error.status if status is None else status, lost_rank=lost_rank)
 
 
 def printable(line: str) -> str:
@@ -113,70 +110,54 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
     return expected
 
 
-# ---- one of several ranks speaks
+# ---- one of several ranks fails
 
 
-def _tell(text: str, *, lost_rank: bool = False) -> None:
-    """Print why this process ends, on stderr, unless another rank says it.
+def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
+    """Print why this process ends, on stderr, and end it.
 
-    torchrun ends all ranks as soon as one has ended, so none may end before the one that speaks.
-    Where the ranks fail together that is rank 0, or before they have joined the first rank of each
-    machine. A rank that fails alone waits for it in vain, and speaks then. `lost_rank`: the error
-    is only that another rank is gone, which has said why, if it could.
+    torchrun reports the rank that ended first as the cause, and ends the others at once. If all
+    ranks of a machine fail together, the first one prints; the others wait to be ended, and print
+    only if they failed alone. `lost_rank`: this rank only noticed that another one is gone, so it
+    must not end before torchrun has noticed too.
     """
-    started, store = launch(), _store()
-    if store:
-        if _has_told(store, started.rank, lost_rank):
-            return
-    elif started.local_rank and _is_ended_by_torchrun():
-        return
+    is_first = launch().local_rank == 0
+    if not lost_rank:
+        _tell_torchrun(text)
+    if not is_first:
+        _wait_for_torchrun(2 * PATIENCE if lost_rank else PATIENCE)
     with contextlib.suppress(OSError):  # nobody may read it
         print(text, file=sys.stderr, flush=True)
-    if store and not lost_rank:
-        with contextlib.suppress(RuntimeError):  # the store has gone with another rank
-            store.add(TOLD, 1)
-
-
-def _store() -> Any:
-    """Return the store that the ranks share; None if this process has not joined others."""
+    if is_first and lost_rank:
+        _wait_for_torchrun(PATIENCE)
     distributed = sys.modules.get("torch.distributed")
     if not (distributed and distributed.is_available() and distributed.is_initialized()):
-        return None
-    store = distributed.group.WORLD.get_group_store()
-    store.set_timeout(datetime.timedelta(seconds=PATIENCE))
-    return store
-
-
-def _has_told(store: Any, rank: int, lost_rank: bool) -> bool:
-    try:
-        if lost_rank:
-            return store.add(TOLD, 1) > 1
-        if rank:
-            store.wait([TOLD])
-        return rank > 0
-    except RuntimeError:  # nobody has told within PATIENCE, or the store is gone
-        return False
-
-
-def _is_ended_by_torchrun() -> bool:
-    """Wait for the signal by which torchrun ends this process, once another one has ended."""
-    signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    return signal.sigtimedwait(signals, PATIENCE_BEFORE) is not None
-
-
-def _end(status: int) -> NoReturn:
-    """End this process; at once if it has joined others.
-
-    PyTorch's threads may still wait for another rank then. Python, as it ends, waits for these
-    threads while it holds the lock that they need: the process would never end.
-    """
-    if _store() is None:
         raise SystemExit(status)
+    # PyTorch's threads may still wait for another rank. Python, as it ends, waits for these threads
+    # while it holds the lock that they need: the process would never end.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody may read it
             stream.flush()
     os._exit(status)
+
+
+def _tell_torchrun(text: str) -> None:
+    """Write the error file from which torchrun reports its root cause.
+
+    It is the file that torch.distributed.elastic.multiprocessing.errors.record writes, but without
+    a traceback, and before torch is imported too.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+
+
+def _wait_for_torchrun(seconds: float) -> None:
+    """Give torchrun the time to end this process, as it does once another rank has ended."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    time.sleep(seconds)
 
 
 # ---- the output of commands
@@ -238,20 +219,26 @@ def kind_of_failure(error: BaseException) -> tuple[str, str]:
     only a wording for others, which differs from device to device.
     """
     text, kind = str(error), type(error)
-    lines = [line.strip() for line in text.splitlines()] + [kind.__name__]
-    cause = next((line for line in lines if "rror" in line), lines[0])
     if kind.__module__.startswith(("torch._dynamo", "torch._inductor")):
-        return "compiler", _compiler_problem(text, cause)
+        inner = getattr(error, "inner_exception", error)
+        return "compiler", _compiler_problem(str(inner), _cause(inner))
     if kind.__module__.startswith("torch.distributed") or "gloo" in text:
         text = re.sub(r"^\[.*?:\d+\] ", "", text.strip())  # the place in PyTorch's source
         return "lost rank", textwrap.shorten(text, 200, placeholder=" ...")
     if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
         return "memory", "out of memory"
-    return "other", cause
+    return "other", _cause(error)
+
+
+def _cause(error: BaseException) -> str:
+    """Return the line of a message that names an error, else the error's class and first line."""
+    lines = str(error).strip().splitlines() or [""]
+    named = (line.strip() for line in lines if "rror" in line)
+    return next(named, f"{type(error).__name__}: {lines[0]}".rstrip(": "))
 
 
 def _compiler_problem(text: str, cause: str) -> str:
-    """Return what a compiler complained about, and what to install if that is known."""
+    """Return the reason that a compiler gave, and what to install if that is known."""
     if "returned non-zero exit status" in text:  # Triton's C compiler, which prints for itself
         return f"the C compiler failed, see its own lines above; if it lacks Python.h, {HEADERS}"
     if "file too short" in text:  # a process was killed while it compiled this file
@@ -261,5 +248,4 @@ def _compiler_problem(text: str, cause: str) -> str:
     output = text.rpartition("Output:")[2].strip()
     match = re.search(r"((fatal )?error: |cannot find -l).*", output)
     line = match[0] if match else output.partition("\n")[0]
-    compiler = "install g++ (or set CXX to a C++ compiler that works)"
-    return f"{line}; {HEADERS if 'Python.h' in line else compiler}"
+    return f"{line}; {HEADERS}" if "Python.h" in line else line

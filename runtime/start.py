@@ -18,7 +18,7 @@ from typing import Any
 from runtime.cli import O, parse
 from runtime.errors import reported
 from runtime.launch import launch, threads_are_chosen
-from runtime.signals import end_at_ctrl_c, end_with
+from runtime.signals import end_at_ctrl_c, end_with_parent
 
 # Parameters of glibc's mallopt(3)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
@@ -28,7 +28,8 @@ SMALL_CACHES = "glibc.malloc.tcache_count"
 def start(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
     """Read the command line, as `parse_command_line` does, and set the process up."""
     values = parse_command_line(options, argv, **how)
-    end_with()  # the command that started this one, if there is one
+    if launch().call is not None and launch().world_size > 1:
+        end_with_parent(os.getppid())  # torchrun
     end_at_ctrl_c()  # torch is imported next: an exception would be lost in there
     set_up_process(getattr(values, "device", "auto"))
     return values
@@ -49,9 +50,18 @@ def set_up_process(device: str = "auto") -> None:
     """Set what has to be set before torch is imported. What the user has set stands."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks in warnings
     share_cores()
-    if device == "cpu" or not Path("/dev/nvidiactl").exists():  # that of NVIDIA's driver
+    if device == "cpu" or not has_nvidia_gpu():
         retain_freed_memory()
+    elif not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
+        # segments that grow leave fewer gaps: more of the GPU's memory can be used
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     choose_compile_cache()
+
+
+def has_nvidia_gpu() -> bool:
+    """Return True if NVIDIA's driver is loaded and CUDA_VISIBLE_DEVICES does not hide all GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return Path("/dev/nvidiactl").exists() and bool(re.match(r"\d|GPU-|MIG-", visible))
 
 
 def share_cores() -> None:
@@ -74,7 +84,8 @@ def cores(pid: int = 0, system: Path = Path("/")) -> int:
     Two hardware threads of one core count once, as in PyTorch's own default.
     """
     siblings = set()
-    for cpu in os.sched_getaffinity(pid):
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    for cpu in os.sched_getaffinity(pid) if has_affinity else range(os.cpu_count() or 1):
         place = system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
             siblings.add(place.read_text())

@@ -33,6 +33,7 @@ from runtime.device import NOTED_SLOWDOWN, bf16_slowdown, matmul_tflops
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.launch import environment_of
+from runtime.start import cores
 from runtime.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,7 +86,7 @@ LONG = [f"test_{name}.py" for name in ("fsdp", "machines", "ddp", "documents", "
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the workers of `-n auto`: half of the time tests wait for processes and for time."""
-    return len(os.sched_getaffinity(0)) + 2
+    return cores() + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -249,6 +250,7 @@ def fork_server() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))  # where it finds the last two
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as runtime/start.py does
+        patch.setattr(tempfile, "tempdir", "/tmp")  # the name of a socket has at most 107 letters
         multiprocessing.forkserver._forkserver.ensure_running()
     return context
 

@@ -193,6 +193,7 @@ def fake_h200() -> contextlib.AbstractContextManager[Any]:
         current_device=0,
         get_device_name=NAME,
         get_device_capability=(9, 0),
+        get_arch_list=["sm_90"],
         get_device_properties=properties,
         is_bf16_supported=True,
         is_current_stream_capturing=False,

@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,6 +28,7 @@ from measure.ladder import rungs as comparison
 from runtime.cli import parse
 from runtime.errors import UserError, why_it_failed
 from tests.conftest import ROOT, TINY, ended, forks, run, start, wait_for
+from tests.test_resume import needs_proc
 
 HEADER = "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
 FACTORS = "stage,base,over_base,over_base_low,over_base_high\n"
@@ -120,19 +123,46 @@ def test_a_failing_stage_is_reported_and_the_others_go_on(tmp_path, folder, caps
 
 
 @pytest.mark.usefixtures("rungs", "forked")
-@pytest.mark.parametrize("killed", [True, False], ids=["kill -9", "Ctrl-C"])
-def test_a_run_ends_with_its_ladder(killed, tmp_path, folder):
+def test_a_run_ends_with_its_ladder_at_ctrl_c(tmp_path, folder):
     (tmp_path / "long.yaml").write_text("base: plain.yaml\nmax_steps: 1000000\n")
     command, log = ["plain.yaml", "long.yaml", *OFF], folder / "long/log.csv"
     with ended([start("ladder.py", *command, cwd=tmp_path, before=forks)]) as (process,):
         wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, process)
-        process.send_signal(signal.SIGKILL if killed else signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
-    assert process.returncode == (-9 if killed else 130)
-    assert killed or "interrupted; finished stages are kept, the same command resumes" in errors
+    assert process.returncode == 130
+    assert "interrupted; finished stages are kept, the same command resumes" in errors
     assert any(map(is_at_rest, [log] * 20)), "the run goes on writing"
     assert climb("--report_only", *command) == 0
     assert list(table(folder / "results.csv")) == ["plain"]
+
+
+STARTS = {
+    "run_commands": "from measure.stages import run_commands; run_commands([CHILD], [{}])",
+    "Side": "from measure.interleaved import Side; Side('any', CHILD).__enter__().train()",
+    "in_fresh_process": "from measure.process import in_fresh_process as call; "
+    "call('runpy:run_path', 'child.py')",
+}
+
+
+@needs_proc
+@pytest.mark.parametrize("way", STARTS)
+def test_processes_end_with_the_command_that_started_them_even_if_it_is_killed(way, tmp_path):
+    child = "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()) + '.')\n"
+    (tmp_path / "child.py").write_text(child + "time.sleep(1000)\n")
+    code = f"import sys; CHILD = [sys.executable, 'child.py']; {STARTS[way]}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command, pid = [sys.executable, "-c", code], tmp_path / "pid"
+    with ended([subprocess.Popen(command, cwd=tmp_path, env=environment)]) as (process,):
+        wait_for(lambda: pid.exists() and pid.read_text().endswith("."), process)
+    wait_for(lambda: not is_running(int(pid.read_text()[:-1])), None)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def is_at_rest(log):

@@ -1,20 +1,29 @@
 """What goes wrong among the ranks of one run: one says so, all end, and nobody waits for ever."""
 
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
-from config import Config
-from runtime import errors
 from runtime.errors import TrainingError, UserError
 from runtime.launch import Launch, launch
-from runtime.start import parse_command_line
 from runtime.world import World, joined_world
-from tests.conftest import CPU, ROOT, ended, flags, run_ranks, start_ranks, wait_for
+from tests.conftest import (
+    CPU,
+    ROOT,
+    TORCHRUN,
+    ended,
+    flags,
+    forks,
+    run,
+    run_ranks,
+    start,
+    wait_for,
+)
 from tests.test_resume import log, needs_proc
 
 WHOLE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -80,30 +89,26 @@ def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, e
 # ---- one of them fails
 
 
-@pytest.mark.parametrize("is_ended", [True, False])
-def test_before_the_ranks_have_joined_another_than_the_first_speaks_unless_it_is_ended(
-    is_ended, environment, monkeypatch, capsys
-):
-    environment(RANK="1", LOCAL_RANK="1")
-    monkeypatch.setattr(errors, "_is_ended_by_torchrun", lambda: is_ended)
-    with pytest.raises(SystemExit, match="2"):
-        parse_command_line(Config, ["--n_layer", "0"])
-    assert capsys.readouterr().err.startswith("error: rank 1: --n_layer: ") != is_ended
-
-
 FAILS = """if True:
-    import torch
+    import os, sys, torch
+    sys.path.insert(0, {root!r})
     from runtime import errors
     from runtime.errors import UserError, reported
     from runtime.world import joined_world
 
-    errors.PATIENCE = 1.0
+    errors.PATIENCE = {patience}
     with reported("here", advice={{"lost rank": "another rank has died"}}):
         with joined_world(torch.device("cpu"), 60) as world:
             if world.rank in {ranks}:
                 raise {error}
             world.sum(1.0)
 """
+KILLED = "SystemExit(os.kill(os.getpid(), 9))"
+
+
+def failing(ranks, error, patience=0.2):
+    """Return code that raises the error on these ranks while the others wait for them."""
+    return FAILS.format(ranks=ranks, error=error, patience=patience, root=str(ROOT))
 
 
 @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}])
@@ -116,23 +121,58 @@ FAILS = """if True:
         ("RuntimeError('anything')", "RuntimeError: anything"),
     ],
 )
-def test_of_several_ranks_one_says_why_the_run_ends(error, line, ranks, tmp_path):
-    done = run_ranks(2, "-c", FAILS.format(ranks=ranks, error=error), cwd=tmp_path)
-    assert all(each.returncode for each in done)
-    (printed,) = (each.stderr for each in done if each.stderr)
-    last = line.format("" if 0 in ranks else "rank 1: ")
-    assert printed.splitlines()[-1] == last
-    assert "Traceback" in printed or printed == f"{last}\n"
+def test_a_rank_that_fails_says_why_and_another_that_it_lost_a_rank(error, line, ranks, tmp_path):
+    done = run_ranks(2, "-c", failing(ranks, error), cwd=tmp_path)
+    for rank, (each, prefix) in enumerate(zip(done, ("", "rank 1: "), strict=True)):
+        last = (line if rank in ranks else "error: {}another rank has died").format(prefix)
+        assert each.stderr.splitlines()[-1] == last
+        assert "Traceback" in each.stderr or each.stderr == f"{last}\n"
+        assert each.returncode
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_loses_another_one_says_so_in_a_line(victim, tmp_path):
-    killed = "SystemExit(os.kill(os.getpid(), 9))"
-    code = FAILS.replace("import torch", "import os, torch").format(ranks={victim}, error=killed)
-    done = run_ranks(2, "-c", code, cwd=tmp_path)
+    done = run_ranks(2, "-c", failing({victim}, KILLED), cwd=tmp_path)
     prefix = "" if victim else "rank 1: "
     assert done[1 - victim].stderr == f"error: {prefix}another rank has died\n"
     assert [each.returncode for each in done] == ([-9, 1] if victim == 0 else [1, -9])
+
+
+def torchrun(tmp_path, *command):
+    """Run a command on two ranks; return the lines with errors and what torchrun says of them."""
+    done = run(*TORCHRUN, "--nproc_per_node=2", *command, cwd=tmp_path, before=forks)
+    lines, cause = done.stderr.partition("Root Cause")[::2]
+    assert done.returncode == 1
+    return re.findall("^error: .*", lines, re.MULTILINE), cause
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "said", "others"),
+    [
+        ({0}, "UserError('wrong')", ["error: wrong"], 0),
+        ({1}, "UserError('wrong')", ["error: rank 1: wrong"], 1),
+        ({0, 1}, "UserError('wrong')", ["error: wrong"], 0),
+        ({1}, KILLED, [], 1),
+    ],
+    ids=["rank 0 fails", "rank 1 fails", "both fail", "rank 1 is killed"],
+)
+def test_torchrun_names_the_rank_that_failed_and_others_add_at_most_a_line(
+    ranks, error, said, others, tmp_path
+):
+    (tmp_path / "fails.py").write_text(failing(ranks, error, patience=3.0))
+    lines, cause = torchrun(tmp_path, tmp_path / "fails.py")
+    lost = ["error: another rank has died"]
+    assert lines in ([said, said + lost] if others else [said])
+    rank = int(re.search(r"^  rank +: (\d)", cause, re.MULTILINE)[1])
+    assert rank in ranks
+    why = f"error: {'rank 1: ' * rank}wrong" if said else r"Signal 9 \(SIGKILL\)"
+    assert re.search(f"^  traceback : {why}", cause, re.MULTILINE)
+
+
+def test_of_ranks_with_the_same_wrong_option_one_says_so(tmp_path):
+    lines, cause = torchrun(tmp_path, ROOT / "train.py", "--n_layer", "0")
+    assert lines == ["error: --n_layer: input should be greater than or equal to 1, not '0'"]
+    assert re.search("traceback : error: (rank 1: )?--n_layer: input", cause)
 
 
 TOGETHER = """if True:
@@ -156,57 +196,81 @@ TOGETHER = """if True:
         ("UserError('no tokens')", "no tokens", 2),
     ],
 )
-def test_what_one_rank_cannot_do_rank_0_says_with_that_ranks_number(error, line, status, tmp_path):
-    first, second = run_ranks(2, "-c", TOGETHER.format(error=error), cwd=tmp_path)
-    assert (first.stderr, second.stderr) == (f"error: rank 1: {line}\n", "")
-    assert first.returncode == second.returncode == status
+def test_what_one_rank_cannot_do_all_say_with_that_ranks_number(error, line, status, tmp_path):
+    for done in run_ranks(2, "-c", TOGETHER.format(error=error), cwd=tmp_path):
+        assert (done.stderr, done.returncode) == (f"error: rank 1: {line}\n", status)
 
 
-@needs_proc
-def test_a_second_ctrl_c_ends_a_rank_that_waits_for_another_one(tiny_config, tmp_path):
-    options = flags(tiny_config(max_steps=100_000))
-    with ended(start_ranks(2, "train.py", *options, cwd=tmp_path)) as (waiting, stopped):
-        wait_for(lambda: (tmp_path / "logs/train/log.csv").exists() and log(tiny_config()), waiting)
-        stopped.send_signal(signal.SIGSTOP)
-        for _ in range(2):
-            waiting.send_signal(signal.SIGINT)
-            time.sleep(1.3)  # sooner, it would be torchrun passing the same one on
-        assert waiting.communicate(timeout=60)[1].splitlines()[-1] == (
-            "error: stopped while waiting for another rank, a device or a disk"
-        )
-    assert waiting.returncode == 130
-
-
-DEAF = """if True:
-    import ctypes, os, signal, threading
-    import runtime.signals
-    runtime.signals.UNHEARD = 0.5
-    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-    libc.pthread_mutex_lock(mutex)
-    with runtime.signals.StopRequest() as stop:
-        stop.begin_step([0.1])
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        # Python hears no signal in here, as where NCCL waits for a rank that died
-        libc.pthread_mutex_lock(mutex)
+LIKE_MACOS = """if True:
+    import ctypes, os, runpy, signal, sys
+    del os.sched_getaffinity, signal.sigtimedwait
+    ctypes.CDLL = lambda name: object()  # no prctl
+    sys.path.insert(0, {root!r})
+    sys.argv[0] = {train!r}
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_one_of_several_ranks_that_hears_no_signal_ends_all_the_same():
-    environment = {**WHOLE, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, "-c", DEAF], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert "stopped while waiting for another rank" in ran.stderr
-    assert ran.returncode == 128 + signal.SIGTERM
+def test_torchrun_works_on_a_system_without_linuxs_functions(tiny_config, tmp_path):
+    script = tmp_path / "like_macos.py"
+    script.write_text(LIKE_MACOS.format(root=str(ROOT), train=str(ROOT / "train.py")))
+    lines, _ = torchrun(tmp_path, script, "--n_layer", "0")
+    assert lines == ["error: --n_layer: input should be greater than or equal to 1, not '0'"]
+    options = flags(tiny_config(max_steps=1, batch_size=2))
+    done = run(*TORCHRUN, "--nproc_per_node=2", script, *options, cwd=tmp_path, before=forks)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- torchrun asks to stop, or is killed
+
+
+SLOW_SAVE = """if True:
+    import os, runpy, sys, time
+    from pathlib import Path
+    sys.path.insert(0, {root!r})
+    import checkpoint.save
+
+    def save_slowly(path):
+        if not Path("saving").exists():
+            Path("saving").touch()
+            time.sleep(3)
+
+    Path("rank " + os.environ["RANK"]).write_text(str(os.getpid()))
+    checkpoint.save.flush_to_disk = save_slowly
+    sys.argv[0] = {train!r}
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_sigterm_during_a_slow_save_leaves_whole_checkpoints(tiny_config, tmp_path, here):
+    """Rank 1 hears no signal while it waits for rank 0, which writes."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_SAVE.format(root=str(ROOT), train=str(ROOT / "train.py")))
+    options = flags(tiny_config(max_steps=100_000, batch_size=2, checkpoint_every=3))
+    command = [*TORCHRUN, "--nproc_per_node=2", script, *options]
+    with ended([start(*command, cwd=tmp_path, before=forks)]) as (process,):
+        wait_for((tmp_path / "saving").exists, process)
+        for rank in range(2):
+            os.kill(int((tmp_path / f"rank {rank}").read_text()), signal.SIGTERM)
+        printed = process.communicate(timeout=100)
+    assert process.returncode == 0, printed
+    first, last = sorted(path.name for path in (here / "checkpoints").iterdir())
+    assert (first, last) == ("step_000003", f"step_{len(log(here)):06d}")
+    for name in (first, last):
+        sums = ["sha256sum", "--quiet", "-c", "SHA256SUMS"]
+        subprocess.run(sums, cwd=here / "checkpoints" / name, check=True)
 
 
 ASKED = """if True:
     import time
     from pathlib import Path
-    from runtime.signals import StopRequest, end_with
+    from config import Config
+    from runtime.signals import StopRequest
+    from runtime.start import start
     with StopRequest() as stop:
-        stop.begin_step([1.0])
-        end_with()
+        stop.has_begun = True
+        start(Config, [])
         Path("ready").touch()
         while stop.received is None:
             time.sleep(0.05)
@@ -219,7 +283,12 @@ def test_ranks_whose_torchrun_was_killed_are_asked_to_stop(tmp_path):
     killed = subprocess.Popen(
         ["bash", "-c", '"$0" -c "$1" & wait', sys.executable, ASKED],
         cwd=tmp_path,
-        env={**WHOLE, "TORCHELASTIC_RUN_ID": "any", "PYTHONPATH": str(ROOT)},
+        env={
+            **WHOLE,
+            "TORCHELASTIC_RUN_ID": "any",
+            "TORCHINDUCTOR_CACHE_DIR": "any",
+            "PYTHONPATH": str(ROOT),
+        },
     )
     wait_for((tmp_path / "ready").exists, killed)
     killed.kill()

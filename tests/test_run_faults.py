@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor.exc import CppCompileError, InductorError
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import CppCompileError, InductorError, TritonMissing
 
 import checkpoint.save
 import checkpoint.state
@@ -35,7 +36,18 @@ from runtime.errors import TrainingError, UserError, kind_of_failure, reported
 from runtime.runlog import LOG_COLUMNS, LogRow, RunFolder, append_row, duration, read_rows
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
-from tests.conftest import ALONE, CPU, ROOT, TINY, at_step, flags, generate, refused, run
+from tests.conftest import (
+    ALONE,
+    CPU,
+    ROOT,
+    TINY,
+    at_step,
+    flags,
+    generate,
+    refused,
+    run,
+    run_from_nothing,
+)
 from tests.test_resume import checkpoints, evals, folder_of, log, needs_dev_full, newest, same_end
 from train import train
 
@@ -444,9 +456,9 @@ compilation terminated."""
         ),
         (
             "x.cpp:2:1: error: unknown type name 'foo'\nx.cpp:3:1: error: more",
-            "error: unknown type name 'foo'; install g++ (or set CXX to a C++ compiler that works)",
+            "error: unknown type name 'foo'",
         ),
-        ("Killed", "Killed; install g++ (or set CXX to a C++ compiler that works)"),
+        ("Killed", "Killed"),
     ],
 )
 def test_a_compile_error_shows_the_compilers_own_line_and_what_to_install(
@@ -464,6 +476,38 @@ def test_a_compiled_file_that_a_killed_process_left_is_named_to_be_deleted():
     kind, reason = kind_of_failure(error)
     assert kind == "compiler"
     assert reason.endswith("/cache/2n/c2n5.main.so: file too short: delete it and start again")
+
+
+TRITON = "TritonMissing: Cannot find a working triton installation. Either the package is not"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "reason"),
+    [
+        (InductorError(TritonMissing(None), None), "compiler", TRITON),
+        (BackendCompilerFailed("inductor", TritonMissing(None), None), "compiler", TRITON),
+        (InductorError(AssertionError(), None), "compiler", "AssertionError"),
+        (InductorError(KeyError("buf0"), None), "compiler", "KeyError: 'buf0'"),
+        (RuntimeError("\nno kernel here\nmore"), "other", "RuntimeError: no kernel here"),
+        (RuntimeError("in a worker:\nValueError: bad"), "other", "ValueError: bad"),
+    ],
+)
+def test_the_librarys_own_reason_is_kept(error, kind, reason):
+    found, line = kind_of_failure(error)
+    assert (found, line[: len(reason)]) == (kind, reason)
+
+
+def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compiling(
+    tiny_config, tmp_path
+):
+    (tmp_path / "white space").mkdir()
+    options = flags(tiny_config(compile=True))
+    environment = {"TMPDIR": str(tmp_path / "white space"), "OMP_NUM_THREADS": "1"}
+    done = run_from_nothing("train.py", *options, cwd=tmp_path, **environment)
+    assert done.stderr.startswith(f"error: --compile: {tmp_path}/white space has white space in ")
+    assert done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert not (tmp_path / "logs").exists()
 
 
 def test_why_another_process_did_not_answer_is_told_without_the_place_in_pytorch():

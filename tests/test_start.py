@@ -1,16 +1,23 @@
 """What a process sets before torch is imported."""
 
 import math
+import multiprocessing.forkserver
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+import runtime.device
 import runtime.start
+from runtime.device import choose_device, peak_memory_mb
+from runtime.errors import UserError
 from runtime.start import cores, memory_left, set_up_process, share_cores
-from tests.conftest import ROOT, run_from_nothing
+from tests.conftest import CPU, ROOT, fork_server, run_from_nothing
+from tests.fake_cuda import answering
 
 
 @pytest.fixture
@@ -26,6 +33,9 @@ def environment(monkeypatch):
             "TORCH_CPP_LOG_LEVEL",
             "TORCH_HOME",
             "XDG_CACHE_HOME",
+            "CUDA_VISIBLE_DEVICES",
+            "PYTORCH_ALLOC_CONF",
+            "PYTORCH_CUDA_ALLOC_CONF",
         ):
             monkeypatch.setenv(name, "")  # so that it is as it was after the test
             monkeypatch.delenv(name)
@@ -75,15 +85,34 @@ def test_buffers_that_a_step_frees_are_not_faulted_in_again_by_the_next():
     assert printed_by(CHURN, "settled", **smaller_caches) < 100
 
 
-def test_the_allocator_is_left_alone_where_a_gpu_computes(environment, monkeypatch):
+GROWS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("device", "has_driver", "given", "is_on_gpu", "found"),
+    [
+        ("auto", True, {}, True, GROWS),
+        ("cuda", True, {"CUDA_VISIBLE_DEVICES": "1,0"}, True, GROWS),
+        ("cuda", True, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, True, GROWS),
+        ("cuda", True, {"PYTORCH_ALLOC_CONF": "any"}, True, {"PYTORCH_ALLOC_CONF": "any"}),
+        ("cuda", True, {"PYTORCH_CUDA_ALLOC_CONF": "any"}, True, {}),
+        ("cpu", True, {}, False, {}),
+        ("auto", True, {"CUDA_VISIBLE_DEVICES": ""}, False, {}),
+        ("auto", True, {"CUDA_VISIBLE_DEVICES": "-1"}, False, {}),
+        ("auto", False, {}, False, {}),
+        ("cuda", False, {}, False, {}),
+    ],
+)
+def test_a_gpus_allocator_grows_its_segments_and_a_cpus_keeps_what_is_freed(
+    device, has_driver, given, is_on_gpu, found, environment, monkeypatch
+):
     retained = []
+    environment(TORCHINDUCTOR_CACHE_DIR="kept", **given)
     monkeypatch.setattr(runtime.start, "retain_freed_memory", lambda: retained.append(device))
-    for has_driver in (True, False):
-        environment(TORCHINDUCTOR_CACHE_DIR="kept")
-        monkeypatch.setattr(Path, "exists", lambda path, there=has_driver: there)
-        for device in ("auto", "cuda", "cpu"):
-            set_up_process(device)
-    assert retained == ["cpu", "auto", "cuda", "cpu"]
+    monkeypatch.setattr(Path, "exists", lambda path: has_driver)
+    set_up_process(device)
+    assert bool(retained) != is_on_gpu
+    assert {name: os.environ[name] for name in GROWS if name in os.environ} == found
 
 
 # MB that the process has beyond what it began with, once 64 buffers of 4 MB have been freed but for
@@ -171,6 +200,81 @@ def test_what_is_compiled_is_kept_in_the_users_own_cache_if_that_is_possible(
     assert not kept or (tmp_path / kept).is_dir()
 
 
+# ---- the device
+
+DRIVER = "NVRM version: NVIDIA UNIX {}  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC version: 12\n"
+OLD = r"which may be too old for CUDA 13\.0; update the driver or install a PyTorch for an older CUDA"
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize(
+    ("cuda", "driver", "message"),
+    [
+        ("13.0", DRIVER.format("x86_64 Kernel Module"), rf"driver 535\.183\.01, {OLD}"),
+        ("13.0", DRIVER.format("Open Kernel Module for x86_64"), rf"driver 535\.183\.01, {OLD}"),
+        ("13.0", None, rf"NVIDIA's driver, {OLD}"),
+        (None, None, r"this PyTorch \(.*\) is built without CUDA; install a build with CUDA"),
+    ],
+    ids=["old driver", "old open driver", "driver of another kind", "PyTorch for CPUs"],
+)
+def test_a_gpu_that_pytorch_cannot_use_is_an_error_and_not_a_run_on_the_cpu(
+    device, cuda, driver, message, monkeypatch
+):
+    def read_text(path):
+        if driver is None:
+            raise FileNotFoundError(path)
+        return driver
+
+    monkeypatch.setattr(runtime.device, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with answering(is_available=False):
+        with pytest.raises(UserError, match=f"--device {device}: .*{message}.*--device cpu"):
+            choose_device(device)
+        assert choose_device("cpu") == CPU
+
+
+def test_a_gpu_that_is_hidden_is_none(monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with answering(is_available=False):
+        assert choose_device("auto") == CPU
+        with pytest.raises(UserError, match="--device cuda: not available to this PyTorch"):
+            choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "runs"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90"], False),  # a V100
+        ((8, 9), ["sm_75", "sm_86", "sm_90"], True),
+        ((8, 0), ["sm_86", "sm_90"], False),
+        ((9, 0), ["sm_80", "sm_90a"], True),
+        ((10, 0), ["sm_80", "sm_90"], False),
+        ((10, 0), ["sm_80", "compute_90"], True),
+        ((12, 1), ["sm_100", "sm_120"], True),
+        ((9, 0), ["sm_100", "compute_100"], False),
+        ((9, 4), ["gfx942"], True),  # AMD's
+    ],
+)
+def test_a_gpu_that_pytorch_has_no_code_for_is_an_error(capability, archs, runs):
+    answers = {"is_available": True, "device_count": 1, "get_device_name": "NVIDIA V100"}
+    with answering(**answers, get_device_capability=capability, get_arch_list=archs):
+        if runs:
+            assert choose_device("auto") == torch.device("cuda", 0)
+            return
+        code, major = ", ".join(archs), ".".join(map(str, capability))
+        message = rf"no code for NVIDIA V100 \(compute capability {major}\), only for {code}; "
+        with pytest.raises(UserError, match=f"--device cuda: .*{message}.*--device cpu"):
+            choose_device("auto")
+
+
+def test_a_peak_of_memory_is_in_bytes_on_macos(monkeypatch):
+    in_kib = peak_memory_mb(CPU)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert peak_memory_mb(CPU) * 1024 == pytest.approx(in_kib, rel=0.5)
+
+
 # ---- threads
 
 OF_8_CORES = """if True:
@@ -213,6 +317,11 @@ def test_a_process_has_its_share_of_the_8_cores_of_its_machine(
         assert os.environ.get(name) == threads
 
 
+def test_without_sched_getaffinity_all_cores_count(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert cores(system=tmp_path) == os.cpu_count()
+
+
 def test_two_threads_of_one_core_are_one_core(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 6})
     assert cores(system=tmp_path) == 4, "nothing is known of them"
@@ -221,3 +330,19 @@ def test_two_threads_of_one_core_are_one_core(tmp_path, monkeypatch):
         place.mkdir(parents=True)
         (place / "thread_siblings_list").write_text(siblings)
     assert cores(system=tmp_path) == 3
+
+
+# ---- the folder for temporary files
+
+
+def test_the_fork_server_of_the_tests_starts_where_the_name_of_that_folder_is_long(
+    tmp_path, monkeypatch
+):
+    (tmp_path / ("x" * 104)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 104)))
+    # a process makes its folder once
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    server = multiprocessing.forkserver.ForkServer()
+    monkeypatch.setattr(multiprocessing.forkserver, "_forkserver", server)
+    fork_server.__wrapped__()
+    server._stop()

@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from runtime.errors import UserError, kind_of_failure
-from runtime.signals import end_with
+from runtime.signals import end_with_parent
 from runtime.start import retain_freed_memory
 
 
@@ -21,7 +21,7 @@ def in_fresh_process(function: str, *arguments: Any) -> tuple[Any, str]:
     """
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(1, context, _prepare, (os.getpid(),)) as pool:
+        with ProcessPoolExecutor(1, context, _prepare) as pool:
             # a Ctrl-C is for the parent, which ends the child
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
             answer = pool.submit(call, function, *arguments)
@@ -36,8 +36,11 @@ def in_fresh_process(function: str, *arguments: Any) -> tuple[Any, str]:
         return None, "its process was killed, as the system does when memory runs out"
 
 
-def _prepare(parent: int) -> None:
-    end_with(parent)
+def _prepare() -> None:
+    end_with_parent(os.getppid())
+    parent = multiprocessing.parent_process()
+    if parent and not parent.is_alive():  # it ended before this process could ask
+        os._exit(1)
     retain_freed_memory()  # as train.py
 
 

@@ -27,7 +27,7 @@ from runtime.cli import Options
 from runtime.errors import TrainingError, why_it_failed
 from runtime.launch import environment_of
 from runtime.report import git_commit, machine
-from runtime.signals import ENDS_WITH
+from runtime.signals import end_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.
@@ -116,7 +116,8 @@ class Side:
                     stdout=subprocess.PIPE,
                     stderr=self.errors[-1],
                     text=True,
-                    env=os.environ | {ENDS_WITH: str(os.getpid())} | self.environment | of_rank,
+                    env=os.environ | self.environment | of_rank,
+                    preexec_fn=functools.partial(end_with_parent, os.getpid()),
                 )
             )
         return self

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import os
 import signal
 import statistics
@@ -22,7 +23,7 @@ from runtime.cli import CONFIG_DIR, ConfigError, find_config, parse, read_yaml_m
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
 from runtime.runlog import Row, curve, read_rows
-from runtime.signals import ENDS_WITH
+from runtime.signals import end_with_parent
 from runtime.start import cores
 
 ROOT = CONFIG_DIR.parent
@@ -345,7 +346,10 @@ def run_commands(
         ]
         processes = [
             subprocess.Popen(
-                command, stderr=file, env={**os.environ, ENDS_WITH: str(os.getpid()), **more}
+                command,
+                stderr=file,
+                env={**os.environ, **more},
+                preexec_fn=functools.partial(end_with_parent, os.getpid()),
             )
             for command, file, more in zip(commands, files, environments, strict=True)
         ]
