@@ -28,7 +28,7 @@ from inference.validation import validation_loss
 from measure.summary import mfu
 from model import GPT, GPTConfig
 from optimizer import learning_rate
-from runtime.cli import CONFIG_DIR, ConfigError, parse
+from runtime.cli import ConfigError, parse
 from runtime.device import (
     bf16_slowdown,
     check_attention,
@@ -37,6 +37,7 @@ from runtime.device import (
     matmul_tflops,
 )
 from runtime.errors import TrainingError, UserError
+from runtime.report import project_files
 from runtime.runlog import RunFolder
 from runtime.world import World
 from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, generate, run_ranks
@@ -435,7 +436,7 @@ ITEM = (
 )
 
 
-@pytest.mark.parametrize("stage", [path.stem for path in sorted(CONFIG_DIR.glob("*.yaml"))])
+@pytest.mark.parametrize("stage", [path.stem for path in project_files("configs/*.yaml")])
 def test_every_stage_and_recipe_runs_to_its_end_on_a_tiny_model_with_its_own_vocabulary(
     stage, corpus, tmp_path, capsys
 ):
