@@ -1,15 +1,19 @@
-"""A checkout in a user's hands, with files of their own in it."""
+"""A checkout in a user's hands: files of their own in it, uv and pip, another PyTorch."""
 
 import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
+import torch
 
 from runtime import report
+from runtime.device import PINNED_TORCH
 from tests.conftest import ROOT, run_from_nothing
 
+REQUIREMENTS = (ROOT / "requirements.txt").read_text()
 # A user's own: environments with files that no linter likes, a script, configs, a curve
 SCRIPT = "from pathlib import Path\n\nif __name__ == '__main__':\n    Path('ran').touch()\n"
 LITTER = {
@@ -77,3 +81,25 @@ def test_a_downloaded_archive_without_git_has_the_same_files(checkout, monkeypat
     shutil.rmtree(checkout / ".git")
     assert report.project_files(*patterns) == files
     assert report.code_version().partition("files")[2] == version.partition("files")[2]
+
+
+def test_installing_the_project_installs_its_requirements_and_no_modules(checkout):
+    code = "import setuptools.build_meta as b; print(b.prepare_metadata_for_build_wheel('.'))"
+    made = subprocess.check_output([sys.executable, "-c", code], cwd=checkout, text=True)
+    folder = checkout / made.splitlines()[-1]
+    needed = re.findall(r"^Requires-Dist: (\S+)$", (folder / "METADATA").read_text(), re.MULTILINE)
+    assert needed == re.findall(r"^[\w-]+==[\w.]+", REQUIREMENTS, re.MULTILINE)
+    assert (folder / "top_level.txt").read_text().strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "notes"), [("2.11.0+cu126", 1), (f"{PINNED_TORCH}+cu130", 0), (PINNED_TORCH, 0)]
+)
+def test_another_pytorch_than_the_pinned_one_trains_with_a_note(
+    version, notes, go, here, monkeypatch
+):
+    assert f"torch=={PINNED_TORCH}\n" in REQUIREMENTS
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    assert go()["steps"] == 6
+    said = f"note: PyTorch {version} instead of {PINNED_TORCH}, which requirements.txt pins: "
+    assert (here / "console.log").read_text().count(said) == notes
