@@ -16,6 +16,7 @@ from runtime.device import (
     check_attention,
     check_compiler,
     check_precision,
+    check_version,
     describe_device,
     device_name,
     matmul_dtype,
@@ -36,7 +37,8 @@ def describe_options(config: Config, acting: Config, world: World) -> list[str]:
     `acting`: the options as they act on this device. Raises UserError for what it cannot do.
     """
     device, ranks = world.device, world.world_size
-    notes = check_precision(device, matmul_precision=config.fp32_precision(), bf16=config.bf16)
+    notes = check_version()
+    notes += check_precision(device, matmul_precision=config.fp32_precision(), bf16=config.bf16)
     if config.compile:
         notes += check_compiler(device, config.compile_mode, acting.compile_mode)
     if config.flash:

@@ -20,6 +20,7 @@ from runtime.errors import UserError
 from runtime.launch import Launch, launch
 from runtime.start import has_nvidia_gpu, resident_memory
 
+PINNED_TORCH = "2.13.0"  # the version in requirements.txt, which the tests run with
 NOTED_SLOWDOWN = 1.5  # of bf16 against fp32; less may be noise
 BUILDS = "https://pytorch.org/get-started/previous-versions"
 
@@ -108,6 +109,16 @@ def describe_device(device: torch.device, ranks: int) -> str:
         f"device: {device_name(device)}, ranks: {ranks}, threads of each: "
         f"{torch.get_num_threads()}, torch {torch.__version__}"
     )
+
+
+def check_version() -> list[str]:
+    """Return a note if this is not the pinned PyTorch."""
+    if torch.__version__.partition("+")[0] == PINNED_TORCH:  # after the +: cpu, or CUDA's version
+        return []
+    return [
+        f"PyTorch {torch.__version__} instead of {PINNED_TORCH}, which requirements.txt pins: "
+        f"times, and the last digits of losses, may differ"
+    ]
 
 
 def synchronize(device: torch.device) -> None:

@@ -12,6 +12,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+# Scripts and folders of this project, to tell them from a user's in a copy without git
+ROOMS = [
+    "bench.py",
+    "check.py",
+    "checkpoint",
+    "config.py",
+    "configs",
+    "data",
+    "dataloader.py",
+    "evaluate.py",
+    "export.py",
+    "inference",
+    "kernels",
+    "ladder.py",
+    "measure",
+    "model.py",
+    "optimizer.py",
+    "runtime",
+    "sample.py",
+    "summary.py",
+    "tests",
+    "train.py",
+]
+
 # Okabe and Ito (2008): told apart by the colour-blind too
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # told apart in print too
@@ -39,22 +64,41 @@ def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def git_commit() -> str | None:
-    """Return the commit of this code, with -dirty if it was changed since; None without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    folder = Path(__file__).parent
+def _git(*command: str) -> str | None:
+    """Return the output of a git command in this checkout; None without git."""
+    command = ("git", *command)
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, check=True, timeout=10)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.decode(errors="replace").strip()
+    return os.fsdecode(done.stdout).strip()
+
+
+def git_commit() -> str | None:
+    """Return the commit of this code, with -dirty if it was changed since; None without git."""
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def project_files(*patterns: str) -> list[Path]:
+    """List the files that git tracks and that match a pattern, such as "configs/**/*.yaml".
+
+    A user's own scripts and environments in the checkout are left out. Without git, as in a
+    downloaded archive, only names in ROOMS are searched.
+    """
+    tracked = _git("ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns))
+    if tracked:
+        paths = [ROOT / name for name in tracked.strip("\0").split("\0")]
+    else:
+        found = (path for pattern in patterns for path in ROOT.glob(pattern))
+        paths = [path for path in found if path.relative_to(ROOT).parts[0] in ROOMS]
+    return sorted(path for path in paths if path.is_file())  # a tracked file may be deleted
 
 
 def code_version() -> str:
-    """Return the commit, and a hash of this code's files: other files, another hash."""
-    root, digest = Path(__file__).parent.parent, hashlib.sha256()
-    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
-        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    """Return the commit and a hash of this project's Python files."""
+    digest = hashlib.sha256()
+    for path in project_files("**/*.py"):
+        digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes())
     return f"{git_commit() or 'no commit'} (files {digest.hexdigest()[:8]})"
 
 

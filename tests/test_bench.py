@@ -21,7 +21,7 @@ from model import GPT, GPTConfig
 from runtime import device
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
-from runtime.report import flops_rate
+from runtime.report import flops_rate, project_files
 from runtime.start import parse_command_line
 from tests.conftest import CPU, ROOT, TINY, run_from_nothing
 
@@ -229,7 +229,7 @@ def test_a_bad_results_file_is_one_clear_error(tmp_path, content, name):
 
 
 def test_every_command_answers_help_without_torch():
-    files = [*ROOT.glob("*.py"), *ROOT.glob("measure/*/*.py")]
+    files = project_files("*.py", "measure/*/*.py")
     commands = [str(path) for path in files if "if __name__" in path.read_text()]
     code = """if True:
         import runpy, sys

@@ -37,10 +37,11 @@ from runtime.cli import (
     sections,
     show,
 )
+from runtime.report import project_files
 from runtime.start import parse_command_line
 from tests.conftest import ROOT, flags, run_from_nothing
 
-YAMLS = sorted(CONFIG_DIR.rglob("*.yaml"))
+YAMLS = project_files("configs/**/*.yaml")
 SECTIONS = {
     "model": ModelConfig,
     "data": DataConfig,

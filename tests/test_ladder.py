@@ -688,12 +688,17 @@ def test_a_name_may_not_break_a_table_or_a_picture():
     assert reports.plain("_a$b") == r" _a\$b"
 
 
-def test_the_version_of_the_code_is_another_where_a_file_of_any_room_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(reports, "__file__", str(tmp_path / "runtime" / "report.py"))
-    monkeypatch.setattr(reports, "git_commit", lambda: "abc")
+@pytest.mark.parametrize("has_git", [True, False])
+def test_the_code_has_another_version_for_each_file_of_a_room_and_the_same_for_a_users_files(
+    has_git, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(reports, "ROOT", tmp_path)
     versions = []
-    for name in ("train.py", "new/__init__.py", "new/room.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("train.py", "runtime/new.py", "measure/new/room.py", "mine.py", "env/lib/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
+        if has_git and name not in ("mine.py", "env/lib/a.py"):
+            subprocess.run(f"git init -q && git add {name}", shell=True, cwd=tmp_path, check=True)
         versions.append(reports.code_version())
-    assert len(set(versions)) == 3
+    assert len({*versions[:3]}) == 3
+    assert versions[3:] == [versions[2]] * 2

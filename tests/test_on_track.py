@@ -11,10 +11,11 @@ import torch
 import train as train_module
 from checkpoint.files import read_tensors
 from config import load_config
-from inference.reference import CURVES, Reference
+from inference.reference import Reference
 from optimizer import learning_rate
 from runtime import recent
 from runtime.recent import Recent
+from runtime.report import project_files
 from runtime.runlog import all_checkpoints, read_rows
 from tests.conftest import at_step, refused
 from tests.test_train import Clock, column
@@ -87,7 +88,9 @@ def test_a_file_that_is_no_curve_is_refused_by_name(tmp_path, text):
         Reference.read("nowhere")
 
 
-@pytest.mark.parametrize("path", sorted(CURVES.glob("*.csv")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", project_files("configs/reference/*.csv"), ids=lambda path: path.stem
+)
 def test_each_curve_here_says_its_source_and_belongs_to_a_config_that_names_it(path):
     reference = Reference.read(path.stem)
     assert path.read_text().startswith("# ")

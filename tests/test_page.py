@@ -22,8 +22,8 @@ from measure.report.page import (
     rung,
     write_page,
 )
-from runtime.cli import CONFIG_DIR
 from runtime.errors import UserError
+from runtime.report import project_files
 from tests.conftest import ROOT
 from tests.test_ladder import HEADER, fake_comparison, finished, table
 from tests.test_prediction import rates
@@ -130,9 +130,7 @@ def test_the_code_of_an_option_is_where_it_acts_in_the_recipe(option, file, call
         assert text.splitlines()[0].strip() == lines[line - 1].strip()
 
 
-@pytest.mark.parametrize(
-    "path", sorted(CONFIG_DIR.glob("speedup*.yaml")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", project_files("configs/speedup*.yaml"), ids=lambda path: path.stem)
 def test_the_first_line_of_a_yaml_is_its_title(path):
     title, why = explained(path)
     assert 3 < len(title) < 60, title

@@ -9,6 +9,7 @@ import tokenize
 
 import pytest
 
+from runtime.report import ROOMS, project_files
 from tests.conftest import ROOT, run_from_nothing
 
 # What each file or folder may import of this project; third-party packages are not listed.
@@ -33,23 +34,14 @@ MAY_IMPORT = {
     "bench.py": "config measure runtime",
     "measure": PARTS + "inference measure summary train",
 }
-PACKAGES = [
-    init.parent.relative_to(ROOT).as_posix().replace("/", ".")
-    for init in (*ROOT.glob("*/__init__.py"), *ROOT.glob("measure/*/__init__.py"))
-]
 WITHOUT_TORCH = (
     "config, ladder, runtime.cli, runtime.errors, runtime.files, runtime.report, runtime.runlog, "
     "runtime.signals, runtime.start, runtime.launch"
 )
 
 
-def files():
-    """Every Python file here, hidden folders left out."""
-    paths = [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")]
-    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
-
-
-FILES = files()
+FILES = [path.relative_to(ROOT).as_posix() for path in project_files("**/*.py")]
+PACKAGES = [n.removesuffix("/__init__.py").replace("/", ".") for n in FILES if "/__init__" in n]
 OURS = {name.removesuffix(".py").partition("/")[0] for name in FILES}
 
 
@@ -92,6 +84,7 @@ def test_each_file_has_a_room_and_imports_only_what_that_room_may(name):
 
 def test_the_table_of_rooms_names_nothing_that_is_gone():
     assert [name for name in MAY_IMPORT if not (ROOT / name).exists()] == []
+    assert {*MAY_IMPORT, "configs", "tests"} == {*ROOMS}, "runtime/report.py lists them too"
 
 
 def test_no_imports_go_round_in_a_circle_inside_functions_neither():

@@ -268,7 +268,7 @@ def test_output_that_nobody_reads_does_not_end_a_run(unread, why, tiny_config, h
     done = run("train.py", *flags(tiny_config()), cwd=tmp_path, before=unread)
     assert (done.returncode, done.stderr) == (0, "")
     console = (here / "console.log").read_text()
-    (note,) = (line for line in console.splitlines() if line.startswith("note: "))
+    (note,) = (line for line in console.splitlines() if line.startswith("note: what"))
     assert note.startswith(f"note: what is printed goes nowhere ({why}); the run goes on")
     assert "done: 6 steps" in console
     assert read_state(newest(here)).step == 6

@@ -29,7 +29,7 @@ from export import export
 from inference.validation import validation_loss
 from model import GPT, GPTConfig
 from optimizer import learning_rate
-from runtime.cli import CONFIG_DIR, ConfigError, parse
+from runtime.cli import ConfigError, parse
 from runtime.device import (
     bf16_slowdown,
     check_attention,
@@ -38,10 +38,11 @@ from runtime.device import (
     matmul_tflops,
 )
 from runtime.errors import TrainingError, UserError
+from runtime.report import project_files
 from runtime.runlog import RunFolder
 from runtime.world import World
-from summary import mfu
 from sample import SampleOptions, Sampler
+from summary import mfu
 from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, generate, run_ranks
 from train import setup, train, train_step
 
@@ -438,7 +439,7 @@ ITEM = (
 )
 
 
-@pytest.mark.parametrize("stage", [path.stem for path in sorted(CONFIG_DIR.glob("*.yaml"))])
+@pytest.mark.parametrize("stage", [path.stem for path in project_files("configs/*.yaml")])
 def test_every_stage_and_recipe_runs_to_its_end_on_a_tiny_model_with_its_own_vocabulary(
     stage, corpus, tmp_path, capsys
 ):
