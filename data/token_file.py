@@ -1,7 +1,7 @@
 """The token-file format that llm.c and modded-nanogpt share: 256 int32 (magic, version, token
 count), then uint16 tokens, all little-endian.
 
-A corpus is a folder of such files; dataloader.py tells their splits by their names.
+A corpus is a folder of such files, whose names give their splits (dataloader.py).
 """
 
 import contextlib
