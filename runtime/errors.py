@@ -147,7 +147,7 @@ def _tell_torchrun(text: str) -> None:
     It is the file that torch.distributed.elastic.multiprocessing.errors.record writes, but without
     a traceback, and before torch is imported too.
     """
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if path := launch().error_file:
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))

@@ -138,9 +138,9 @@ def test_a_run_ends_with_its_ladder_at_ctrl_c(tmp_path, folder):
 
 
 STARTS = {
-    "run_commands": "from measure.stages import run_commands; run_commands([CHILD], [{}])",
-    "Side": "from measure.interleaved import Side; Side('any', CHILD).__enter__().train()",
-    "in_fresh_process": "from measure.process import in_fresh_process as call; "
+    "run_commands": "from measure.ladder.stages import run_commands; run_commands([CHILD], [{}])",
+    "Side": "from measure.interleaved.rounds import Side; Side('any', CHILD).__enter__().train()",
+    "in_fresh_process": "from measure.interleaved.process import in_fresh_process as call; "
     "call('runpy:run_path', 'child.py')",
 }
 

@@ -136,7 +136,7 @@ def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(rungs, c
     (rungs / prediction.FILE).write_text('{"stages": {}}')
     without_fp32 = rates(tflops={"bfloat16": 1.0}).model_dump()
     prediction.predict_stages(stages, rungs, without_fp32)
-    assert capsys.readouterr().out == "note: nothing is predicted: KeyError\n"
+    assert capsys.readouterr().out == "note: nothing is predicted: KeyError: 'float32'\n"
     assert predictions(rungs) == {}
     prediction.predict_stages(stages, rungs, {"device": "cpu"})
     assert not list(rungs.iterdir())
