@@ -131,9 +131,10 @@ def test_by_the_clock_of_rank_0_all_ranks_end_after_the_same_step(tmp_path):
     """Each reading of a rank's clock is later by half a second, on rank 1 by a whole one."""
     write_tiny_corpus(tmp_path)
     clock = """
-        import itertools, types, train as train_module
+        import itertools, types, runtime.clock, train as train_module
         ticks = itertools.count(step=0.5 * (1 + world.rank))
-        train_module.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
+        clock = types.SimpleNamespace(perf_counter=lambda: next(ticks))
+        train_module.time = runtime.clock.time = clock
         for options"""
     options = SMALL | {"batch_size": 6, "max_minutes": 0.1, "run_name": "clock"}
     options |= {"lr_schedule": "cosine"}
