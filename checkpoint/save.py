@@ -1,6 +1,7 @@
 """Save checkpoints: when a run asks for it, the best one, and the last whole step after a fault."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from checkpoint.files import (
     MODEL,
@@ -29,7 +31,7 @@ from config import PATH, Config
 from runtime.errors import TrainingError, UserError
 from runtime.files import delete, flush_to_disk, sha256, whole_folder, write_whole
 from runtime.runlog import LogRow, RunFolder, all_checkpoints, not_kept, step_of
-from runtime.world import World
+from runtime.world import World, describe_ranks
 
 
 class NotSavedError(CheckpointError):
@@ -42,15 +44,25 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     """Save the run's state, but not before the first step, twice, or with `keep_last` 0.
 
     All ranks have to call this. Afterwards `state.checkpoint` is the folder. Raises TrainingError
-    for weights that are not finite, NotSavedError if the disk takes no checkpoint.
+    for weights that are not finite or differ between ranks, NotSavedError if the disk takes no
+    checkpoint.
     """
     if state.is_saved or not (state.step and config.keep_last):
         return
-    # Their sum: isfinite of all weights would take as much memory as the largest matrix.
-    if world.any(not all(own_part(p).sum().isfinite() for p in state.model.parameters())):
+    # Sums of weights: isfinite of a weight would allocate a mask of its size.
+    sums = world.gather(torch.stack([own_part(p).sum() for p in state.model.parameters()]).tolist())
+    if not all(map(math.isfinite, itertools.chain(*sums))):
         raise TrainingError(
             f"step {state.step}: the weights are no longer finite and are not saved; "
             f"{hint(run.path, config.lr)}"
+        )
+    # With FSDP each rank has a shard; ranks with other GPUs may round differently (world.notes).
+    others = [rank for rank, theirs in enumerate(sums) if theirs != sums[0]]
+    if others and not (config.fsdp or world.notes):
+        raise TrainingError(
+            f"step {state.step}: {describe_ranks(others)} and rank 0 have different weights, which "
+            f"are not saved; a GPU or the network may be faulty; --resume auto resumes from the "
+            f"last checkpoint"
         )
     tokens_per_step = config.tokens_per_step(world.world_size)
     options = config.model_dump(mode="json")

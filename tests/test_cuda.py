@@ -59,7 +59,7 @@ def test_losses_are_those_of_a_cpu_and_resuming_draws_the_same_dropout(options, 
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("options", [{}, {"fsdp": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fsdp": True}, {"optimizer": "muon"}], ids=str)
 def test_two_nccl_ranks_have_the_losses_of_one(options, tmp_path):
     write_tiny_corpus(tmp_path)
     at = functools.partial(tiny_run, tmp_path, device="cuda", total_batch_tokens=256)
@@ -67,4 +67,5 @@ def test_two_nccl_ranks_have_the_losses_of_one(options, tmp_path):
     train(one, GPU)
     for done in run_ranks(2, "train.py", *flags(two), cwd=tmp_path):
         assert done.returncode == 0, done.stderr
-    assert column(two) == pytest.approx(column(one), rel=1e-4)
+    rel = 1e-3 if options.get("optimizer") else 1e-4  # Muon rounds to bf16
+    assert column(two) == pytest.approx(column(one), rel=rel)

@@ -10,8 +10,13 @@ import torch
 import optimizer
 from config import load_config
 from model import GPT, GPTConfig
-from optimizer import Muon, learning_rate, make_optimizers, orthogonalize
-from tests.conftest import ROOT
+from optimizer import (
+    Muon,
+    learning_rate,
+    make_optimizers,
+    orthogonalize,
+)
+from tests.conftest import ROOT, run_ranks
 
 
 def rates(**options):
@@ -191,3 +196,37 @@ def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):
         muon.step()
         expected += (1 - momentum) * (1 - expected)
         assert muon.state[p]["momentum_buffer"].flatten()[0] == pytest.approx(expected, rel=1e-4)
+
+
+# on every rank: three steps with a share of the matrices, and the same alone
+SHARED = """if True:
+    import torch
+    from optimizer import Muon
+    from runtime.world import joined_world
+
+    def steps(**ranks):
+        torch.manual_seed(0)
+        shapes = {3: [(96, 48)] * 3, 1: [(48, 96)] * 2 + [(96, 48)] + [(64, 64)]}
+        groups = [
+            {"params": [torch.nn.Parameter(torch.randn(shape)) for shape in each], "parts": parts}
+            for parts, each in shapes.items()
+        ]
+        params = [p for group in groups for p in group["params"]]
+        muon = Muon(groups, lr=0.02, weight_decay=0.01, **ranks)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            muon.step()
+        return [*params, *(muon.state[p]["momentum_buffer"] for p in params)]
+
+    with joined_world(torch.device("cpu"), timeout=60) as world:
+        shared = steps(rank=world.rank, world_size=world.world_size)
+        assert all(map(torch.equal, shared, steps())), world.rank
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_muons_matrices_have_the_weights_of_one_to_the_last_bit(ranks, tmp_path):
+    """Of one shape there are nine matrices, of others three and one: no share is even."""
+    for done in run_ranks(ranks, "-c", SHARED, cwd=tmp_path):
+        assert done.returncode == 0, done.stderr
