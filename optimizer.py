@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -217,7 +217,37 @@ def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
     elif config.max_minutes:
         share = min(1.0, (1 - progress) / config.wsd_decay_fraction)
     else:
-        decay_steps = max(1, round(config.wsd_decay_fraction * config.max_steps))
-        last_stable = max(1, config.warmup_steps, config.max_steps - decay_steps)
+        last_stable = last_stable_step(config)
         share = min(1.0, 1 - (step - last_stable) / max(1, config.max_steps - last_stable))
     return config.final_lr() + share * (config.lr - config.final_lr())
+
+
+def last_stable_step(config: Config) -> int:
+    """Return the last step with the full learning rate, after which wsd decays."""
+    decay_steps = max(1, round(config.wsd_decay_fraction * config.max_steps))
+    return max(1, config.warmup_steps, config.max_steps - decay_steps)
+
+
+def describe_rate_change(
+    config: Config, saved: Mapping[str, Any], step: int, seconds: float
+) -> list[str]:
+    """Return a line if a run that resumes after `step` continues at another learning rate.
+
+    `saved`: its options until then. `seconds`: from the run's first step.
+    """
+    before = config.model_copy(update=dict(saved))
+    after = min(step + 1, before.last_step or step + 1)
+    old, new = learning_rate(step, before, seconds), learning_rate(step + 1, config, seconds)
+    if math.isclose(new, learning_rate(after, before, seconds), rel_tol=0.01):
+        return []
+    line = f"the learning rate of step {step + 1} is {new:.3g}, it was {old:.3g} at step {step}"
+    name = "max_minutes" if config.max_minutes else "max_steps"
+    ends = getattr(before, name), getattr(config, name)
+    if config.lr_schedule != "constant" and ends[0] != ends[1]:
+        line += f" ({name} {ends[0]} -> {ends[1]} stretches {config.lr_schedule})"
+    if config.lr_schedule == "wsd" and not config.max_minutes and step > last_stable_step(before):
+        line += (
+            f"; to train longer with wsd, resume from a checkpoint before the decay began: step "
+            f"{last_stable_step(before)} or earlier"
+        )
+    return [line]

@@ -32,7 +32,7 @@ from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from inference.evaluation import Evaluation, is_due
 from measure.notes import describe_options
 from measure.summary import describe_long_run, live_figures, summarize
-from optimizer import clip_gradients, learning_rate, make_optimizers
+from optimizer import clip_gradients, describe_rate_change, learning_rate, make_optimizers
 from runtime.clock import mark_time
 from runtime.device import (
     choose_device,
@@ -266,6 +266,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     """
     stop = stop or StopRequest()
     resumed, config, notes = find_checkpoint(config, world)
+    if resumed:
+        notes += describe_rate_change(config, resumed.config, resumed.step, resumed.seconds)
     path = Path(config.log_dir) / str(config.run_name)
     folder = RunFolder(path, world.rank, config.advice(), config.trackers())
     if resumed and is_finished(resumed, folder, config, world):

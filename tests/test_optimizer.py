@@ -12,6 +12,7 @@ from config import load_config
 from model import GPT, GPTConfig
 from optimizer import (
     Muon,
+    describe_rate_change,
     learning_rate,
     make_optimizers,
     orthogonalize,
@@ -57,6 +58,49 @@ def test_cosine_gives_every_rate_of_the_published_a100_logs_to_the_last_digit(st
         published = {int(row["step"]): row["lr"] for row in csv.DictReader(file)}
     assert len(published) == 50
     assert {step: f"{learning_rate(step, config):.6f}" for step in published} == published
+
+
+JUMPS = {
+    "cosine, stretched": (
+        {"lr_schedule": "cosine", "max_steps": 100},
+        {"max_steps": 200},
+        100,
+        "0.00055, it was 0.0001 at step 100 (max_steps 100 -> 200 stretches cosine)",
+    ),
+    "cosine, stretched in the middle": (
+        {"lr_schedule": "cosine", "max_steps": 100},
+        {"max_steps": 200},
+        50,
+        "0.000868, it was 0.000564 at step 50 (max_steps 100 -> 200 stretches cosine)",
+    ),
+    "wsd, after its decay": (
+        {"lr_schedule": "wsd", "max_steps": 100, "wsd_decay_fraction": 0.3},
+        {"max_steps": 200},
+        100,
+        "0.001, it was 0.0001 at step 100 (max_steps 100 -> 200 stretches wsd); to train longer "
+        "with wsd, resume from a checkpoint before the decay began: step 70 or earlier",
+    ),
+    "wsd, before its decay": ({"lr_schedule": "wsd", "max_steps": 100}, {"max_steps": 200}, 50, ""),
+    "by the clock": (
+        {"lr_schedule": "cosine", "max_minutes": 1},
+        {"max_minutes": 2},
+        100,
+        "0.00055, it was 0.0001 at step 100 (max_minutes 1.0 -> 2.0 stretches cosine)",
+    ),
+    "another rate": ({}, {"lr": 5e-4}, 10, "0.0005, it was 0.001 at step 10"),
+    "a constant rate": ({"max_steps": 100}, {"max_steps": 200}, 100, ""),
+    "in the warm-up": ({"warmup_steps": 50, "lr_schedule": "cosine"}, {"log_every": 5}, 1, ""),
+}
+
+
+@pytest.mark.parametrize(("options", "changed", "step", "line"), JUMPS.values(), ids=JUMPS)
+def test_a_rate_that_jumps_at_a_resume_is_told_from_what_to_what_and_why(
+    options, changed, step, line
+):
+    options = {"lr": 1e-3, "min_lr": 1e-4} | options
+    before, now = load_config(**options), load_config(**options | changed)
+    told = describe_rate_change(now, before.model_dump(mode="json"), step, 60.0)
+    assert told == ([f"the learning rate of step {step + 1} is {line}"] if line else [])
 
 
 # ---- parameter groups
