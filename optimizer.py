@@ -2,10 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from config import Config
@@ -13,13 +14,13 @@ from kernels.attention import CPU_HAS_BF16
 
 
 def make_optimizers(
-    model: torch.nn.Module, config: Config
+    model: torch.nn.Module, config: Config, rank: int = 0, world_size: int = 1
 ) -> tuple[list[torch.optim.Optimizer], list[str]]:
     """Build AdamW over all parameters; or Muon for the blocks' matrices and AdamW for the rest.
 
     Each parameter is in exactly one group, and each group has `lr_factor`: its learning rate over
-    the step's. Returns the optimizers, and lines that count all parameters, and those with and
-    without decay.
+    the step's. Each rank takes a share of Muon's work. Returns the optimizers, and lines that count
+    all parameters, and those with and without decay.
     """
     params = dict(model.named_parameters())  # a tied matrix comes once
     is_muon = config.optimizer == "muon"
@@ -47,7 +48,8 @@ def make_optimizers(
         others = [p for name, p in hidden.items() if "c_attn" not in name]
         matrices = [{"params": qkv, "parts": 3}, {"params": others, "parts": 1}]
         decay = config.muon_weight_decay
-        optimizers.append(Muon(matrices, config.muon_lr, decay, compiled=config.compile))
+        muon = Muon(matrices, config.muon_lr, decay, config.compile, rank, world_size)
+        optimizers.append(muon)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr_factor"] = group["lr"] / config.lr
@@ -83,13 +85,21 @@ class Muon(torch.optim.Optimizer):
     group's `parts` says how many matrices, one above the other, each of its parameters holds.
     Momentum is Nesterov's, and rises from 0.85 to 0.95 over the first 300 steps. An update's
     largest singular value is about lr, times sqrt(rows / columns) for a matrix with more rows than
-    columns, as in that post. All matrices of one shape are made orthogonal at once.
+    columns, as in that post. All matrices of one shape are made orthogonal at once, by each of
+    several ranks a share of them.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], lr: float, weight_decay: float, compiled: bool = False
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        weight_decay: float,
+        compiled: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
     ):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self.rank, self.world_size = rank, world_size
         self.orthogonalize = (
             torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
         )
@@ -110,12 +120,28 @@ class Muon(torch.optim.Optimizer):
                     if rows > columns:  # the matmuls below are smallest with few rows
                         weights, part = weights.T, part.T
                     updates[weights.shape].append((weights, part, size))
-        for same_shape in updates.values():
-            directions = torch.stack([part for _, part, _ in same_shape])  # (n, rows, columns)
-            dtype = torch.bfloat16 if has_bf16_matmuls(directions.device) else torch.float32
-            updated = self.orthogonalize(directions.to(dtype))
-            for (weights, _, size), direction in zip(same_shape, updated, strict=True):
+        gathered = [self._directions([part for _, part, _ in each]) for each in updates.values()]
+        for same_shape, (directions, work) in zip(updates.values(), gathered, strict=True):
+            if work:
+                work.wait()  # other ranks' directions arrive while the next ones are computed
+            for (weights, _, size), direction in zip(same_shape, directions, strict=False):
                 weights.sub_(direction, alpha=size)
+
+    def _directions(self, parts: list[Tensor]) -> tuple[Tensor, dist.Work | None]:
+        """Make matrices of one shape orthogonal: (n, rows, columns) or, of several ranks, more.
+
+        All ranks have the same momentum, so each can take any share, padded to equal size by the
+        last matrix; the result is there after `wait` of the second value.
+        """
+        share = -(-len(parts) // self.world_size)  # rounded up
+        first = self.rank * share
+        own = [parts[min(i, len(parts) - 1)] for i in range(first, first + share)]
+        dtype = torch.bfloat16 if has_bf16_matmuls(parts[0].device) else torch.float32
+        directions = self.orthogonalize(torch.stack(own).to(dtype))
+        if self.world_size == 1:
+            return directions, None
+        everyones = directions.new_empty(self.world_size * share, *directions.shape[1:])
+        return everyones, dist.all_gather_into_tensor(everyones, directions, async_op=True)
 
     def _momentum(self, params: list[Tensor]) -> Sequence[Tensor]:
         """Add the gradients to the parameters' momentum; returns Nesterov's look-ahead.
@@ -191,7 +217,37 @@ def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
     elif config.max_minutes:
         share = min(1.0, (1 - progress) / config.wsd_decay_fraction)
     else:
-        decay_steps = max(1, round(config.wsd_decay_fraction * config.max_steps))
-        last_stable = max(1, config.warmup_steps, config.max_steps - decay_steps)
+        last_stable = last_stable_step(config)
         share = min(1.0, 1 - (step - last_stable) / max(1, config.max_steps - last_stable))
     return config.final_lr() + share * (config.lr - config.final_lr())
+
+
+def last_stable_step(config: Config) -> int:
+    """Return the last step with the full learning rate, after which wsd decays."""
+    decay_steps = max(1, round(config.wsd_decay_fraction * config.max_steps))
+    return max(1, config.warmup_steps, config.max_steps - decay_steps)
+
+
+def describe_rate_change(
+    config: Config, saved: Mapping[str, Any], step: int, seconds: float
+) -> list[str]:
+    """Return a line if a run that resumes after `step` continues at another learning rate.
+
+    `saved`: its options until then. `seconds`: from the run's first step.
+    """
+    before = config.model_copy(update=dict(saved))
+    after = min(step + 1, before.last_step or step + 1)
+    old, new = learning_rate(step, before, seconds), learning_rate(step + 1, config, seconds)
+    if math.isclose(new, learning_rate(after, before, seconds), rel_tol=0.01):
+        return []
+    line = f"the learning rate of step {step + 1} is {new:.3g}, it was {old:.3g} at step {step}"
+    name = "max_minutes" if config.max_minutes else "max_steps"
+    ends = getattr(before, name), getattr(config, name)
+    if config.lr_schedule != "constant" and ends[0] != ends[1]:
+        line += f" ({name} {ends[0]} -> {ends[1]} stretches {config.lr_schedule})"
+    if config.lr_schedule == "wsd" and not config.max_minutes and step > last_stable_step(before):
+        line += (
+            f"; to train longer with wsd, resume from a checkpoint before the decay began: step "
+            f"{last_stable_step(before)} or earlier"
+        )
+    return [line]

@@ -25,13 +25,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.resume import find_checkpoint, is_finished, open_run, restore
-from checkpoint.save import check_finite, emergency_save, save, save_if_best
-from checkpoint.state import SavedState, State
+from checkpoint.save import emergency_save, log_steps, save, save_if_best
+from checkpoint.state import Figures, SavedState, State
 from checkpoint.weights import build_model
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from inference.evaluation import Evaluation, is_due
-from optimizer import clip_gradients, learning_rate, make_optimizers
+from optimizer import clip_gradients, describe_rate_change, learning_rate, make_optimizers
+from runtime.clock import mark_time
 from runtime.device import (
     choose_device,
     ddp_options,
@@ -40,11 +41,10 @@ from runtime.device import (
     matmul_dtype,
     memory_before_mb,
     recompute_cheap_operations,
-    synchronize,
     usable_precision,
 )
 from runtime.errors import TrainingError, reported
-from runtime.runlog import LogRow, RunFolder
+from runtime.runlog import RunFolder
 from runtime.signals import StopRequest, end_unfinished
 from runtime.start import trim_memory_if_short
 from runtime.world import World, joined_world, no_sync
@@ -140,7 +140,7 @@ def setup(
     # AdamW with its weight-decay groups; with fused_adamw one kernel updates all parameters,
     # 93 -> 90 ms. Flash attention (130 -> 97 ms) and the padded vocabulary (97 -> 93 ms) are in
     # model.py.
-    optimizers, counts = make_optimizers(model, config)
+    optimizers, counts = make_optimizers(model, config, world.rank, world.world_size)
     state = State(model, optimizers, scaler, memory_before)
     notes += counts
 
@@ -175,11 +175,11 @@ def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, T
     return loader, val
 
 
-def train_step(run: Run, step: int) -> tuple[float, float]:
+def train_step(run: Run, step: int) -> Figures[Tensor]:
     """Take one step of the run; steps count from 1.
 
-    Returns the loss, the mean over all micro-steps and ranks in nats per token, and the norm of
-    the gradient before clipping. Where one of them is not finite, no weight changes.
+    Returns its figures on the device, where they may not be computed yet: reading one waits for
+    it. If the loss or the norm is not finite, no weight changes.
     """
     config, state, losses = run.config, run.state, []
     accumulation = config.accumulation_steps(run.world.world_size)
@@ -199,11 +199,11 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
     # Clipping: the gradient of a bad batch is scaled down to a norm of grad_clip, so that it
     # cannot throw the weights far off.
     total_norm = clip_gradients(state.model, config.grad_clip)
-    metrics = run.world.all_reduce_metrics(torch.stack(losses).sum(), total_norm)
+    figures = Figures(*run.world.all_reduce_metrics(torch.stack(losses).sum(), total_norm))
 
     # Warm-up and schedule: the learning rate of this step, in each group times its own factor.
     lr = learning_rate(step, config, state.seconds)
-    updates = state.begin_update(metrics, config)  # unless not finite, or a spike
+    updates = state.begin_update(figures, config)  # unless not finite, or a spike
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
@@ -211,33 +211,50 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
             state.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
-    # Last, so that a GPU has the update to do while Python waits for the two figures.
-    mean_loss, norm = metrics.tolist()
-    return mean_loss, norm
+    return figures
 
 
-def timed_step(run: Run, step: int) -> tuple[float, float, float]:
-    """Take one step; returns its loss, its norm, and the seconds that it took and nothing else."""
-    # A GPU is still working when Python is done: both readings of the clock wait for it.
-    synchronize(run.world.device)
-    start = time.perf_counter()
-    loss, norm = train_step(run, step)
-    synchronize(run.world.device)
-    return loss, norm, time.perf_counter() - start
+def take_step(run: Run, stop: StopRequest | None = None) -> None:
+    """Take the next step. A GPU is not waited for: `State.settle` reads the step's figures."""
+    config, state, device = run.config, run.state, run.world.device
+    trim_memory_if_short(device.type)
+    step = state.begin_step(device)
+    lr = learning_rate(step, config, state.seconds)
+    start = mark_time(device)
+    figures = train_step(run, step)
+    # With the figures every rank learns whether any was asked to stop.
+    asked = torch.full((), bool(stop and stop.received), device=device)
+    state.end_step(lr, figures, run.world.all_reduce_metrics(asked)[0], start)
+    if device.type != "cuda":
+        state.settle(config)
 
 
-def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stopping: bool) -> None:
-    """Save, evaluate and sample where it is due: before the first step and after every one."""
-    config, state = run.config, run.state
+def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
+    """Log; save, evaluate and sample if it is due: before the first step and after every one.
+
+    Raises TrainingError if the last step was left out.
+    """
+    config, state, world = run.config, run.state, run.world
     step, last = state.step, state.is_over(config)
+    every = (config.checkpoint_every, config.eval_every, config.hellaswag_every)
+    if last or state.stopping or any(is_due(n, step, last) for n in (*every, config.sample_every)):
+        state.settle(config)  # otherwise a GPU already computes the next step by then
+    problem = log_steps(folder, state, config, world)
+    stopping = state.stopping and not last  # the last step ends the run anyway
     # A run that ends always saves, so that no step is lost.
     if last or stopping or is_due(config.checkpoint_every, step, last):
-        save(folder, state, config, run.world)
+        save(folder, state, config, world)
     if not stopping:  # whoever asks a run to stop may not wait for an evaluation
         val_loss = evaluation.validate(step, last)
-        save_if_best(val_loss, folder, state, config, run.world)
+        save_if_best(val_loss, folder, state, config, world)
         evaluation.score_hellaswag(step, last)
         evaluation.sample(step, last)
+    # Saved, but not done: the exit status has to show that.
+    if last and problem:
+        raise TrainingError(
+            f"step {step}, the last one, was left out: {problem}; resume with a larger --max_steps"
+            f"{'' if config.fp16 else ' and a lower --lr'}"
+        )
 
 
 def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
@@ -249,6 +266,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     """
     stop = stop or StopRequest()
     resumed, config, notes = find_checkpoint(config, world)
+    if resumed:
+        notes += describe_rate_change(config, resumed.config, resumed.step, resumed.seconds)
     path = Path(config.log_dir) / str(config.run_name)
     folder = RunFolder(path, world.rank, config.advice(), config.trackers())
     if resumed and is_finished(resumed, folder, config, world):
@@ -272,44 +291,21 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
 
 def take_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stop: StopRequest) -> None:
-    """Take steps to the last one, or until a rank is asked to stop; log each.
+    """Take steps to the last one, or until a rank is asked to stop.
 
     Raises TrainingError if the last one was left out.
     """
     config, state, world = run.config, run.state, run.world
-    stopping = left_out = False
     began = time.perf_counter() - state.seconds
     while True:
         # First, so that a fresh start, a resumed run and the end take the same path.
-        between_steps(run, folder, evaluation, stopping)
-        # Saved, but not done: whoever reads only the exit status must see that.
-        if left_out and state.is_over(config):
-            raise TrainingError(
-                f"step {state.step}, the last one, was left out: its loss or norm is not finite; "
-                f"resume with a larger --max_steps and a lower --lr"
-            )
-        if stopping or state.is_over(config):
+        between_steps(run, folder, evaluation)
+        if state.stopping or state.is_over(config):
             return
-
-        # The step, with the state of the generators kept for a fault in the middle of it.
-        trim_memory_if_short()
         stop.has_begun = True
-        step = state.begin_step(world.device)
-        loss, norm, seconds = timed_step(run, step)
-        lr = learning_rate(step, config, state.seconds)
-        unusual = state.finish_step(step, loss, norm, seconds, config)
+        take_step(run, stop)
         if config.max_minutes:
             state.seconds = world.broadcast(time.perf_counter() - began)
-
-        # What it computed: finite, or left out; the same decision on all ranks.
-        left_out = not check_finite(loss, norm, lr, folder, state, config)
-        last = state.is_over(config)
-        stopping = world.any(stop.received is not None) and not last  # which ends by itself
-        if stopping or left_out or last or step == 1 or step % config.log_every == 0:
-            tokens_per_sec = config.tokens_per_step(world.world_size) / seconds
-            row = LogRow(step, loss, lr, norm, seconds * 1e3, tokens_per_sec)
-            folder.log(row, config.last_step)
-        folder.message(*unusual)
 
 
 def main(config: Config) -> None:

@@ -48,7 +48,8 @@ def restore(
             f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or begin a new run"
         )
     load_optimizers(saved.folder, state.model, state.optimizers)
-    # Without state only if all steps were left out; in fp16 the scaler counts those since it did.
+    # Without state only if all steps were left out. In fp16 earlier versions did not count them:
+    # their scaler's growth_tracker was then 0.
     updated = saved.step > saved.skipped_steps and saved.scaler.get("_growth_tracker", 1)
     if updated and not state.optimizers[0].state:
         raise CheckpointError(f"{saved.folder}: the optimizer's state is missing")
@@ -58,7 +59,8 @@ def restore(
             state.scaler.load_state_dict(saved.scaler)
         if world.rank < len(saved.random):  # a rank that is new keeps its seed
             put_random_state(saved.random[world.rank], world.device)
-    for name in ("step", "best_val_loss", "skipped_steps", "skipped_spikes", "seconds"):
+    counts = "step best_val_loss skipped_steps skipped_overflows skipped_spikes seconds"
+    for name in counts.split():
         setattr(state, name, getattr(saved, name))
     state.recent, state.checkpoint = Recent(saved.recent), saved.folder
 

@@ -1,6 +1,7 @@
 """Save checkpoints: when a run asks for it, the best one, and the last whole step after a fault."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from checkpoint.files import (
     MODEL,
@@ -24,12 +26,12 @@ from checkpoint.files import (
     write_shards,
     write_tensors,
 )
-from checkpoint.state import SavedState, State, take_random_state
+from checkpoint.state import SavedState, State, TakenStep, take_random_state
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
 from runtime.files import delete, flush_to_disk, sha256, whole_folder, write_whole
-from runtime.runlog import RunFolder, all_checkpoints, not_kept, step_of
-from runtime.world import World
+from runtime.runlog import LogRow, RunFolder, all_checkpoints, not_kept, step_of
+from runtime.world import World, describe_ranks
 
 
 class NotSavedError(CheckpointError):
@@ -42,15 +44,25 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     """Save the run's state, but not before the first step, twice, or with `keep_last` 0.
 
     All ranks have to call this. Afterwards `state.checkpoint` is the folder. Raises TrainingError
-    for weights that are not finite, NotSavedError if the disk takes no checkpoint.
+    for weights that are not finite or differ between ranks, NotSavedError if the disk takes no
+    checkpoint.
     """
     if state.is_saved or not (state.step and config.keep_last):
         return
-    # Their sum: isfinite of all weights would take as much memory as the largest matrix.
-    if world.any(not all(own_part(p).sum().isfinite() for p in state.model.parameters())):
+    # Sums of weights: isfinite of a weight would allocate a mask of its size.
+    sums = world.gather(torch.stack([own_part(p).sum() for p in state.model.parameters()]).tolist())
+    if not all(map(math.isfinite, itertools.chain(*sums))):
         raise TrainingError(
             f"step {state.step}: the weights are no longer finite and are not saved; "
             f"{hint(run.path, config.lr)}"
+        )
+    # With FSDP each rank has a shard; ranks with other GPUs may round differently (world.notes).
+    others = [rank for rank, theirs in enumerate(sums) if theirs != sums[0]]
+    if others and not (config.fsdp or world.notes):
+        raise TrainingError(
+            f"step {state.step}: {describe_ranks(others)} and rank 0 have different weights, which "
+            f"are not saved; a GPU or the network may be faulty; --resume auto resumes from the "
+            f"last checkpoint"
         )
     tokens_per_step = config.tokens_per_step(world.world_size)
     options = config.model_dump(mode="json")
@@ -178,26 +190,48 @@ def hint(run: Path, lr: float) -> str:
     return f"{advice}; {command} resumes from its last checkpoint"
 
 
-def check_finite(
-    loss: float, norm: float, lr: float, run: RunFolder, state: State, config: Config
-) -> bool:
-    """Return whether the step changed the weights.
+def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str:
+    """Log the steps whose figures are read; returns why the last one's update was left out, if so.
 
-    It did not where loss or norm is not finite. Raises TrainingError after more such steps than
-    `skip_nonfinite`. An overflow in fp16 is none: the scaler halves its scale and goes on.
+    Raises TrainingError after more updates with a loss or norm that is not finite than
+    `skip_nonfinite`. An overflow in fp16 does not count: the scaler halves its scale.
     """
-    overflow = config.fp16 and math.isfinite(loss) and state.scaler.get_scale() >= 0.5
-    if math.isfinite(loss + norm) or overflow:
-        return True
+    problem = ""
+    while state.taken:
+        taken = state.taken.popleft()
+        step, figures = taken.step, taken.figures
+        problem = skipped(taken, run, state, config)
+        ends = step == state.step and (state.stopping or state.is_over(config))
+        if ends or problem or step == 1 or step % config.log_every == 0:
+            tokens_per_sec = config.tokens_per_step(world.world_size) / taken.seconds
+            dt_ms = taken.seconds * 1e3
+            row = LogRow(step, figures.loss, taken.lr, figures.norm, dt_ms, tokens_per_sec)
+            run.log(row, config.last_step)
+        run.message(*taken.notes)
+    return problem
+
+
+def skipped(taken: TakenStep, run: RunFolder, state: State, config: Config) -> str:
+    """Count a step whose update was left out; returns why it was, "" if it was not. Raises
+    TrainingError as `log_steps` does.
+    """
+    loss, norm = taken.figures.loss, taken.figures.norm
+    if math.isfinite(loss + norm):
+        return ""
+    state.skipped_steps += 1
+    if taken.overflowed:
+        state.skipped_overflows += 1
+        return "its gradients overflow in fp16"
     problem = (
-        f"step {state.step}: the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"
+        f"step {taken.step}: the loss is {loss}, the gradient norm {norm}, the learning rate "
+        f"{taken.lr:g}"
     )
-    if state.skipped_steps == config.skip_nonfinite:
+    count = state.skipped_steps - state.skipped_overflows
+    if count > config.skip_nonfinite:
         instead = ", or bf16 instead of fp16" * config.fp16
         raise TrainingError(f"{problem}; {hint(run.path, config.lr)}{instead}")
-    state.skipped_steps += 1
-    run.message(f"{problem}: left out, {state.skipped_steps} of {config.skip_nonfinite}")
-    return False
+    run.message(f"{problem}: left out, {count} of {config.skip_nonfinite}")
+    return "its loss or norm is not finite"
 
 
 @contextlib.contextmanager
@@ -219,6 +253,9 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
                 # The traceback holds the step's activations, and memory may be what lacks.
                 traceback.clear_frames(error.__traceback__)
                 state.undo_step(world.device)
+                state.settle(config)
+                with contextlib.suppress(OSError):  # the checkpoint has the row, run.not_logged
+                    log_steps(run, state, config, world)
                 save(run, state, config, world)
             except Exception as another:
                 if not state.is_saved:

@@ -3,9 +3,10 @@
 import base64
 import math
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,16 +16,39 @@ from torch import Tensor
 from checkpoint.files import STATE, Tensors, read_json, reading, verify
 from config import Config
 from model import GPT
-from runtime.recent import Recent
+from runtime.clock import mark_time, seconds_between
+from runtime.recent import NO_LIMITS, Recent
 from runtime.runlog import LogRow, step_of
+
+T = TypeVar("T", Tensor, float)
+
+
+class Figures(NamedTuple, Generic[T]):
+    """Figures of a step: tensors () on the device, or numbers once they are read. To add a figure,
+    add a field.
+    """
+
+    loss: T  # mean over all micro-steps and ranks, in nats per token
+    norm: T  # norm of the gradient before clipping
+
+
+class TakenStep(NamedTuple):
+    """A step whose figures are read."""
+
+    step: int  # from 1
+    lr: float
+    figures: Figures[float]
+    seconds: float
+    overflowed: bool  # gradients overflowed in fp16, so the scaler skipped the update
+    notes: list[str]  # lines on a spike, an overflow or a slow step
 
 
 @dataclass
 class State:
-    """Hold all that changes from step to step but the random states, which belong to the process.
+    """Everything that changes from step to step, except the random states of the process.
 
-    Between `begin_step` and `finish_step` it is that of the step before until the update begins,
-    and then neither that one nor the next.
+    A step changes it from `begin_update` to `end_step`. On CUDA the figures of a step are read
+    later, by `settle`: in the next step's `begin_update`, or at once if they are needed.
     """
 
     model: GPT  # without torch.compile and DDP; sharded, with FSDP
@@ -34,6 +58,7 @@ class State:
     corpus: str = ""  # fingerprint of the training tokens
     step: int = 0  # steps taken
     skipped_steps: int = 0  # of these, left out because loss or norm was not finite
+    skipped_overflows: int = 0  # skipped_steps because of an overflow in fp16
     skipped_spikes: int = 0  # of these, left out because loss or norm was far above the others'
     seconds: float = 0.0  # since the first step began, where max_minutes ends the run
     recent: Recent = field(default_factory=Recent)
@@ -43,6 +68,10 @@ class State:
     # of the steps that this process has taken
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
+    stopping: bool = False  # a rank was asked to stop
+    taken: deque[TakenStep] = field(default_factory=deque)  # counted, not logged yet
+    # the latest step until `settle`: learning rate, figures, when it began and ended
+    pending: tuple[float, Tensor, Any, Any] | None = None
     # when the latest step began: steps taken, and the random states of this process
     before_step: tuple[int, dict[str, Any]] | None = None
 
@@ -56,38 +85,61 @@ class State:
         self.before_step = self.step, take_random_state(device)
         return self.step + 1
 
-    def begin_update(self, metrics: Tensor, config: Config) -> bool:
+    def begin_update(self, figures: Figures[Tensor], config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
 
-        metrics: loss and norm (2,), the same on all ranks. Fused AdamW leaves an update out by
-        itself where they are not finite, so nothing has to wait for the device; in fp16 the scaler
-        judges.
+        There is none if loss or norm is not finite, or a spike that `skip_spikes` leaves out. Fused
+        AdamW skips such an update on the device, so nothing has to wait; in fp16 the scaler tells
+        it. Other optimizers wait for the two figures.
         """
+        # The device computes this step's gradients meanwhile, so it is not idle.
+        self.settle(config)
+        skips_spikes = self.skipped_spikes < config.skip_spikes
+        limits = self.recent.limits() if skips_spikes else NO_LIMITS
         adamw, *muon = self.optimizers
-        reads_first = muon or config.fp16 or config.fsdp or config.skip_spikes
-        if adamw.defaults["fused"] and not reads_first and metrics.device.type in ("cpu", "cuda"):
+        reads_first = muon or config.fsdp or (config.fp16 and config.skip_spikes)
+        if adamw.defaults["fused"] and not reads_first and figures.loss.device.type != "mps":
+            is_sound = (figures.loss <= limits[0]) & (figures.norm <= limits[1])  # not if nan
             # The kernel leaves all as it is where this is 1; GradScaler sets it too.
-            adamw.found_inf = (~metrics.isfinite().all()).float()  # type: ignore[attr-defined]
+            adamw.found_inf = (~is_sound).float()  # type: ignore[attr-defined]
             self.is_updating = True
         else:
-            loss, norm = metrics.tolist()
-            is_spike = self.skipped_spikes < config.skip_spikes and self.recent.spikes(loss, norm)
-            self.is_updating = not is_spike if math.isfinite(loss + norm) else config.fp16
+            loss, norm, *_ = torch.stack(figures).tolist()
+            self.is_updating = loss <= limits[0] and norm <= limits[1]
         return self.is_updating
 
-    def finish_step(
-        self, step: int, loss: float, norm: float, seconds: float, config: Config
-    ) -> list[str]:
-        """Count a step whose update is complete; returns what is unusual about it, in words."""
-        unusual = self.recent.spikes(loss, norm)
-        if unusual and self.skipped_spikes < config.skip_spikes:
-            self.skipped_spikes += 1
-            unusual[-1] += f": left out, {self.skipped_spikes} of {config.skip_spikes}"
-        unusual += self.recent.slowness(seconds)
+    def end_step(self, lr: float, figures: Figures[Tensor], asked: Tensor, start: Any) -> None:
+        """Count a step whose update is under way. `asked`: above 0 if a rank was asked to stop."""
+        values = torch.stack([*figures, asked]).to("cpu", non_blocking=True)
+        self.pending = lr, values, start, mark_time(asked.device)
+        self.step, self.is_updating = self.step + 1, False
+
+    def settle(self, config: Config) -> None:
+        """Wait for the figures of the latest step, unless they are read, and add it to `taken`."""
+        if self.pending is None:
+            return
+        lr, values, start, end = self.pending
+        self.pending, seconds = None, seconds_between(start, end)
+        *numbers, asked = values.tolist()
+        figures = Figures(*numbers)
+        loss, norm = figures.loss, figures.norm
+        self.stopping = self.stopping or asked > 0
+        notes, overflowed = [], False
+        if math.isfinite(loss + norm):
+            notes = self.recent.spikes(loss, norm)
+            if notes and self.skipped_spikes < config.skip_spikes:
+                self.skipped_spikes += 1
+                notes[-1] += f": left out, {self.skipped_spikes} of {config.skip_spikes}"
+        # The scaler halves its scale at an overflow. If that does not help, the model is at fault.
+        elif config.fp16 and math.isfinite(loss) and (scale := self.scaler.get_scale()) >= 0.5:
+            overflowed = True
+            notes = [f"fp16 overflow, update skipped; loss scale now {scale:.10g}"]
+        notes += self.recent.slowness(seconds)
         self.recent.add(loss, norm, seconds)
         self.step_seconds.append(seconds)
-        self.step, self.last_loss, self.is_updating = step, loss, False
-        return [f"step {step}: {line}" for line in unusual]
+        self.last_loss = loss
+        notes = [f"step {self.step}: {note}" for note in notes]
+        self.taken.append(TakenStep(self.step, lr, figures, seconds, overflowed, notes))
 
     def next_steps(self, config: Config) -> range:
         """Return the numbers of the steps to come: without end where the clock ends the run."""
@@ -158,7 +210,8 @@ class SavedState(BaseModel):
     tokens_per_step: int = Field(ge=1)
     best_val_loss: float | None
     skipped_steps: int
-    skipped_spikes: int = 0  # these three are not in checkpoints of an earlier version
+    skipped_overflows: int = 0  # these four are not in checkpoints of an earlier version
+    skipped_spikes: int = 0
     seconds: float = 0.0
     recent: list[tuple[float, float]] = []
     corpus: str  # the training tokens' fingerprint

@@ -58,7 +58,7 @@ def ending_losses(
     losses: dict[Row, float] = {}
     with evaluating(model):
         for batch in with_progress(batches, "HellaSwag", world):
-            trim_memory_if_short()
+            trim_memory_if_short(world.device.type)
             tokens, scored = (t.to(world.device) for t in padded(batch))
             # most tokens are a context's: they do without the head, a third of the work
             logits = model(tokens[:, :-1], where=scored[:, 1:])  # (tokens scored, V)

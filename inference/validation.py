@@ -69,7 +69,7 @@ def validation_loss(
     at_once, total = batch_size * world.world_size, 0.0  # of all ranks
     with evaluating(model):
         for first in with_progress(range(0, sequences, at_once), "validation loss", world):
-            trim_memory_if_short()
+            trim_memory_if_short(world.device.type)
             batch = range(sequences)[first : first + at_once][world.rank :: world.world_size]
             # With FSDP a rank without sequences has to take part all the same: with one that does
             # not count.

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 WINDOW = 128  # steps
+NO_LIMITS = 2 * [np.finfo(np.float32).max.item()]
 SIGMAS = 6.0  # standard deviations above the mean, from which a loss or norm is a spike
 SLOW = 3.0  # times the median, from which a step is slow
 FEWEST = 16  # times that make a median
@@ -19,18 +20,27 @@ class Recent:
         self.figures = deque(figures, maxlen=WINDOW)
         self._seconds = deque[float](maxlen=WINDOW)
 
-    def spikes(self, loss: float, norm: float) -> list[str]:
-        """Return in words which of the two is far above those of the last 128 steps."""
+    def limits(self) -> list[float]:
+        """Return the loss and the norm above which the next step is a spike, rounded to float32.
+
+        So a device that compares in float32 agrees with `spikes`.
+        """
         if len(self.figures) < WINDOW:
-            return []
+            return NO_LIMITS
         means, deviations = np.mean(self.figures, axis=0), np.std(self.figures, axis=0)
+        limits = np.where(deviations > 0, means + SIGMAS * deviations, NO_LIMITS)
+        return limits.astype(np.float32).tolist()
+
+    def spikes(self, loss: float, norm: float) -> list[str]:
+        """Return a line for each of the two that is above its limit."""
+        seen = zip(*self.figures, strict=True)
         return [
-            f"{name} {value:.4f}, {(value - mean) / deviation:.0f} standard deviations above the "
-            f"mean {mean:.4f} of the last {WINDOW} steps"
-            for name, value, mean, deviation in zip(
-                ("loss", "norm"), (loss, norm), means, deviations, strict=True
+            f"{name} {value:.4f}, {(value - np.mean(others)) / np.std(others):.0f} standard "
+            f"deviations above the mean {np.mean(others):.4f} of the last {WINDOW} steps"
+            for name, value, limit, others in zip(
+                ("loss", "norm"), (loss, norm), self.limits(), seen, strict=False
             )
-            if value - mean > SIGMAS * deviation > 0
+            if value > limit
         ]
 
     def slowness(self, seconds: float) -> list[str]:

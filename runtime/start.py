@@ -108,14 +108,15 @@ def retain_freed_memory() -> None:
         libc.mallopt(M_ARENA_MAX, 1)  # one heap for all threads: what one frees serves the others
 
 
-def trim_memory_if_short() -> None:
+def trim_memory_if_short(device: str = "cpu") -> None:
     """Return retained memory to the system, and retain no more, if memory is short.
 
     It is where less is left than half of what the run's ranks on this machine have: retaining
-    might take that much more. Call it between two steps.
+    might take that much more. Call it between two steps. A GPU has memory of its own, and would
+    wait for this.
     """
     ranks = launch().local_world_size
-    if (libc := _glibc()) and memory_left() < ranks * resident_memory() / 2:
+    if device == "cpu" and (libc := _glibc()) and memory_left() < ranks * resident_memory() / 2:
         libc.mallopt(M_MMAP_MAX, 2**16)  # what glibc itself sets after some large buffers
         libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)

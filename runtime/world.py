@@ -100,9 +100,9 @@ class World:
         """Return True if the flag is set on any rank. All ranks have to call this."""
         return self.sum(flag) > 0
 
-    def all_reduce_metrics(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Return the means of loss and norm over all ranks (2,), on the device."""
-        metrics = torch.stack((loss.float(), norm.float()))
+    def all_reduce_metrics(self, *metrics_here: Tensor) -> Tensor:
+        """Return the means of metrics () over all ranks, (metrics,), on the device."""
+        metrics = torch.stack([metric.float() for metric in metrics_here])
         if self.distributed:
             dist.all_reduce(metrics)  # a sum: gloo has no average
             metrics /= self.world_size

@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,7 @@ class CountWaits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.queued = 0  # operations that the device was given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Leave DTensors to their own class, which computes with those that they consist of."""
@@ -97,7 +99,30 @@ class CountWaits(TorchDispatchMode):
         kwargs = kwargs or {}
         if waits_for_device(func, args, kwargs):
             self.waits.append(func.__name__)
+        self.queued += is_on_gpu(args, kwargs) and not func.is_view
         return compute(func, args, kwargs)
+
+
+class Event:
+    """A torch.cuda.Event.
+
+    A wait for it is named "event" if the device has more to do after it, else "synchronize".
+    """
+
+    def __init__(self, mode: CountWaits):
+        self._mode = mode
+
+    def record(self, *_: Any) -> None:
+        """Note the time, and how much the device has to do until it."""
+        self._queued, self._time = self._mode.queued, time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Count a wait."""
+        self._mode.waits.append("event" if self._mode.queued > self._queued else "synchronize")
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Return milliseconds."""
+        return 1e3 * (end._time - self._time)
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
@@ -219,12 +244,13 @@ def fake_cuda() -> Iterator[list[str]]:
         mode.waits.append("synchronize")
 
     stream = MagicMock(**{"synchronize.side_effect": synchronize})
-    streams = dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), stream)
+    streams = dict.fromkeys(("Stream", "current_stream", "default_stream"), stream)
     kinds: list[Any] = torch.utils._foreach_utils._foreach_supported_types
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_h200())
         stack.enter_context(answering(**streams, stream=contextlib.nullcontext()))
-        stack.enter_context(patch.multiple(torch.cuda, synchronize=synchronize))
+        new_event = lambda **_: Event(mode)  # noqa: E731
+        stack.enter_context(patch.multiple(torch.cuda, synchronize=synchronize, Event=new_event))
         stack.enter_context(patch.multiple(F, scaled_dot_product_attention=attention))
         stack.enter_context(patch.multiple(Tensor, pin_memory=pinned))
         stack.enter_context(patch.multiple(torch, compile=lambda function, **_: function))

@@ -123,16 +123,16 @@ def plant(name: str, folder: str) -> None:
     """Train the first half of the quickstart with a mistake."""
     values, patch = MISTAKES[name]
     config = load_config("quickstart.yaml", **values, log_dir=folder, keep_last=0, sample_every=0)
-    original, end = train.timed_step, config.max_steps // 2
+    original, end = train.take_step, config.max_steps // 2
 
-    def timed_step(run: train.Run, step: int) -> tuple[float, float, float]:
-        if step > end:
+    def take_step(run: train.Run, *args: Any) -> None:
+        if run.state.step == end:
             raise KeyboardInterrupt
-        return original(run, step)
+        original(run, *args)
 
     with (
         patch(),
-        mock.patch.object(train, "timed_step", timed_step),
+        mock.patch.object(train, "take_step", take_step),
         contextlib.suppress(KeyboardInterrupt),
     ):
         train.train(config, World(torch.device("cpu")))

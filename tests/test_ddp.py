@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from checkpoint.resume import newest_whole_checkpoint
 from checkpoint.weights import load_model
 from optimizer import learning_rate
 from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
@@ -127,13 +128,49 @@ def test_gradients_are_averaged_once_a_step_and_each_process_drops_other_element
     assert all(0.4 < share < 0.6 for _, share in masks)
 
 
+DIFFER = """if True:
+    import sys
+    from pathlib import Path
+    import torch
+    import train
+    from runtime.errors import reported
+    from runtime.world import joined_world
+    from tests.conftest import at_step, tiny_run
+
+    class Patch:
+        setattr = staticmethod(setattr)
+
+    def drift(step, model):
+        if step == 3 and world.rank == 1:
+            next(model.parameters()).data[0, 0] += 1e-3
+
+    at_step(Patch, drift)
+    with reported("here"), joined_world(torch.device("cpu"), timeout=100) as world:
+        train.train(tiny_run(Path.cwd(), checkpoint_every=2, optimizer=sys.argv[1]), world)
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weights_that_differ_between_ranks_are_not_saved_and_end_the_run_on_all(
+    optimizer, tmp_path, here
+):
+    write_tiny_corpus(tmp_path)
+    for done in run_ranks(2, "-c", DIFFER, optimizer, cwd=tmp_path):
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+    said = (here / "console.log").read_text().splitlines()[-1]
+    assert said.startswith("error: step 4: rank 1 and rank 0 have different weights")
+    assert newest_whole_checkpoint(here)[0].step == 2
+
+
 def test_by_the_clock_of_rank_0_all_ranks_end_after_the_same_step(tmp_path):
     """Each reading of a rank's clock is later by half a second, on rank 1 by a whole one."""
     write_tiny_corpus(tmp_path)
     clock = """
-        import itertools, types, train as train_module
+        import itertools, types, runtime.clock, train as train_module
         ticks = itertools.count(step=0.5 * (1 + world.rank))
-        train_module.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
+        clock = types.SimpleNamespace(perf_counter=lambda: next(ticks))
+        train_module.time = runtime.clock.time = clock
         for options"""
     options = SMALL | {"batch_size": 6, "max_minutes": 0.1, "run_name": "clock"}
     options |= {"lr_schedule": "cosine"}

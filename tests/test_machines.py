@@ -165,8 +165,8 @@ import os, runpy, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 import summary
-import optimizer
 import runtime.signals
+from checkpoint.state import State
 
 os.getppid = lambda: int(os.environ["AGENT"])  # it is forked, and no child of torchrun
 summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the run
@@ -177,15 +177,15 @@ class StopRequest(runtime.signals.StopRequest):
         super().__init__()
         stops.append(self)
 
-real = optimizer.learning_rate
+real = State.begin_step
 
-def learning_rate(step, config, seconds):
+def begin_step(state, device):
     limit = Path(__file__).with_name("limit")
-    while step > int(limit.read_text()) and not any(stop.received for stop in stops):
+    while state.step >= int(limit.read_text()) and not any(stop.received for stop in stops):
         time.sleep(0.02)
-    return real(step, config, seconds)
+    return real(state, device)
 
-optimizer.learning_rate = learning_rate
+State.begin_step = begin_step
 runtime.signals.StopRequest = StopRequest
 sys.argv[0] = {str(ROOT / "train.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")

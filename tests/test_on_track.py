@@ -13,6 +13,7 @@ from checkpoint.files import read_tensors
 from config import load_config
 from inference.reference import Reference
 from optimizer import learning_rate
+from runtime import clock as clock_module
 from runtime import recent
 from runtime.recent import Recent
 from runtime.report import project_files
@@ -201,7 +202,8 @@ def test_a_run_resumed_before_a_spike_judges_it_like_an_undisturbed_one(
 def clock(monkeypatch):
     """A clock by which each step takes a second, and nothing else does."""
     clock = Clock()
-    monkeypatch.setattr(train_module, "time", clock)
+    for module in (train_module, clock_module):
+        monkeypatch.setattr(module, "time", clock)
     at_step(monkeypatch, lambda *_: clock.wait(1.0))
 
 

@@ -10,8 +10,14 @@ import torch
 import optimizer
 from config import load_config
 from model import GPT, GPTConfig
-from optimizer import Muon, learning_rate, make_optimizers, orthogonalize
-from tests.conftest import ROOT
+from optimizer import (
+    Muon,
+    describe_rate_change,
+    learning_rate,
+    make_optimizers,
+    orthogonalize,
+)
+from tests.conftest import ROOT, run_ranks
 
 
 def rates(**options):
@@ -52,6 +58,49 @@ def test_cosine_gives_every_rate_of_the_published_a100_logs_to_the_last_digit(st
         published = {int(row["step"]): row["lr"] for row in csv.DictReader(file)}
     assert len(published) == 50
     assert {step: f"{learning_rate(step, config):.6f}" for step in published} == published
+
+
+JUMPS = {
+    "cosine, stretched": (
+        {"lr_schedule": "cosine", "max_steps": 100},
+        {"max_steps": 200},
+        100,
+        "0.00055, it was 0.0001 at step 100 (max_steps 100 -> 200 stretches cosine)",
+    ),
+    "cosine, stretched in the middle": (
+        {"lr_schedule": "cosine", "max_steps": 100},
+        {"max_steps": 200},
+        50,
+        "0.000868, it was 0.000564 at step 50 (max_steps 100 -> 200 stretches cosine)",
+    ),
+    "wsd, after its decay": (
+        {"lr_schedule": "wsd", "max_steps": 100, "wsd_decay_fraction": 0.3},
+        {"max_steps": 200},
+        100,
+        "0.001, it was 0.0001 at step 100 (max_steps 100 -> 200 stretches wsd); to train longer "
+        "with wsd, resume from a checkpoint before the decay began: step 70 or earlier",
+    ),
+    "wsd, before its decay": ({"lr_schedule": "wsd", "max_steps": 100}, {"max_steps": 200}, 50, ""),
+    "by the clock": (
+        {"lr_schedule": "cosine", "max_minutes": 1},
+        {"max_minutes": 2},
+        100,
+        "0.00055, it was 0.0001 at step 100 (max_minutes 1.0 -> 2.0 stretches cosine)",
+    ),
+    "another rate": ({}, {"lr": 5e-4}, 10, "0.0005, it was 0.001 at step 10"),
+    "a constant rate": ({"max_steps": 100}, {"max_steps": 200}, 100, ""),
+    "in the warm-up": ({"warmup_steps": 50, "lr_schedule": "cosine"}, {"log_every": 5}, 1, ""),
+}
+
+
+@pytest.mark.parametrize(("options", "changed", "step", "line"), JUMPS.values(), ids=JUMPS)
+def test_a_rate_that_jumps_at_a_resume_is_told_from_what_to_what_and_why(
+    options, changed, step, line
+):
+    options = {"lr": 1e-3, "min_lr": 1e-4} | options
+    before, now = load_config(**options), load_config(**options | changed)
+    told = describe_rate_change(now, before.model_dump(mode="json"), step, 60.0)
+    assert told == ([f"the learning rate of step {step + 1} is {line}"] if line else [])
 
 
 # ---- parameter groups
@@ -191,3 +240,37 @@ def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):
         muon.step()
         expected += (1 - momentum) * (1 - expected)
         assert muon.state[p]["momentum_buffer"].flatten()[0] == pytest.approx(expected, rel=1e-4)
+
+
+# on every rank: three steps with a share of the matrices, and the same alone
+SHARED = """if True:
+    import torch
+    from optimizer import Muon
+    from runtime.world import joined_world
+
+    def steps(**ranks):
+        torch.manual_seed(0)
+        shapes = {3: [(96, 48)] * 3, 1: [(48, 96)] * 2 + [(96, 48)] + [(64, 64)]}
+        groups = [
+            {"params": [torch.nn.Parameter(torch.randn(shape)) for shape in each], "parts": parts}
+            for parts, each in shapes.items()
+        ]
+        params = [p for group in groups for p in group["params"]]
+        muon = Muon(groups, lr=0.02, weight_decay=0.01, **ranks)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            muon.step()
+        return [*params, *(muon.state[p]["momentum_buffer"] for p in params)]
+
+    with joined_world(torch.device("cpu"), timeout=60) as world:
+        shared = steps(rank=world.rank, world_size=world.world_size)
+        assert all(map(torch.equal, shared, steps())), world.rank
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_muons_matrices_have_the_weights_of_one_to_the_last_bit(ranks, tmp_path):
+    """Of one shape there are nine matrices, of others three and one: no share is even."""
+    for done in run_ranks(ranks, "-c", SHARED, cwd=tmp_path):
+        assert done.returncode == 0, done.stderr

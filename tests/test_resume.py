@@ -278,6 +278,7 @@ def test_options_that_may_change_are_said(go, here, capsys):
         "total_batch_tokens None -> 128",
     ):
         assert change in output
+    assert "note: the learning rate of step 7 is 0.0001, it was 0.0003 at step 6\n" in output
     assert log(here)[-1][2] == "0.0001"
 
 

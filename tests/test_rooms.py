@@ -3,9 +3,7 @@
 import ast
 import functools
 import graphlib
-import io
 import re
-import tokenize
 
 import pytest
 
@@ -113,17 +111,6 @@ def test_options_errors_reports_and_the_ladder_do_without_torch():
 def test_one_line_in_eight_of_the_recipe_is_a_comment(name):
     lines = [line.strip() for line in text_of(name).splitlines() if line.strip()]
     assert sum(line.startswith("#") for line in lines) >= 0.12 * len(lines)
-
-
-def test_the_recipes_functions_are_short():
-    """In Python tokens, which no way of laying lines out changes."""
-    free = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    for node in ast.walk(tree("train.py")):
-        if isinstance(node, ast.FunctionDef):
-            source = io.StringIO(ast.get_source_segment(text_of("train.py"), node))
-            tokens = tokenize.generate_tokens(source.readline)
-            count = sum(token.type not in free for token in tokens)
-            assert count <= 455, f"{node.name}: {count} tokens"
 
 
 # The torch call of each optimization, where a reader of nanoGPT looks for it.

@@ -121,7 +121,8 @@ FREED = """
 import sys
 import runtime.start as start
 start.set_up_process()
-start.memory_left = lambda: start.resident_memory() * float(sys.argv[1])
+left, *device = sys.argv[1].split()
+start.memory_left = lambda: start.resident_memory() * float(left)
 import ctypes
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -132,15 +133,15 @@ for buffer in buffers:
     ctypes.memset(buffer, 1, 4 * 2**20)
 for buffer in buffers[:-1]:
     libc.free(buffer)
-start.trim_memory_if_short()
+start.trim_memory_if_short(*device)
 print((start.resident_memory() - before) >> 20)
 """
 
 
 @pytest.mark.parametrize(
     ("left", "kept"),
-    [("0.6", range(200, 300)), ("0.4", range(20))],
-    ids=["enough left", "little left"],
+    [("0.6", range(200, 300)), ("0.4", range(20)), ("0.4 cuda", range(200, 300))],
+    ids=["enough left", "little left", "a GPU computes"],
 )
 def test_what_is_kept_is_given_back_between_steps_where_memory_is_short(left, kept):
     assert printed_by(FREED, left) in kept

@@ -3,6 +3,7 @@ stops it.
 """
 
 import csv
+import functools
 import itertools
 import json
 import math
@@ -17,9 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import checkpoint.save
 import inference.evaluation as evaluation_module
+import runtime.clock
 import runtime.device
 import train as train_module
-from checkpoint.files import CheckpointError
+from checkpoint.files import CheckpointError, read_tensors
+from checkpoint.state import read_state
 from checkpoint.weights import build_model
 from config import WITHOUT_GRAPHS, Config, Rung, load_config
 from data.token_file import TokenFileError
@@ -73,7 +76,7 @@ def one_step(tiny_config):
         (optimizer,), weights = taken.state.optimizers, list(taken.model.parameters())
         gradients = []
         optimizer.register_step_pre_hook(lambda *_: gradients.extend(p.grad for p in weights))
-        loss, norm = train_step(taken, 1)
+        loss, norm = map(float, train_step(taken, 1))
         gradient = torch.cat([each.flatten() for each in gradients])
         return Step(loss, gradient, norm, {tensor.dtype for tensor in weights + gradients})
 
@@ -268,21 +271,69 @@ def test_a_run_evaluates_under_its_own_autocast_on_as_many_tokens_as_it_is_told(
     assert first == pytest.approx([first[0]] * 3, rel=1e-2)
 
 
-def test_an_fp16_overflow_skips_the_step_and_the_run_goes_on(tiny_config, monkeypatch):
-    real, calls, weights = torch.amp.GradScaler.scale, itertools.count(1), []
+@pytest.fixture
+def large_scale(monkeypatch):
+    """A loss scale of fp16 with which the first steps overflow."""
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**22)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
 
-    def overflowing(scaler, loss):
-        if next(calls) == 2:
-            scaler.update(2.0**120)  # far more than fp16 holds: the gradients overflow
-        return real(scaler, loss)
 
-    monkeypatch.setattr(torch.amp.GradScaler, "scale", overflowing)
-    # before each step's update
-    at_step(monkeypatch, lambda _, model: weights.append(model.lm_head.weight.tolist()))
-    config = tiny_config(fp16=True)
-    assert run(config)["steps"] == 6
-    assert not math.isfinite(column(config, "norm")[1])
-    assert weights[0] != weights[1] == weights[2]
+@pytest.mark.usefixtures("large_scale")
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp16_overflows_are_counted_and_noted_with_the_new_scale_and_the_run_goes_on(
+    tiny_config, here, fused
+):
+    config = tiny_config(fp16=True, fused_adamw=fused, log_every=6)
+    summary = run(config)
+    *overflows, last = column(config, "step")
+    norms = column(config, "norm")
+    assert [*map(math.isfinite, norms)] == [False] * len(overflows) + [True]
+    assert (summary["steps"], summary["skipped_steps"], last) == (6, len(overflows), 6)
+    noted = re.findall(
+        r"^step (\d+): fp16 overflow, update skipped; loss scale now (\d+)$",
+        (here / "console.log").read_text(),
+        re.M,
+    )
+    assert noted == [(f"{step:.0f}", f"{2 ** (22 - step):.0f}") for step in overflows]
+    assert read_state(here / "checkpoints/step_000006").skipped_overflows == len(overflows) > 1
+
+
+@pytest.mark.usefixtures("large_scale")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_run_whose_last_step_overflows_in_fp16_is_saved_and_not_done(
+    tiny_config, here, fused, capsys
+):
+    config = tiny_config(fp16=True, fused_adamw=fused, max_steps=2)
+    torch.manual_seed(config.seed)
+    first = build_model(config)[1].state_dict()
+    with pytest.raises(SystemExit) as ended:
+        train_module.main(config)
+    assert ended.value.code == 1
+    output = capsys.readouterr()
+    assert output.err.startswith(
+        "error: step 2, the last one, was left out: its gradients overflow"
+    )
+    assert "done" not in output.out
+    saved = here / "checkpoints/step_000002"
+    weights = read_tensors(saved / "model.safetensors")
+    assert all(torch.equal(weights[name], first[name]) for name in weights)
+    assert read_state(saved).skipped_steps == 2
+    straight, resumed = (
+        run(tiny_config(fp16=True, **how)) for how in ({"run_name": "b"}, {"resume": "auto"})
+    )
+    assert resumed["skipped_steps"] == straight["skipped_steps"] > 2
+
+
+@pytest.mark.usefixtures("large_scale")
+def test_a_loss_that_is_not_finite_ends_a_run_in_fp16_whatever_overflowed_before(
+    tiny_config, monkeypatch
+):
+    real, calls = GPT.forward, itertools.count(1)
+    monkeypatch.setattr(
+        GPT, "forward", lambda *args: real(*args) + (math.nan if next(calls) == 3 else 0.0)
+    )
+    with pytest.raises(TrainingError, match=r"step 3: the loss is nan.* or bf16 instead of fp16"):
+        run(tiny_config(fp16=True))
 
 
 @pytest.mark.parametrize(("factor", "noted"), [(12.0, 1), (0.5, 0)])
@@ -492,7 +543,7 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
         monkeypatch.setattr(place, name, slow(getattr(place, name)))
     every = {f"{what}_every": 1 for what in ("eval", "sample", "checkpoint")}
     config = tiny_config(vocab_size=50257, n_layer=1, val_fraction=0.05, sample_tokens=2, **every)
-    monkeypatch.setattr(train_module, "time", clock)
+    monkeypatch.setattr(runtime.clock, "time", clock)
     summary = run(config)
     assert column(config, "dt_ms") == [10_000, 500, 250, 250, 250, 250]
     assert column(config, "tokens_per_sec") == [12.8, 256, 512, 512, 512, 512]  # 4 x 32 tokens

@@ -25,9 +25,8 @@ import torch
 from measure.interleaved.options import without_end
 from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
-from runtime.start import trim_memory_if_short
 from runtime.world import joined_world
-from train import Run, setup, timed_step
+from train import Run, setup, take_step
 
 ASLEEP = 0.1  # of one core, below which a process counts as asleep
 # Set where two sides have no room together on a GPU: each frees its cache after its turn.
@@ -68,18 +67,16 @@ def falls_asleep() -> bool:
 def take_steps(run: Run, count: int) -> dict[str, Any]:
     """Take so many steps of the run; returns the figures to answer with."""
     state, device, world = run.state, run.world.device, run.world
-    seconds: list[float] = []
     for _ in range(FREES_CACHE + count):
-        trim_memory_if_short()
-        loss, _, step_seconds = timed_step(run, state.step + 1)
-        state.step += 1
-        seconds.append(step_seconds)
+        take_step(run)
+    state.settle(run.config)
+    state.taken.clear()  # nothing is logged
     if FREES_CACHE:
         torch.cuda.empty_cache()
     return {
-        "seconds": seconds[-count:],  # without the step that gets the freed memory again
+        "seconds": state.step_seconds[-count:],  # without the step that gets the freed memory again
         "tokens": count * run.config.tokens_per_step(world.world_size),
-        "loss": loss,
+        "loss": state.last_loss,
         "peak_memory_mb": peak_memory_mb(device),
         "threads": torch.get_num_threads(),
     }

@@ -33,11 +33,12 @@ from runtime.device import matmul_rates, peak_memory_mb
 from runtime.runlog import RunFolder
 from runtime.world import World
 from summary import describe_options
-from train import Run, open_data, setup, timed_step, train_step
+from train import Run, open_data, setup, take_step, train_step
 
 Finding = tuple[bool, str, str]  # whether all is well, what was found, what to do if it is not
 LONG = 1.5  # seconds of a step, from which a small model is checked
 STEPS, OVERFIT_STEPS = 3, 30
+OVERFLOWS = 128  # 128 overflows bring any loss scale of fp16 below 1
 OVERFIT_SECONDS = 15.0
 FALL = 0.02  # share of its first loss by which a batch that is repeated has to get better
 RATE = 1e-3  # that it is learned with, at least: fine-tuning's rates show little in 30 steps
@@ -74,7 +75,8 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     if is_small:  # else setup asks, which raises what this device cannot do
         describe_options(config, config.on_device(world.device.type, world.world_size), world)
     changed = {"log_dir": str(folder), "run_name": "check", "keep_last": 1}
-    changed |= {"max_minutes": None, "max_steps": max(config.max_steps, STEPS + 1)}
+    steps = STEPS + 1 + OVERFLOWS * config.fp16
+    changed |= {"max_minutes": None, "max_steps": max(config.max_steps, steps)}
     # A warm-up's first steps may be too small for some parameters to move.
     changed |= {"warmup_steps": 0} | (smaller(config, world) if is_small else {})
     tried = config.model_copy(update=changed)
@@ -86,7 +88,7 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     yield from steps_are_sound(run, times)  # first: FSDP's parameters are whole after the next
     yield sees_no_future(run.state.model, world)
     yield resumes_exactly(run, folder)
-    yield overfits(tried, world)
+    yield overfits(tried, world, run.state.scaler.state_dict())
 
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     fits, disk = describe_disk(config, size * parameters / run.state.model.num_parameters())
@@ -158,14 +160,19 @@ def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
 
     def look(*_: object) -> None:
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        learned.update(name for name, grad in grads.items() if own_part(grad).any())
+        # inf, or nan, after an overflow in fp16
+        learned.update(n for n, grad in grads.items() if 0 < own_part(grad).norm() < math.inf)
 
     hooks = [optimizer.register_step_pre_hook(look) for optimizer in run.state.optimizers]
-    for step in range(1, STEPS + 1):
-        loss, norm, seconds = timed_step(run, step)
-        times.append(seconds)
-        run.state.finish_step(step, loss, norm, seconds, config)
-        if step == 1:
+    updates = 0
+    while updates < STEPS:
+        take_step(run)
+        run.state.settle(config)
+        taken = run.state.taken.pop()
+        times.append(taken.seconds)
+        updates += not taken.overflowed  # the scale of fp16's loss comes down first
+        if taken.step == 1:
+            loss = taken.figures.loss
             guess = math.log(config.n_vocab)
             is_well = abs(loss - guess) < 0.7 if config.init_from == "scratch" else loss < guess
             found = f"first loss: {loss:.3f}, of even guesses {guess:.3f}"
@@ -200,23 +207,27 @@ def resumes_exactly(run: Run, folder: Path) -> Finding:
     ):
         open_run(new, run.config, None, run.world)
         save(new, run.state, run.config, run.world)
-    straight = train_step(run, STEPS + 1)
+    step = run.state.step + 1
+    straight = train_step(run, step)
     values = run.config.model_dump(exclude={"resume"}) | {"resume": str(run.state.checkpoint)}
     saved, config, _ = find_checkpoint(load(Config, values), run.world)
-    again = train_step(setup(config, run.world, saved), STEPS + 1)
+    again = train_step(setup(config, run.world, saved), step)
     tolerance = 0.0 if run.world.device.type == "cpu" else 1e-3
     is_well = all(
         math.isclose(a, b, rel_tol=tolerance) for a, b in zip(straight, again, strict=True)
     )
     return (
         is_well,
-        f"resume: loss {again[0]:.6f} in the next step, {straight[0]:.6f} without a stop",
+        f"resume: loss {again.loss:.6f} in the next step, {straight.loss:.6f} without a stop",
         "look at what a checkpoint leaves out: weights, optimizer, random states, the step",
     )
 
 
-def overfits(config: Config, world: World) -> Finding:
-    """Repeat one micro-batch at the full learning rate: its loss has to fall."""
+def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
+    """Repeat one micro-batch at the full learning rate: its loss has to fall.
+
+    `scaler`: the state of fp16's loss scaler, so that no step overflows.
+    """
     changed = {"lr": max(config.lr, RATE), "lr_schedule": "constant", "dropout": 0.0}
     changed |= {"compile": False}  # it would compile again, without dropout
     changed |= {"total_batch_tokens": None, "overfit_batch": True, "max_steps": 10**6}
@@ -224,9 +235,10 @@ def overfits(config: Config, world: World) -> Finding:
     loader, _ = open_data(config, world, config.n_vocab)
     batch = [tensor.to(world.device) for tensor in loader.batch(1)]
     run = setup(config, world, batches=itertools.repeat((batch[0], batch[1])))
+    run.state.scaler.load_state_dict(scaler)
     start, losses = time.perf_counter(), list[float]()
     while len(losses) < OVERFIT_STEPS:
-        losses.append(train_step(run, len(losses) + 1)[0])
+        losses.append(train_step(run, len(losses) + 1).loss.item())
         is_late = time.perf_counter() - start > OVERFIT_SECONDS
         if len(losses) > 1 and world.broadcast(is_late):  # rank 0's clock, for all
             break
