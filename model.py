@@ -147,10 +147,10 @@ class CausalSelfAttention(nn.Module):
             # Later layers see the first one's values, which are closest to the tokens (Zhou et al.
             # 2024, section 3.2); each learns how much of them.
             v = torch.lerp(v, first_v, self.value_mix.to(v.dtype))
-        # The transpose comes last: compiled code would copy what is normalized or rotated after it.
+        # The transpose comes last: compiled code copies the result of a norm or rotation after it.
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         dropout = self.config.dropout if self.training else 0.0
-        # Only where a compiled model trains on a CPU that multiplies in bf16.
+        # Only for a compiled model on a CPU that multiplies in bf16.
         blocked = torch.compiler.is_compiling() and blocked_is_faster(q.device, q.dtype, T)
         if self.config.flash and attend is None and (dropout or not blocked):
             # Flash attention (Dao et al. 2022): computes softmax block by block in the GPU's fast
