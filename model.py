@@ -95,8 +95,8 @@ def rms_norm(x: Tensor) -> Tensor:
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turn each pair (x_i, x_i+hs/2) of a head by its angle: RoPE (Su et al. 2021, section 3.4.2).
 
-    x is (B, nh, T, hs), `rotation` has the cosines and sines (2, ..., T, hs / 2). Afterwards q @ k
-    depends on how far apart two tokens are, not on where they are.
+    x is (B, T, nh, hs), `rotation` has the cosines and sines (2, ..., T, 1, hs / 2). Afterwards
+    q @ k depends on how far apart two tokens are, not on where they are.
     """
     (cos, sin), (a, b) = rotation, x.float().chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).to(x.dtype)
@@ -129,11 +129,11 @@ class CausalSelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Let each of the T tokens look at itself and those before it: (B, T, C) to (B, T, C).
 
-        Returns the first layer's values too, (B, nh, T, hs), if value_residual needs them.
+        Returns the first layer's values too, (B, T, nh, hs), if value_residual needs them.
         """
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
-        q, k, v = (t.view(B, T, self.config.n_head, -1).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.view(B, T, self.config.n_head, -1) for t in (q, k, v))  # (B, T, nh, hs)
         # What newer recipes add to attention, each by its own flag; none of it is in GPT-2.
         if self.config.qk_norm:
             # Scores stay within +-sqrt(hs), so that no large q or k makes softmax a hard choice
@@ -147,8 +147,10 @@ class CausalSelfAttention(nn.Module):
             # Later layers see the first one's values, which are closest to the tokens (Zhou et al.
             # 2024, section 3.2); each learns how much of them.
             v = torch.lerp(v, first_v, self.value_mix.to(v.dtype))
+        # The transpose comes last: compiled code copies the result of a norm or rotation after it.
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         dropout = self.config.dropout if self.training else 0.0
-        # Only where a compiled model trains on a CPU that multiplies in bf16.
+        # Only for a compiled model on a CPU that multiplies in bf16.
         blocked = torch.compiler.is_compiling() and blocked_is_faster(q.device, q.dtype, T)
         if self.config.flash and attend is None and (dropout or not blocked):
             # Flash attention (Dao et al. 2022): computes softmax block by block in the GPU's fast
@@ -260,7 +262,7 @@ class Transformer(nn.Module):
         x, x0, first_v, rotation = self.wte(idx), None, None, None  # x is (B, T, C)
         if self.config.rope:
             where = slice(T) if positions is None else positions
-            rotation = self.rotation[:, where].unsqueeze(-3)  # the same for all heads
+            rotation = self.rotation[:, where].unsqueeze(-2)  # the same for all heads
         else:
             # A slice where it suffices: the gradient of a lookup would be a scatter.
             # Tokens and positions share the same C dimensions: they are added, not concatenated.

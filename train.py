@@ -124,8 +124,9 @@ def setup(
             model.to(device)
         # torch.compile: what lies between two matmuls becomes one kernel, so that it passes
         # through memory once; and Python is out of the step. 300 -> 130 ms, the most of any rung.
-        # Evaluation, sampling and checkpoints use the plain module, which shares its weights:
-        # nothing is compiled again for their shapes, and names stay plain.
+        # HellaSwag, sampling and checkpoints use the plain module, which shares its weights:
+        # nothing is compiled again for their shapes, and names stay plain. The validation loss has
+        # a graph of its own (inference/evaluation.py).
         if config.compile:
             trained = torch.compile(model, mode=acting.compile_mode)
         # DDP: each rank computes its share of the batch. Gradients are averaged over the ranks,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from checkpoint.save import hint
 from config import Config
 from data.hellaswag import default_path
@@ -31,7 +33,8 @@ def is_due(every: int, step: int, last: bool) -> bool:
 class Evaluation:
     """Evaluate and sample a run's plain model where it is due; log what comes out.
 
-    Plain: torch.compile would compile again for each new shape. All ranks have to call each of its
+    Plain: torch.compile would compile again for each new shape. Only the validation loss, whose
+    batches have one shape, has a compiled graph of its own. All ranks have to call each of its
     methods. Raises UserError if what will be needed is missing: tokens, HellaSwag, the tokenizer.
     """
 
@@ -44,6 +47,11 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         config = self.config
+        # Without gradients it is another graph than training's. In mode default it takes seconds
+        # to compile, records no CUDA graph, and gives the same loss after a resume: no autotuning
+        # picks other kernels. FSDP gathers weights between blocks, so there nothing is compiled.
+        sharded = config.fsdp and self.world.distributed
+        self.compiled = torch.compile(self.model) if config.compile and not sharded else None
         # by step and column of eval.csv
         self.figures = defaultdict[int, dict[str, float]](dict)
         self.reference = Reference.read(config.reference) if config.reference else None
@@ -71,7 +79,12 @@ class Evaluation:
             before = min(figures.get("val_loss", math.inf) for figures in self.figures.values())
             with self.logged(step) as figures:
                 figures["val_loss"] = validation_loss(
-                    self.model, self.val, config.batch_size, config.eval_tokens, self.world
+                    self.model,
+                    self.val,
+                    config.batch_size,
+                    config.eval_tokens,
+                    self.world,
+                    self.compiled,
                 )
             self.compare(step, figures["val_loss"], before)
         return known.get("val_loss", math.inf)

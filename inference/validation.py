@@ -3,12 +3,13 @@
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor
 
 from dataloader import TokenStream, split_of
 from model import GPT
@@ -17,6 +18,9 @@ from runtime.start import trim_memory_if_short
 from runtime.world import World
 
 T = TypeVar("T")
+# An evaluation of fewer whole batches than this saves less time than compiling its graph takes.
+# The count is the same at every evaluation of a run and after a resume, and so is the loss.
+WORTH_COMPILING = 8
 
 
 def check_split(
@@ -37,12 +41,16 @@ def check_split(
 
 
 @contextlib.contextmanager
-def evaluating(model: GPT) -> Iterator[None]:
-    """Switch dropout and gradients off; afterwards the model trains again, if it did before."""
+def evaluating(model: GPT, stance: str = "force_eager") -> Iterator[None]:
+    """Switch dropout and gradients off; afterwards the model trains again, if it did before.
+
+    With FSDP the model's blocks are compiled for training. The stance of torch.compile keeps them
+    from compiling again for each layer and shape met here.
+    """
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance(stance):
             yield
     finally:
         model.train(was_training)
@@ -56,25 +64,34 @@ def with_progress(batches: Sequence[T], name: str, world: World) -> Iterable[T]:
 
 
 def validation_loss(
-    model: GPT, stream: TokenStream, batch_size: int, tokens: int | None, world: World
+    model: GPT,
+    stream: TokenStream,
+    batch_size: int,
+    tokens: int | None,
+    world: World,
+    compiled: Callable[..., Tensor] | None = None,
 ) -> float:
     """Return the mean loss in nats per token over the first `tokens` of the stream (none: all), in
     whole sequences, at least one.
 
-    Give the model without torch.compile, which would compile again for the last, smaller batch.
-    All ranks have to call this; all get the mean over all. Raises TrainingError if it is not
-    finite.
+    `compiled` computes whole batches, from WORTH_COMPILING of them on. The last, smaller batch
+    always runs without torch.compile, which would compile again for its shape. All ranks have to
+    call this; all get the mean over all. Raises TrainingError if it is not finite.
     """
     sequences = count_sequences(stream, tokens)
     at_once, total = batch_size * world.world_size, 0.0  # of all ranks
-    with evaluating(model):
+    whole: Callable[..., Tensor] = model
+    if compiled is not None and sequences // at_once >= WORTH_COMPILING:
+        whole = compiled
+    with evaluating(model, "force_eager" if whole is model else "default"):
         for first in with_progress(range(0, sequences, at_once), "validation loss", world):
             trim_memory_if_short(world.device.type)
             batch = range(sequences)[first : first + at_once][world.rank :: world.world_size]
             # With FSDP a rank without sequences has to take part all the same: with one that does
             # not count.
             x, y = (t.to(world.device) for t in stream.read(batch or range(1)))  # (B, T) each
-            total += model(x, y).item() * len(batch)
+            loss = whole(x, y) if len(batch) == batch_size else model(x, y)  # mean over (B, T)
+            total += loss.item() * len(batch)
     mean = world.sum(total) / sequences
     if not math.isfinite(mean):
         raise TrainingError(

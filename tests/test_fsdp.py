@@ -16,6 +16,7 @@ from config import load_config
 from inference.sampling import sample_text
 from tests.conftest import (
     ALONE,
+    COMPILED,
     MODERN,
     run_ranks,
     tiny_run,
@@ -89,6 +90,7 @@ def two(place):
     straight, again = ({"resume": f"logs/{name}"} for name in ("straight", "again"))
     sample = {"vocab_size": 50304, "max_steps": 1, "sample_every": 1, "sample_tokens": 3}
     sharded = {"fsdp": True, "recompute": True}
+    compiled = {"fsdp": True, "compile": True, "max_steps": 2, "hellaswag_every": 2}
     return do(
         2,
         place,
@@ -98,6 +100,8 @@ def two(place):
             "ddp bf16": ("trained", BF16),
             "bf16": ("looked_at", BF16 | {"fsdp": True}),
             "compiled": ("graphs", BF16 | {"fsdp": True, "compile": True}),
+            "compiled, evaluated": ("graphs", EVERYTHING | compiled),
+            "compiled, DDP": ("graphs", FEW | COMPILED | {"eval_every": 2, "val_fraction": 0.3}),
             "fp16": ("trained", FSDP | {"fp16": True}),
             "ddp modern": ("trained", FEW | NEWER),
             "modern": ("trained", FSDP | NEWER | {"recompute": True}),
@@ -188,9 +192,19 @@ def test_bf16_gathers_blocks_in_bf16_and_keeps_the_rest_in_fp32(two, place):
     assert {tensor.dtype for tensor in load_file(first).values()} == {torch.float32}
 
 
-def test_blocks_are_compiled_once_for_all_of_them(two):
+@pytest.mark.parametrize(
+    ("run", "graphs"), [("compiled", 1), ("compiled, evaluated", 1), ("compiled, DDP", 2)]
+)
+def test_blocks_are_compiled_once_for_all_of_them_and_for_no_shape_of_an_evaluation(
+    run, graphs, two
+):
+    """With DDP the whole batches of validation have a graph of their own.
+
+    Evaluations come before the first step too: one that switched compiling off for good would
+    leave no graph.
+    """
     # PyTorch gives up, and goes on uncompiled, after eight forms of one function
-    assert two["compiled"] == 1
+    assert two[run] == graphs
 
 
 def test_of_processes_that_draw_different_tokens_rank_0s_count(two, place):

@@ -113,7 +113,7 @@ WAYS = {
         "val_fraction": 0.1,
         "log_every": 4,
     },
-    "compile": COMPILED | {"dropout": 0.1},
+    "compile, evaluating": COMPILED | {"dropout": 0.1, "eval_every": 2, "val_fraction": 0.3},
 }
 
 

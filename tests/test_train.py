@@ -46,7 +46,16 @@ from runtime.runlog import RunFolder
 from runtime.world import World
 from sample import SampleOptions, Sampler
 from summary import mfu
-from tests.conftest import ALONE, COMPILED, CPU, at_step, fast_precision, generate, run_ranks
+from tests.conftest import (
+    ALONE,
+    COMPILED,
+    CPU,
+    MODERN,
+    at_step,
+    fast_precision,
+    generate,
+    run_ranks,
+)
 from train import setup, train, train_step
 
 
@@ -217,9 +226,11 @@ def test_a_mode_that_only_records_cuda_graphs_has_no_effect_on_a_cpu():
     assert "no effect without CUDA" in check_compiler(CPU, "reduce-overhead")[1]
 
 
-def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(
-    tiny_config, monkeypatch, capsys
+@pytest.mark.parametrize(("val_fraction", "graphs"), [(0.05, 1), (0.5, 2)])
+def test_training_compiles_once_and_validation_once_if_its_whole_batches_are_many_no_other_shape(
+    val_fraction, graphs, tiny_config, monkeypatch, capsys
 ):
+    """Validation has one whole batch and a part of one, or 15 of them, for which a graph pays."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -228,9 +239,9 @@ def test_training_compiles_once_although_it_evaluates_and_samples_other_shapes(
         return f"a text of {generate(model, torch.ones(1, 3, dtype=torch.long), tokens).shape}"
 
     monkeypatch.setattr(evaluation_module, "sample_text", sample)
-    config = tiny_config(**COMPILED, max_steps=5, eval_every=1, val_fraction=0.05)
+    config = tiny_config(**COMPILED, max_steps=5, eval_every=1, val_fraction=val_fraction)
     run(config.model_copy(update={"sample_every": 2, "sample_tokens": 2}))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     printed = capsys.readouterr().out
     assert printed.count("compiling takes a minute") == 1
     assert printed.count("a text of torch.Size([1, 5])") == 3
@@ -657,6 +668,30 @@ def test_validation_is_the_mean_over_a_fixed_set_each_sequence_once_and_repeatab
         one_by_one = [model(*val.read([i])).item() for i in range(len(val))]
     mean = statistics.mean(one_by_one)
     assert losses[1:] == pytest.approx([mean, mean, sum(one_by_one[:2]) / 2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "within"),
+    [({"loss_chunks": 4, "dropout": 0.5}, 1e-6), (MODERN | {"flash": True}, 1e-3)],
+    ids=["in fp32", "newer recipes in bf16"],
+)
+def test_whole_batches_of_validation_run_compiled_if_they_are_many_with_the_loss_of_the_model(
+    options, within, corpus, tiny_model
+):
+    model, shapes = tiny_model(n_layer=1, **options), []
+    graph = torch.compile(model)
+
+    def compiled(x, y):
+        shapes.append(tuple(x.shape))
+        return graph(x, y)
+
+    _, val = open_corpus(corpus / "tiny", 32, 128, 0.5)
+    calls = [(34 * 32, None), (34 * 32, compiled), (34 * 32, compiled), (31 * 32, compiled)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=within == 1e-3):
+        losses = [validation_loss(model, val, 4, tokens, ALONE, by) for tokens, by in calls]
+    assert shapes == [(4, 32)] * 8 * 2  # the batch of two stays out, and so do seven whole ones
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=within)
+    assert model.training
 
 
 def test_evaluating_without_a_validation_split_is_an_error_that_says_what_to_set(tiny_config):
