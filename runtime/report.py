@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Scripts and folders of this project, to tell them from a user's in a copy without git
+# Scripts and folders of this project; in a copy without git, all others are the user's own
 ROOMS = [
     "bench.py",
     "check.py",
