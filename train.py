@@ -9,7 +9,9 @@ from runtime.start import start
 
 if __name__ == "__main__":
     # Before torch is imported, which takes seconds: --help and mistakes answer at once.
-    CONFIG = start(Config, description=__doc__, config_file=True)
+    TRACE = "to profile a step: python bench.py --config FILE --trace"
+    ELSEWHERE = {"profile": TRACE, "trace": TRACE}
+    CONFIG = start(Config, description=__doc__, config_file=True, elsewhere=ELSEWHERE)
 
 import contextlib
 import functools
@@ -31,7 +33,7 @@ from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from inference.evaluation import Evaluation, is_due
 from measure.notes import describe_options
-from measure.summary import describe_long_run, live_figures, summarize
+from measure.summary import announce_long_run, live_figures, summarize
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from runtime.device import (
     choose_device,
@@ -256,7 +258,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     run = setup(config, world, resumed)
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
-    folder.message(*run.notes, *describe_long_run(config, state, world))
+    folder.message(*run.notes)
+    announce_long_run(config, state, world, folder)
 
     # Until here nothing is written. From here on the folder is this run's alone, a signal ends
     # the run after its step, and what fails is saved first.

@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Mapping
 
 from config import Config
+from runtime.report import about
 
-# What training reaches of a large matmul's rate: 14% to 70% in logs/results/*/speedup/results.csv,
-# so it may take two thirds or three times as long as estimated.
-MFU = 0.5
+# The share of a large matmul's rate that training is assumed to reach, and the range of the
+# measured runs in logs/results/*/speedup/results.csv.
+MFU, LEAST_MFU, MOST_MFU = 0.5, 0.14, 0.77
 # Seconds until the first step, and those that torch.compile adds where it has compiled the same
 # before: of the quick ladder's runs on two cores of an EPYC (docs/results.md).
 START, COMPILE = 7.0, 8.0
+UNKNOWN = "the device could not be measured, or is too busy with other programs"
 
 
 def part_flops(config: Config, tokens: int) -> dict[str, float]:
@@ -38,13 +40,13 @@ def describe_duration(
 ) -> str:
     """Say how long so many steps of each config take, and what is shorter.
 
-    `tflops`: the rate of a large matmul, by the name of its dtype; None: not known. `processes`:
-    the configs of those that have to be started.
+    `tflops`: the rate of a large matmul, by the name of its dtype; empty or None: not known.
+    `processes`: the configs of those that have to be started.
     """
     if not tflops:
-        return f"how long this takes is not known; shorter: {shorter}"
-    minutes = 0.0
+        return f"how long this takes is not known: {UNKNOWN}; shorter: {shorter}"
+    seconds = sum(START + COMPILE * config.compile for config in processes)
     for config, steps in work:
-        minutes += config.max_minutes or steps * step_seconds(config, tflops) / 60
-    minutes += sum(START + COMPILE * config.compile for config in processes) / 60
-    return f"takes about {minutes:,.0f} minutes, at {MFU:.0%} MFU; shorter: {shorter}"
+        minutes = config.max_minutes
+        seconds += 60 * minutes if minutes else steps * step_seconds(config, tflops)
+    return f"takes about {about(seconds)}, at {MFU:.0%} MFU; shorter: {shorter}"

@@ -13,6 +13,7 @@ from torch import Tensor
 from config import Config, ModelConfig, SpeedConfig
 from measure.options import without_end
 from measure.process import in_fresh_process
+from measure.summary import mfu
 from measure.tables import FIGURES, Row
 from runtime.device import (
     choose_device,
@@ -140,6 +141,7 @@ def measure(job: Job) -> list[Row]:
         counted = seconds[warmup : warmup + job.steps]
         mean = statistics.fmean(counted)
         tflops = flops / mean / 1e12
+        known = matmul if mfu(flops / min(counted) / 1e12, matmul) else None
         figures = {
             "mean_s": mean,
             "median_s": statistics.median(counted),
@@ -150,8 +152,8 @@ def measure(job: Job) -> list[Row]:
             "steps": len(counted),
             "tokens_per_sec": tokens / mean,
             "tflops": tflops,
-            "matmul_tflops": matmul,
-            "utilization": tflops / max(matmul, tflops),
+            "matmul_tflops": known,
+            "utilization": mfu(tflops, known),
             "peak_memory_mb": peak,
             "times_s": counted,
         }

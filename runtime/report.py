@@ -63,6 +63,17 @@ def flops_rate(tflops: float) -> str:
     return f"{tflops:,.2f} TFLOP/s" if tflops >= 1 else f"{tflops * 1e3:,.3g} GFLOP/s"
 
 
+def about(seconds: float) -> str:
+    """Format a long time: as `12 minutes`, `3.2 hours` or `4 days`."""
+    unit, size = next(
+        (unit, size)
+        for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60))
+        if seconds >= 2 * size or unit == "minutes"
+    )
+    count = seconds / size
+    return f"{count:,.1f} {unit}" if unit == "hours" and count < 10 else f"{count:,.0f} {unit}"
+
+
 # ---- tables
 
 
