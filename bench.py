@@ -131,7 +131,7 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
 if __name__ == "__main__":
     OPTIONS = start(BenchOptions, description=__doc__)
 
-from config import describe_duration
+from config import MFU, total_seconds
 from measure.profile.breakdown import inspect_models
 from measure.profile.scaling import measure_scaling
 from measure.profile.timing import FLOPS_SHARE, Job, empty_row, settings, time_job
@@ -153,6 +153,7 @@ from measure.report.tables import (
 )
 from runtime.device import choose_device, matmul_rates
 from runtime.errors import TrainingError, UserError, reported
+from runtime.report import describe_duration
 
 # ---- what is timed
 
@@ -228,7 +229,7 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
         for job in jobs
     ]
     shorter = "--size small, --computation training_step, --steps 2"
-    print(describe_duration(work, rates, shorter), flush=True)
+    print(describe_duration(total_seconds(work, rates), MFU, shorter), flush=True)
     for job in jobs:
         label, config = describe_row(empty_row(job, 0)), job.config
         if label in failed:

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -30,6 +31,7 @@ class Rung(NamedTuple):
 
     label: str = ""  # in what a run says; none: the option's name
     off: str = ""  # the property that is the value which is off; none: the default is
+    listed: bool = False  # one of the published ladders': a run also says that it is off
 
 
 class Needs(NamedTuple):
@@ -56,6 +58,7 @@ NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Rate = Annotated[float, Field(gt=0, le=1e30)]
 Shape = Annotated[Size, ARCHITECTURE]
 Switch = Annotated[bool, Rung()]
+ListedSwitch = Annotated[bool, Rung(listed=True)]
 
 
 class ModelConfig(Options):
@@ -71,7 +74,9 @@ class ModelConfig(Options):
     """longest context, in tokens: the number of learned positions; fewer than those of init_from
     keep its first ones
     """
-    vocab_size: Annotated[Size, Rung("padded vocabulary", "n_vocab"), FIXED] = GPT2_TOKENS
+    vocab_size: Annotated[Size, Rung("padded vocabulary", "n_vocab", listed=True), FIXED] = (
+        GPT2_TOKENS
+    )
     """rows of the embedding and of the output head; 50304 pads GPT-2's 50257 to a multiple of 128,
     which is faster
     """
@@ -158,7 +163,7 @@ class OptimizationConfig(Options):
     """learning rate that a decaying schedule goes down to (none: lr / 10)"""
     warmup_steps: Annotated[ZeroIsOff, Rung()] = 0
     """steps of linear warm-up; the last of them has the peak rate"""
-    lr_schedule: Annotated[Literal["constant", "cosine", "wsd"], Rung()] = "constant"
+    lr_schedule: Annotated[Literal["constant", "cosine", "wsd"], Rung(listed=True)] = "constant"
     """after the warm-up: constant, cosine decay, or wsd (warmup-stable-decay: constant, then linear
     decay)
     """
@@ -174,9 +179,9 @@ class OptimizationConfig(Options):
     """Muon's learning rate; warm-up and schedule are those of lr"""
     muon_weight_decay: Annotated[NotNegative, Needs("optimizer", ("muon",))] = 0.01
     """Muon's decoupled weight decay"""
-    decay_matrices_only: Annotated[Switch, Needs("weight_decay")] = False
+    decay_matrices_only: Annotated[ListedSwitch, Needs("weight_decay")] = False
     """decay matrices and embeddings only, not biases and norms"""
-    grad_clip: Annotated[NotNegative, Rung()] = 0.0
+    grad_clip: Annotated[NotNegative, Rung(listed=True)] = 0.0
     """clip the global gradient norm to this (0: off; the norm is logged all the same)"""
     max_steps: Annotated[Count, Needs("max_minutes", (None,))] = 50
     """optimizer steps"""
@@ -201,13 +206,13 @@ class SpeedConfig(Options):
     """precision of fp32 matmuls: highest (fp32), high (TF32, on NVIDIA GPUs since Ampere), medium
     (on CPUs with bf16 instructions: by oneDNN, with inputs rounded to bf16 where there is AMX)
     """
-    tf32: Switch = False
+    tf32: ListedSwitch = False
     """short for --matmul_precision high: TF32 matmuls"""
-    bf16: Switch = False
+    bf16: ListedSwitch = False
     """bfloat16 autocast; weights stay fp32"""
     fp16: Switch = False
     """float16 autocast with loss scaling, for GPUs without bfloat16"""
-    compile: Switch = False
+    compile: ListedSwitch = False
     """torch.compile the model"""
     compile_mode: Annotated[
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
@@ -215,9 +220,9 @@ class SpeedConfig(Options):
         Needs("compile"),
     ] = "default"
     """mode of torch.compile"""
-    flash: Switch = False
+    flash: ListedSwitch = False
     """fused scaled_dot_product_attention in place of the T x T matrix"""
-    fused_adamw: Switch = False
+    fused_adamw: ListedSwitch = False
     """one kernel for the whole AdamW update"""
     fsdp: Switch = False
     """shard weights, gradients and optimizer state over the processes (FSDP2) rather than keep all
@@ -395,11 +400,12 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     def on_device(self, kind: str, world_size: int) -> Self:
         """Return the config as it acts on this kind of device: `none` has become a value, and
-        torch.compile records CUDA graphs only where they are safe.
+        torch.compile has a mode that is safe.
 
         Graphs would overwrite accumulated gradients, and need weights that stay where they are.
         With several ranks or chunks of the loss they are not known to be right:
-        github.com/pytorch/pytorch/issues/140395.
+        github.com/pytorch/pytorch/issues/140395. Before PyTorch 2.12 the matmuls of max-autotune
+        count the elements of a matrix in 32 bits: github.com/pytorch/pytorch/issues/189054.
         """
         changed: dict[str, Any] = {}
         if self.recompute_cheap is None:
@@ -407,6 +413,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         alone = world_size == self.loss_chunks == self.accumulation_steps(world_size) == 1
         if kind == "cuda" and not alone:
             changed["compile_mode"] = WITHOUT_GRAPHS.get(self.compile_mode, self.compile_mode)
+        logits = self.batch_size * self.seq_len * self.vocab_size // self.loss_chunks
+        if kind == "cuda" and logits >= 2**31 and "max-autotune" in self.compile_mode:
+            major, minor, *_ = version("torch").split(".")
+            if (int(major), int(minor)) < (2, 12):
+                changed["compile_mode"] = "default"
         return self.model_copy(update=changed)
 
     @property
@@ -473,13 +484,16 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         ]
 
     def describe_optimizations(self, world_size: int) -> str:
-        """Return a line on which optimizations are on, with their values, and which are off."""
+        """Return a line on the optimizations that are on, with their values, and on those of the
+        published ladders that are off.
+        """
         are_on, on, off = self.optimizations_on(), [], []
         for name in self.names_marked(Rung):
-            value, label = getattr(self, name), self.marks(name, Rung)[0].label or name
+            value, (rung,) = getattr(self, name), self.marks(name, Rung)
+            label = rung.label or name
             if name in are_on:
                 on.append(label if value is True else f"{label} {show(value)}")
-            else:
+            elif rung.listed:
                 off.append(label)
         (on if world_size > 1 else off).append("several ranks")
         return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off)}"
@@ -549,16 +563,19 @@ def load_config(config: str | None = None, **values: Any) -> Config:
 
 # ---- how long steps take
 
-# What training reaches of a large matmul's rate: 14% to 70% in logs/results/*/speedup/results.csv,
-# so it may take two thirds or three times as long as estimated.
-MFU = 0.5
-# Seconds until the first step, and those that torch.compile adds where it has compiled the same
-# before: of the quick ladder's runs on two cores of an EPYC (docs/results.md).
+# The share of a large matmul's rate that training is assumed to reach, and the range of the
+# measured runs in logs/results/*/speedup/results.csv.
+MFU, LEAST_MFU, MOST_MFU = 0.5, 0.14, 0.77
+# Seconds until the first step, and the ones that torch.compile adds with a warm cache: measured in
+# the quick ladder's runs on two cores of an EPYC (docs/results.md).
 START, COMPILE = 7.0, 8.0
 
 
 def part_flops(config: Config, tokens: int) -> dict[str, float]:
-    """Return the FLOPs of the matmuls in each part, forward and backward, which has twice those."""
+    """Return the FLOPs of the matmuls in each part: forward, and backward, which has twice as many.
+
+    `tokens`: all tokens that pass through the model.
+    """
     C, L = config.n_embd, config.n_layer
     forward: dict[str, float] = {
         "attention": tokens * L * (2 * 4 * C * C + 4 * config.seq_len * C),
@@ -569,27 +586,25 @@ def part_flops(config: Config, tokens: int) -> dict[str, float]:
 
 
 def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) -> float:
-    """Estimate the seconds of a step on so many ranks. `tflops`: as for `describe_duration`."""
+    """Estimate the seconds of a step. `tflops`: the rate of a large matmul, by name of its dtype."""
     dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
     rate = tflops.get(dtype, tflops["float32"]) * 1e12 * MFU
     return sum(part_flops(config, config.tokens_per_step(ranks)).values()) / rate / ranks
 
 
-def describe_duration(
+def total_seconds(
     work: Iterable[tuple[Config, float]],
     tflops: Mapping[str, float] | None,
-    shorter: str,
     processes: Iterable[Config] = (),
-) -> str:
-    """Say how long so many steps of each config take, and what is shorter.
+) -> float | None:
+    """Estimate the seconds of pairs of a config and a number of its steps; None without rates.
 
-    `tflops`: the rate of a large matmul, by the name of its dtype; None: not known. `processes`:
-    the configs of those that have to be started.
+    `tflops`: see `step_seconds`. `processes`: the configs of processes that have to be started.
     """
     if not tflops:
-        return f"how long this takes is not known; shorter: {shorter}"
-    minutes = 0.0
+        return None
+    seconds = sum(START + COMPILE * config.compile for config in processes)
     for config, steps in work:
-        minutes += config.max_minutes or steps * step_seconds(config, tflops) / 60
-    minutes += sum(START + COMPILE * config.compile for config in processes) / 60
-    return f"takes about {minutes:,.0f} minutes, at {MFU:.0%} MFU; shorter: {shorter}"
+        minutes = config.max_minutes
+        seconds += 60 * minutes if minutes else steps * step_seconds(config, tflops)
+    return seconds

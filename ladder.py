@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from config import Config, describe_duration
+from config import MFU, Config, total_seconds
 from measure.interleaved.options import without_end
 from measure.interleaved.ratio import FEWEST
 from measure.interleaved.rounds import LEFT_OUT, split_command_line
@@ -49,6 +49,7 @@ from measure.ladder.stages import (
 from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import sole_writer
+from runtime.report import describe_duration
 from runtime.start import cores, start
 
 CORES_OF_A_RUN = 8  # more than so many give a small model's run little
@@ -188,7 +189,8 @@ def announce(
     processes = [stage.config for stage in (*runs, *compared, *compared)]
     has_quick = options.configs == ("speedup",) and not options.quick
     shorter = f"--quick, {SHORTER}" if has_quick else SHORTER
-    print(describe_duration(work, device.get("tflops"), shorter, processes), flush=True)
+    seconds = total_seconds(work, device.get("tflops"), processes)
+    print(describe_duration(seconds, MFU, shorter), flush=True)
 
 
 def by_seed(rungs: Mapping[str, Sequence[Stage]]) -> list[Stage]:

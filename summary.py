@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from checkpoint.state import State
-from config import Config, describe_duration, part_flops
+from config import MFU, Config, part_flops, step_seconds, total_seconds
 from kernels.attention import blocked_is_faster
 from runtime.device import (
     check_attention,
@@ -24,7 +24,7 @@ from runtime.device import (
     matmul_tflops,
     peak_memory_mb,
 )
-from runtime.report import git_commit, machine
+from runtime.report import describe_duration, git_commit, machine
 from runtime.runlog import RunFolder
 from runtime.world import World
 
@@ -54,16 +54,6 @@ def describe_options(config: Config, acting: Config, world: World) -> list[str]:
     ]
 
 
-def describe_long_run(config: Config, state: State, world: World) -> list[str]:
-    """Return a line on how long the run takes, if its FLOPs are minutes of any CPU's time."""
-    steps = 0 if config.max_minutes else config.max_steps - state.step
-    flops = steps * sum(part_flops(config, config.tokens_per_step(1)).values())
-    if world.device.type == "cuda" or flops < 3e13:
-        return []
-    shorter = "--max_steps 5, or --config quickstart.yaml; check.py --estimate computes the memory"
-    return [describe_duration([(config, steps)], matmul_rates(world.device), shorter)]
-
-
 # ---- the figures of a run
 
 
@@ -81,7 +71,9 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
     dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     peak = peak_memory_mb(world.device)  # before the measurement below adds to it
     rate = matmul_tflops(world.device, dtype, seconds=min(0.5, sum(seconds)))
-    tokens_per_sec = median and tokens_per_step / median
+    tflop = flops_per_token * tokens_per_step / world.world_size / 1e12  # of a rank's step
+    if seconds and not mfu(tflop / min(seconds), rate):
+        rate = None
     return {
         "steps": state.step,
         "interrupted": not state.is_over(config),
@@ -91,14 +83,14 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
         "skipped_spikes": state.skipped_spikes,
         "final_loss": loss if math.isfinite(loss) else None,
         "median_dt_ms": median and median * 1e3,
-        "median_tokens_per_sec": tokens_per_sec,
+        "median_tokens_per_sec": median and tokens_per_step / median,
         "median_leaves_out": left_out,
         "first_step_s": seconds[0] if seconds else None,
         "peak_memory_mb": peak,
         "memory_growth_mb": max(0.0, peak - state.memory_before),
         "flops_per_token": flops_per_token,
         "matmul_tflops": rate,
-        "utilization": tokens_per_sec and mfu(flops_per_token, tokens_per_sec, rate, world),
+        "utilization": median and mfu(tflop / median, rate),
         "machine": machine(),
         "device": device_name(world.device),
         "world_size": world.world_size,
@@ -109,27 +101,42 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
     }
 
 
-def mfu(flops_per_token: int, tokens_per_sec: float, matmul: float, world: World) -> float:
-    """Return the model FLOP/s of each rank over the device's matmul rate, in TFLOP/s, at most 1.
+def announce_long_run(config: Config, state: State, world: World, folder: RunFolder) -> None:
+    """Print how long the run takes, if its FLOPs are minutes of any CPU's time."""
+    steps = 0 if config.max_minutes else config.max_steps - state.step
+    flops = steps * sum(part_flops(config, config.tokens_per_step(1)).values())
+    if world.device.type == "cuda" or flops < 3e13:
+        return
+    rates = matmul_rates(world.device)
+    shorter = "--max_steps 5, or --config quickstart.yaml; check.py --estimate computes the memory"
+    seconds = total_seconds([(config, steps)], rates)
+    folder.message(describe_duration(seconds, MFU, shorter))
+    if rates:
+        folder.expect(step_seconds(config, rates, world.world_size))
 
-    MFU as in the PaLM paper (Chowdhery et al. 2022, appendix B), but over the measured rate. A run
-    that reached more has shown that the device does too.
+
+def mfu(reached: float, matmul: float | None) -> float | None:
+    """Return the share that training reaches of the matmul rate, both in TFLOP/s of one rank.
+
+    MFU as in the PaLM paper (Chowdhery et al. 2022, appendix B), but over the measured rate. None
+    if that is not known, or below `reached`: the matmul was timed in a busy moment.
     """
-    reached = flops_per_token * tokens_per_sec / world.world_size / 1e12
-    return reached / max(matmul, reached)
+    return reached / matmul if matmul and reached <= matmul else None
 
 
-def live_figures(config: Config, state: State, world: World) -> Callable[[float], dict[str, float]]:
-    """Return what tells MFU and peak memory after a step, given its tokens/s.
+def live_figures(
+    config: Config, state: State, world: World
+) -> Callable[[float], dict[str, float | None]]:
+    """Return a function from a step's tokens/s to its MFU and the peak memory.
 
     Measures the device now, for half a second.
     """
     rate = matmul_tflops(world.device, matmul_dtype(bf16=config.bf16, fp16=config.fp16))
-    flops_per_token = state.model.flops_per_token(config.seq_len)
+    tflop_per_token = state.model.flops_per_token(config.seq_len) / world.world_size / 1e12
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)  # the matmuls' matrices are not the run's
     return lambda tokens_per_sec: {
-        "utilization": mfu(flops_per_token, tokens_per_sec, rate, world),
+        "utilization": mfu(tflop_per_token * tokens_per_sec, rate),
         "memory_mb": peak_memory_mb(world.device),
     }

@@ -9,7 +9,9 @@ from runtime.start import start
 
 if __name__ == "__main__":
     # Before torch is imported, which takes seconds: --help and mistakes answer at once.
-    ELSEWHERE = dict.fromkeys(("check", "estimate"), "is a command: python check.py, same options")
+    CHECK = "is a command of its own, with the same options: python check.py"
+    TRACE = "to profile a step: python bench.py --config FILE --trace"
+    ELSEWHERE = {"check": CHECK, "estimate": CHECK, "profile": TRACE, "trace": TRACE}
     CONFIG = start(Config, description=__doc__, config_file=True, elsewhere=ELSEWHERE)
 
 import contextlib
@@ -48,7 +50,7 @@ from runtime.runlog import RunFolder
 from runtime.signals import StopRequest, end_unfinished
 from runtime.start import trim_memory_if_short
 from runtime.world import World, joined_world, no_sync
-from summary import describe_long_run, describe_options, live_figures, summarize
+from summary import announce_long_run, describe_options, live_figures, summarize
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -276,7 +278,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     run = setup(config, world, resumed)
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
-    folder.message(*run.notes, *describe_long_run(config, state, world))
+    folder.message(*run.notes)
+    announce_long_run(config, state, world, folder)
 
     # Until here nothing is written. From here on the folder is this run's alone, a signal ends
     # the run after its step, and what fails is saved first.

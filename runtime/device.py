@@ -1,18 +1,22 @@
 """The device of a run: choosing it, what it can do, how fast it multiplies, waiting for it."""
 
 import contextlib
+import functools
 import importlib.util
 import inspect
+import math
 import os
 import re
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +27,9 @@ from runtime.start import has_nvidia_gpu, resident_memory
 PINNED_TORCH = "2.13.0"  # the version in requirements.txt, which the tests run with
 NOTED_SLOWDOWN = 1.5  # of bf16 against fp32; less may be noise
 BUILDS = "https://pytorch.org/get-started/previous-versions"
+SIZES = tuple(128 * 2**i for i in range(7))  # of the matrices in a timed matmul: up to 8192
+AGREE = 1.1  # the fastest three samples of a measurement may differ by this factor
+PATIENCE = 4  # times as long as usual that a measurement may take until they agree
 
 
 def choose_device(name: str, started: Launch | None = None) -> torch.device:
@@ -266,10 +273,14 @@ def check_compiler(device: torch.device, mode: str = "default", acting: str = ""
     if mode == "reduce-overhead" and device.type != "cuda":
         notes.append(f"compile_mode {mode} has no effect without CUDA: it records CUDA graphs")
     if acting not in ("", mode):
-        notes.append(
-            f"compile_mode {mode} runs as {acting}: CUDA graphs are for one rank, one micro-step "
-            f"and one chunk of the loss"
-        )
+        reason = "CUDA graphs are for one rank, one micro-step and one chunk of the loss"
+        if mode.startswith("max-autotune") and acting == "default":
+            reason = (
+                "PyTorch before 2.12 may compute 2^31 and more logits wrongly otherwise "
+                "(github.com/pytorch/pytorch/issues/189054); a smaller batch_size or more "
+                "loss_chunks avoid that"
+            )
+        notes.append(f"compile_mode {mode} runs as {acting}: {reason}")
     return notes
 
 
@@ -326,45 +337,72 @@ def memory_before_mb(device: torch.device) -> float:
     return resident_memory() / 2**20 if device.type == "cpu" else 0.0
 
 
-def matmul_seconds(n: int, device: torch.device, dtype: torch.dtype, budget: float) -> float:
-    """Time n x n matmuls for `budget` seconds, at least two; returns the seconds of the fastest."""
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that the work takes once, on an idle device."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def steady(sample: Callable[[], float], seconds: float) -> float | None:
+    """Take samples for `seconds`, at least three; returns the least of them.
+
+    Other programs make samples larger, never smaller. If the least three differ, sampling goes on,
+    up to PATIENCE times as long. None if they still differ, or are infinite.
+    """
+    begun, least = time.perf_counter(), list[float]()
+    while True:
+        least = sorted([*least, sample()])[:3]
+        passed = time.perf_counter() - begun
+        if passed >= seconds and len(least) == 3 and least[-1] <= AGREE * least[0] < math.inf:
+            return least[0]
+        if passed >= PATIENCE * seconds and len(least) == 3:
+            return None
+
+
+def matmul(n: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return a function that multiplies two n x n matrices."""
     # Random numbers, as equal ones take a GPU less power and so less time; with a generator of
     # their own, so that the run's is as it was.
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=generator) for _ in range(2))
-    begun, seconds = time.perf_counter(), list[float]()
-    while len(seconds) < 2 or time.perf_counter() - begun < budget:  # the first loads the library
-        synchronize(device)
-        start = time.perf_counter()
-        torch.mm(a, b)
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return lambda: torch.mm(a, b)
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Measure the TFLOP/s of a square matmul: the best over the sizes that fit into `seconds`.
+def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float | None:
+    """Measure the TFLOP/s of a large square matmul, for about `seconds`.
 
-    It is what MFU is a share of here: what the device reaches, not what its data sheet says.
-    Sizes double from 128 up to the one that would take longer: a CPU without instructions for
-    float16 needs minutes for the largest.
+    MFU is a share of it: of the rate that this device reaches, not of its data sheet's. None if
+    other programs keep the device too busy, or its memory is too full, to measure it.
     """
-    begun, n, rate = time.perf_counter(), 128, 0.0
-    largest = 8192 if device.type == "cuda" else 2048
-    while True:
-        try:
-            best = matmul_seconds(n, device, dtype, budget=seconds / 8)
-        except torch.OutOfMemoryError:  # a run's tensors leave less than these matrices take
-            return rate
-        rate = max(rate, 2 * n**3 / best / 1e12)
-        left = seconds - (time.perf_counter() - begun)
-        if n >= largest or 8 * best > max(left, 0.25):  # the next size is 8 times the work
-            return rate
-        n *= 2
+    of_size = functools.cache(lambda n: matmul(n, device, dtype))
+
+    def seconds_per_flop() -> float:
+        times = list[float]()
+        for n in SIZES:
+            try:
+                times.append(timed(of_size(n), device))
+            except torch.OutOfMemoryError:  # a run's tensors leave less than these matrices take
+                break
+            if 8 * times[-1] > max(seconds / 2, 0.25):  # such as float16 without instructions
+                break
+        # Twice the size is 8 times the work. If it takes less than 4 times as long, much of that
+        # time was no arithmetic: the processor was away, or the matrices are too small.
+        if len(times) < 2 or times[-1] < 4 * times[-2]:
+            return math.inf
+        return min(taken / (2 * n**3) for n, taken in zip(SIZES, times, strict=False))
+
+    best = steady(seconds_per_flop, seconds)
+    return best and 1e-12 / best
 
 
 def matmul_rates(device: torch.device) -> dict[str, float]:
-    """Measure the TFLOP/s of a large matmul by dtype; on a GPU also of TF32, and of fp16."""
+    """Measure the TFLOP/s of a large matmul by dtype; on a GPU also of TF32, and of fp16.
+
+    Empty if the device is too busy with other programs to measure one of them.
+    """
     dtypes = [torch.float32, torch.bfloat16]
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -373,7 +411,8 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
     if on_gpu:
         torch.set_float32_matmul_precision("high")
         rates["tf32"] = matmul_tflops(device, torch.float32, seconds=0.3)
-    return rates
+    known = {name: rate for name, rate in rates.items() if rate}
+    return known if len(known) == len(rates) else {}
 
 
 def bf16_slowdown(device: torch.device) -> float:
@@ -384,7 +423,7 @@ def bf16_slowdown(device: torch.device) -> float:
     # In turn and on one thread, so that other programs slow both alike.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dtypes = (torch.float32, torch.bfloat16) * 5
-    seconds = [matmul_seconds(256, device, dtype, budget=0.02) for dtype in dtypes]
+    pair = [matmul(256, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    seconds = [timed(work, device) for work in pair * 15]
     torch.set_num_threads(threads)
     return min(seconds[1::2]) / min(seconds[::2])

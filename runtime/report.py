@@ -87,7 +87,9 @@ def project_files(*patterns: str) -> list[Path]:
     """
     tracked = _git("ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns))
     if tracked:
-        paths = [ROOT / name for name in tracked.strip("\0").split("\0")]
+        paths = [
+            ROOT / name for name in {*tracked.strip("\0").split("\0")}
+        ]  # a conflict lists thrice
     else:
         found = (path for pattern in patterns for path in ROOT.glob(pattern))
         paths = [path for path in found if path.relative_to(ROOT).parts[0] in ROOMS]
@@ -105,6 +107,27 @@ def code_version() -> str:
 def flops_rate(tflops: float) -> str:
     """Format a rate of floating-point operations: TFLOP/s, or GFLOP/s below 1."""
     return f"{tflops:,.2f} TFLOP/s" if tflops >= 1 else f"{tflops * 1e3:,.3g} GFLOP/s"
+
+
+def about(seconds: float) -> str:
+    """Format a long time: as `12 minutes`, `3.2 hours` or `4 days`."""
+    unit, size = next(
+        (unit, size)
+        for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60))
+        if seconds >= 2 * size or unit == "minutes"
+    )
+    count = seconds / size
+    return f"{count:,.1f} {unit}" if unit == "hours" and count < 10 else f"{count:,.0f} {unit}"
+
+
+UNKNOWN = "the device could not be measured, or is too busy with other programs"
+
+
+def describe_duration(seconds: float | None, mfu: float, shorter: str) -> str:
+    """Return a line on how long some work takes, estimated at `mfu`, and a shorter alternative."""
+    if seconds is None:
+        return f"how long this takes is not known: {UNKNOWN}; shorter: {shorter}"
+    return f"takes about {about(seconds)}, at {mfu:.0%} MFU; shorter: {shorter}"
 
 
 # ---- tables

@@ -31,7 +31,7 @@ from runtime.files import (
     missing_parents,
     write_whole,
 )
-from runtime.report import flops_rate
+from runtime.report import about, flops_rate
 from runtime.signals import Stopped
 from runtime.track import Trackers
 
@@ -51,6 +51,7 @@ class LogRow(NamedTuple):
 
 LOG_COLUMNS = LogRow._fields
 EVAL_COLUMNS = ("step", "val_loss")  # and one for each HellaSwag score, where a run has any
+FAR_OFF = 1.5  # factor between announced and measured step times that is worth a line
 FORMATS = {"step": ".0f", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # others: to the last digit
 
 
@@ -76,7 +77,8 @@ class RunFolder:
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.not_logged: LogRow | None = None  # a row not in log.csv yet: a checkpoint keeps it
         self._trackers = Trackers(trackers if rank == 0 else (), self.message)
-        self._live: Callable[[float], Mapping[str, float]] = lambda tokens_per_sec: {}
+        self._live: Callable[[float], Mapping[str, float | None]] = lambda tokens_per_sec: {}
+        self._expected: float | None = None  # seconds of a step, as announced
         self._resumed_after = 0
         self._timed_from: tuple[int, float] | None = None  # a step, and when it was logged
         self._lock = filelock.FileLock(path / ".lock", timeout=0)
@@ -226,8 +228,14 @@ class RunFolder:
 
     # ---- writing, on all ranks
 
+    def expect(self, step_seconds: float) -> None:
+        """Take the step time that an announcement assumed; `log` corrects it if it is far off."""
+        self._expected = step_seconds
+
     def follow(
-        self, config: Mapping[str, Any], live: Callable[[], Callable[[float], Mapping[str, float]]]
+        self,
+        config: Mapping[str, Any],
+        live: Callable[[], Callable[[float], Mapping[str, float | None]]],
     ) -> None:
         """Open the trackers, if there are any, and hand them what the logs have and they lack.
 
@@ -284,24 +292,35 @@ class RunFolder:
         `last_step` None: the run's last step is not known.
         """
         self.not_logged = row
+        each, left = self._seconds_per_step(row.step), (last_step or 0) - row.step
+        time_left = f" | {duration(each * left)} left" if each is not None and left > 0 else ""
         self.message(
             f"{_counted(row.step, last_step)} | loss {row.loss:.4f} | "
             f"lr {row.lr:.2e} | norm {row.norm:.4f} | dt {row.dt_ms:.2f} ms | "
-            f"{row.tokens_per_sec:,.0f} tokens/s{self._time_left(row.step, last_step)}"
+            f"{row.tokens_per_sec:,.0f} tokens/s{time_left}"
         )
         if self.rank == 0:
             append_row(self.path / "log.csv", LOG_COLUMNS, row._asdict())
         self.not_logged = None
         self._trackers.log(row.step, {**row._asdict(), **self._live(row.tokens_per_sec)}, "train")
+        if time_left and each and row.step >= 4:  # three steps after the first, which compiles
+            self._correct_announcement(each, left)
 
-    def _time_left(self, step: int, last_step: int | None) -> str:
-        """Return the time left by the steps since the first logged one, which compiles."""
+    def _seconds_per_step(self, step: int) -> float | None:
+        """Return the mean since the first logged step, which compiles; None for that step."""
         self._timed_from = self._timed_from or (step, time.monotonic())
         first, begun = self._timed_from
-        if step == first or not last_step or step >= last_step:
-            return ""
-        seconds = (time.monotonic() - begun) / (step - first) * (last_step - step)
-        return f" | {duration(seconds)} left"
+        return (time.monotonic() - begun) / (step - first) if step > first else None
+
+    def _correct_announcement(self, step_seconds: float, steps_left: int) -> None:
+        """Print once how long the run takes, if it was announced and is far from that."""
+        factor = step_seconds / (self._expected or step_seconds)
+        self._expected = None
+        if not 1 / FAR_OFF < factor < FAR_OFF:
+            self.message(
+                f"takes about {about(step_seconds * steps_left)} more, by its first steps: they "
+                f"are {factor:.2g} times as long as announced"
+            )
 
     def log_evaluation(self, step: int, last_step: int | None, **figures: float) -> None:
         """Print figures of an evaluation and add them to the step's row of eval.csv."""
@@ -411,13 +430,15 @@ def describe_summary(summary: Mapping[str, Any]) -> list[str]:
         result += f", validation loss {val_loss:.4f}"
     if summary["median_dt_ms"] is None:  # there was no step to take, and the log has no rows
         return [result]
+    mfu = "no MFU, as other programs kept the device too busy to time a matmul"
+    if summary["utilization"]:
+        rate = flops_rate(summary["matmul_tflops"])
+        mfu = f"MFU {summary['utilization']:.0%} of the {rate} that a large matmul reaches here"
     return [
         result,
         f"median {summary['median_dt_ms']:.2f} ms a step, "
         f"{summary['median_tokens_per_sec']:,.0f} tokens/s (without the first "
-        f"{summary['median_leaves_out']}); peak memory {summary['peak_memory_mb']:,.0f} MB; "
-        f"MFU {summary['utilization']:.0%} of the {flops_rate(summary['matmul_tflops'])} that a "
-        f"large matmul reaches here",
+        f"{summary['median_leaves_out']}); peak memory {summary['peak_memory_mb']:,.0f} MB; {mfu}",
     ]
 
 

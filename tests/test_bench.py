@@ -2,16 +2,16 @@
 
 import itertools
 import json
+import random
 import signal
 import statistics
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 import bench
 from bench import BenchOptions
-from config import describe_duration, load_config, part_flops
+from config import load_config, part_flops, total_seconds
 from measure.interleaved import process
 from measure.profile import breakdown, timing
 from measure.profile.breakdown import break_down
@@ -21,7 +21,7 @@ from model import GPT, GPTConfig
 from runtime import device
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
-from runtime.report import flops_rate, project_files
+from runtime.report import about, describe_duration, flops_rate, project_files
 from runtime.start import parse_command_line
 from tests.conftest import CPU, ROOT, TINY, run_from_nothing
 
@@ -89,10 +89,49 @@ def test_figures_follow_from_the_clock(computation, share, monkeypatch):
     assert flops_rate(0.0042) == "4.2 GFLOP/s"
 
 
-def test_a_matmul_without_room_costs_no_run_its_summary(monkeypatch):
-    seconds = Mock(side_effect=[1e-3, torch.OutOfMemoryError])
-    monkeypatch.setattr(device, "matmul_seconds", seconds)
-    assert device.matmul_tflops(CPU, torch.float32) == 2 * 128**3 / 1e-3 / 1e12
+def planted(monkeypatch, seconds):
+    """Let each timed matmul of size n take `seconds(n)`, and the clock pass by as much."""
+    now = [0.0]
+
+    def timed(work, _):
+        taken = seconds(work)
+        now[0] += taken
+        return taken
+
+    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(device, "matmul", lambda n, *_: n)
+    monkeypatch.setattr(device, "timed", timed)
+    return now
+
+
+def at_a_rate(n, tflops=0.5):
+    return 2 * n**3 / tflops / 1e12
+
+
+def test_a_steady_matmul_has_its_rate_and_one_without_room_that_of_smaller_matrices(monkeypatch):
+    planted(monkeypatch, at_a_rate)
+    assert device.matmul_tflops(CPU, torch.float32) == pytest.approx(0.5)
+
+    def full(n):
+        if n > 512:
+            raise torch.OutOfMemoryError
+        return at_a_rate(n)
+
+    planted(monkeypatch, full)
+    assert device.matmul_tflops(CPU, torch.float32) == pytest.approx(0.5)
+
+
+def test_a_matmul_of_a_busy_moment_is_sampled_until_it_is_steady(monkeypatch):
+    # For a second another program takes the processor for a time slice in each matmul.
+    now = planted(monkeypatch, lambda n: at_a_rate(n) + (0.1 if now[0] < 1.0 else 0.0))
+    assert device.matmul_tflops(CPU, torch.float32) == pytest.approx(0.5)
+
+
+def test_a_matmul_that_is_never_steady_has_no_rate(monkeypatch):
+    noise = random.Random(0)
+    planted(monkeypatch, lambda n: at_a_rate(n) * 10 ** noise.uniform(0, 3))
+    assert device.matmul_tflops(CPU, torch.float32) is None
+    assert device.matmul_rates(CPU) == {}
 
 
 def test_backward_gets_a_fresh_untimed_forward_and_cleared_gradients():
@@ -294,9 +333,19 @@ def test_the_parts_operations_add_up_to_the_models():
     with torch.device("meta"):
         per_token = GPT(GPTConfig.of(config)).flops_per_token(config.seq_len)
     assert sum(part_flops(config, tokens=1).values()) == pytest.approx(per_token, rel=2e-3)
-    steps = 3600e12 / (per_token * config.tokens_per_step(1))
-    said = describe_duration([(config, steps), (config, steps)], {"float32": 2.0}, "less")
-    assert said == "takes about 120 minutes, at 50% MFU; shorter: less"
+    steps = 5400e12 / (per_token * config.tokens_per_step(1))
+    hours = total_seconds([(config, steps), (config, steps)], {"float32": 2.0})
+    said = describe_duration(hours, 0.5, "less")
+    assert said == "takes about 3.0 hours, at 50% MFU; shorter: less"
+    unknown = describe_duration(total_seconds([(config, steps)], {}), 0.5, "less")
+    assert unknown.startswith("how long this takes is not known: the device could not be measured")
+    assert [about(s) for s in (90, 7200, 36_000, 172_800, 8e6)] == [
+        "2 minutes",
+        "2.0 hours",
+        "10 hours",
+        "2 days",
+        "93 days",
+    ]
 
 
 @pytest.mark.gpu

@@ -627,12 +627,7 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
         "compile_mode": "max-autotune-no-cudagraphs",
     }
     assert not changes(config, config.model_copy(update=settings))
-    off = config.describe_optimizations(1).partition("; off: ")[2]
-    assert off == (
-        "norm, activation, rope, qk_norm, value_residual, embed_shortcut, logit_softcap, "
-        "zero_init, optimizer, embed_lr, head_lr, scalar_lr, matmul_precision, fp16, fsdp, "
-        "recompute, recompute_cheap, residual_bf16, loss_chunks, several ranks"
-    )
+    assert config.describe_optimizations(1).partition("; off: ")[2] == "several ranks"
 
 
 # ---- what is derived from the marks on fields
@@ -648,7 +643,7 @@ class Extended(Config):
 def test_a_flag_that_is_added_to_the_class_is_seen_everywhere():
     alone = load(Extended, {"twice_as_fast": True})
     assert alone.notes() == ["twice_as_fast has no effect: compile is off"]
-    assert "twice_as_fast" in alone.describe_optimizations(1).partition("; off: ")[2]
+    assert "twice_as_fast" not in alone.describe_optimizations(1)
     on = load(Extended, {"twice_as_fast": True, "compile": True})
     assert "twice_as_fast" in on.describe_optimizations(1).partition("; off: ")[0]
     assert switched_off(on)["twice_as_fast"] == {"twice_as_fast": False}

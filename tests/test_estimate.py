@@ -29,7 +29,7 @@ from model import GPT, GPTConfig
 from runtime.cli import load
 from runtime.errors import UserError
 from runtime.world import World
-from summary import describe_long_run
+from summary import announce_long_run
 from tests.conftest import ALONE, CPU, ROOT, flags, run, run_from_nothing
 from train import train
 
@@ -59,10 +59,9 @@ def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, cap
         "9,999,745,024 in 19,073 steps of 524,288",
         f"{tmp_path}/fineweb is not there yet",
         f"{flops:.3g} FLOPs",
-        "250.00 TFLOP/s here, in bfloat16",
-        f"at 40% MFU: {flops / 3.6e17:.2f} hours (1.0 days), {flops / 1.9073e18:.3f} s a step",
-        "at 30% MFU: ",
-        "at 50% MFU: ",
+        f"time:    about 19 hours, {flops / 1.25e14 / 19073:,.3f} s a step",
+        "at 50% MFU of the 250.00 TFLOP/s that a large matmul reaches here, in bfloat16",
+        "measured runs had 14% to 77%, which would be 12 hours to 3 days",
         "1.49 GB a checkpoint, at most 5.97 GB for 3 at a time and the best one; ",
         "memory:  of the process: 475 MB parameters, 475 MB gradients, 950 MB optimizer state, ",
         "compiled: activations are counted as",
@@ -109,17 +108,39 @@ def test_check_is_for_a_run_from_its_first_step_and_train_names_it(tiny_config):
     with pytest.raises(UserError, match="is for a run from its first step"):
         main(load(CheckOptions, {"resume": "auto", "estimate": True}))
     ran = run_from_nothing(str(ROOT / "train.py"), "--estimate", cwd=ROOT)
-    assert (ran.returncode, "--estimate: is a command: python check.py" in ran.stderr) == (2, True)
+    assert (ran.returncode, "--estimate: is a command of its own" in ran.stderr) == (2, True)
 
 
 def test_a_long_run_says_how_long_it_takes(tiny_config, monkeypatch, capsys):
     monkeypatch.setattr(summary, "matmul_rates", lambda _: {"float32": 0.2})
     state = Mock(step=0)
-    (line,) = describe_long_run(load_config("baseline"), state, ALONE)
+    folder = Mock()
+    announce_long_run(load_config("baseline"), state, ALONE, folder)
+    (line,) = folder.message.call_args.args
     assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)
-    monkeypatch.setattr("train.describe_long_run", lambda *_: ["takes long"])
-    train(tiny_config(max_steps=1), ALONE)
-    assert "\ntakes long\n" in capsys.readouterr().out
+    assert folder.expect.call_args.args[0] == pytest.approx(15 * 60 / 50, rel=0.05)
+
+
+@pytest.mark.parametrize(("announced", "factor"), [(1e-9, r"[\d.e+]+"), (1e9, r"[\d.e-]+")])
+def test_an_announced_time_is_corrected_once_by_the_first_steps(
+    announced, factor, tiny_config, monkeypatch, capsys
+):
+    monkeypatch.setattr("train.announce_long_run", lambda *args: args[-1].expect(announced))
+    train(tiny_config(max_steps=8), ALONE)
+    out = capsys.readouterr().out
+    line = rf"^takes about 0 minutes more, by its first steps: they are {factor} times as long"
+    assert len(re.findall(line, out, re.MULTILINE)) == 1
+    before, _, _ = out.partition("takes about")
+    assert "step 4/8" in before
+    assert "step 5/8" not in before
+
+
+def test_an_estimate_without_a_steady_matmul_gives_no_hours(tiny_config, monkeypatch, capsys):
+    monkeypatch.setattr(module, "matmul_tflops", lambda *_, **__: None)
+    estimate(tiny_config(), ALONE)
+    out = capsys.readouterr().out
+    assert "time:    not known: the device could not be measured" in out
+    assert "estimated peak" in out
 
 
 # ---- memory
@@ -227,7 +248,7 @@ def test_the_advice_on_saving_is_youngs_and_loses_least():
     assert said == (
         "saving:  2 s a checkpoint; best is one every 2.0 minutes with a failure an hour "
         "(checkpoint_every 240), 9.8 minutes with a failure a day (checkpoint_every 1,176), at "
-        "40% MFU"
+        "50% MFU"
     )
 
     def lost(every):  # seconds an hour: saves, and half an interval for the one failure

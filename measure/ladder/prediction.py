@@ -63,6 +63,7 @@ def predict_stages(stages: Sequence[Stage], folder: Path, device: Mapping[str, A
         try:
             kept = Predicted(where=where, rates=Rates.model_validate(device), stages={})
         except ValidationError:
+            print("note: nothing is predicted, as the device's rates could not be measured")
             return
     configs = [stage.config for stage in alone]
     found, problem = in_fresh_process("measure.ladder.roofline:predict_all", configs, kept.rates)

@@ -72,7 +72,7 @@ class Summary(BaseModel, allow_inf_nan=False):
     median_tokens_per_sec: float = Field(gt=0)
     first_step_s: float
     peak_memory_mb: float
-    utilization: float
+    utilization: float | None  # MFU; None if the matmul could not be timed
     final_loss: float | None
     steps: int
     machine: str

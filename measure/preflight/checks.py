@@ -229,7 +229,9 @@ def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
     `scaler`: the state of fp16's loss scaler, so that no step overflows.
     """
     changed = {"lr": max(config.lr, RATE), "lr_schedule": "constant", "dropout": 0.0}
-    changed |= {"compile": False}  # it would compile again, without dropout
+    # A few sequences, uncompiled: another shape would compile again, with shapes that may vary, and
+    # a compiled run's whole batch may not fit into memory uncompiled.
+    changed |= {"batch_size": min(config.batch_size, 4), "compile": False}
     changed |= {"total_batch_tokens": None, "overfit_batch": True, "max_steps": 10**6}
     config = config.model_copy(update=changed)
     loader, _ = open_data(config, world, config.n_vocab)

@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint.files import write_tensors
 from checkpoint.weights import build_model
-from config import Config
+from config import LEAST_MFU, MFU, MOST_MFU, Config
 from data.prepare import is_there
 from dataloader import open_corpus
 from kernels.loss import summed_loss
 from model import GPT
 from runtime.device import check_precision, device_name, matmul_dtype, matmul_tflops
 from runtime.files import sha256
-from runtime.report import flops_rate
+from runtime.report import UNKNOWN, about, flops_rate
 from runtime.start import memory_left
 from runtime.world import World
 from train import setup, train_step
@@ -43,9 +43,11 @@ MB = 2**20
 ALLOCATOR, CODE = 1.5, 100 * MB
 WORKSPACE = 32 * MB  # cuBLAS's on a GPU; 8 MB before Hopper
 MARGIN = 0.05  # of a GPU's free memory, which its allocator may lose in gaps; not measured
-# Activations of a compiled run over those of an uncompiled one: what is fused is never stored. A
-# crude factor: measured runs had 0.26 (bf16) to 0.65 (fp32), which puts the peak off by a third.
-COMPILED = 0.4
+# Activations of a compiled run over those of an uncompiled one, with recompute_cheap and without:
+# the results of fused operations are not stored. With it measured runs had 0.26 (bf16) to 0.65
+# (fp32), so the peak may be off by a third. Without it the tensors that PyTorch keeps of
+# gpt2_124m at batch_size 64 were counted, for a GPU, not measured: 34.5 GiB at the worst moment.
+COMPILED = {True: 0.4, False: 0.7}
 
 
 def estimate(config: Config, world: World) -> None:
@@ -64,11 +66,11 @@ def estimate(config: Config, world: World) -> None:
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
     flops_per_step = per_step * model.flops_per_token(config.seq_len)
-    step_seconds = flops_per_step / (rate * 1e12 * ranks * 0.4)
-    if config.max_minutes:
+    step_seconds = flops_per_step / (rate * 1e12 * ranks * MFU) if rate else math.nan
+    if config.max_minutes and rate:
         steps = math.ceil(60 * config.max_minutes / step_seconds)
         config = config.model_copy(update={"max_steps": steps, "max_minutes": None})
-        print(f"note: at 40% MFU max_minutes makes {steps:,} steps, which these lines are about")
+        print(f"note: at {MFU:.0%} MFU max_minutes makes {steps:,} steps, assumed in these lines")
     tokens, flops = config.max_steps * per_step, config.max_steps * flops_per_step
     for note in (
         *check_precision(world.device, matmul_precision=config.fp32_precision(), bf16=config.bf16),
@@ -81,23 +83,31 @@ def estimate(config: Config, world: World) -> None:
     )
     print(f"tokens:  {tokens:,} in {config.max_steps:,} steps of {per_step:,}")
     print(describe_corpus(config, tokens, model.config.n_vocab))
-    print(
-        f"compute: {flops:.3g} FLOPs, forward and backward; a large matmul reaches "
-        f"{flops_rate(rate)} here, in {str(dtype).removeprefix('torch.')}"
-    )
-    for mfu in (0.3, 0.4, 0.5):  # what training reaches
-        seconds = flops / (rate * 1e12 * ranks * mfu)
-        print(
-            f"at {mfu:.0%} MFU: {seconds / 3600:,.2f} hours ({seconds / 86400:,.1f} days), "
-            f"{seconds / config.max_steps:,.3f} s a step, {tokens / seconds:,.0f} tokens/s"
-        )
+    print(f"compute: {flops:.3g} FLOPs, forward and backward")
+    print(describe_hours(rate, dtype, step_seconds, config.max_steps, per_step))
     shards = ranks if config.fsdp else 1
     size = shards * (moments["kept"].parameters + moments["kept"].optimizer)
     print(describe_disk(config, size)[1])
-    if config.keep_last:
+    if config.keep_last and rate:
         save_seconds = size / write_rate(existing(config.log_dir), size)
         print(describe_saving(save_seconds, step_seconds))
     print_memory(config, world, moments)
+
+
+def describe_hours(
+    rate: float | None, dtype: torch.dtype, step_seconds: float, steps: int, tokens: int
+) -> str:
+    """Return a line on how long `steps` of `tokens` take, if a matmul reaches `rate` TFLOP/s."""
+    if not rate:
+        return f"time:    not known: {UNKNOWN}"
+    seconds = steps * step_seconds
+    fastest, slowest = (about(seconds * MFU / mfu) for mfu in (MOST_MFU, LEAST_MFU))
+    return (
+        f"time:    about {about(seconds)}, {step_seconds:,.3f} s a step, "
+        f"{tokens / step_seconds:,.0f} tokens/s, at {MFU:.0%} MFU of the {flops_rate(rate)} that a "
+        f"large matmul reaches here, in {str(dtype).removeprefix('torch.')}; measured runs had "
+        f"{LEAST_MFU:.0%} to {MOST_MFU:.0%}, which would be {fastest} to {slowest}"
+    )
 
 
 def describe_corpus(config: Config, tokens: int, n_vocab: int) -> str:
@@ -163,7 +173,7 @@ def describe_saving(save: float, step: float) -> str:
         steps = max(1, round(seconds / step))
         advice.append(f"{seconds / 60:,.1f} minutes with a {often} (checkpoint_every {steps:,})")
     every = ", ".join(advice)
-    return f"saving:  {save:,.2g} s a checkpoint; best is one every {every}, at 40% MFU"
+    return f"saving:  {save:,.2g} s a checkpoint; best is one every {every}, at {MFU:.0%} MFU"
 
 
 # ---- memory
@@ -207,9 +217,15 @@ def moment_of(
         (of[Kind.PARAM] + of[Kind.BUFFER]) / shards,
         gradients,
         of[Kind.OPT] / shards,
-        (of[Kind.ACT] + of[Kind.TEMP]) * (COMPILED if config.compile else 1),
+        (of[Kind.ACT] + of[Kind.TEMP]) * compiled_share(config, world),
         gathered,
     )
+
+
+def compiled_share(config: Config, world: World) -> float:
+    """Return the share of an uncompiled run's activations that the run has."""
+    acting = config.on_device(world.device.type, world.world_size)
+    return COMPILED[bool(acting.recompute_cheap)] if config.compile else 1.0
 
 
 def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> None:
@@ -236,8 +252,8 @@ def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> No
     )
     if config.compile:
         print(
-            f"         compiled: activations are counted as {COMPILED} of an uncompiled run's, so "
-            f"the peak may be off by a third"
+            f"         compiled: activations are counted as {compiled_share(config, world)} of an "
+            f"uncompiled run's, so the peak may be off by a third"
         )
     if math.isfinite(left):
         size = largest_batch(config, world, moments, left)

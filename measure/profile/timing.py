@@ -23,6 +23,7 @@ from runtime.device import (
     synchronize,
 )
 from runtime.world import World
+from summary import mfu
 from train import Run, setup, train_step
 
 # Share of a training step's FLOPs: the backward pass has two matmuls for each of the forward pass.
@@ -140,6 +141,7 @@ def measure(job: Job) -> list[Row]:
         counted = seconds[warmup : warmup + job.steps]
         mean = statistics.fmean(counted)
         tflops = flops / mean / 1e12
+        known = matmul if mfu(flops / min(counted) / 1e12, matmul) else None
         figures = {
             "mean_s": mean,
             "median_s": statistics.median(counted),
@@ -150,8 +152,8 @@ def measure(job: Job) -> list[Row]:
             "steps": len(counted),
             "tokens_per_sec": tokens / mean,
             "tflops": tflops,
-            "matmul_tflops": matmul,
-            "utilization": tflops / max(matmul, tflops),
+            "matmul_tflops": known,
+            "utilization": mfu(tflops, known),
             "peak_memory_mb": peak,
             "times_s": counted,
         }

@@ -53,7 +53,7 @@ FIGURES = (
     "tokens_per_sec",
     "tflops",
     "matmul_tflops",  # of a large matmul in the same precision on this device
-    "utilization",  # MFU: tflops over matmul_tflops, at most 1
+    "utilization",  # MFU: tflops over matmul_tflops; None if a pass was faster
     "peak_memory_mb",
 )
 
