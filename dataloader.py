@@ -10,7 +10,6 @@ on the step and the seed alone. Processes and micro-steps only divide them up.
 import hashlib
 import itertools
 import math
-import re
 import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,13 +23,10 @@ import torch
 from torch import Tensor
 
 from data.manifest import check_shards
-from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError
+from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError, split_of
 
 OPENED_AT_ONCE = 32  # files: a disk takes as long for many reads at once as for a few
 READ_AHEAD = 4  # batches, at once: shuffled, each waits for the disk several times
-# Splits of a corpus, by the words for them in names of token files
-SPLITS = dict.fromkeys(("val", "valid", "validation", "dev"), "val")
-SPLITS |= {"train": "train", "test": "test"}
 
 
 class Span(NamedTuple):
@@ -122,15 +118,6 @@ def open_corpus(
     if not val:
         train, val = _cut_tail(train, val_fraction)
     return TokenStream(train, seq_len), TokenStream(val, seq_len)
-
-
-def split_of(path: Path) -> str | None:
-    """Return train, val or test by a token file's name; None if it names no split.
-
-    The last word counts, as `<corpus>_val_<number>.bin` may be of a corpus named my_test.
-    """
-    words = re.split("[_.-]", path.stem.lower())
-    return next((SPLITS[word] for word in reversed(words) if word in SPLITS), None)
 
 
 def _cut_tail(spans: list[Span], fraction: float) -> tuple[list[Span], list[Span]]:

@@ -1,3 +1,1 @@
-"""One script per corpus that writes token files, and what they share. Token files lie in a folder
-here per corpus.
-"""
+"""Scripts that write corpora, folders of token files, and their shared code."""

@@ -1,28 +1,20 @@
 """A file whose content is known by its SHA-256, from the network or a copy."""
 
-import hashlib
-import urllib.request
-from http.client import HTTPException
-from pathlib import Path
+from tiktoken.load import check_hash, read_file
 
 from runtime.errors import UserError, in_a_line
 
 
-def read_known_file(
-    name: str, url: str, sha256: str, hint: str, source: Path | None = None
-) -> bytes:
-    """Download a file, or read a copy of it, and check its content.
-
-    Raises UserError, with the hint on what to do instead, if it cannot be had or is another file.
+def read_known_file(name: str, place: str, sha256: str, hint: str) -> bytes:
+    """Download a file, or read a copy of it. Raises UserError with the hint if it is not to be had
+    or has another content.
     """
     try:
-        content = source.read_bytes() if source else urllib.request.urlopen(url, timeout=20).read()
-    # ValueError: a proxy or redirection that is not an address
-    except (OSError, HTTPException, ValueError) as error:
+        content = read_file(place)
+        if not check_hash(content, sha256):
+            raise ValueError(f"another file, expected SHA-256 {sha256}")
+        return content
+    except Exception as error:  # an error of the disk, or of tiktoken's HTTP library
         raise UserError(
-            f"{name} could not be {'read' if source else 'downloaded'} from {source or url} "
-            f"({in_a_line(error)}); {hint}"
+            f"{name} could not be read from {place} ({in_a_line(error)}); {hint}"
         ) from None
-    if (digest := hashlib.sha256(content).hexdigest()) != sha256:
-        raise UserError(f"{source or url}: not {name}: SHA-256 {digest}, expected {sha256}; {hint}")
-    return content

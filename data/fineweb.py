@@ -5,9 +5,9 @@ million, 200 MB each.
     python data/fineweb.py --shards 99       the whole sample
     python data/fineweb.py --source FOLDER   tokenizes parquet files of the original instead
 
-The shards are token files already (https://huggingface.co/datasets/kjj0/finewebedu10B-gpt2). What
-is there is not downloaded again. The original is
-https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu; see data/documents.py.
+The shards are token files already (https://huggingface.co/datasets/kjj0/finewebedu10B-gpt2). Shards
+in the folder are not downloaded again. The original is
+https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu; see data/text.py.
 """
 
 import sys
@@ -20,10 +20,10 @@ import contextlib
 
 from pydantic import Field
 
-from data.documents import AGAIN, WritingOptions, write
+from data import text
 from data.manifest import MANIFEST
 from data.token_file import TokenFileError, corpus_writer, count_tokens
-from runtime.cli import Name, Options
+from runtime.cli import Name, Options, ZeroIsOff
 from runtime.errors import UserError, in_a_line, reported
 from runtime.start import start
 
@@ -31,18 +31,21 @@ REPOSITORY = "kjj0/finewebedu10B-gpt2"
 
 
 class DownloadOptions(Options):
-    """what to write"""
+    """download or tokenize"""
 
     shards: int | None = Field(None, ge=1, le=99)
-    """training shards to download, 1 to 99 (none: 1)"""
+    """training shards to download, 1 to 99 (default: 1)"""
     source: tuple[Name, ...] = ()
-    """parquet files of the original, or folders of them, to tokenize instead; the options for
-    writing are about this
+    """parquet files of the original, or folders of them, to tokenize instead, with the options for
+    writing
     """
 
 
-class FinewebOptions(WritingOptions, DownloadOptions):
+class FinewebOptions(text.WritingOptions, DownloadOptions):
     """All options of this command."""
+
+    val_every: ZeroIsOff = 100
+    """keep every Nth document for validation; 0 keeps none"""
 
 
 def prepare(folder: Path, shards: int) -> int:
@@ -83,13 +86,13 @@ def prepare(folder: Path, shards: int) -> int:
 
 def main(options: FinewebOptions) -> None:
     folder = Path(options.data_dir) / "fineweb"
-    writing = set(WritingOptions.model_fields) - {"data_dir"}
+    writing = set(text.WritingOptions.model_fields) - {"data_dir"}
     useless = options.model_fields_set & ({"shards"} if options.source else writing)
     if useless:
         with_or_without = "with" if options.source else "without"
         raise UserError(f"no effect {with_or_without} --source: {', '.join(sorted(useless))}")
     if options.source:
-        write(folder, options.source, options, "data/fineweb.py")
+        text.prepare(folder, options.source, options, "data/fineweb.py")
         return
     count = prepare(folder, options.shards or 1)
     print(f"{count:,} training tokens in {folder}")
@@ -97,5 +100,5 @@ def main(options: FinewebOptions) -> None:
 
 if __name__ == "__main__":
     OPTIONS = start(FinewebOptions, description=__doc__)
-    with reported("stdout", status=1, interrupted=f"interrupted; {AGAIN}"):
+    with reported("stdout", status=1, interrupted=f"interrupted; {text.AGAIN}"):
         main(OPTIONS)

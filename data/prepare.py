@@ -2,10 +2,9 @@
 
 import importlib
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
-from data.manifest import describe, unfinished
+from data.manifest import how_to_finish
 from data.token_file import TokenFileError, corpus_writer
 from runtime.cli import did_you_mean
 from runtime.files import lock_file
@@ -13,33 +12,31 @@ from runtime.files import lock_file
 SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
 
 
-def print_at_once(text: str) -> None:
-    """Print a text that should not wait in a buffer, such as why nothing happens."""
-    print(text, flush=True)
+def prepare_if_missing(folder: Path) -> None:
+    """Write the corpus of `folder` if it is missing and a small one.
 
-
-def prepare_if_missing(folder: Path, say: Callable[[str], None] = print_at_once) -> None:
-    """Write the corpus of `folder` if it is missing and a small one. `say` is called with messages.
-
-    Waits for another process that is writing the corpus, whichever it is. Raises TokenFileError if
-    it is missing and not a small one, or not finished; the message names what to run, and the
-    corpus with the nearest name.
+    Waits for another process that is writing the corpus. Raises TokenFileError if it is missing and
+    not a small one, or not finished; the message has the command to run, and the corpus with the
+    nearest name.
     """
     if is_there(folder):
         return
     is_small = folder.name in SMALL_CORPORA
     if is_small or lock_file(folder).exists():
         with corpus_writer(
-            folder, on_wait=lambda: say(f"another process is writing {folder}: waiting for it")
+            folder,
+            on_wait=lambda: print(
+                f"another process is writing {folder}: waiting for it", flush=True
+            ),
         ):
             if is_there(folder):
                 return
             if is_small:
-                say(f"preparing {folder}")
+                print(f"preparing {folder}", flush=True)
                 importlib.import_module(f"data.{folder.name}").prepare(folder)
                 return
-    if begun := unfinished(folder):
-        raise TokenFileError(f"{folder}: {describe(begun)}")
+    if problem := how_to_finish(folder):
+        raise TokenFileError(f"{folder}: {problem}")
     corpora = {path.parent for path in folder.parent.glob("*/*.bin")}
     there = {corpus.name for corpus in corpora if corpus.suffix != ".tmp"}
     script = f"python data/text.py FILE --name {shlex.quote(folder.name)}"
@@ -55,10 +52,5 @@ def prepare_if_missing(folder: Path, say: Callable[[str], None] = print_at_once)
 
 
 def is_there(folder: Path) -> bool:
-    """Return True if a corpus has been written to the folder. Raises OSError if that cannot be
-    seen.
-    """
-    try:
-        return any(path.suffix == ".bin" for path in folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    """True if a corpus has been written to the folder."""
+    return any(folder.glob("*.bin"))

@@ -1,5 +1,4 @@
-"""The embedded corpus: what the docstrings of Python, PyTorch and NumPy say in whole sentences. No
-download.
+"""The embedded corpus: whole sentences of the docstrings of Python, PyTorch and NumPy. No download.
 
     python data/pydocs.py                         writes data/pydocs/pydocs_train_000000.bin
 

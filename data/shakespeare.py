@@ -15,7 +15,7 @@ if __name__ == "__main__":  # imports are looked up in the repository, not in da
 
 from data.download import read_known_file
 from data.token_file import write_corpus
-from data.tokenizer import encode_text
+from data.tokenizer import encode
 from runtime.cli import Name, Options
 from runtime.errors import reported
 from runtime.start import start
@@ -42,8 +42,8 @@ def prepare(folder: Path, source: Path | None = None) -> int:
     Raises UserError if the text cannot be had or is another text, TokenizerError without GPT-2's
     vocabulary.
     """
-    text = read_known_file(NAME, URL, SHA256, HINT, source)
-    return write_corpus(folder, encode_text([text.decode()], len(text), NAME))
+    text = read_known_file(NAME, str(source or URL), SHA256, HINT)
+    return write_corpus(folder, [encode(text.decode())])
 
 
 def main(options: ShakespeareOptions) -> None:

@@ -1,323 +1,264 @@
-"""Documents from parquet, JSON lines and text files, a piece at a time.
-
-No file is held in memory as a whole: of a parquet file a few rows, of JSON lines a line, of a text
-file a megabyte.
+"""Documents of text, JSON lines and parquet files, and the tokens of other trainers' token files,
+piece by piece: no file is in memory as a whole.
 """
 
 import codecs
 import contextlib
-import functools
-import gzip
+import glob
 import io
 import json
 import os
 import re
 import reprlib
 import sys
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from data.token_file import TokenFileError
-from data.tokenizer import SEPARATOR, chunks
+import numpy as np
+
+from data.token_file import HEADER_BYTES, MAGIC, TokenFileError, count_tokens
+from data.tokenizer import END_OF_TEXT, chunks
 from runtime.errors import in_a_line
 
-ENDING = re.compile(r"(\.parquet(?=$)|\.jsonl|\.ndjson|\.json|\.txt)(\.gz|\.zst)?$")
-ENDINGS = (
-    ".parquet, .jsonl (.ndjson; .json if the file itself is named) or .txt, "
-    "the latter two also with .gz or .zst"
+# By the ending of a file's name; all other files are text.
+KIND = re.compile(
+    r"\.(?:(?P<row>parquet)|(?P<tokens>bin|npy)|(?P<line>jsonl?|ndjson)(?:\.gz|\.zst)?)$",
+    re.IGNORECASE,
 )
-BATCH_CHARS, BATCH_PIECES = 2**19, 2**12  # of a batch, at most: about 30 ms of tokenizing
-BUFFER = 2**16  # bytes that are read at once
-LINE_BYTES = 2**28  # of a line of JSON, at most: it is in memory as a whole, several times
-ROWS = 128  # of a parquet file that are in memory at once
-BOM = b"\xef\xbb\xbf"
-
-
-class Source(NamedTuple):
-    """A file with documents."""
-
-    path: Path
-    size: int  # in bytes
-    modified: int  # in nanoseconds
-    kind: str  # the name's ending, without .gz and .zst
-    packed: str  # .gz, .zst or nothing
+JSON_FILE = re.compile(r"\.json(\.gz|\.zst)?$", re.IGNORECASE)
+COMPRESSED = (".gz", ".zst")
+ROWS = 128  # rows of a parquet file in memory at once
+TOKENS = 2**18  # tokens of a token file in memory at once
+BOM = "\ufeff"
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one."""
+    """A document or a part of one, or tokens of several documents."""
 
-    text: str
-    begins: bool  # True if it is the document's first
-    read: int  # bytes of the file that have been read by then
-
-
-class Batch(NamedTuple):
-    """Consecutive pieces of a source, to be tokenized together; counts are up to its end.
-
-    Where a source is cut into batches depends on its texts alone.
-    """
-
-    source: int  # its index
-    pieces: list[tuple[str, bool]]  # a text, and whether a document begins with it
-    documents: int
-    skipped: int  # records without a text
-    spelled_out: int  # how often the separator of documents is in their text
-    ends: Path | None  # the source's file, with its last batch
+    content: str | np.ndarray  # a text, or uint16 tokens
+    begins: int  # number of documents that begin in it; 0 or 1 for a text
 
 
 @dataclass
 class BadRecords:
-    """Lines and rows without a text: up to `allowed` of them are left out."""
+    """Lines and rows without text: up to `allowed` of them are left out."""
 
     allowed: int
     count: int = 0
 
     def add(self, problem: str) -> None:
-        """Count one. Raises TokenFileError if it is one too many."""
+        """Count one. Raises TokenFileError if there are more than `allowed`."""
         self.count += 1
         if self.count > self.allowed:
-            before = f"the {self.allowed:,} before it were left out; " if self.allowed else ""
             raise TokenFileError(
-                f"{problem}; {before}correct it, or leave out up to N like it with --skip_bad N"
+                f"{problem}; correct it, or leave out up to N such records with --skip_bad N "
+                f"(now {self.allowed})"
             )
 
 
-# ---- which files
+# ---- the files
 
 
-def find_sources(named: Iterable[Path]) -> list[Source]:
-    """Find the files that are named, and those in folders that are named, each once.
+def kind_of(path: Path) -> str:
+    """Return the parts of a file by its name: row (parquet), line (JSON lines), tokens or text."""
+    match = KIND.search(path.name)
+    return str(match.lastgroup) if match else "text"
 
-    The order is that of the names; in a folder, and the folders in it, that of the files' paths.
-    Hidden files and those with another ending are left out; a note on stderr says how many were.
-    Raises TokenFileError for a file that has another ending, and for a folder without any, OSError
-    for a file that is missing.
+
+def find_sources(named: Iterable[Path]) -> list[Path]:
+    """Return the named files, and the files in named folders in the order of their paths, each file
+    once.
+
+    Hidden files in a folder are left out. So are .json files, which mostly describe the data,
+    binary files and, beside token files, all others; a note names them. Raises TokenFileError for a
+    folder without a usable file, OSError for a missing file.
     """
-    sources: dict[str, Source] = {}
-    taken = others = 0
+    sources: dict[str, Path] = {}
     for name in named:
-        is_folder, before = name.is_dir(), taken
-        for path in _files_in(name) if is_folder else [name]:
-            match = ENDING.search(path.name.lower())
-            # in a folder, .json is mostly one object about the data
-            if match and not (is_folder and match[1] == ".json"):
-                taken += 1
-                source = find_source(path, match[1], match[2] or "")
-                sources.setdefault(os.path.realpath(path), source)
-            else:
-                others += 1
-        if taken == before:
-            what = "no file in it has a name that ends" if is_folder else "its name does not end"
-            raise TokenFileError(f"{name}: {what} in {ENDINGS}, which says what a file holds")
-    left_out = f"files left out, as their names do not end in {ENDINGS}"
-    once = "files named more than once, and taken once, at their first place"
-    for note, count in ((left_out, others), (once, taken - len(sources))):
-        if count:
-            print(f"note: {note}: {count:,}", file=sys.stderr)
-    return list(sources.values())
+        name.stat()
+        usable = [name]
+        if name.is_dir():
+            below = map(Path, glob.glob(f"{glob.escape(str(name))}/**", recursive=True))
+            files = sorted(path for path in below if path.is_file())
+            usable = [path for path in files if kind_of(path) == "tokens"]
+            usable = usable or [path for path in files if _is_usable(path)]
+            left_out = sorted({*files}.difference(usable))
+            note = (
+                f"{len(left_out):,} files left out, such as {left_out[0]}" if left_out else "empty"
+            )
+            if not usable:
+                raise TokenFileError(
+                    f"{name}: no text, JSON lines, parquet or token files in this folder ({note})"
+                )
+            if left_out:
+                print(f"note: {name}: {note}", file=sys.stderr)
+        for path in usable:
+            sources.setdefault(os.path.realpath(path), path)
+    return [*sources.values()]
 
 
-def find_source(path: Path, kind: str, packed: str = "") -> Source:
-    """Look up a file of a known kind. Raises OSError if it is missing, TokenFileError if a manifest
-    cannot hold its name.
-    """
-    try:
-        str(path).encode()  # for the manifest
-    except UnicodeEncodeError:
-        raise TokenFileError(f"{path}: its name is not UTF-8; rename it") from None
-    status = path.stat()
-    return Source(path, status.st_size, status.st_mtime_ns, kind, packed)
+def _is_usable(path: Path) -> bool:
+    if kind_of(path) != "text":
+        return not JSON_FILE.search(path.name)
+    with reading(path), _open(path) as file:
+        return b"\0" not in file.peek(1)  # a binary file has one within some kilobytes
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """List all files in a folder and the folders in it, linked ones too, but for hidden ones."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    paths = []
-    for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [Path(place) / name for name in files if not name.startswith(".")]
-    return sorted(paths)
-
-
-# ---- what is in them
-
-
-def read_batches(
-    sources: list[Source], column: str, bad: BadRecords, start: int = 0
-) -> Iterator[Batch]:
-    """Read the sources from the one with index `start` on, each as one batch or more.
-
-    Raises TokenFileError as `read_pieces` does.
-    """
-    for i, source in enumerate(sources[start:], start):
-        pieces: list[tuple[str, bool]] = []
-        documents = spelled_out = chars = 0
-        bad_before = bad.count
-        for text, begins, _ in read_pieces(source, column, bad):
-            if chars >= BATCH_CHARS or len(pieces) == BATCH_PIECES:
-                yield Batch(i, pieces, documents, bad.count - bad_before, spelled_out, None)
-                pieces, chars = [], 0
-            pieces.append((text, begins))
-            chars += len(text)
-            documents += begins
-            spelled_out += text.count(SEPARATOR)  # no piece ends within one
-        yield Batch(i, pieces, documents, bad.count - bad_before, spelled_out, source.path)
-
-
-def read_pieces(source: Source, column: str, bad: BadRecords) -> Iterator[Piece]:
-    """Read the documents of a source.
-
-    `column` is where parquet files and JSON lines have the text; what has none goes to `bad`.
-    Raises TokenFileError for a file that cannot be read, is damaged, or was changed since `source`
-    was made.
-    """
-    with _reading(source), open(source.path, "rb") as file:
-        if source.packed and not source.size:  # as after a download that failed
-            raise EOFError("it is empty")
-        if source.kind == ".txt":
-            yield from _text(source, file)
-        elif source.kind == ".parquet":
-            yield from _rows(source, column, bad)
-        else:
-            yield from _lines(source, file, column, bad)
-        status = source.path.stat()
-    if (status.st_size, status.st_mtime_ns) != (source.size, source.modified):
-        raise TokenFileError(
-            f"{source.path}: was changed while it was read; run this again once it stays as it is"
-        )
+# ---- reading a file
 
 
 @contextlib.contextmanager
-def _reading(source: Source) -> Iterator[None]:
-    """Turn the errors of reading a file into a TokenFileError."""
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of reading a file into a TokenFileError."""
     try:
         yield
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow's are ValueErrors
+    except (OSError, EOFError, ValueError) as error:  # pyarrow's are ValueErrors
+        problem = f"cut short or damaged ({in_a_line(error)}); fetch or write it again"
         if isinstance(error, OSError) and error.errno:
-            reason = os.strerror(error.errno)
-            raise TokenFileError(f"{source.path}: cannot be read: {reason}") from None
-        raise TokenFileError(
-            f"{source.path}: not a whole {source.packed or source.kind} file, but cut short or "
-            f"damaged ({in_a_line(error)}); fetch or write it again"
-        ) from None
+            problem = f"cannot be read: {os.strerror(error.errno)}"
+        elif "too much memory" in str(error):
+            problem = f"has a window above 128 MB (zstd --long); run: zstd -d --long=31 {path}"
+        raise TokenFileError(f"{path}: {problem}") from None
 
 
-def _unpacked(source: Source, file: BinaryIO) -> io.BufferedReader:
-    """Unpack a .gz or .zst file, and skip a byte order mark.
+def read_pieces(path: Path, column: str, separator: str | None, bad: BadRecords) -> Iterator[Piece]:
+    """Read the documents of a file.
 
-    Reading the stream raises OSError, EOFError or zlib.error where the file is damaged or cut
-    short.
+    `column`: the key in JSON lines, or the column of a parquet file, that holds the text; records
+    without text go to `bad`. `separator`: the text between the documents of a text file; None:
+    the file is one document. Raises TokenFileError for a file that cannot be read.
     """
-    stream: Any = file
-    if source.packed == ".gz":
-        stream = io.BufferedReader(gzip.GzipFile(fileobj=file), BUFFER)
-    elif source.packed == ".zst":
-        import pyarrow
-
-        stream = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), BUFFER)
-    if stream.peek(len(BOM)).startswith(BOM):
-        stream.read(len(BOM))
-    return stream
-
-
-def _document(text: str, read: int) -> Iterator[Piece]:
-    for i, chunk in enumerate(chunks([text]) if text else [""]):
-        yield Piece(chunk, i == 0, read)
-
-
-def _text(source: Source, file: BinaryIO) -> Iterator[Piece]:
-    """Read a text file, which is one document."""
-    stream = _unpacked(source, file)
-    read, begins = file.tell(), True
-    for text in chunks(_decoded(source.path, stream)):
-        read = file.tell() if source.packed else read + len(text.encode())
-        yield Piece(text, begins, read)
-        begins = False
-    if begins:
-        yield Piece("", True, source.size)
-
-
-def _decoded(path: Path, stream: io.BufferedReader) -> Iterator[str]:
-    """Decode UTF-8 text, a megabyte at a time, with its line ends as they are."""
-    try:
-        for text in codecs.iterdecode(iter(functools.partial(stream.read, 2**20), b""), "utf-8"):
-            if "\0" in text:  # English in UTF-16 is valid UTF-8
-                raise TokenFileError(
-                    f"{path}: not UTF-8 text (it holds NUL characters, as UTF-16 and damaged files "
-                    "do); convert it, for example with iconv -f UTF-16LE -t UTF-8, or leave them "
-                    "out with tr -d '\\0'"
-                )
-            yield text
-    except UnicodeDecodeError as error:
-        raise TokenFileError(
-            f"{path}: not UTF-8 text ({error.reason}); convert it, for example with iconv"
-        ) from None
-
-
-def _lines(source: Source, file: BinaryIO, column: str, bad: BadRecords) -> Iterator[Piece]:
-    read_line = functools.partial(_unpacked(source, file).readline, LINE_BYTES)
-    for number, line in enumerate(iter(read_line, b""), 1):
-        if not line.strip():
-            continue
-        if len(line) == LINE_BYTES:
-            raise TokenFileError(
-                f"{source.path}: line {number}: longer than {LINE_BYTES >> 20} MB; a document that "
-                f"long has to be a .txt file"
-            )
-        try:
-            value = json.loads(line.decode())
-            problem = (
-                f'no text under "{column}" in {reprlib.repr(value)}; '
-                "say with --text_column where the text is"
-            )
-        except (ValueError, RecursionError) as error:
-            value, problem = None, f"not a line of JSON: {in_a_line(error)}"
-        text = value.get(column) if isinstance(value, dict) else None
-        if isinstance(text, str):
-            yield from _document(text, file.tell())
+    kind = kind_of(path)
+    with reading(path):
+        if kind == "tokens":
+            yield from _tokens(path)
+        elif kind == "text" and separator:
+            for document in _split(_decoded(path), separator):
+                if document.strip():
+                    yield from _document([document])
+        elif kind == "text":
+            yield from _document(_decoded(path))
         else:
-            bad.add(f"{source.path}: line {number}: {problem}")
+            records = _rows(path, column) if kind == "row" else _lines(path)
+            for number, record in enumerate(records, 1):
+                text = record.get(column) if isinstance(record, dict) else None
+                if isinstance(text, str):
+                    yield from _document([text])
+                elif record != "":
+                    bad.add(f"{path}: {kind} {number}: {_problem(record, column)}")
 
 
-def check_column(source: Source, column: str) -> None:
-    """Raises TokenFileError if the source is a parquet file without such a column of text."""
-    if source.kind == ".parquet":
-        with _reading(source):
-            _open_parquet(source, column)
+def _problem(record: Any, column: str) -> str:
+    if isinstance(record, Exception):
+        return f"not JSON: {in_a_line(record)}"
+    if isinstance(record, dict):
+        names = ", ".join(map(repr, record))
+        return f'no text under "{column}" (--text_column); it has {names}'
+    return f"no text but {reprlib.repr(record)}"
 
 
-def _open_parquet(source: Source, column: str) -> Any:
+def _open(path: Path) -> io.BufferedReader:
+    """Open a file, decompressed."""
+    import pyarrow
+
+    if path.name.lower().endswith(COMPRESSED) and not path.stat().st_size:
+        raise EOFError("it is empty")  # pyarrow would read no lines
+    return io.BufferedReader(pyarrow.input_stream(str(path)), 2**16)
+
+
+def _document(texts: Iterable[str]) -> Iterator[Piece]:
+    """Cut a document, which arrives in parts, into pieces."""
+    begins = 1
+    for chunk in chunks(texts):
+        yield Piece(chunk, begins)
+        begins = 0
+    if begins:
+        yield Piece("", 1)
+
+
+def _decoded(path: Path) -> Iterator[str]:
+    """Decode a text file, a megabyte at a time, without a byte order mark; keep its line ends."""
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    with _open(path) as file:
+        content = b"?"
+        while content:
+            content = file.read(2**20)
+            read += len(content)
+            try:
+                text = decoder.decode(content, final=not content)
+                if (nul := content.find(b"\0")) >= 0:
+                    reason = "NUL, as in binary files and UTF-16"
+                    raise UnicodeDecodeError("utf-8", content, nul, nul + 1, reason)
+            except UnicodeDecodeError as error:
+                place = read - len(error.object) + error.start
+                raise TokenFileError(
+                    f"{path}: not UTF-8 text (byte {place:,}: {error.reason}); convert it, for "
+                    "example with iconv"
+                ) from None
+            yield text.removeprefix(BOM) if read == len(content) else text
+
+
+def _split(texts: Iterable[str], separator: str) -> Iterator[str]:
+    """Split a text, which arrives in parts, at each separator."""
+    rest = ""
+    for text in texts:
+        *documents, rest = (rest + text).split(separator)
+        yield from documents
+    yield rest
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    """Read JSON lines; yields "" for a blank line, and the error for a line that is not JSON."""
+    with _open(path) as file:
+        if file.peek(1).removeprefix(BOM.encode()).lstrip().startswith(b"["):
+            raise TokenFileError(
+                f"{path}: a JSON array, not JSON lines; convert it: jq -c '.[]' {path} > "
+                "lines.jsonl"
+            )
+        for number, line in enumerate(file):
+            try:
+                text = line.decode().removeprefix("" if number else BOM)
+                yield json.loads(text) if text.strip() else ""
+            except (ValueError, RecursionError) as error:
+                yield error
+
+
+def _rows(path: Path, column: str) -> Iterator[Any]:
+    """Read the rows of a parquet file, only `column` of them."""
     from pyarrow import parquet
 
-    # by default, pyarrow holds a row group as a whole
-    opened = parquet.ParquetFile(source.path, buffer_size=2**20, pre_buffer=False)
-    fields = [(field.name, str(field.type)) for field in opened.schema_arrow]
-    kinds = [kind for name, kind in fields if name == column]
-    if len(kinds) != 1 or not re.match(r"(dictionary<values=)?(large_)?string", kinds[0]):
-        columns = ", ".join(f'"{name}" ({kind})' for name, kind in fields)
-        has = f'{len(kinds)} columns "{column}"' if kinds[1:] else f'no column "{column}" of text'
+    # the defaults would hold a row group in memory
+    opened = parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+    names = opened.schema_arrow.names
+    if names.count(column) != 1:
         raise TokenFileError(
-            f"{source.path}: has {has}; it has {columns}; say with --text_column which has the text"
+            f'{path}: no column "{column}", or several; choose one of {names} with --text_column'
         )
-    return opened
-
-
-def _rows(source: Source, column: str, bad: BadRecords) -> Iterator[Piece]:
-    opened, number = _open_parquet(source, column), 0
     for batch in opened.iter_batches(ROWS, columns=[column], use_threads=False):
-        for value in batch.column(column):  # with "a.b" comes also a field b of a column a
-            number += 1
-            try:
-                text, problem = value.as_py(), "null, not a text"
-            except UnicodeDecodeError as error:
-                text, problem = None, f"not UTF-8: {error.reason}"
-            if text is None:
-                bad.add(f"{source.path}: row {number}: {problem}")
-            else:
-                yield from _document(text, source.size * number // opened.metadata.num_rows)
+        yield from batch.to_pylist()
+
+
+def _tokens(path: Path) -> Iterator[Piece]:
+    """Read nanoGPT's uint16 .bin, a .bin with a header (llm.c, this project), or a NumPy array."""
+    if path.with_name("meta.pkl").exists():  # nanoGPT's shakespeare_char has one
+        raise TokenFileError(
+            f"{path}: its tokens are not GPT-2's but of the vocabulary in meta.pkl; give the text"
+        )
+    if path.suffix.lower() == ".npy":
+        tokens = np.load(path, mmap_mode="r").reshape(-1)
+        if tokens.dtype.kind not in "iu":
+            raise ValueError(f"{tokens.dtype}, not integers")
+    else:
+        has_header = np.fromfile(path, "<i4", 1).tolist() == [MAGIC] and count_tokens(path)
+        tokens = np.memmap(path, "<u2", "r", HEADER_BYTES if has_header else 0)
+    for start in range(0, len(tokens), TOKENS):
+        part = tokens[start : start + TOKENS]
+        if not 0 <= part.min() <= part.max() <= END_OF_TEXT:
+            i = int(np.argmax((part < 0) | (part > END_OF_TEXT)))
+            raise TokenFileError(
+                f"{path}: token {start + i:,} has the id {part[i]}, beyond GPT-2's vocabulary of "
+                f"{END_OF_TEXT + 1:,}: not a file of GPT-2's tokens"
+            )
+        yield Piece(part.astype("<u2"), int(np.count_nonzero(part == END_OF_TEXT)))

@@ -1,7 +1,15 @@
-"""Any text of your own: UTF-8 files, each one document after an <|endoftext|>.
+"""A corpus of your own: text and Markdown, JSON lines and parquet files, token files of nanoGPT and
+build-nanogpt, or folders of them.
 
-python data/text.py book.txt notes.txt --name mine      writes data/mine/mine_train_000000.bin, ...
-python train.py --config quickstart.yaml --dataset mine
+    python data/text.py book.txt notes.md --name mine
+    python data/text.py dump/ more.jsonl.zst --name mine --val_every 100
+    python data/text.py TinyStories-train.txt --name stories --separator '<|endoftext|>'
+    python train.py --config quickstart.yaml --dataset mine
+
+writes data/mine/mine_train_000000.bin, ... The ending of a name says which files are JSON lines
+(.jsonl, .ndjson, .json), parquet (.parquet), tokens (.bin, .npy) or compressed (.gz, .zst); all
+others are UTF-8 text, each file one document. After an interruption, the same command resumes after
+the last whole file.
 """
 
 import sys
@@ -10,102 +18,323 @@ from pathlib import Path
 if __name__ == "__main__":  # imports are looked up in the repository, not in data/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import itertools
+import os
+import re
 import shlex
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 from pydantic import Field
 
-from data.sources import BadRecords, Source, find_source, read_pieces
-from data.token_file import TokenFileError, write_corpus
-from data.tokenizer import END_OF_TEXT, SEPARATOR, encode_text
-from runtime.cli import Name, Options
-from runtime.errors import reported
+from data.manifest import (
+    MANIFEST,
+    SOURCES,
+    Begun,
+    Manifest,
+    Shard,
+    Source,
+    read_progress,
+    unfinished_folder,
+)
+from data.sources import BadRecords, Piece, find_sources, read_pieces, reading
+from data.token_file import (
+    HEADER_BYTES,
+    SHARD_TOKENS,
+    TOKEN_BYTES,
+    TokenFileError,
+    corpus_writer,
+    header,
+    split_of,
+)
+from data.tokenizer import END_OF_TEXT, SEPARATOR, encode
+from runtime.cli import Name, Options, Positive, ZeroIsOff
+from runtime.errors import UserError, reported
+from runtime.files import flush_to_disk, sha256, write_whole
 from runtime.start import start
 
 # Corpora that other scripts here write, and that published results are about.
 OURS = ("pydocs", "shakespeare", "fineweb")
+AGAIN = "run the same command again to resume"
+BATCH = 2**19  # characters and tokens, about: 30 ms of tokenizing
+AHEAD = 32  # batches that are read ahead
+PROGRESS = 2**26  # tokens between two lines about the progress
+SPELLED_OUT = (
+    f"{SEPARATOR} in the text is written as ordinary text, in 7 tokens; if it separates documents "
+    f"of text files, start again with --separator '{SEPARATOR}'"
+)
+BEGIN = np.array([END_OF_TEXT], "<u2")
+
+# Consecutive (split, Piece), and after a file's last piece ("", Source); tokenized, an array takes
+# the place of pieces.
+Batch = list[tuple[str, Any]]
 
 
-class TextOptions(Options):
-    """options"""
+class WritingOptions(Options):
+    """writing"""
 
-    files: tuple[Name, ...] = Field(min_length=1)
-    """UTF-8 text files"""
-    name: Name | None = None
-    """name of the corpus, for --dataset (none: the first file's name)"""
+    text_column: str = "text"
+    """the key in JSON lines, and the column of parquet files, that holds the text"""
+    separator: Name | None = None
+    """text between the documents of a text file, such as '<|endoftext|>' (default: each text file
+    is one document)
+    """
+    val_every: ZeroIsOff = 0
+    """keep every Nth document for validation; 0 keeps none (see train.py's --val_fraction)"""
+    shard_tokens: int = Field(SHARD_TOKENS, ge=1, le=2**31 - 1)
+    """most tokens in one token file"""
+    skip_bad: ZeroIsOff = 0
+    """leave out up to N lines or rows without text; one more is an error"""
+    workers: Positive | None = None
+    """threads that tokenize (default: one per core)"""
     data_dir: Name = "data"
     """folder that holds the corpora"""
 
 
-def prepare(folder: Path, files: Sequence[Path]) -> int:
-    """Write text files as the corpus of a new `folder`; returns the number of tokens.
+class ReadingOptions(Options):
+    """reading"""
 
-    A byte order mark at a file's start is left out. Raises TokenFileError for a file that is
-    missing, empty or not UTF-8, and for a folder that cannot be written, TokenizerError without
-    GPT-2's vocabulary.
+    sources: tuple[Name, ...] = Field(min_length=1)
+    """files, or folders of files"""
+    name: Name | None = None
+    """name of the corpus, for --dataset (default: the name of the first file, without endings)"""
+
+
+class TextOptions(WritingOptions, ReadingOptions):
+    """All options of this command."""
+
+
+def prepare(folder: Path, named: Sequence[str], options: WritingOptions, script: str) -> None:
+    """Write the documents of files, and of files in folders, as a new corpus, or resume; print a
+    summary.
+
+    An <|endoftext|> comes before each document. The folder appears when it is finished; until then
+    `unfinished_folder(folder)` has the token files, and in sources.jsonl a line for each file that
+    was read to its end. `script`: the command, for messages. Raises UserError for files that cannot
+    be read or written, OSError for a missing file.
     """
-    sources = [find_source(path, ".txt") for path in files]
-    spelled_out: Counter[str] = Counter()
+    sources, where, done = find_sources(map(Path, named)), unfinished_folder(folder), list[Source]()
+    try:
+        with corpus_writer(folder, new=True):
+            done = _resume(folder, sources, options, shlex.join(["python", script, *sys.argv[1:]]))
+            try:
+                _write(folder, sources, done, options)
+                last = _finish(folder, done, options.shard_tokens)
+            finally:
+                if not done:
+                    shutil.rmtree(where, ignore_errors=True)
+            where.rename(folder)
+            flush_to_disk(folder.parent)
+    except UserError as error:
+        if done:
+            error.add_note(AGAIN)
+        raise
+    if last.skipped:
+        print(f"note: lines or rows without text, left out: {last.skipped:,}", file=sys.stderr)
+    print(
+        f"{sum(last.tokens.values()):,} tokens of {last.documents:,} documents in {folder}, "
+        f"{last.tokens['val']:,} of them for validation; train on them with --dataset "
+        f"{shlex.quote(folder.name)}"
+    )
 
-    def texts(source: Source) -> Iterator[str]:
-        for piece in read_pieces(source, "", BadRecords(0)):
-            if not piece.text:
-                raise TokenFileError(f"{source.path}: is empty; give UTF-8 text files")
-            spelled_out[str(source.path)] += piece.text.count(SEPARATOR)
-            yield piece.text
 
-    def tokens() -> Iterator[Sequence[int]]:
-        for source in sources:
-            yield [END_OF_TEXT]
-            yield from encode_text(texts(source), source.size, source.path.name)
+def _resume(
+    folder: Path, sources: Sequence[Path], options: WritingOptions, command: str
+) -> list[Source]:
+    """Return the files that are done, and cut the token files after their tokens.
 
-    count = write_corpus(folder, tokens())
-    print_spelled_out(spelled_out)
-    return count
-
-
-def print_spelled_out(times: Mapping[str, int]) -> None:
-    """Print a note on the files whose text contains the separator of documents, if there are any,
-    given how often each does.
+    A file that has changed is read again, and so are all after it; with other options, all are.
     """
-    names = [name for name, n in times.items() if n]
-    if names:
-        others = f" and {len(names) - 1} more" * (len(names) > 1)
-        print(
-            f"note: {SEPARATOR} is in the text of {names[0]}{others}, {sum(times.values()):,} "
-            "times in all: it was written as ordinary text, in 7 tokens, not as the one token that "
-            "begins a document; for that, give each document as a file of its own",
-            file=sys.stderr,
+    where, done = unfinished_folder(folder), list[Source]()
+    fixed = options.model_dump(include={"text_column", "separator", "val_every", "shard_tokens"})
+    if (progress := read_progress(where)) and progress[0].options == fixed:
+        for source, path in zip(progress[1], sources, strict=False):
+            if source.file != str(path) or source.sha256 != sha256(path):
+                break
+            done.append(source)
+    files = token_files(folder, done, options.shard_tokens)
+    sizes = {path: HEADER_BYTES + TOKEN_BYTES * tokens for path, tokens in files.items()}
+    if any(not path.exists() or path.stat().st_size < size for path, size in sizes.items()):
+        done, sizes = [], {}
+    if where.exists():
+        kept = f"{len(done):,} of {len(sources):,} files are done, the others are written now"
+        print(f"note: {folder} was not finished: {kept}", file=sys.stderr)
+    where.mkdir(exist_ok=True)
+    lines = [Begun(command=command, options=fixed), *done]
+    write_whole(where / SOURCES, "".join(f"{line.model_dump_json()}\n" for line in lines))
+    for path in {*where.iterdir()}.difference(sizes, [where / SOURCES]):
+        path.unlink()
+    for path, size in sizes.items():
+        os.truncate(path, size)
+    return done
+
+
+def token_files(folder: Path, done: Sequence[Source], limit: int) -> dict[Path, int]:
+    """Return the token files of an unfinished corpus with their tokens, at most `limit` each."""
+    return {
+        token_file(folder, split, i): min(limit, total - first)
+        for split, total in [Source(), *done][-1].tokens.items()
+        for i, first in enumerate(range(0, total, limit))
+    }
+
+
+def token_file(folder: Path, split: str, number: int) -> Path:
+    return unfinished_folder(folder) / f"{folder.name}_{split}_{number:06d}.bin"
+
+
+def _write(
+    folder: Path, sources: Sequence[Path], done: list[Source], options: WritingOptions
+) -> None:
+    """Write the tokens of the files that are not done; each is added to `done` at its end."""
+    totals = [Source(), *done][-1].tokens.copy()
+    for encoded in _tokenize(_batches(sources, done, options), options.workers):
+        before = sum(totals.values())
+        for split, content in encoded:
+            if not split:
+                content.tokens = totals.copy()
+                done.append(content)
+                with open(unfinished_folder(folder) / SOURCES, "a", encoding="utf-8") as file:
+                    file.write(f"{content.model_dump_json()}\n")
+            else:
+                _append(folder, split, totals[split], content, options.shard_tokens)
+                totals[split] += content.size
+        if (tokens := sum(totals.values())) // PROGRESS > before // PROGRESS:
+            files = f"{len(done):,} of {len(sources):,} files are done"
+            print(f"{folder}: {files}, {tokens:,} tokens are written", file=sys.stderr)
+
+
+def _append(folder: Path, split: str, total: int, tokens: np.ndarray, limit: int) -> None:
+    """Append tokens to a split that has `total` tokens, at most `limit` in each file."""
+    while tokens.size:
+        number, used = divmod(total, limit)
+        part, tokens = np.split(tokens, [limit - used])
+        with open(token_file(folder, split, number), "ab") as file:
+            file.write(b"" if used else bytes(HEADER_BYTES))
+            file.write(part.data)
+        total += part.size
+
+
+def _finish(folder: Path, done: list[Source], limit: int) -> Source:
+    """Write headers and manifest.json; returns the last file, with the counts of the corpus. Raises
+    TokenFileError if there is nothing to train on.
+    """
+    last, files = done[-1], token_files(folder, done, limit)
+    if not last.tokens["train"] or sum(last.tokens.values()) <= last.documents:
+        done.clear()  # nothing to resume
+        raise TokenFileError(
+            f"{folder}: too short to train on: {last.documents:,} documents have "
+            f"{last.tokens['train']:,} tokens for training and {last.tokens['val']:,} for "
+            "validation, one <|endoftext|> each included"
         )
+    for path, tokens in files.items():
+        with open(path, "r+b") as file:
+            file.write(header(tokens))
+        flush_to_disk(path)
+    shards = [Shard(file=path.name, tokens=tokens) for path, tokens in files.items()]
+    manifest = Manifest(documents=last.documents, skipped=last.skipped, shards=shards)
+    write_whole(unfinished_folder(folder) / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    return last
+
+
+# ---- reading and tokenizing
+
+
+def _batches(
+    sources: Sequence[Path], done: Sequence[Source], options: WritingOptions
+) -> Iterator[Batch | UserError]:
+    """Read the files that are not done, in batches of similar size. An error comes last."""
+    last, every, is_noted = [Source(), *done][-1], options.val_every, False
+    documents, bad = last.documents, BadRecords(options.skip_bad, last.skipped)
+    batch, size = Batch(), 0
+    try:
+        for path in sources[len(done) :]:
+            with reading(path):
+                digest = sha256(path)
+            split = "val" if split_of(path) in ("val", "test") else "train"
+            for piece in read_pieces(path, options.text_column, options.separator, bad):
+                documents += piece.begins
+                if isinstance(piece.content, str):  # the name decides only for token files
+                    if piece.begins:
+                        split = "train" if not every or documents % every else "val"
+                    if SEPARATOR in piece.content and not is_noted:
+                        is_noted = True
+                        print(f"note: {path}: {SPELLED_OUT}", file=sys.stderr)
+                batch.append((split, piece))
+                size += len(piece.content) + 100  # short ones take time too
+                if size >= BATCH:
+                    yield batch
+                    batch, size = [], 0
+            source = Source(file=str(path), sha256=digest, documents=documents, skipped=bad.count)
+            batch.append(("", source))
+        yield batch
+    except UserError as error:
+        yield from (batch, error)
+
+
+def _tokenize(batches: Iterator[Batch | UserError], workers: int | None) -> Iterator[Batch]:
+    """Tokenize batches in threads, and yield them in order."""
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        waiting = deque[Future[Batch]]()
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(_encode, batch))
+                if len(waiting) > AHEAD:
+                    yield waiting.popleft().result()
+            for future in waiting:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # Ctrl-C need not wait for them
+
+
+def _encode(batch: Batch | UserError) -> Batch:
+    """Tokenize a batch, with an <|endoftext|> before each document."""
+    if isinstance(batch, UserError):
+        raise batch
+    encoded: Batch = []
+    for split, items in itertools.groupby(batch, key=lambda item: item[0]):
+        if split:
+            parts = [part for _, piece in items for part in _tokens(piece)]
+            encoded.append((split, np.concatenate(parts, dtype="<u2", casting="unsafe")))
+        else:
+            encoded += items
+    return encoded
+
+
+def _tokens(piece: Piece) -> tuple[np.ndarray, ...]:
+    if isinstance(piece.content, str):
+        return BEGIN[: piece.begins], encode(piece.content)
+    return (piece.content,)
+
+
+# ---- the command
 
 
 def corpus_folder(data_dir: str, name: str) -> Path:
-    """Name the folder of a corpus of the user's own. Raises TokenFileError for a name that it
+    """Return the folder of a corpus of the user's own. Raises TokenFileError for a name that it
     cannot have.
     """
-    folder = Path(data_dir) / name
-    is_plain = folder.parent == Path(data_dir) and name != ".." and name.isprintable()
-    if not is_plain or name.startswith("-") or name.endswith(".tmp"):
+    if not re.fullmatch(r"[^/.-][^/]*(?<!\.tmp)", name) or not name.isprintable():
         raise TokenFileError(
-            f"--name {name!a}: must be a plain name that --dataset can take, without - at its "
-            "beginning or .tmp at its end; use --data_dir for the folder that it is in"
+            f"--name {name!a}: must be a plain name, without . or - at its beginning or .tmp at "
+            "its end; --data_dir is the folder that it is in"
         )
     if name in OURS:
         raise TokenFileError(
             f"--name {name}: is the corpus that data/{name}.py writes; choose another name"
         )
-    return folder
+    return Path(data_dir) / name
 
 
 def main(options: TextOptions) -> None:
-    folder = corpus_folder(options.data_dir, options.name or Path(options.files[0]).stem)
-    count = prepare(folder, [Path(file) for file in options.files])
-    dataset = shlex.quote(folder.name)
-    print(f"{count:,} tokens in {folder}; train on them with --dataset {dataset}")
+    name = options.name or Path(options.sources[0]).resolve().name.partition(".")[0]
+    prepare(corpus_folder(options.data_dir, name), options.sources, options, "data/text.py")
 
 
 if __name__ == "__main__":
-    OPTIONS = start(TextOptions, description=__doc__, positional="files")
-    with reported("stdout", status=1):
+    OPTIONS = start(TextOptions, description=__doc__, positional="sources")
+    with reported("stdout", status=1, interrupted=f"interrupted; {AGAIN}"):
         main(OPTIONS)

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from dataloader import TokenStream, split_of
+from data.token_file import split_of
+from dataloader import TokenStream
 from model import GPT
 from runtime.errors import TrainingError, UserError
 from runtime.start import trim_memory_if_short

@@ -81,7 +81,7 @@ torch.set_num_threads(1)
 
 # half of the time; begun first, so that at the end of several workers' tests none waits for a long
 # one of another
-LONG = [f"test_{name}.py" for name in ("fsdp", "machines", "ddp", "documents", "resume", "train")]
+LONG = [f"test_{name}.py" for name in ("fsdp", "machines", "ddp", "text", "resume", "train")]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -135,7 +135,7 @@ def test_a_corpus_that_is_not_there_names_the_nearest_and_what_to_run(tmp_path):
 def test_no_corpus_and_no_network_says_how_to_get_it(tmp_path):
     command = ["train.py", *SMALL, "--dataset", "shakespeare"]
     line = failure(*command, cwd=tmp_path, https_proxy="http://127.0.0.1:9")
-    assert "could not be downloaded" in line
+    assert "tiny Shakespeare could not be read from http" in line
     assert "python data/shakespeare.py --source FILE" in line
 
 

@@ -5,7 +5,6 @@ evaluate.py as a command.
 import functools
 import hashlib
 import importlib.util
-import io
 import json
 import math
 import os
@@ -240,20 +239,20 @@ def test_a_file_without_items_is_an_error(tmp_path):
 
 def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monkeypatch):
     content = json.dumps(item()).encode()
-    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: io.BytesIO(content))
-    with pytest.raises(UserError, match=f"SHA-256 .*, expected {data.hellaswag.SHA256}"):
+    monkeypatch.setattr("data.download.read_file", lambda _: content)
+    with pytest.raises(UserError, match=f"expected SHA-256 {data.hellaswag.SHA256}"):
         download(str(tmp_path))
     assert not any(tmp_path.iterdir())
     monkeypatch.setattr(data.hellaswag, "SHA256", hashlib.sha256(content).hexdigest())
     path = download(str(tmp_path))
     assert path.read_bytes() == content
-    monkeypatch.setattr("urllib.request.urlopen", None)
+    monkeypatch.setattr("data.download.read_file", None)
     assert download(str(tmp_path)) == path
 
 
 def test_without_a_network_the_file_and_its_place_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("https_proxy", "http://localhost:9")  # where nothing answers
-    said = rf"hellaswag_val.jsonl \(URLError: .*put it at {tmp_path}/hellaswag/hella"
+    said = rf"hellaswag_val.jsonl \(ProxyError: .*put it at {tmp_path}/hellaswag/hella"
     with pytest.raises(UserError, match=said):
         download(str(tmp_path))
 

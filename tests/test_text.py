@@ -1,0 +1,520 @@
+"""data/text.py and data/fineweb.py: every token is tiktoken's in every format, also after
+kill -9 at any moment.
+"""
+
+import contextlib
+import gzip
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from data import fineweb, text
+from data.fineweb import FinewebOptions
+from data.manifest import unfinished_folder
+from data.prepare import prepare_if_missing
+from data.text import WritingOptions, corpus_folder, prepare
+from data.token_file import write_token_file
+from data.tokenizer import END_OF_TEXT, get_encoding
+from dataloader import open_corpus
+from tests.conftest import refused, run, run_from_nothing, tokens_in
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+MINE, FINEWEB = Path("data/mine"), Path("data/fineweb")
+UNFINISHED = unfinished_folder(MINE)
+A, B = Path("a.jsonl"), Path("b.jsonl")
+FORMATS = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"]
+WORDS = ["the", "of", "and", "to", "is", "Zürich", "12,345", "'s", "\n\n", "😀", "\t"]
+NASTY = ["", " ", "One.\r\nTwo.\r\n", "e\u0301 \u2028 \u00a0", "<|endoftext|> is text", "\ufeffa"]
+NASTY += ["a" + " " * 300 + "b", "x1!" * 3000, "words of a long document, " * 6000, "nul \0"]
+SEPARATOR = "<|endoftext|>"
+
+
+def texts(n):
+    """Documents of many lengths, the nasty ones among them."""
+    rng = random.Random(n)
+    plain = [" ".join(rng.choices(WORDS, k=int(rng.lognormvariate(4, 1.2)))) for _ in range(n)]
+    for i, nasty in enumerate(NASTY):
+        plain.insert(i * len(plain) // len(NASTY), nasty)
+    return plain
+
+
+def expected(documents):
+    encode = get_encoding().encode_ordinary
+    return [token for text in documents for token in (END_OF_TEXT, *encode(text))]
+
+
+def write(name, documents, column="text", kind=None):
+    """Write documents in the format of the file's ending."""
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        table = pyarrow.table({"id": range(len(documents)), column: pyarrow.array(documents, kind)})
+        parquet.write_table(table, path, row_group_size=7)
+        return path
+    lines = [
+        json.dumps({"id": i, column: text}, ensure_ascii=i % 2 == 0)
+        for i, text in enumerate(documents)
+    ]
+    content = "\n".join([*lines, ""]).encode()
+    half = len(content) // 2  # in two parts, as parallel writers make them
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(content[:half]) + pack(content[half:]))
+    return path
+
+
+def split_tokens(folder=MINE, split="train"):
+    return [t for path in sorted(folder.glob(f"*_{split}_*.bin")) for t in tokens_in(path).tolist()]
+
+
+def written(*named, folder=MINE, **options):
+    """The training tokens of the corpus that is written, or resumed."""
+    prepare(folder, named, WritingOptions(**({"shard_tokens": 5000} | options)), "data/text.py")
+    return split_tokens(folder)
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    monkeypatch.setattr(text, "BATCH", 3000)
+
+
+# ---- every token is tiktoken's
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "e.NDJSON"])
+def test_the_tokens_of_every_format_are_tiktokens_and_fill_the_token_files(name):
+    documents = texts(100)
+    assert written(write(name, documents)) == expected(documents)
+    sizes = {path.name: len(tokens_in(path)) for path in sorted(MINE.glob("*.bin"))}
+    assert [*sizes] == [f"mine_train_{i:06d}.bin" for i in range(len(sizes))]
+    assert len(sizes) > 2
+    assert {*[*sizes.values()][:-1]} == {5000}
+    assert [*MINE.parent.iterdir()] == [MINE]  # neither a lock nor a part of it
+    with refused("mine: is there already; choose another name or delete it first"):
+        written(name)
+
+
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
+def test_every_kind_of_text_column_is_read(kind):
+    make = getattr(pyarrow, kind)
+    kind = make(pyarrow.int32(), pyarrow.string()) if kind == "dictionary" else make()
+    documents = texts(40) * 2
+    assert written(write("a.parquet", documents, kind=kind)) == expected(documents)
+
+
+def test_a_file_of_any_other_ending_is_a_document_with_its_line_ends_and_no_byte_order_mark():
+    documents = ["a longer text of words. " * 70_000, "One.\r\nTwo.\r\n", "naïve 😀", "", " "]
+    names = ["0.md", "1.txt", "2", "3.py", "4.txt.gz"]
+    for i, (name, document) in enumerate(zip(names, documents, strict=True)):
+        packed = gzip.compress if name.endswith(".gz") else bytes
+        Path(name).write_bytes(packed(b"\xef\xbb\xbf" * (i % 2) + document.encode()))
+    assert written(*names, shard_tokens=10**9) == expected(documents)
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths_and_names_what_it_leaves_out(capsys):
+    names = ["a/1.jsonl", "a/2.jsonl.gz", "b.parquet", "c/d/4.jsonl.zst", "z/../../elsewhere/5.md"]
+    Path("raw/z").mkdir(parents=True)
+    for i, name in reversed([*enumerate(names, 1)]):
+        write(f"raw/{name}", [f"{i}"])
+    Path("elsewhere/5.md").write_text("5")
+    for name in (".hidden.txt", "image.png", "dataset_infos.json"):
+        Path("raw", name).write_bytes(b"\0")
+    Path("raw/link").symlink_to(Path("elsewhere").absolute())
+    assert written("raw", "raw/b.parquet") == expected("12345")
+    note = "note: raw: 2 files left out, such as raw/dataset_infos.json\n"
+    assert capsys.readouterr().err == note
+
+
+def test_threads_and_batches_change_no_byte(small_batches, monkeypatch):
+    paths = [write(name, texts(20)) for name in FORMATS]
+    Path("b.txt").write_text("a text of words " * 2000)
+    written(*paths, "b.txt", folder=Path("one/mine"), workers=1, val_every=3)
+    monkeypatch.setattr(text, "BATCH", 2**19)
+    written(*paths, "b.txt", folder=Path("two/mine"), workers=3, val_every=3)
+    assert content(Path("one/mine")) == content(Path("two/mine"))
+
+
+def test_json_lines_that_are_unusual_are_read():
+    A.write_bytes(
+        b'\xef\xbb\xbf{"text": "half \\ud83d of it"}\r\n\r\n   \n'
+        b'{"text": "whole \\ud83d\\ude00"}\n{"more": [1], "text": "no last line end"}'
+    )
+    assert written(A) == expected(["half \ud83d of it", "whole 😀", "no last line end"])
+
+
+def test_every_nth_document_is_for_validation_counted_over_all_files():
+    documents = texts(100)
+    for i, document in enumerate(documents):
+        write(f"raw/{i:03d}.jsonl", [document])
+    train = [text for i, text in enumerate(documents, 1) if i % 7]
+    assert written("raw", val_every=7) == expected(train)
+    assert split_tokens(split="val") == expected(documents[6::7])
+    streams = open_corpus(MINE, 8, 50257)
+    assert [s.tokens for s in streams] == [len(expected(train)), len(expected(documents[6::7]))]
+
+
+def test_a_separator_divides_a_text_file_into_documents(capsys):
+    stories = ["Once.\n", *[f"\nA story {i}. " * 4000 + "\n" for i in range(25)], "\nEnd."]
+    path = Path("stories.txt")
+    path.write_text(SEPARATOR.join([*stories, "\n"]))  # across the megabytes that are read
+    assert written(path, shard_tokens=10**9, separator=SEPARATOR) == expected(stories)
+    assert "note" not in capsys.readouterr().err
+    written(path, folder=Path("data/one"))
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+    assert note.endswith("start again with --separator '<|endoftext|>'")
+    assert split_tokens(Path("data/one")).count(END_OF_TEXT) == 1
+
+
+# ---- token files of others
+
+IDS = [END_OF_TEXT, 1, 2, END_OF_TEXT, 3]
+
+
+def test_nanogpts_and_build_nanogpts_token_files_are_copied_and_their_names_give_the_split():
+    Path("openwebtext").mkdir()
+    Path("openwebtext/prepare.py").write_text("# left out")
+    for name, ids in (("train.bin", IDS * 1000), ("val.bin", IDS)):
+        np.array(ids, dtype=np.uint16).tofile(f"openwebtext/{name}")
+    np.save("edu_train_000001.npy", np.array([7, 8], dtype=np.uint16))
+    np.save("edu_val_000000.npy", np.array([[9]], dtype=np.int64))
+    write_token_file(Path("values.bin"), [[10]])  # has a header
+    named = ["openwebtext", "edu_train_000001.npy", "edu_val_000000.npy", "values.bin"]
+    assert written(*named) == [*IDS * 1000, 7, 8, 10]
+    assert split_tokens(split="val") == [*IDS, 9]
+
+
+BAD_TOKENS = {
+    "ids": (np.array([0, 50257], "<u2"), r"token 1 has the id 50257, beyond GPT-2's vocabulary of"),
+    "negative": (np.array([-1]), "token 0 has the id -1"),
+    "floats": (np.zeros(3), "float64, not integers"),
+    "odd": (b"abc", "Size of available data is not a multiple"),
+    "no bytes": (b"", "cannot mmap an empty file"),
+    "cut short": (np.array([20240520, 1, 100], "<i4").tobytes(), "too short: 12 bytes, but the"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TOKENS)
+def test_a_file_without_gpt2s_tokens_is_refused(case):
+    ids, message = BAD_TOKENS[case]
+    path = Path("x.bin" if isinstance(ids, bytes) else "x.npy")
+    path.write_bytes(ids) if isinstance(ids, bytes) else np.save(path, ids)
+    with refused(rf"^{path}: .*{message}"):
+        written(path)
+    assert not MINE.parent.exists()
+
+
+def test_nanogpts_character_level_tokens_are_refused():
+    np.array([1, 2], dtype=np.uint16).tofile("train.bin")
+    Path("meta.pkl").touch()
+    with refused("train.bin: its tokens are not GPT-2's but of the vocabulary in meta.pkl"):
+        written("train.bin")
+
+
+# ---- interruptions
+
+
+def killed_at(number):
+    """Write the corpus in a process that kills itself at its n-th file operation on it."""
+    left = itertools.count(number, -1)
+    operations = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "open")
+
+    def kill(event, args):
+        if event in operations and "mine" in str(args[0]) and next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    written("raw", val_every=5, shard_tokens=1000)
+
+
+def test_killed_at_any_file_operation_the_same_command_resumes_to_the_same_bytes():
+    documents = texts(60)
+    for i, name in enumerate(FORMATS):
+        write(f"raw/{i}{name}", documents[i::4])
+    written("raw", val_every=5, shard_tokens=1000)
+    undisturbed = content(MINE)
+    shutil.rmtree(MINE)
+    # each process does a little more before its kill than the one before
+    for kills in itertools.count():
+        life = multiprocessing.get_context("fork").Process(target=killed_at, args=[2 * kills])
+        life.start()
+        life.join()
+        if life.exitcode == 0 or MINE.exists():
+            break
+        assert life.exitcode == -signal.SIGKILL
+    assert kills >= 5
+    assert content(MINE) == undisturbed
+    assert not UNFINISHED.exists()
+
+
+@contextlib.contextmanager
+def failing_at(number, monkeypatch):
+    """Let the disk be full at the n-th write."""
+    real, left = text._append, itertools.count(number, -1)
+
+    def append(*given):
+        real(*given)
+        if next(left) == 0:
+            raise OSError(28, "No space left on device", "x.bin")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(text, "_append", append)
+        yield
+
+
+def test_a_full_disk_keeps_whole_files_and_training_says_how_to_resume(monkeypatch, capsys):
+    for path, seed in ((A, 60), (B, 61)):
+        write(path, texts(seed))
+    written(A, B)
+    undisturbed = content(MINE)
+    shutil.rmtree(MINE)
+    again = "cannot be written: No space left on device .*; run the same command again to resume"
+    with failing_at(1, monkeypatch), refused(again):
+        written(A, B)
+    with refused("mine: is not finished; resume with: python data/text.py"):
+        prepare_if_missing(MINE)
+    written(A, B)
+    assert "note: data/mine was not finished: 1 of 2 files are done" in capsys.readouterr().err
+    assert content(MINE) == undisturbed
+
+
+def swap(path, one, other):
+    before = path.read_bytes()
+    assert one in before
+    path.write_bytes(before.replace(one, other))
+
+
+TOKEN_FILE = UNFINISHED / "mine_train_000000.bin"
+HARM = {
+    "source, same size": (lambda: swap(A, b"the", b"teh"), 0, {}),
+    "source not read yet": (lambda: swap(B, b"the", b"teh"), 1, {}),
+    "source touched": (lambda: os.utime(A), 1, {}),
+    "token file gone": (TOKEN_FILE.unlink, 0, {}),
+    "token file shorter": (lambda: os.truncate(TOKEN_FILE, 2000), 0, {}),
+    "progress cut": (lambda: os.truncate(UNFINISHED / "sources.jsonl", 100), 0, {}),
+    "other options": (lambda: None, 0, {"val_every": 2}),
+    "an earlier version's": (lambda: (UNFINISHED / "sources.jsonl").unlink(), 0, {}),
+}
+
+
+@pytest.mark.parametrize("case", HARM)
+def test_whatever_changes_before_resuming_the_corpus_is_that_of_a_fresh_start(
+    case, monkeypatch, capsys
+):
+    harm, kept, options = HARM[case]
+    for path, seed in ((A, 60), (B, 61)):
+        write(path, texts(seed))
+    with failing_at(1, monkeypatch), refused("resume"):
+        written(A, B)
+    harm()
+    written(A, B, **options)
+    assert f": {kept} of 2 files are done" in capsys.readouterr().err
+    resumed = content(MINE)
+    shutil.rmtree(MINE)
+    written(A, B, **options)
+    assert resumed == content(MINE)
+
+
+# ---- bad input
+
+LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8"  # a zstd frame that asks for 2 GB, as --long=31 does
+CUT = r"cut short or damaged \(.*\); fetch or write it again$"
+NO_TEXT = "no text in this folder"
+BAD_FILES = {
+    "a.json": (
+        b'\xef\xbb\xbf [\n{"text": "a"}]',
+        r"a JSON array, not JSON lines; .*jq -c '\.\[\]'",
+    ),
+    "long.txt.zst": (LONG_WINDOW + b"\x09\0\0a", r"has a window above 128 MB .*zstd -d --long=31"),
+    "cut.jsonl.gz": (gzip.compress(os.urandom(9999))[:5000], CUT),
+    "cut.jsonl.zst": (zstandard.compress(os.urandom(9999))[:5000], CUT),
+    "page.gz": (b"<html>no such page</html>", CUT),
+    "page.parquet": (b"<html>no such page</html>", CUT),
+    "nothing.txt.gz": (b"", CUT),
+    "latin.txt": ("naïve".encode("latin-1"), r"not UTF-8 text \(byte 2: invalid continuation byte"),
+    "far.md": (b"\xef\xbb\xbf" + b"good text\n" * 300_000 + b"\xff", r"\(byte 3,000,003: invalid"),
+    "cut.txt": ("good 😀".encode()[:-1], r"\(byte 5: unexpected end of data\)"),
+    "wide.txt": ("good text".encode("utf-16-le"), r"\(byte 1: NUL, as in binary files and UTF-16"),
+    "keys.jsonl": (
+        b'{"content": "x", "id": 1}',
+        r"""line 1: no text under "text" \(--text_column\); it has 'content', 'id'; correct it""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_one_line_that_names_it_and_leaves_nothing_behind(name):
+    bad, message = BAD_FILES[name]
+    Path(name).write_bytes(bad)
+    with refused(rf"^{name}: .*{message}") as error:
+        written(name)
+    assert "\n" not in str(error.value)
+    assert [*Path().iterdir()] == [Path(name)]
+
+
+LINE = b'{"text": "good"}\n'
+BAD_LINES = {
+    b'{"text": "bad"': "not JSON: JSONDecodeError: Expecting ',' delimiter",
+    b'["text"]': "no text but ['text']",
+    b'{"text": 1.5}': """no text under "text" (--text_column); it has 'text'""",
+    b"[" * 100_000: "not JSON: RecursionError",
+    b'{"text": ' + b"1" * 5000 + b"}": "not JSON: ValueError",
+    b'{"text": "\xff"}': "not JSON: UnicodeDecodeError: 'utf-8' codec",
+    b"null": "no text but None",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:20])
+def test_a_record_without_a_text_is_named_by_file_and_number_and_can_be_left_out(line):
+    A.write_bytes(LINE + b"\n" + line + b"\n" + LINE)
+    message = re.escape(BAD_LINES[line])
+    with refused(rf"^a\.jsonl: line 3: {message}.*; .* leave out up to N .* --skip_bad N"):
+        written(A)
+    assert written(A, skip_bad=1) == expected(["good", "good"])
+
+
+def test_what_was_left_out_counts_over_all_files_and_after_resuming(capsys):
+    for path in (A, B):
+        path.write_bytes(LINE + b"bad\n" + LINE)
+    for _ in range(2):
+        with refused(r"^b\.jsonl: line 2: .*--skip_bad N \(now 1\); run the same command again"):
+            written(A, B, skip_bad=1)
+    assert written(A, B, skip_bad=2) == expected(["good"] * 4)
+    assert "note: lines or rows without text, left out: 2" in capsys.readouterr().err
+
+
+def test_a_parquet_file_without_the_column_or_with_a_null_says_what_there_is():
+    write("a.parquet", ["a"], column="body")
+    with refused(
+        r"""a\.parquet: no column "text", .* one of \['id', 'body'\] with --text_column"""
+    ):
+        written("a.parquet")
+    write("b.parquet", ["good", None, "good"])
+    with refused("b.parquet: row 2: no text under"):
+        written("b.parquet")
+    assert written("b.parquet", skip_bad=1) == expected(["good", "good"])
+
+
+def test_nothing_to_train_on_is_an_error():
+    Path("raw").mkdir()
+    with refused(r"raw: no text, JSON lines, parquet or token files in this folder \(empty\)"):
+        written("raw")
+    Path("raw/a.png").write_bytes(b"\0")
+    with refused(r"in this folder \(1 files left out, such as raw/a\.png\)"):
+        written("raw")
+    with refused("mine: too short to train on: 50 documents have 50 tokens for training and 0 for"):
+        written(write(A, [""] * 50))
+    with refused("too short to train on: .* 0 tokens for training"):
+        written(write(A, ["text"]), val_every=1)
+    assert not MINE.parent.exists()
+
+
+@pytest.mark.parametrize("name", ["fineweb", "a/b", "..", "mine.1.tmp", "-x", "a\nb"])
+def test_a_name_that_no_corpus_can_have_is_one_line(name):
+    with refused("is the corpus that data/fineweb.py writes|must be a plain name") as error:
+        corpus_folder("data", name)
+    assert "\n" not in str(error.value)
+
+
+# ---- training on it
+
+
+def test_text_and_train_are_one_command_each_and_the_first_file_gives_the_name(tmp_path):
+    write("raw/mine.jsonl.gz", texts(100), "content")
+    command = ("data/text.py", "raw/mine.jsonl.gz", "--text_column", "content")
+    done = run_from_nothing(*command, cwd=tmp_path)
+    assert "of 110 documents in data/mine, 0 of them for validation" in done.stdout, done.stderr
+    assert "--dataset mine" in done.stdout
+    sizes = "--n_layer 1 --n_head 1 --n_embd 8 --block_size 16 --seq_len 16 --batch_size 1"
+    options = f"{sizes} --max_steps 1 --device cpu --keep_last 0 --dataset mine".split()
+    trained = run("train.py", *options, cwd=tmp_path)
+    assert "step 1/1 | loss" in trained.stdout, trained.stderr
+
+
+def test_training_never_pays_for_parquet(tmp_path):
+    imported = "sys.modules.keys() & {'pyarrow', 'zstandard', 'data.text'}"
+    done = run("-c", f"import sys, train; print({imported})", cwd=tmp_path)
+    assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_corpus_that_lacks_a_token_file_of_its_manifest_is_refused(is_old):
+    written(write(A, texts(100)))
+    lost, manifest = MINE / "mine_train_000001.bin", MINE / "manifest.json"
+    if is_old:  # data/documents.py wrote such a manifest
+        shards = json.loads(manifest.read_text())["shards"]
+        old = {"corpus": "mine", "tokens": 1, "sources": [{"file": "a"}]}
+        manifest.write_text(json.dumps(old | {"shards": [s | {"sha256": ""} for s in shards]}))
+    write_token_file(MINE / "more_val_000000.bin", [range(100)])
+    open_corpus(MINE, 16, 50257)
+    for harm, message in (
+        (lambda: write_token_file(lost, [range(100)]), f"{lost}: has 100 tokens; manifest.json "),
+        (lost.unlink, f"{lost}: is missing; manifest.json lists it with 5,000 tokens; restore"),
+        (lambda: manifest.write_text("{}"), f"{manifest}: damaged or edited; restore or delete it"),
+    ):
+        harm()
+        with refused(message):
+            open_corpus(MINE, 16, 50257)
+    manifest.unlink()
+    open_corpus(MINE, 16, 50257)
+
+
+# ---- FineWeb-Edu
+
+
+def test_fineweb_takes_parquet_files_of_the_original():
+    documents, source = texts(190), ("sample",)
+    write("sample/000_00000.parquet", documents)
+    fineweb.main(FinewebOptions(source=source))
+    val = documents[99::100]
+    assert split_tokens(FINEWEB, "val") == expected(val)
+    assert split_tokens(FINEWEB) == expected(text for text in documents if text not in val)
+    with refused("fineweb: holds a corpus that was written with --source; choose another place"):
+        fineweb.prepare(FINEWEB, 1)
+    with refused("no effect with --source: shards"):
+        fineweb.main(FinewebOptions(source=source, shards=3))
+    with refused("no effect without --source: workers"):
+        fineweb.main(FinewebOptions(workers=3))
+
+
+def test_fineweb_downloads_the_shards_that_are_missing_or_damaged(monkeypatch):
+    asked = []
+
+    def download(repository, name, *, repo_type, local_dir):
+        assert (repository, repo_type) == (fineweb.REPOSITORY, "dataset")
+        assert not (local_dir / name).exists()
+        asked.append(name)
+        local_dir.mkdir(parents=True, exist_ok=True)
+        write_token_file(local_dir / name, [range(10 + len(asked))])
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    names = ["val_000000", "train_000001", "train_000002"]
+    names = [f"finewebedu_{name}.bin" for name in names]
+    assert fineweb.prepare(FINEWEB, 1) == 12
+    assert fineweb.prepare(FINEWEB, 2) == 12 + 13
+    os.truncate(FINEWEB / names[2], 1030)
+    assert fineweb.prepare(FINEWEB, 2) == 12 + 14
+    assert asked == [*names, names[2]]
+    for arrives, message in (
+        (lambda *_, **__: (FINEWEB / names[0]).write_bytes(b"no tokens"), ": too short: 9 "),
+        (None, r" could not be downloaded from .* \(TypeError: .*; run this again to resume"),
+    ):
+        (FINEWEB / names[0]).unlink()
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", arrives)
+        with refused(rf"{names[0]}{message}"):
+            fineweb.prepare(FINEWEB, 1)
