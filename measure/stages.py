@@ -234,9 +234,9 @@ def instead_of_bf16(config: Config, device: Mapping[str, Any]) -> list[str]:
 def make_stage(name: str, config: str, folder: str, of_runs: Sequence[str]) -> Stage:
     """Make the stage of a config, whose run is `folder`/`name`. Raises UserError."""
     try:
-        path = find_config(config).resolve()
+        path = find_config(config, also=[*SERIES]).resolve()
     except ConfigError as error:
-        raise UserError(f"{error}; the published series are {', '.join(SERIES)}") from None
+        raise UserError(f"{error}; the series are {', '.join(SERIES)}") from None
     if taken := RESERVED & {word.partition("=")[0] for word in of_runs}:
         raise UserError(
             f"{min(taken)} after --: the ladder sets it for each run; configs and --log_dir are "

@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 import reprlib
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -172,20 +173,28 @@ def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
 # ---- YAML files
 
 
-def find_config(name: str, folder: Path = Path()) -> Path:
+def find_config(name: str, folder: Path = Path(), also: Sequence[str] = ()) -> Path:
     """Return the file that `--config name`, or `base: name` in a file in `folder`, means.
 
-    Raises ConfigError.
+    `also`: names that are allowed in place of a file. Raises ConfigError, which names the nearest.
     """
     for place in (folder, CONFIG_DIR):
         for path in (place / name, place / f"{name}.yaml"):
             if os.path.isfile(path):  # False also for a name that is too long, or has a NUL
                 return path
-    if os.path.exists(name) and not os.path.isdir(name):
+    if os.path.isdir(name):
+        files = sorted(Path(name).glob("*.yaml"))
+        inside = f"; name its files, such as {shlex.join(map(str, files[:3]))}" if files else ""
+        raise ConfigError(f"{name}: is a folder, not a config file{inside}")
+    if os.path.exists(name):
         raise ConfigError(f"{name}: is a pipe or device; give a file, which can be read again")
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
-    near = did_you_mean(name.removesuffix(".yaml"), known) or f", which has {', '.join(known)}"
+    asked = name.removesuffix(".yaml")
+    near = did_you_mean(asked, [*also, *known])
+    if not near:
+        nearest = difflib.get_close_matches(asked, known, n=5, cutoff=0)
+        near = f", which has {len(known)} files, such as {', '.join(nearest)}"
     raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{near}")
 
 

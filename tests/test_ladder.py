@@ -150,7 +150,10 @@ def test_two_ladders_do_not_climb_in_one_folder(tmp_path, folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("speedpu", "speedpu: no such config file"),
+        ("speedpu", "speedpu: no such config file, here or in configs/; did you mean speedup?"),
+        ("speedpu", "; the series are speedup, a100, mps, gpu_ms, modern"),
+        ("configs/mine", "configs/mine: no such config file, here or in configs/, which has "),
+        (f"{ROOT}/configs/modern", "is a folder, not a config file; name its files, such as "),
         ("", "name a series (speedup, a100, mps, gpu_ms, modern)"),
         ("speedup -- --max_step 3", "--max_step: unknown option; did you mean --max_steps"),
         ("speedup -- --n_embd 100", "n_embd 100 does not divide into 12 heads"),
@@ -173,6 +176,7 @@ def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path
     with pytest.raises(UserError, match=re.escape(message)) as raised:
         climb(*arguments.split())
     assert raised.value.status == 2
+    assert len(str(raised.value)) < 300, "a message that lists everything says nothing"
     assert not list(tmp_path.iterdir())
 
 
