@@ -7,6 +7,7 @@ validates the result once. Nothing here imports torch, so `--help` and mistakes 
 
 import argparse
 import difflib
+import functools
 import os
 import re
 import reprlib
@@ -225,7 +226,7 @@ def read_yaml(path: Path, *above: Path) -> tuple[dict[str, Any], dict[str, str]]
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read one config file, without its `base:` merged in. Raises ConfigError."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StringLoader)
+        values = _parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except OSError as error:
@@ -234,7 +235,12 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold lines of the form `option: value`, nothing else")
-    return values
+    return dict(values)
+
+
+@functools.cache  # a ladder reads the same few files hundreds of times
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_StringLoader)
 
 
 class _StringLoader(yaml.BaseLoader):
