@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from config import Config
-from measure.comparison import Pair, ablation, compare_pairs, pairs_of
-from measure.duration import describe_duration
-from measure.interleaved import LEFT_OUT, split_command_line
+from measure.comparison import Pair, ablation, compare_pairs, compared_with_all, pairs_of
+from measure.duration import describe_duration, step_seconds
+from measure.interleaved import LEFT_OUT, split_command_line, steps_of_a_turn
 from measure.ladder_report import across, plot_runs, report, report_ablation
 from measure.learning import (
     ablation_rungs,
@@ -185,11 +185,14 @@ def announce(
     """
     runs = [run for run in runs if options.rerun or not run.summary()]
     work = [(run.config, run.config.max_steps) for run in runs]
-    work += [(without_end(stage.config), 2 * (LEFT_OUT + rounds)) for stage in compared]
+    if rates := device.get("tflops"):
+        for stage in compared:
+            turn = steps_of_a_turn(step_seconds(stage.config, rates))
+            work.append((without_end(stage.config), 2 * (LEFT_OUT + rounds * turn)))
     processes = [stage.config for stage in (*runs, *compared, *compared)]
     has_quick = options.configs == ("speedup",) and not options.quick
     shorter = f"--quick, {SHORTER}" if has_quick else SHORTER
-    print(describe_duration(work, device.get("tflops"), shorter, processes), flush=True)
+    print(describe_duration(work, rates, shorter, processes), flush=True)
 
 
 def by_seed(rungs: Mapping[str, Sequence[Stage]]) -> list[Stage]:
