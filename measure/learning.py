@@ -4,13 +4,14 @@ time after which they have the loss that the first rung ends with.
 All compare runs of equal tokens, seed by seed: equal seeds have the same data in the same order.
 """
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from config import DataConfig, ModelConfig, OptimizationConfig
 from measure.comparison import Pair, ablated, compare
@@ -54,23 +55,33 @@ one ends with, on straight lines between evaluations; geometric mean over the se
 
 @dataclass(frozen=True)
 class Mean:
-    """Hold a mean over seeds, and the half width of its 95% interval; None: of one seed."""
+    """A mean over seeds, and its 95% interval; no interval for one seed."""
 
     value: float
-    half: float | None = None
+    low: float | None = None
+    high: float | None = None
 
     def __str__(self) -> str:
         text = f"{self.value:.4f}"
-        return text if self.half is None else f"{text} +- {self.half:.4f}"
+        return text if self.high is None else f"{text} +- {self.high - self.value:.4f}"
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Mean":
+    def of(cls, values: Sequence[float]) -> Self:
         """Compute the mean of at least one value, and its interval."""
         mean, n = statistics.fmean(values), len(values)
         if n == 1:
             return cls(mean)
         t = STUDENT_T[min(n, len(STUDENT_T) + 1) - 2]
-        return cls(mean, t * statistics.stdev(values) / math.sqrt(n))
+        half = t * statistics.stdev(values) / math.sqrt(n)
+        return cls(mean, mean - half, mean + half)
+
+
+class Difference(Mean):
+    """A mean difference over seeds, which may be noise."""
+
+    def __str__(self) -> str:
+        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        return f"{super().__str__()}{' (within noise)' * (low <= 0 <= high)}"
 
 
 def with_seeds(stage: Stage, seeds: int) -> list[Stage]:
@@ -142,14 +153,12 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Ratio | No
             return None
         logs.append(math.log(step / max(theirs)))
     mean = Mean.of(logs)
-    ends = [] if mean.half is None else [mean.value - mean.half, mean.value + mean.half]
-    return Ratio(math.exp(mean.value), *map(math.exp, ends))
+    return Ratio(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
 
 
-def lower_by(base: Sequence[float], ours: Sequence[float]) -> str:
-    """Say by how much our losses are lower than the base's, seed by seed."""
-    lower = Mean.of([theirs - loss for theirs, loss in zip(base, ours, strict=True)])
-    return f"{lower}{' (within noise)' * (abs(lower.value) <= (lower.half or 0.0))}"
+def lower_by(base: Sequence[float], ours: Sequence[float]) -> Difference:
+    """Return by how much our losses are lower than the base's, seed by seed."""
+    return Difference.of([theirs - loss for theirs, loss in zip(base, ours, strict=True)])
 
 
 def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
@@ -172,7 +181,7 @@ def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
             {
                 "stage": name,
                 "base": base,
-                "loss": str(Mean.of(ends)),
+                "loss": Mean.of(ends),
                 "lower": lower,
                 "tokens_share": tokens,
                 "speed": speed,
