@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from config import DataConfig, ModelConfig, OptimizationConfig
-from measure.comparison import Pair, ablated, compare
-from measure.ladder_report import failures_of
+from measure.comparison import Pair, ablated, compare, pairs_of
+from measure.ladder_report import failures_of, left_out
 from measure.page import INTERVALS, curve_of, rung, write_page
 from measure.ratio import Ratio, product
-from measure.stages import Stage, make_stage, with_bases
+from measure.stages import Stage, make_stage, seed_name, with_bases
 from measure.tables import Row, write_csv, write_report
 from runtime.errors import UserError
 from runtime.report import draw_losses, field
@@ -94,7 +94,7 @@ def with_seeds(stage: Stage, seeds: int) -> list[Stage]:
     first, (config, _, *options) = stage.config.seed, stage.side  # _: --keep_last=0
     runs = [
         make_stage(
-            f"{stage.name}_seed_{n}", config, stage.config.log_dir, [*options, f"--seed={n}"]
+            seed_name(stage.name, n), config, stage.config.log_dir, [*options, f"--seed={n}"]
         )
         for n in range(first, first + seeds)
     ]
@@ -216,7 +216,7 @@ def report_learned_ablation(
         f"What each optimization of {title} learns",
         [field("optimization", "optimization"), field("on first", "first"), field("last", "last")],
         rows,
-        failures,
+        failures + left_out(chain(*rungs.values())),
         "on first: by how much the validation loss at the end is lower with this optimization "
         "alone than with none, in nats per token. last: with all than with all but this one. After "
         "+-: the half width of the 95% interval over the seeds, by Student's t; within noise: it "
@@ -258,7 +258,7 @@ def report_learning(
         title,
         COLUMNS,
         rows,
-        failures,
+        failures + left_out([*runs, *pairs_of([of[0] for of in rungs.values()]).values()]),
         EXPLAINED,
         f"{config.max_steps:,} steps of {config.tokens_per_step(1):,} tokens; seeds of each rung: "
         f"{len(next(iter(rungs.values())))}. {'; '.join(where)}.",

@@ -1,5 +1,6 @@
 """What rungs learn: the tokens to a loss, means over seeds, and a ladder of tiny runs."""
 
+import itertools
 import json
 import math
 
@@ -175,6 +176,21 @@ def test_a_config_without_evaluations_has_nothing_to_compare(tmp_path):
         with_seeds(plan("baseline", folder=tmp_path)[0], 2)
 
 
+def test_a_report_alone_shows_all_seeds_of_a_ladder_that_another_device_trained(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ladder, "probe", None)
+    rungs = stages.plan(["modern"], str(tmp_path), ["--max_steps=8"], {"bf16": False})[1]
+    for run in itertools.chain(*(with_seeds(stage, 2) for stage in rungs)):
+        fake_losses(run, 6.0, 5.0, 4.0)
+    (tmp_path / "modern/base_seed_1.1").mkdir()  # moved aside
+    assert climb("modern", "--report_only", "--log_dir", str(tmp_path)) == 0
+    assert len(table(tmp_path / "modern/results.csv")) == 12
+    report = (tmp_path / "modern/report.md").read_text()
+    assert "8 steps of 2,048 tokens; seeds of each rung: 2." in report
+    assert "left out" not in report
+
+
 @pytest.mark.usefixtures("configs", "forked")
 def test_an_ablation_over_seeds_trains_each_optimization_on_first_and_off_last(tmp_path):
     (tmp_path / "both.yaml").write_text(
@@ -207,3 +223,6 @@ def test_an_ablation_over_seeds_trains_each_optimization_on_first_and_off_last(t
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/log.csv")}
     assert climb(*command) == 0
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/log.csv")}
+    (folder / "results.csv").unlink()
+    assert climb(*command, "--report_only") == 0
+    assert table(folder / "results.csv") == rows
