@@ -713,9 +713,43 @@ def rates_of(fp32, bf16=None):
     return {"float32": fp32, "bfloat16": bf16 or 2 * fp32}
 
 
+@pytest.mark.parametrize(
+    ("gpu", "layers", "batches"),
+    [
+        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0)}, 12, 8),  # H100
+        ({"memory_mb": 24_000, "tflops": rates_of(50.0, 100.0)}, 12, 5),  # RTX 4090
+        # T4
+        (
+            {"memory_mb": 15_000, "tflops": rates_of(4.5, 0.5) | {"float16": 25.0}, "bf16": False},
+            12,
+            1,
+        ),
+        ({"memory_mb": 8_000, "tflops": rates_of(10.0)}, 4, 1),
+        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0), "gpus": 0}, 4, 1),
+    ],
+)
+def test_the_quick_ladder_of_a_gpu_has_all_layers_and_the_batches_that_fit(
+    gpu, layers, batches, tmp_path
+):
+    """Otherwise launches would take all the time of a step."""
+    found = quick.quick_stages(str(tmp_path), [], {"gpus": 1} | gpu)
+    assert {stage.config.n_layer for stage in found} == {layers}
+    sizes = [
+        (s.config.batch_size, s.config.seq_len)
+        for s in found
+        if s.name in ("baseline", "speedup6", "speedup13")
+    ]
+    assert sizes == [(2 * batches, 1024), (6 * batches, 1024), (3 * batches, 2048)]
+    # a report, or a later call, finds the size in the folder
+    fake_run(found[0])
+    again = quick.quick_stages(str(tmp_path), [], {})
+    assert [s.config.batch_size for s in again] == [s.config.batch_size for s in found]
+    assert again[0].config.n_layer == layers
+
+
 def test_the_quick_ladders_model_suits_the_machine_but_stays_once_it_is_begun(tmp_path):
     sizes = [
-        quick.size_for(rates, str(tmp_path)).n_embd
+        quick.size_for({"tflops": rates}, str(tmp_path)).n_embd
         for rates in ({}, rates_of(0.02), rates_of(0.2), rates_of(0.2, 0.02), rates_of(20.0))
     ]
     assert sizes == [128, 128, 256, 128, 768]
