@@ -20,10 +20,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from config import MFU, Config, total_seconds
+from config import MFU, Config, step_seconds, total_seconds
 from measure.interleaved.options import without_end
 from measure.interleaved.ratio import FEWEST
-from measure.interleaved.rounds import LEFT_OUT, split_command_line
+from measure.interleaved.rounds import LEFT_OUT, split_command_line, steps_of_a_turn
 from measure.ladder.learning import (
     ablation_rungs,
     report_learned_ablation,
@@ -33,7 +33,7 @@ from measure.ladder.learning import (
 from measure.ladder.prediction import predict_stages
 from measure.ladder.quick import ROUNDS, SUFFIX, quick_stages
 from measure.ladder.report import across, plot_runs, report, report_ablation
-from measure.ladder.rungs import Pair, ablation, compare_pairs, pairs_of
+from measure.ladder.rungs import Pair, ablation, compare_pairs, compared_with_all, pairs_of
 from measure.ladder.stages import (
     SERIES,
     Stage,
@@ -41,6 +41,7 @@ from measure.ladder.stages import (
     make_stage,
     make_stage_here,
     note_slow_bf16,
+    options_in_common,
     plan,
     probe,
     run_stages,
@@ -83,7 +84,7 @@ class LadderOptions(Options):
     rerun: bool = False
     """run finished stages again"""
     report_only: bool = False
-    """rebuild the report of what is there"""
+    """rebuild the report from the finished runs, on any machine; options after -- are not needed"""
     ablate: bool = False
     """what each optimization of the given config is worth: switched on first, and switched on last
     """
@@ -118,37 +119,68 @@ def chosen(stages: list[Stage], names: Sequence[str]) -> list[Stage]:
     return [stage for stage in stages if stage in wanted]
 
 
-def stages_here(
-    options: LadderOptions, of_runs: list[str]
-) -> tuple[str, list[Stage], dict[str, Any]]:
-    """Return the ladder's name, its stages as this machine can climb them, and what was found out
-    about its device. Raises UserError.
-    """
-    ladder, stages = plan(options.configs, options.log_dir, of_runs, {})
-    device = probe(stages[0].config.device)
+def ask(device: str) -> dict[str, Any]:
+    """Measure the device. If that fails, it counts as one with bf16 and without `medium`."""
+    return {"bf16": True, "medium": False} | probe(device)
+
+
+def planned(
+    options: LadderOptions, of_runs: list[str], device: Mapping[str, Any]
+) -> tuple[str, list[Stage]]:
+    """Return the ladder's name and its stages on a device, as in `plan`. Raises UserError."""
     if options.quick:
-        ladder += SUFFIX
-        stages = quick_stages(f"{options.log_dir}/{ladder}", of_runs, device)
-    else:
-        _, stages = plan(options.configs, options.log_dir, of_runs, device)
-    ranks = options.nproc_per_node
+        ladder = f"speedup{SUFFIX}"
+        return ladder, quick_stages(f"{options.log_dir}/{ladder}", of_runs, device)
+    ladder, stages = plan(options.configs, options.log_dir, of_runs, device)
+    ranks, folder = options.nproc_per_node, f"{options.log_dir}/{ladder}"
     if ladder == "ladder":
         for stage in stages:
             stage.ranks = ranks or 1
-    elif ladder == "speedup" and (ranks or device.get("gpus", 1)) > 1:
-        ddp = make_stage_here("ddp", "ddp", f"{options.log_dir}/{ladder}", of_runs, device)
-        ddp.ranks = ranks or device["gpus"]
-        if ranks or any(Path(ddp.config.data_dir, ddp.config.dataset).glob("*.bin")):
-            stages.append(ddp)
-        else:
-            print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
+    elif ladder == "speedup":
+        ran = options.report_only and Path(folder, "ddp").is_dir()
+        gpus = ranks or device.get("gpus", 1)
+        if gpus > 1 or ran:
+            ddp = make_stage_here("ddp", "ddp", folder, of_runs, device)
+            ddp.ranks = gpus
+            if ran or ranks or any(Path(ddp.config.data_dir, ddp.config.dataset).glob("*.bin")):
+                stages.append(ddp)
+            else:
+                print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
+    return ladder, stages
+
+
+def stages_here(
+    options: LadderOptions, of_runs: list[str]
+) -> tuple[str, list[Stage], dict[str, Any]]:
+    """Return the ladder's name, its stages as this machine can climb them, and the findings of
+    `probe`. Raises UserError.
+
+    For a report alone nothing is measured: the runs in the folder decide.
+    """
+    ladder, stages = planned(options, of_runs, {})
+    device = {} if options.report_only else ask(stages[0].config.device)
+    if options.report_only and not of_runs:
+        runs = [(ran, stage.config) for stage in stages if (ran := stage.ran_with())]
+        of_runs = options_in_common(runs)
+    _, stages = planned(options, of_runs, device)
     return ladder, chosen(stages, options.stages), device
+
+
+def seeds_of(options: LadderOptions, ladder: str, first: Stage) -> int:
+    """Return the number of seeds to train each config with; 0 compares only speeds. A report alone
+    counts the runs of the first stage.
+    """
+    if options.seeds or not options.report_only:
+        return options.seeds or (3 if ladder == "modern" else 0)
+    runs = first.folder.parent.glob(f"{first.name}_seed_*")
+    trained = [run for run in runs if run.name.rpartition("_")[2].isdigit()]
+    return 0 if first.folder.is_dir() else len(trained)
 
 
 def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     """Run the stages, interleave each with its base, and report; returns what failed."""
     ladder, stages, device = stages_here(options, of_runs)
-    seeds = options.seeds or (3 if ladder == "modern" else 0)
+    seeds = seeds_of(options, ladder, stages[0])
     rungs = {stage.name: with_seeds(stage, seeds) for stage in stages if seeds}
     if seeds:
         stages = [runs[0] for runs in rungs.values()]
@@ -185,12 +217,14 @@ def announce(
     """
     runs = [run for run in runs if options.rerun or not run.summary()]
     work = [(run.config, run.config.max_steps) for run in runs]
-    work += [(without_end(stage.config), 2 * (LEFT_OUT + rounds)) for stage in compared]
+    if rates := device.get("tflops"):
+        for stage in compared:
+            turn = steps_of_a_turn(step_seconds(stage.config, rates))
+            work.append((without_end(stage.config), 2 * (LEFT_OUT + rounds * turn)))
     processes = [stage.config for stage in (*runs, *compared, *compared)]
     has_quick = options.configs == ("speedup",) and not options.quick
     shorter = f"--quick, {SHORTER}" if has_quick else SHORTER
-    seconds = total_seconds(work, device.get("tflops"), processes)
-    print(describe_duration(seconds, MFU, shorter), flush=True)
+    print(describe_duration(total_seconds(work, rates, processes), MFU, shorter), flush=True)
 
 
 def by_seed(rungs: Mapping[str, Sequence[Stage]]) -> list[Stage]:
@@ -209,9 +243,15 @@ def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
     (config,) = options.configs
     stem = Path(config).stem
     folder = Path(options.log_dir) / f"ablate_{stem}"
-    plain = make_stage("ablate", config, str(folder), of_runs).config
-    device = probe(plain.device)
-    of_runs = [*of_runs, *instead_of_bf16(plain, device)]
+    with_all = make_stage("all", config, str(folder), of_runs)
+    device, ran_with = dict[str, Any](), list[Config]()
+    if options.report_only:
+        ran = with_all.ran_with() if options.seeds else None
+        ran_with = [ran] if ran else compared_with_all(folder)
+        of_runs = of_runs or options_in_common([(ran, with_all.config) for ran in ran_with])
+    else:
+        device = ask(with_all.config.device)
+    of_runs = [*of_runs, *instead_of_bf16(with_all.config, device, *ran_with[:1])]
     if options.seeds:
         names, rungs = ablation_rungs(config, of_runs, str(folder), options.seeds)
         if not names:

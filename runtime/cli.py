@@ -7,9 +7,11 @@ validates the result once. Nothing here imports torch, so `--help` and mistakes 
 
 import argparse
 import difflib
+import functools
 import os
 import re
 import reprlib
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -172,20 +174,28 @@ def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
 # ---- YAML files
 
 
-def find_config(name: str, folder: Path = Path()) -> Path:
+def find_config(name: str, folder: Path = Path(), also: Sequence[str] = ()) -> Path:
     """Return the file that `--config name`, or `base: name` in a file in `folder`, means.
 
-    Raises ConfigError.
+    `also`: names that are allowed in place of a file. Raises ConfigError, which names the nearest.
     """
     for place in (folder, CONFIG_DIR):
         for path in (place / name, place / f"{name}.yaml"):
             if os.path.isfile(path):  # False also for a name that is too long, or has a NUL
                 return path
-    if os.path.exists(name) and not os.path.isdir(name):
+    if os.path.isdir(name):
+        files = sorted(Path(name).glob("*.yaml"))
+        inside = f"; name its files, such as {shlex.join(map(str, files[:3]))}" if files else ""
+        raise ConfigError(f"{name}: is a folder, not a config file{inside}")
+    if os.path.exists(name):
         raise ConfigError(f"{name}: is a pipe or device; give a file, which can be read again")
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
-    near = did_you_mean(name.removesuffix(".yaml"), known) or f", which has {', '.join(known)}"
+    asked = name.removesuffix(".yaml")
+    near = did_you_mean(asked, [*also, *known])
+    if not near:
+        nearest = difflib.get_close_matches(asked, known, n=5, cutoff=0)
+        near = f", which has {len(known)} files, such as {', '.join(nearest)}"
     raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{near}")
 
 
@@ -216,7 +226,7 @@ def read_yaml(path: Path, *above: Path) -> tuple[dict[str, Any], dict[str, str]]
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read one config file, without its `base:` merged in. Raises ConfigError."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StringLoader)
+        values = _parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except OSError as error:
@@ -225,7 +235,12 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold lines of the form `option: value`, nothing else")
-    return values
+    return dict(values)
+
+
+@functools.cache  # a ladder reads the same few files hundreds of times
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_StringLoader)
 
 
 class _StringLoader(yaml.BaseLoader):

@@ -206,8 +206,8 @@ FLAG_MISTAKES = """
 --sample_every 5 --vocab_size 256 => --vocab_size: sample_every .. 50257
 --config => --config: expected one argument
 --config speedup99 => speedup99: no such config file .. did you mean speedup9?
---config zzz => zzz: no such config file .. configs/, which has .. baseline, .. quickstart
---config . => no such config file
+--config zzz => zzz: no such config file .. configs/, which has .. files, such as
+--config . => .: is a folder, not a config file
 --log_dir= => --log_dir: .. at least 1 character
 --config= => (empty): no such config file
 --run_name= => --run_name: .. at least 1 character

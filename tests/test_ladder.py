@@ -4,6 +4,7 @@ failing stage does.
 
 import csv
 import io
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from measure.interleaved.rounds import SideError
 from measure.ladder import quick, stages
 from measure.ladder import report as ladder_report
 from measure.ladder import rungs as comparison
-from runtime.cli import parse
+from runtime.cli import Options, parse
 from runtime.errors import UserError, why_it_failed
 from tests.conftest import ROOT, TINY, ended, forks, run, start, wait_for
 from tests.test_resume import needs_proc
@@ -84,7 +85,7 @@ def fake_run(stage, rate=100.0):
     rows = "".join(f"{step},6.0,0.1,1.0,10,{rate}\n" for step in range(1, 51))
     (stage.folder / "log.csv").write_text(HEADER + rows)
     summary = dict.fromkeys(stages.Summary.model_fields, "10")
-    summary |= {"median_tokens_per_sec": rate, "interrupted": False}
+    summary |= {"median_tokens_per_sec": rate, "interrupted": False, "world_size": stage.ranks}
     (stage.folder / "summary.json").write_text(json.dumps(summary))
 
 
@@ -183,7 +184,10 @@ def test_two_ladders_do_not_climb_in_one_folder(tmp_path, folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("speedpu", "speedpu: no such config file"),
+        ("speedpu", "speedpu: no such config file, here or in configs/; did you mean speedup?"),
+        ("speedpu", "; the series are speedup, a100, mps, gpu_ms, modern"),
+        ("configs/mine", "configs/mine: no such config file, here or in configs/, which has "),
+        (f"{ROOT}/configs/modern", "is a folder, not a config file; name its files, such as "),
         ("", "name a series (speedup, a100, mps, gpu_ms, modern)"),
         ("speedup -- --max_step 3", "--max_step: unknown option; did you mean --max_steps"),
         ("speedup -- --n_embd 100", "n_embd 100 does not divide into 12 heads"),
@@ -206,6 +210,7 @@ def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path
     with pytest.raises(UserError, match=re.escape(message)) as raised:
         climb(*arguments.split())
     assert raised.value.status == 2
+    assert len(str(raised.value)) < 300, "a message that lists everything says nothing"
     assert not list(tmp_path.iterdir())
 
 
@@ -242,16 +247,29 @@ def test_why_a_stage_is_not_finished_is_said(tmp_path, monkeypatch):
         assert raised.value.status == status
 
 
-def test_a_report_names_the_stages_whose_runs_have_other_settings(tmp_path, capsys):
-    _, damaged, gone = found = finished("baseline", "speedup1", "speedup2", folder=tmp_path)
+def test_a_report_says_why_a_stage_or_its_interleaved_rounds_are_left_out(tmp_path, capsys):
+    names = ["baseline", "speedup1", "speedup2", "speedup3", "speedup4", "speedup5"]
+    _, damaged, gone, begun, _, old = found = finished(*names, folder=tmp_path)
     (damaged.folder / "summary.json").write_text("{}")
     shutil.rmtree(gone.folder)
+    (begun.folder / "summary.json").unlink()
+    fake_comparison(comparison.pairs_of(found)["speedup5"], 1.5)
+    path = old.folder / "interleaved.json"
+    path.write_text(path.read_text().replace('"max_steps": 50', '"max_steps": 7'))
     assert ladder_report.report("ladder", found, tmp_path) == []
-    for text in (capsys.readouterr().out, (tmp_path / "report.md").read_text()):
-        assert f"note: speedup1 is left out: its run in {damaged.folder} is not finished" in text
-        assert "speedup2" not in text
-    found = plan("baseline", of_runs=["--lr=1"], folder=tmp_path)
-    with pytest.raises(UserError, match="note: baseline is left out"):
+    printed, written = capsys.readouterr().out, (tmp_path / "report.md").read_text()
+    for name, place, reason in (
+        ("speedup1", damaged.folder, "summary.json is damaged"),
+        ("speedup3", begun.folder, "not finished"),
+        ("speedup5", path, "max_steps 7 there, 50 here"),
+    ):
+        line = f"note: {name} is left out: {place}: {reason}\n"
+        assert line in printed
+        assert line in written
+    assert "speedup2" not in written
+    found = plan("baseline", of_runs=["--batch_size=1", "--no-bias"], folder=tmp_path)
+    reason = "bias on there, off here, batch_size 2 there, 1 here"
+    with pytest.raises(UserError, match=f"baseline is left out: .*: {reason}$"):
         ladder_report.report("ladder", found, tmp_path)
 
 
@@ -262,6 +280,141 @@ def test_what_is_the_same_of_several_runs_is_reported_once(tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert "- `baseline`: 10 steps of 2 x 1024 tokens; " in text
     assert "- `opt0`, `opt1`: 10 steps of 8 x 1024 tokens; " in text
+
+
+# ---- a report alone
+
+
+RESULTS = ROOT / "logs" / "results" / "epyc-avx512bf16-2cores"
+NO_PROCESS_NO_TORCH = """
+import atexit, runpy, sys
+events = ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec", "os.system")
+def watch(event, arguments):
+    if event in events and "fc-list" not in str(arguments):  # matplotlib's list of fonts
+        raise SystemExit(f"started a process: {arguments}")
+sys.addaudithook(watch)
+atexit.register(lambda: print("torch" in sys.modules))
+sys.path.insert(0, {root!r})
+sys.argv = ["ladder.py", *{arguments!r}]
+runpy.run_path({root!r} + "/ladder.py", run_name="__main__")
+"""
+
+
+def stored(name, tmp_path):
+    """A copy of one of our ladders, whose results.csv and pictures a report writes again."""
+    shutil.copytree(RESULTS / name, tmp_path / name)
+    (tmp_path / name / "results.csv").unlink()
+    return tmp_path / name
+
+
+def test_a_report_alone_starts_no_process_and_does_not_import_torch(tmp_path):
+    folder = stored("speedup", tmp_path)
+    arguments = ["speedup", "--report_only", "--log_dir", str(tmp_path)]
+    code = NO_PROCESS_NO_TORCH.format(root=str(ROOT), arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "False"
+    # 19 stages with speedup1_medium, climbed with -- --batch_size 1 --max_steps 12
+    assert (folder / "results.csv").read_bytes() == (RESULTS / "speedup/results.csv").read_bytes()
+
+
+class More(Options):
+    """more"""
+
+    newer: bool = False
+    """an option that runs so far did not have"""
+
+
+class LaterConfig(More, stages.Config):
+    """Options of later code."""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("speedup_quick", ["speedup", "--quick"]), ("modern", ["modern"])],
+)
+def test_a_stored_ladder_gives_the_same_report_with_later_code(
+    name, arguments, tmp_path, monkeypatch
+):
+    """Which has one option more, and one less."""
+    folder = stored(name, tmp_path)
+    for path in folder.glob("*/interleaved.json"):
+        path.write_text(path.read_text().replace('"n_layer"', '"older": false, "n_layer"'))
+    for path in folder.glob("*/config.yaml"):
+        path.write_text(f"older: null\n{path.read_text()}")
+    monkeypatch.setattr(stages, "Config", LaterConfig)
+    assert climb(*arguments, "--report_only", "--log_dir", str(tmp_path)) == 0
+    assert (folder / "results.csv").read_bytes() == (RESULTS / name / "results.csv").read_bytes()
+
+
+def test_an_option_that_is_gone_but_was_on_makes_other_settings(tmp_path):
+    stage, _ = found = finished("baseline", "speedup1", folder=tmp_path)
+    path = stage.folder / "config.yaml"
+    path.write_text(f"older: 3\n{path.read_text()}")
+    assert "baseline is left out" in ladder_report.left_out(found)[0]
+    assert "older: unknown option" in ladder_report.left_out(found)[0]
+
+
+@pytest.mark.parametrize(
+    "climbed_with",
+    [
+        [],
+        ["--batch_size", "1", "--max_steps", "12"],
+        ["--lr", "1e-3", "--grad_clip=0.5", "--betas", "0.8,0.9"],
+        ["--no-bf16"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "a GPU without it"])
+def test_a_report_alone_recognizes_the_options_and_the_device_of_the_climb(
+    climbed_with, bf16, tmp_path
+):
+    names = ["baseline", "speedup1", "speedup1_medium", "speedup3", "speedup15"]
+    for stage in plan("speedup", folder=tmp_path, of_runs=climbed_with, bf16=bf16, medium=True):
+        if stage.name in names:
+            fake_run(stage)
+    command = ["speedup", "--report_only", "--log_dir", str(tmp_path)]
+    assert climb(*command) == 0
+    assert list(table(tmp_path / "speedup/results.csv")) == names
+    # options that are given hold
+    with pytest.raises(UserError, match=r"speedup3 is left out: .*: n_layer 12 there, 2 here"):
+        climb(*command, "--", "--n_layer", "2", *climbed_with)
+
+
+def test_a_report_alone_leaves_out_the_stage_that_differs_from_most(tmp_path, capsys):
+    names = ["baseline", "speedup1", "speedup2"]
+    for stage in plan(*names, folder=tmp_path, of_runs=["--batch_size=1"]):
+        fake_run(stage)
+    fake_run(plan("speedup2", folder=tmp_path, of_runs=["--batch_size=4"])[0])
+    assert climb(*names, "--report_only", "--log_dir", str(tmp_path)) == 0
+    assert list(table(tmp_path / "ladder/results.csv")) == names[:2]
+    assert f"{tmp_path}/ladder/speedup2: batch_size 4 there, 1 here" in capsys.readouterr().out
+
+
+def test_a_report_alone_of_an_ablation_recognizes_what_was_ablated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "logs/ablate_speedup3"
+    folder.mkdir(parents=True)
+    of_runs = ["--batch_size=1", "--no-bf16", "--fp16"]  # a GPU has no bf16
+    for pair in itertools.chain(*comparison.ablation("speedup3", of_runs, folder).values()):
+        fake_comparison(pair, 1.5)
+    monkeypatch.setattr(ladder, "probe", None)
+    assert climb("--ablate", "speedup3", "--report_only") == 0
+    rows = table(folder / "results.csv")
+    assert rows.keys() == {"fp16", "tf32", "tie_weights"}
+    assert {row["first"] for row in rows.values()} == {"1.5"}
+    with pytest.raises(UserError, match=r"tf32_first.json: batch_size 1 there, 3 here, seed"):
+        climb("--ablate", "speedup3", "--report_only", "--", "--seed", "7")
+
+
+def test_a_report_alone_shows_the_ddp_stage_of_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ddp = stages.make_stage("ddp", "ddp", "logs/speedup", [])
+    ddp.ranks = 2
+    for stage in (*plan("speedup")[:2], ddp):
+        fake_run(stage)
+    assert climb("speedup", "--report_only") == 0
+    assert list(table(tmp_path / "logs/speedup/results.csv")) == ["baseline", "speedup1", "ddp"]
 
 
 # ---- interleaved runs
@@ -591,9 +744,43 @@ def rates_of(fp32, bf16=None):
     return {"float32": fp32, "bfloat16": bf16 or 2 * fp32}
 
 
+@pytest.mark.parametrize(
+    ("gpu", "layers", "batches"),
+    [
+        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0)}, 12, 8),  # H100
+        ({"memory_mb": 24_000, "tflops": rates_of(50.0, 100.0)}, 12, 5),  # RTX 4090
+        # T4
+        (
+            {"memory_mb": 15_000, "tflops": rates_of(4.5, 0.5) | {"float16": 25.0}, "bf16": False},
+            12,
+            1,
+        ),
+        ({"memory_mb": 8_000, "tflops": rates_of(10.0)}, 4, 1),
+        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0), "gpus": 0}, 4, 1),
+    ],
+)
+def test_the_quick_ladder_of_a_gpu_has_all_layers_and_the_batches_that_fit(
+    gpu, layers, batches, tmp_path
+):
+    """Otherwise launches would take all the time of a step."""
+    found = quick.quick_stages(str(tmp_path), [], {"gpus": 1} | gpu)
+    assert {stage.config.n_layer for stage in found} == {layers}
+    sizes = [
+        (s.config.batch_size, s.config.seq_len)
+        for s in found
+        if s.name in ("baseline", "speedup6", "speedup13")
+    ]
+    assert sizes == [(2 * batches, 1024), (6 * batches, 1024), (3 * batches, 2048)]
+    # a report, or a later call, finds the size in the folder
+    fake_run(found[0])
+    again = quick.quick_stages(str(tmp_path), [], {})
+    assert [s.config.batch_size for s in again] == [s.config.batch_size for s in found]
+    assert again[0].config.n_layer == layers
+
+
 def test_the_quick_ladders_model_suits_the_machine_but_stays_once_it_is_begun(tmp_path):
     sizes = [
-        quick.size_for(rates, str(tmp_path)).n_embd
+        quick.size_for({"tflops": rates}, str(tmp_path)).n_embd
         for rates in ({}, rates_of(0.02), rates_of(0.2), rates_of(0.2, 0.02), rates_of(20.0))
     ]
     assert sizes == [128, 128, 256, 128, 768]
@@ -642,6 +829,32 @@ def test_stages_that_bf16_makes_slow_are_named_before_anything_runs(tmp_path, mo
     assert re.search(
         r"^takes about [\d.]+ (minutes|hours), .*; shorter: --rounds 6", printed, re.MULTILINE
     )
+
+
+def test_a_climb_runs_again_what_has_other_settings_though_its_device_could_not_be_measured(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for stage in plan("speedup", of_runs=["--batch_size=1"], bf16=False, medium=True):
+        fake_run(stage)
+    ran = []
+    monkeypatch.setattr(ladder, "probe", lambda _: {})
+    monkeypatch.setattr(stages, "run_commands", lambda commands, _: ran.extend(commands) or [None])
+    with pytest.raises(UserError, match="stopped before its last step"):
+        climb("speedup", "--stages", "3", *OFF)
+    names = [command[-1].removeprefix("--run_name=") for command in ran]
+    assert names == ["baseline", "speedup3", "as_logged_speedup3"]
+    assert {"--batch_size=1", "--no-bf16"}.isdisjoint(itertools.chain(*ran))
+
+
+def test_interleaved_rounds_that_last_half_a_second_are_announced(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rates = rates_of(1e6)  # TFLOP/s: steps take no time
+    climbed(monkeypatch, {"tflops": rates}, "baseline", "speedup1", "--rounds", "600")
+    # 2 x 600 turns of 0.5 s, and 4 processes of which each takes 7 s to start
+    assert "takes about 10 minutes" in capsys.readouterr().out
+    climbed(monkeypatch, {"tflops": rates}, "baseline", "speedup1", "--rounds", "1200")
+    assert "takes about 20 minutes" in capsys.readouterr().out
 
 
 def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked_processes, capsys):

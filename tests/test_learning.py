@@ -1,5 +1,6 @@
 """What rungs learn: the tokens to a loss, means over seeds, and a ladder of tiny runs."""
 
+import itertools
 import json
 import math
 
@@ -52,7 +53,7 @@ def test_the_step_of_a_loss_is_on_the_line_between_two_evaluations():
 def test_a_mean_has_students_interval_and_that_of_one_seed_none():
     assert f"{Mean.of([1.0, 2.0, 3.0])}" == f"2.0000 +- {4.303 / math.sqrt(3):.4f}"
     assert f"{Mean.of([1.5])}" == "1.5000"
-    assert Mean.of([0.0, 1.0] * 10).half > 2.262 * 0.5 / math.sqrt(20)
+    assert Mean.of([0.0, 1.0] * 10).high > 0.5 + 2.262 * 0.5 / math.sqrt(20)
 
 
 def test_the_share_of_tokens_is_seed_by_seed_and_none_if_one_never_gets_there():
@@ -96,9 +97,9 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
         fake_losses(rungs["aa"][i], 6.0, 5.0, 4.02 - noise)
         fake_losses(rungs["muon"][i], 6.0, 4.0 + noise, 3.0 + noise)
     adamw, aa, muon = rows_of(rungs)
-    assert (adamw["loss"], adamw["lower"]) == ("4.0100 +- 0.0248", None)
-    assert aa["lower"].endswith(" (within noise)")
-    assert (muon["base"], muon["lower"]) == ("adamw", "1.0000 +- 0.0000")
+    assert (str(adamw["loss"]), adamw["lower"]) == ("4.0100 +- 0.0248", None)
+    assert str(aa["lower"]).endswith(" (within noise)")
+    assert (muon["base"], str(muon["lower"])) == ("adamw", "1.0000 +- 0.0000")
     assert str(muon["tokens_share"]) == "0.500 (0.500 to 0.500)"
     assert muon["time_share"].median == pytest.approx(0.5)  # at the same speed
     (rungs["muon"][2].folder / "summary.json").unlink()
@@ -121,7 +122,11 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     assert list(rows) == ["adamw", "muon"]
     runs = with_seeds(plan("adamw.yaml")[0], 2)
     mean = Mean.of([val_losses(run)[8] for run in runs])
-    assert rows["adamw"]["loss"] == f"{mean}"
+    figures = [float(rows["adamw"][column]) for column in ("loss", "loss_low", "loss_high")]
+    assert figures == pytest.approx([mean.value, mean.low, mean.high])
+    assert f"| adamw | {mean} |" in (folder / "report.md").read_text()
+    page = (folder / "report.html").read_text()
+    assert f'<data value="{mean.value}">{mean}</data>' in page
     assert (folder / "learning.png").is_file()
     before = [log.stat().st_mtime_ns for log in logs]
     summary = folder / names[0] / "summary.json"  # of another machine: its loss counts
@@ -171,6 +176,21 @@ def test_a_config_without_evaluations_has_nothing_to_compare(tmp_path):
         with_seeds(plan("baseline", folder=tmp_path)[0], 2)
 
 
+def test_a_report_alone_shows_all_seeds_of_a_ladder_that_another_device_trained(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ladder, "probe", None)
+    rungs = stages.plan(["modern"], str(tmp_path), ["--max_steps=8"], {"bf16": False})[1]
+    for run in itertools.chain(*(with_seeds(stage, 2) for stage in rungs)):
+        fake_losses(run, 6.0, 5.0, 4.0)
+    (tmp_path / "modern/base_seed_1.1").mkdir()  # moved aside
+    assert climb("modern", "--report_only", "--log_dir", str(tmp_path)) == 0
+    assert len(table(tmp_path / "modern/results.csv")) == 12
+    report = (tmp_path / "modern/report.md").read_text()
+    assert "8 steps of 2,048 tokens; seeds of each rung: 2." in report
+    assert "left out" not in report
+
+
 @pytest.mark.usefixtures("configs", "forked")
 def test_an_ablation_over_seeds_trains_each_optimization_on_first_and_off_last(tmp_path):
     (tmp_path / "both.yaml").write_text(
@@ -197,9 +217,12 @@ def test_an_ablation_over_seeds_trains_each_optimization_on_first_and_off_last(t
     }
     loss = {name.removesuffix("_seed_1"): loss for name, (_, loss) in ended.items()}
     rows = table(folder / "results.csv")
-    assert rows["optimizer"]["first"] == f"{loss['none'] - loss['optimizer_first']:.4f}"
-    assert rows["optimizer"]["last"] == f"{loss['optimizer_last'] - loss['all']:.4f}"
+    assert float(rows["optimizer"]["first"]) == loss["none"] - loss["optimizer_first"]
+    assert float(rows["optimizer"]["last"]) == loss["optimizer_last"] - loss["all"]
     assert "| grad_clip |" in (folder / "report.md").read_text()
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/log.csv")}
     assert climb(*command) == 0
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/log.csv")}
+    (folder / "results.csv").unlink()
+    assert climb(*command, "--report_only") == 0
+    assert table(folder / "results.csv") == rows

@@ -45,6 +45,11 @@ say = functools.partial(print, flush=True)
 # ---- the engine
 
 
+def steps_of_a_turn(seconds: float) -> int:
+    """Return the number of steps that a side trains at a time, from the seconds of one step."""
+    return max(1, math.ceil(TURN_SECONDS / seconds))
+
+
 def interleave(
     sides: Sequence[Callable[[], float]], rounds: int, enough: Callable[[Rates], bool]
 ) -> Rates:
@@ -144,7 +149,7 @@ class Side:
         self.answers.append(answer)
         seconds = sum(answer["seconds"])
         if len(self.answers) == LEFT_OUT:
-            self.steps = max(1, math.ceil(TURN_SECONDS * self.steps / seconds))
+            self.steps = steps_of_a_turn(seconds / self.steps)
         return answer["tokens"] / seconds
 
     def _receive(self) -> list[dict[str, Any]]:

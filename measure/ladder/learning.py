@@ -4,19 +4,20 @@ time after which they have the loss that the first rung ends with.
 All compare runs of equal tokens, seed by seed: equal seeds have the same data in the same order.
 """
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from config import DataConfig, ModelConfig, OptimizationConfig
 from measure.interleaved.ratio import Ratio, product
-from measure.ladder.report import failures_of
-from measure.ladder.rungs import Pair, ablated, compare
-from measure.ladder.stages import Stage, make_stage, with_bases
+from measure.ladder.report import failures_of, left_out
+from measure.ladder.rungs import Pair, ablated, compare, pairs_of
+from measure.ladder.stages import Stage, make_stage, seed_name, with_bases
 from measure.report.page import INTERVALS, curve_of, rung, write_page
 from measure.report.tables import Row, write_csv, write_report
 from runtime.errors import UserError
@@ -54,23 +55,33 @@ one ends with, on straight lines between evaluations; geometric mean over the se
 
 @dataclass(frozen=True)
 class Mean:
-    """Hold a mean over seeds, and the half width of its 95% interval; None: of one seed."""
+    """A mean over seeds, and its 95% interval; no interval for one seed."""
 
     value: float
-    half: float | None = None
+    low: float | None = None
+    high: float | None = None
 
     def __str__(self) -> str:
         text = f"{self.value:.4f}"
-        return text if self.half is None else f"{text} +- {self.half:.4f}"
+        return text if self.high is None else f"{text} +- {self.high - self.value:.4f}"
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Mean":
+    def of(cls, values: Sequence[float]) -> Self:
         """Compute the mean of at least one value, and its interval."""
         mean, n = statistics.fmean(values), len(values)
         if n == 1:
             return cls(mean)
         t = STUDENT_T[min(n, len(STUDENT_T) + 1) - 2]
-        return cls(mean, t * statistics.stdev(values) / math.sqrt(n))
+        half = t * statistics.stdev(values) / math.sqrt(n)
+        return cls(mean, mean - half, mean + half)
+
+
+class Difference(Mean):
+    """A mean difference over seeds, which may be noise."""
+
+    def __str__(self) -> str:
+        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        return f"{super().__str__()}{' (within noise)' * (low <= 0 <= high)}"
 
 
 def with_seeds(stage: Stage, seeds: int) -> list[Stage]:
@@ -83,7 +94,7 @@ def with_seeds(stage: Stage, seeds: int) -> list[Stage]:
     first, (config, _, *options) = stage.config.seed, stage.side  # _: --keep_last=0
     runs = [
         make_stage(
-            f"{stage.name}_seed_{n}", config, stage.config.log_dir, [*options, f"--seed={n}"]
+            seed_name(stage.name, n), config, stage.config.log_dir, [*options, f"--seed={n}"]
         )
         for n in range(first, first + seeds)
     ]
@@ -142,14 +153,12 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Ratio | No
             return None
         logs.append(math.log(step / max(theirs)))
     mean = Mean.of(logs)
-    ends = [] if mean.half is None else [mean.value - mean.half, mean.value + mean.half]
-    return Ratio(math.exp(mean.value), *map(math.exp, ends))
+    return Ratio(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
 
 
-def lower_by(base: Sequence[float], ours: Sequence[float]) -> str:
-    """Say by how much our losses are lower than the base's, seed by seed."""
-    lower = Mean.of([theirs - loss for theirs, loss in zip(base, ours, strict=True)])
-    return f"{lower}{' (within noise)' * (abs(lower.value) <= (lower.half or 0.0))}"
+def lower_by(base: Sequence[float], ours: Sequence[float]) -> Difference:
+    """Return by how much our losses are lower than the base's, seed by seed."""
+    return Difference.of([theirs - loss for theirs, loss in zip(base, ours, strict=True)])
 
 
 def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
@@ -172,7 +181,7 @@ def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
             {
                 "stage": name,
                 "base": base,
-                "loss": str(Mean.of(ends)),
+                "loss": Mean.of(ends),
                 "lower": lower,
                 "tokens_share": tokens,
                 "speed": speed,
@@ -207,7 +216,7 @@ def report_learned_ablation(
         f"What each optimization of {title} learns",
         [field("optimization", "optimization"), field("on first", "first"), field("last", "last")],
         rows,
-        failures,
+        failures + left_out(chain(*rungs.values())),
         "on first: by how much the validation loss at the end is lower with this optimization "
         "alone than with none, in nats per token. last: with all than with all but this one. After "
         "+-: the half width of the 95% interval over the seeds, by Student's t; within noise: it "
@@ -249,7 +258,7 @@ def report_learning(
         title,
         COLUMNS,
         rows,
-        failures,
+        failures + left_out([*runs, *pairs_of([of[0] for of in rungs.values()]).values()]),
         EXPLAINED,
         f"{config.max_steps:,} steps of {config.tokens_per_step(1):,} tokens; seeds of each rung: "
         f"{len(next(iter(rungs.values())))}. {'; '.join(where)}.",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from measure.interleaved.ratio import Ratio
 from measure.ladder.quick import SUFFIX
-from measure.ladder.rungs import COMPARED, Pair, compare, counterpart
+from measure.ladder.rungs import COMPARED, Pair, compare, counterpart, pairs_of
 from measure.ladder.stages import SERIES, Stage, published_rows, runs_of, with_bases
 from measure.report.page import (
     INTERVALS,
@@ -81,6 +81,16 @@ def failures_of(parts: Iterable[Stage | Pair]) -> list[str]:
     return [f"failed: {part.name}: {part.error}" for part in parts if part.error]
 
 
+def left_out(parts: Iterable[Stage | Pair]) -> list[str]:
+    """Return a line for each stage or pair whose stored results do not count, with the reason."""
+    return [
+        f"note: {part.name} is left out: {place}: {reason}"
+        for part in parts
+        if not part.error and (reason := part.read()[1])
+        for place in [part.folder if isinstance(part, Stage) else part.path]
+    ]
+
+
 # ---- a ladder
 
 
@@ -95,12 +105,6 @@ def report(
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     title = "A ladder" if ladder == "ladder" else f"The {name} ladder"
     failures = failures_of([*runs_of(stages), *pairs])
-    left_out = [
-        f"note: {stage.name} is left out: its run in {stage.folder} is not finished, or has other "
-        "settings (options after -- have to be the same)"
-        for stage in stages
-        if stage.folder.is_dir() and not (stage.summary() or stage.error)
-    ]
     alike: dict[str, list[str]] = {}  # the names of the runs of which the same is to be said
     for stage in runs_of(stages):
         if s := stage.summary():
@@ -120,7 +124,7 @@ def report(
         title,
         [column for column in COLUMNS if any(map(column.cell, rows))],
         rows,
-        failures + left_out,
+        failures + left_out([*runs_of(stages), *pairs_of(stages).values()]),
         COLUMNS_EXPLAINED,
         "![what each stage is worth](speed.png)",
         "![loss curves, measured over published](loss.png)" if curves else "",
@@ -213,7 +217,7 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
         f"What each optimization of {name} is worth",
         WORTH,
         rows,
-        failures,
+        failures + left_out(chain(*pairs.values())),
         WORTH_EXPLAINED,
         "\n".join(where),
         "![factors with their intervals](worth.png)",

@@ -1,5 +1,6 @@
 """Compare the stages of a ladder: speed from interleaved runs, loss curves with published ones."""
 
+import contextlib
 import shlex
 import statistics
 from collections.abc import Container, Mapping, Sequence
@@ -19,14 +20,17 @@ from measure.ladder.stages import (
     SERIES,
     Published,
     Stage,
+    differences,
     published,
     published_rows,
     settings,
+    stored_config,
     training_config,
     with_bases,
 )
 from measure.report.tables import Row, write_json
 from runtime.cli import CONFIG_DIR, show
+from runtime.errors import UserError
 from runtime.report import machine
 from runtime.runlog import curve, read_rows
 
@@ -72,9 +76,13 @@ class Comparison(BaseModel, allow_inf_nan=False):
     date: str | None = None  # before 2026-11-24 there was none
     device: str
     git: str | None
-    settings: list[dict[str, Any]]  # of the base and the other
+    settings: list[dict[str, Any]] = Field(min_length=2, max_length=2)  # of the base and the other
     retained_memory: bool  # from step to step: runtime/start.py
     sides: tuple[Side, Side]
+
+    def configs(self) -> list[Config]:
+        """Return the configs of both. Raises ConfigError."""
+        return [stored_config(side) for side in self.settings]
 
     @property
     def ratio(self) -> Ratio:
@@ -100,11 +108,22 @@ class Pair:
 
     def result(self) -> Comparison | None:
         """Read the result for these very settings; None if there is none."""
+        return None if self.error else self.read()[0]
+
+    def read(self) -> tuple[Comparison | None, str]:
+        """Read the result for these very settings. Otherwise return None and the reason; an empty
+        one if there is no result.
+        """
         try:
             result = Comparison.model_validate_json(self.path.read_bytes())
+            stored = [settings(config) for config in result.configs()]
         except (OSError, ValidationError):
-            return None
-        return result if result.settings == self.settings() and not self.error else None
+            return None, ""
+        except UserError as error:
+            return None, str(error)
+        both = zip(stored, self.settings(), strict=True)
+        differing = " and ".join(dict.fromkeys(filter(None, (differences(*pair) for pair in both))))
+        return (None, differing) if differing else (result, "")
 
 
 def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
@@ -112,7 +131,7 @@ def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
     pairs = {}
     for stage, base in with_bases(stages):
         ours, theirs = stage.summary(), base.summary()
-        if ours and theirs and stage.ranks == base.ranks == 1:
+        if ours and theirs and ours.world_size == theirs.world_size == 1:
             memory = ours.peak_memory_mb + theirs.peak_memory_mb
             path = stage.folder / "interleaved.json"
             pairs[stage.name] = Pair(stage.name, base.side, stage.side, path, memory)
@@ -186,6 +205,15 @@ def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tup
         )
         for name, (none, alone, without, with_all) in ablated(config, of_runs).items()
     }
+
+
+def compared_with_all(folder: Path) -> list[Config]:
+    """Return the config with all optimizations from each result of an ablation in the folder."""
+    configs = []
+    for path in sorted(folder.glob("*_last.json")):
+        with contextlib.suppress(OSError, ValidationError, UserError):
+            configs.append(Comparison.model_validate_json(path.read_bytes()).configs()[1])
+    return configs
 
 
 def switched_off(config: Config) -> dict[str, dict[str, Any]]:

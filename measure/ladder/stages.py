@@ -18,8 +18,17 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
+from measure.interleaved.options import to_flags
 from measure.interleaved.process import in_fresh_process
-from runtime.cli import CONFIG_DIR, ConfigError, find_config, parse, read_yaml_mapping
+from runtime.cli import (
+    CONFIG_DIR,
+    ConfigError,
+    find_config,
+    load,
+    parse,
+    read_yaml_mapping,
+    show,
+)
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
 from runtime.runlog import Row, curve, read_rows
@@ -54,6 +63,7 @@ RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config"}
 # Options that change neither what a run computes nor how fast
 IRRELEVANT = {"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every"}
 IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
+OFF = {"false", "none", "null", "0", "0.0", ""}  # values of a stored option, in lower case
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,8 @@ class Summary(BaseModel, allow_inf_nan=False):
     utilization: float | None  # MFU; None if the matmul could not be timed
     final_loss: float | None
     steps: int
-    machine: str
+    world_size: int = 1
+    machine: str = "unknown machine"  # before 2026-11-22 it was not stored
     device: str
     torch: str
     git: str | None
@@ -129,14 +140,43 @@ class Stage:
 
     def summary(self) -> Summary | None:
         """Read the summary of the finished run with these very settings; None if there is none."""
+        return self.read()[0]
+
+    def read(self) -> tuple[Summary | None, str]:
+        """Read the summary of the finished run with these very settings. Otherwise return None and
+        the reason; an empty one if there is no run.
+        """
+        if not self.folder.is_dir():
+            return None, ""
         try:
             summary = Summary.model_validate_json((self.folder / "summary.json").read_bytes())
-            ran = load_config(str(self.folder / "config.yaml"))
             read_rows(self.folder / "log.csv")
-        except (OSError, ValidationError, UserError):
-            return None
-        is_same = settings(ran) == settings(self.config)
-        return summary if is_same and not summary.interrupted else None
+            ran = stored_config(read_yaml_mapping(self.folder / "config.yaml"))
+        except OSError:
+            return None, "not finished"
+        except ValidationError:
+            return None, "summary.json is damaged"
+        except UserError as error:
+            return None, str(error)
+        if summary.interrupted:
+            return None, "not finished"
+        differing = differences(settings(ran), settings(self.config))
+        return (None, differing) if differing else (summary, "")
+
+    def ran_with(self) -> Config | None:
+        """Read the config of the run in the folder, or of its first seed's run; None if there is
+        neither.
+        """
+        for name in (self.name, seed_name(self.name, self.config.seed)):
+            with contextlib.suppress(UserError):
+                path = Path(self.config.log_dir, name, "config.yaml")
+                return stored_config(read_yaml_mapping(path))
+        return None
+
+
+def seed_name(name: str, seed: int) -> str:
+    """Return the name of a stage's run with this seed, in a ladder that trains several."""
+    return f"{name}_seed_{seed}"
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -144,6 +184,54 @@ def settings(config: Config) -> dict[str, Any]:
     # a run's config.yaml contains the learning rate at the end of its schedule, set or not
     resolved = {"min_lr": config.final_lr()}
     return config.model_dump(mode="json", exclude=IRRELEVANT) | resolved
+
+
+def stored_config(values: Mapping[str, Any]) -> Config:
+    """Make a config of options that another version of this code has stored.
+
+    An option that is missing has its default. An unknown one is ignored if it is off. Raises
+    ConfigError.
+    """
+    known = Config.model_fields
+    kept = {n: v for n, v in values.items() if n in known or str(v).lower() not in OFF}
+    return load(Config, kept)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """List the settings in which a stored run differs: `batch_size 1 there, 2 here`."""
+    return ", ".join(
+        f"{name} {show(there[name])} there, {show(here[name])} here"
+        for name in here
+        if there[name] != here[name]
+    )
+
+
+def options_in_common(runs: Sequence[tuple[Config, Config]]) -> list[str]:
+    """Return the options, as flags, that all runs of a ladder were given.
+
+    `runs`: the config that each stage ran with, and the config of its file. If the two differ in an
+    option, the most frequent of the other values counts as given, unless at least as many runs
+    agree with their files.
+    """
+
+    def value(config: Config, name: str) -> Any:
+        return config.final_lr() if name == "min_lr" else getattr(config, name)
+
+    common: dict[str, Any] = {}
+    names = [name for name in Config.model_fields if name not in {"min_lr", *IRRELEVANT}]
+    for name in [*names, "min_lr"]:  # unless it is set, min_lr follows from lr
+        there = [value(ran, name) for ran, _ in runs]
+        here = [value(planned.model_copy(update=common), name) for _, planned in runs]
+        others = [a for a, b in zip(there, here, strict=True) if a != b]
+        usual = max(others, key=others.count, default=None)
+        if there.count(usual) > len(runs) - len(others):
+            common[name] = usual
+    return to_flags(
+        {
+            name: ",".join(map(str, value)) if isinstance(value, tuple) else value
+            for name, value in common.items()
+        }
+    )
 
 
 # ---- which stages there are
@@ -154,12 +242,14 @@ def plan(
 ) -> tuple[str, list[Stage]]:
     """Return the name and the stages of a ladder on a device, given a series or configs.
 
-    `device`: what `probe` found. Raises UserError for an unknown config or wrong options.
+    `device`: the findings of `probe`. Without `medium` and `bf16` among them, the runs in the
+    ladder's folder decide. Raises UserError for an unknown config or wrong options.
     """
     ladder = names[0] if len(names) == 1 and names[0] in SERIES else "ladder"
     folder, stages, configs = f"{log_dir}/{ladder}", list[Stage](), [*SERIES.get(ladder, names)]
-    if ladder == "speedup" and device.get("medium"):  # TF32's counterpart on CPUs
-        configs.insert(configs.index("speedup1") + 1, "speedup1_medium")
+    medium = "speedup1_medium"  # TF32's counterpart on CPUs
+    if ladder == "speedup" and device.get("medium", Path(folder, medium).is_dir()):
+        configs.insert(configs.index("speedup1") + 1, medium)
     for config in configs:
         stem = name = Path(config).stem
         if name in [stage.name for stage in stages]:
@@ -218,26 +308,31 @@ def make_stage_here(
 ) -> Stage:
     """Make the stage of a config as a device can run it. Raises UserError."""
     stage = make_stage(name, config, folder, of_runs)
-    instead = instead_of_bf16(stage.config, device)
+    ran = None if "bf16" in device else stage.ran_with()
+    instead = instead_of_bf16(stage.config, device, ran)
     return make_stage(name, config, folder, [*of_runs, *instead]) if instead else stage
 
 
-def instead_of_bf16(config: Config, device: Mapping[str, Any]) -> list[str]:
+def instead_of_bf16(
+    config: Config, device: Mapping[str, Any], ran: Config | None = None
+) -> list[str]:
     """Return the options that a config takes on a device without bfloat16, a GPU before Ampere.
 
-    fp16 with the loss scaler takes its place; with Muon, which excludes fp16, fp32 does.
+    fp16 with the loss scaler takes its place; with Muon, which excludes fp16, fp32 does. An earlier
+    run, `ran`, decides in place of the device.
     """
-    if not config.bf16 or device.get("bf16", True):
-        return []
-    return ["--no-bf16"] + ["--fp16"] * (config.optimizer == "adamw")
+    has_bf16, fp16 = device.get("bf16", True), config.optimizer == "adamw"
+    if ran:
+        has_bf16, fp16 = ran.bf16, ran.fp16
+    return [] if has_bf16 or not config.bf16 else ["--no-bf16", *["--fp16"] * fp16]
 
 
 def make_stage(name: str, config: str, folder: str, of_runs: Sequence[str]) -> Stage:
     """Make the stage of a config, whose run is `folder`/`name`. Raises UserError."""
     try:
-        path = find_config(config).resolve()
+        path = find_config(config, also=[*SERIES]).resolve()
     except ConfigError as error:
-        raise UserError(f"{error}; the published series are {', '.join(SERIES)}") from None
+        raise UserError(f"{error}; the series are {', '.join(SERIES)}") from None
     if taken := RESERVED & {word.partition("=")[0] for word in of_runs}:
         raise UserError(
             f"{min(taken)} after --: the ladder sets it for each run; configs and --log_dir are "

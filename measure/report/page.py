@@ -291,7 +291,9 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
         label, tokens = rungs[-1]["title"], stage.config.tokens_per_step
         log = read_rows(stage.folder / "log.csv")
         _, times = curve(log, "dt_ms")
-        curves.append(curve_of(label, *curve(log), times, tokens_per_step=tokens(stage.ranks)))
+        curves.append(
+            curve_of(label, *curve(log), times, tokens_per_step=tokens(summary.world_size))
+        )
         if name := stage.published.log:
             log, label = published_rows(name), f"{label}, published"
             # Times that were read without waiting for the GPU tell nothing.

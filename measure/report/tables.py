@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from measure.interleaved.ratio import Ratio
 from runtime.errors import TrainingError, UserError
 from runtime.files import write_whole
 from runtime.report import (
@@ -158,19 +157,22 @@ def write_json(path: Path, content: Any) -> None:
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows to a CSV file, with a column for every key.
 
-    Booleans are written as JSON has them; a Ratio `x` takes the columns x, x_low and x_high.
+    Booleans are written as JSON has them; a Ratio or Mean `x` takes the columns x, x_low and
+    x_high.
     """
     lines: list[Row] = []
     for row in rows:
         line: Row = {}
         lines.append(line)
         for name, value in row.items():
-            if isinstance(value, Ratio):
-                line |= {name: value.median, f"{name}_low": value.low, f"{name}_high": value.high}
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                names = name, f"{name}_low", f"{name}_high"
+                line.update(zip(names, dataclasses.astuple(value), strict=True))
             else:
                 line[name] = json.dumps(value) if isinstance(value, bool) else value
     text = io.StringIO()
-    writer = csv.DictWriter(text, dict.fromkeys(itertools.chain(*lines)), lineterminator="\n")
+    columns = itertools.chain(*sorted(lines, key=len, reverse=True))  # x_low belongs after x
+    writer = csv.DictWriter(text, dict.fromkeys(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     write_whole(path, text.getvalue())
