@@ -114,7 +114,7 @@ def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):
         ("fsdp", "train.py", "fully_shard(model"),
         ("flash", "model.py", "scaled_dot_product_attention"),
         ("tie_weights", "model.py", "self.transformer.wte.weight"),
-        ("optimizer", "optimizer.py", "optimizers.append(Muon("),
+        ("optimizer", "optimizer.py", "Muon("),
         ("fused_adamw", "optimizer.py", "torch.optim.AdamW("),
         ("grad_clip", "train.py", "clip_gradients("),
         ("lr_schedule", "optimizer.py", "math.cos("),
@@ -161,7 +161,7 @@ def test_a_config_that_needs_the_options_of_its_ladder_has_a_rung(tmp_path):
         load_config(str(tmp_path / "own.yaml"))
     found = rung("own", tmp_path / "own.yaml", tmp_path / "plain.yaml", {}, {}, {})
     assert found["title"] == "Half steps"
-    assert any("tokens_per_step" in text for _, _, text in found["code"])
+    assert any("accumulation_steps" in text for _, _, text in found["code"])
 
 
 def test_the_code_of_a_rung_is_not_that_of_another():

@@ -181,15 +181,17 @@ def changes(file: Path) -> str:
 def code_of(option: str) -> list[tuple[str, int, str]]:
     """Return the statements of the recipe that read an option, with the comments above them.
 
-    File, line and text of each. An option that only config.py reads, in a method, is found where
-    that method is called.
+    File, line and text of each. If only methods in config.py read the option, the statements that
+    call them count; or else the ones that call the callers of these methods.
     """
-    names = {option, *methods_that_read(option)}
-    found = [
-        (file, line, text)
-        for file in RECIPE
-        for line, text in statements_that_read(ROOT / file, names)
-    ]
+    names, found = {option, *methods_that_read(option)}, list[tuple[str, int, str]]()
+    for _ in range(2):
+        found = found or [
+            (file, line, text)
+            for file in RECIPE
+            for line, text in statements_that_read(ROOT / file, names)
+        ]
+        names |= {caller for name in names for caller in methods_that_read(name)}
     return found[:PLACES]
 
 
