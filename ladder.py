@@ -35,7 +35,6 @@ from measure.ladder.quick import ROUNDS, SUFFIX, quick_stages
 from measure.ladder.report import across, plot_runs, report, report_ablation
 from measure.ladder.rungs import Pair, ablation, compare_pairs, compared_with_all, pairs_of
 from measure.ladder.stages import (
-    SERIES,
     Stage,
     instead_of_bf16,
     make_stage,
@@ -45,7 +44,9 @@ from measure.ladder.stages import (
     plan,
     probe,
     run_stages,
-    runs_of,
+    series_folder,
+    series_names,
+    with_bases,
 )
 from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
@@ -97,7 +98,8 @@ class LadderOptions(Options):
 def check(options: LadderOptions) -> None:
     """Raise UserError for options that contradict each other."""
     if not options.configs:
-        raise UserError(f"name a series ({', '.join(SERIES)}) or config files; see --help")
+        names = ", ".join(series_names())
+        raise UserError(f"name a series ({names}), a folder of configs, or config files")
     if options.ablate + options.across + options.plot > 1:
         raise UserError("--ablate, --across and --plot exclude each other; choose one")
     needs_rounds = options.ablate and not options.seeds
@@ -105,7 +107,7 @@ def check(options: LadderOptions) -> None:
         raise UserError(f"--rounds {options.rounds}: at least {FEWEST} make an interval")
     if options.quick and (options.configs != ("speedup",) or options.seeds or options.ablate):
         raise UserError("--quick: is for the speedup ladder: python ladder.py speedup --quick")
-    if options.ablate and (len(options.configs) > 1 or options.configs[0] in SERIES):
+    if options.ablate and (len(options.configs) > 1 or series_folder(options.configs[0])):
         raise UserError("--ablate takes one config, such as speedup10.yaml")
 
 
@@ -163,15 +165,15 @@ def stages_here(
         runs = [(ran, stage.config) for stage in stages if (ran := stage.ran_with())]
         of_runs = options_in_common(runs)
     _, stages = planned(options, of_runs, device)
-    return ladder, chosen(stages, options.stages), device
+    return ladder, with_bases(chosen(stages, options.stages)), device
 
 
-def seeds_of(options: LadderOptions, ladder: str, first: Stage) -> int:
+def seeds_of(options: LadderOptions, first: Stage) -> int:
     """Return the number of seeds to train each config with; 0 compares only speeds. A report alone
     counts the runs of the first stage.
     """
     if options.seeds or not options.report_only:
-        return options.seeds or (3 if ladder == "modern" else 0)
+        return options.seeds or (3 if first.config.eval_every else 0)
     runs = first.folder.parent.glob(f"{first.name}_seed_*")
     trained = [run for run in runs if run.name.rpartition("_")[2].isdigit()]
     return 0 if first.folder.is_dir() else len(trained)
@@ -180,10 +182,10 @@ def seeds_of(options: LadderOptions, ladder: str, first: Stage) -> int:
 def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
     """Run the stages, interleave each with its base, and report; returns what failed."""
     ladder, stages, device = stages_here(options, of_runs)
-    seeds = seeds_of(options, ladder, stages[0])
+    seeds = seeds_of(options, stages[0])
     rungs = {stage.name: with_seeds(stage, seeds) for stage in stages if seeds}
     if seeds:
-        stages = [runs[0] for runs in rungs.values()]
+        stages = with_bases([runs[0] for runs in rungs.values()])
     folder = Path(options.log_dir) / ladder
     pairs: list[Pair] = []
     if not options.report_only:
@@ -192,7 +194,7 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
         rounds = options.rounds
         if options.quick and "rounds" not in options.model_fields_set:
             rounds = ROUNDS
-        runs = by_seed(rungs) if seeds else runs_of(stages)
+        runs = by_seed(rungs) if seeds else stages
         with sole_writer(folder):
             announce(runs, stages[1:] if rounds else [], rounds, options, device)
             predict_stages(stages, folder, device)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from measure.ladder.prediction import Prediction, Rates
 from measure.ladder.roofline import predict
 from measure.ladder.rungs import published_factor
-from measure.ladder.stages import plan, with_bases
+from measure.ladder.stages import plan
 from runtime.report import items, markdown_table
 from tests.conftest import ROOT
 from tests.fake_cuda import GPU, environment, fake_h200
@@ -52,7 +52,8 @@ def predictions_of(series: str) -> list[Row]:
     rows: list[Row] = []
     with fake_h200(), GPU, patch.object(F, "scaled_dot_product_attention", flash_attention):
         torch._subclasses.FakeTensorMode.avoid_device_init = True  # type: ignore[assignment]
-        for stage, base in with_bases(stages):
+        for stage in stages:
+            base = stage.base or stage
             mine = found[stage.name] = predict(stage.config, A100, GPU)
             factor = mine.tokens_per_sec / found[base.name].tokens_per_sec
             published = published_factor(stage.published, base.published)

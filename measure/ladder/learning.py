@@ -166,8 +166,8 @@ def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
     done = {name: runs for name, runs in rungs.items() if all(run.summary() for run in runs)}
     curves = {name: [val_losses(run) for run in runs] for name, runs in done.items()}
     names = {runs[0].name: name for name, runs in rungs.items()}
-    heads = [runs[0] for runs in rungs.values()]
-    bases = {names[stage.name]: names[base.name] for stage, base in with_bases(heads)}
+    heads = with_bases([runs[0] for runs in rungs.values()])
+    bases = {names[stage.name]: names[(stage.base or stage).name] for stage in heads}
     speeds = {names[row["stage"]]: row["over_first"] for row in compare(heads)}
     first, rows = next(iter(rungs)), list[Row]()
     for name in done if first in done else []:

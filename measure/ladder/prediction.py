@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from measure.interleaved.process import in_fresh_process
-from measure.ladder.stages import Stage, with_bases
+from measure.ladder.stages import Stage
 from measure.report.tables import write_json
 from runtime.report import machine
 
@@ -74,9 +74,11 @@ def predict_stages(stages: Sequence[Stage], folder: Path, device: Mapping[str, A
     folder.mkdir(parents=True, exist_ok=True)
     kept.stages |= predicted
     write_json(folder / FILE, kept.model_dump())
-    for stage, base in with_bases(alone)[1:] if alone else []:
-        factor = predicted[stage.name].tokens_per_sec / predicted[base.name].tokens_per_sec
-        print(f"predicted: {stage.name} {factor:.2f} times as fast as {base.name}")
+    for stage in alone:
+        if stage.base in alone:
+            base = predicted[stage.base.name]
+            factor = predicted[stage.name].tokens_per_sec / base.tokens_per_sec
+            print(f"predicted: {stage.name} {factor:.2f} times as fast as {stage.base.name}")
 
 
 def read(folder: Path) -> Predicted | None:

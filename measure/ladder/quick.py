@@ -14,6 +14,7 @@ from measure.ladder.stages import (
     make_stage_here,
     stored_config,
     training_config,
+    with_bases,
 )
 from runtime.cli import read_yaml_mapping
 from runtime.errors import UserError
@@ -99,4 +100,5 @@ def quick_stages(folder: str, of_runs: Sequence[str], device: Mapping[str, Any])
         stages.append(make_stage_here(name, name, folder, options, device))
     first = stages[0]
     seed = f"--seed={first.config.seed + 1}"
-    return [first, make_stage(AGAIN, STAGES[0], folder, [*first.side[2:], seed]), *stages[1:]]
+    again = make_stage(AGAIN, STAGES[0], folder, [*first.side[2:], seed])
+    return with_bases([first, again, *stages[1:]])

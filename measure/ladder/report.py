@@ -1,6 +1,5 @@
 """Report a ladder, an ablation, and ladders of several machines: tables and pictures."""
 
-import contextlib
 import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from measure.interleaved.ratio import Ratio
 from measure.ladder.quick import SUFFIX
 from measure.ladder.rungs import COMPARED, Pair, compare, counterpart, pairs_of
-from measure.ladder.stages import SERIES, Stage, published_rows, runs_of, with_bases
+from measure.ladder.stages import Stage, published_rows, series, series_folder
 from measure.report.page import (
     INTERVALS,
     card,
@@ -29,7 +28,6 @@ from measure.report.tables import (
     write_csv,
     write_report,
 )
-from runtime.cli import CONFIG_DIR, ConfigError, find_config
 from runtime.errors import UserError
 from runtime.report import (
     COLOURS,
@@ -65,8 +63,8 @@ is not in this ladder). {INTERVALS}
 - MB: peak memory in MiB, of the GPU's tensors on CUDA, else of the process.
 - loss: of the last step, nats per token.
 - diff.: mean absolute difference from the published curve over steps {COMPARED[0]} to \
-{COMPARED[-1]}, or as many of them as ran; where the published run did not do what its note says, \
-of a run that does as logged (`configs/as_logged/`).
+{COMPARED[-1]}, or as many of them as ran. The published speedup1 to 3 did not do \
+what their notes claim: `python ladder.py as_logged` compares runs that do.
 - MFU: the model's FLOPs per second as a share of what a large matmul reaches on this device.
 - predicted: the same factor over the base, before it was timed, from counted work and this \
 machine's rates (docs/why.md).
@@ -104,9 +102,9 @@ def report(
     rows = compare(stages)
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     title = "A ladder" if ladder == "ladder" else f"The {name} ladder"
-    failures = failures_of([*runs_of(stages), *pairs])
+    failures = failures_of([*stages, *pairs])
     alike: dict[str, list[str]] = {}  # the names of the runs of which the same is to be said
-    for stage in runs_of(stages):
+    for stage in stages:
         if s := stage.summary():
             tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
             about = f"{s.steps} steps of {tokens}; {s.about}, {s.day}"
@@ -114,17 +112,17 @@ def report(
     curves = {
         stage.name: {
             "published": curve(published_rows(stage.published.log)),
-            "measured": curve(read_rows(run.folder / "log.csv")),
+            "measured": curve(read_rows(stage.folder / "log.csv")),
         }
         for stage in stages
-        if stage.published.log and (run := stage.repeats) and run.summary()
+        if stage.published.log and stage.summary()
     }
     write_report(
         folder / "report.md",
         title,
         [column for column in COLUMNS if any(map(column.cell, rows))],
         rows,
-        failures + left_out([*runs_of(stages), *pairs_of(stages).values()]),
+        failures + left_out([*stages, *pairs_of(stages).values()]),
         COLUMNS_EXPLAINED,
         "![what each stage is worth](speed.png)",
         "![loss curves, measured over published](loss.png)" if curves else "",
@@ -141,8 +139,8 @@ def report(
 
 def draw_worth(path: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> None:
     """Draw the factor of each finished stage over its base, beside that of an A100."""
-    bases, rows = dict(with_bases(stages)), rows[1:]
-    done = [stage for row in rows for stage in bases if stage.name == row["stage"]]
+    rows = rows[1:]
+    done = [stage for row in rows for stage in stages if stage.name == row["stage"]]
     series = {"here, over the stage that it changes": [row["over_base"] for row in rows]}
     if any(row["a100_over_base"] for row in rows):
         on_a100 = [row["a100_over_base"] for row in rows]
@@ -150,7 +148,7 @@ def draw_worth(path: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> None
     summaries = filter(None, (stage.summary() for stage in stages))
     about = dict.fromkeys(f"{summary.machine}, {summary.day}" for summary in summaries)
     if done:
-        titles = [title_of(stage.name, stage.file, bases[stage].file) for stage in done]
+        titles = [title_of(s.name, s.file, s.base.file if s.base else s.file) for s in done]
         names = [f"{title} ({stage.name})" for title, stage in zip(titles, done, strict=True)]
         draw_factors(path, names, series, "; ".join(about))
 
@@ -251,12 +249,10 @@ def across(folders: Sequence[str], out: Path) -> None:
         days = re.findall(r'"started": "(.{10})', "".join(summaries))
         about.append(", ".join([name, *sorted(days)[-1:]]))
     stages = list(dict.fromkeys(chain(*found.values())))
-    for i, name in enumerate(("A100, published", "one GPU, published")):
-        found[name] = {
-            stage: Ratio(factor)
-            for stage in stages
-            if stage in files and (factor := counterpart(stage, bases[stage], i))
-        }
+    for name, column in {"A100, published": "a100_ms", "one GPU, published": "gpu_ms"}.items():
+        known = [stage for stage in stages if stage in files and bases[stage] in files]
+        published = {s: counterpart(files[s], files[bases[s]], column) for s in known}
+        found[name] = {stage: Ratio(factor) for stage, factor in published.items() if factor}
     series = {name: [factors.get(s) for s in stages] for name, factors in found.items()}
     names, pages = list[str](), []
     for stage in stages:
@@ -285,13 +281,10 @@ def across(folders: Sequence[str], out: Path) -> None:
 
 
 def configs_of(ladder: str, stages: Iterable[str]) -> dict[str, Path]:
-    """Return the config of each stage of a published series; of other ladders none is known."""
-    files = {}
-    for stage in stages if ladder in SERIES else ():
-        with contextlib.suppress(ConfigError):  # such as baseline_again
-            name = stage if ladder == "speedup" else f"{ladder}/{stage}"
-            files[stage] = find_config(str(CONFIG_DIR / name)).resolve()
-    return files
+    """Return the config of each stage of a series in configs/; of other ladders none is known."""
+    place = series_folder(ladder)
+    known = {path.stem: path for path in series(place)} if place else {}
+    return {stage: known[stage] for stage in stages if stage in known}
 
 
 def read_factors(path: Path) -> tuple[dict[str, Ratio | None], dict[str, str]]:

@@ -17,7 +17,6 @@ from measure.interleaved.ratio import FEWEST, Ratio, median_ratio, product
 from measure.interleaved.rounds import SideError, results_of, run_rounds, training_side
 from measure.ladder.prediction import SHARES, Prediction, predictions
 from measure.ladder.stages import (
-    SERIES,
     Published,
     Stage,
     differences,
@@ -26,30 +25,15 @@ from measure.ladder.stages import (
     settings,
     stored_config,
     training_config,
-    with_bases,
 )
 from measure.report.tables import Row, write_json
-from runtime.cli import CONFIG_DIR, show
+from runtime.cli import show
 from runtime.errors import UserError
 from runtime.report import machine
 from runtime.runlog import curve, read_rows
 
 COMPARED = range(11, 51)  # steps over which loss curves are compared
 HEADROOM = 1.25  # of memory, for what a process needs besides its peak
-ON_ANOTHER_GPU = "cuda_bf16"  # the log of a stage whose base ran on an Apple GPU
-
-# Stages that add the same as those of the speedup ladder, in the published series whose times count
-COUNTERPARTS = {
-    "speedup2": ("a100/opt1", "gpu_ms/tf32"),
-    "speedup3": ("a100/opt2", "gpu_ms/bf16"),
-    "speedup5": ("a100/opt3", "gpu_ms/compile"),
-    "speedup6": ("a100/opt4", "gpu_ms/flash"),
-    "speedup7": ("a100/opt5", "gpu_ms/vocab"),
-    "speedup8": ("a100/opt6", None),
-    "speedup9": ("a100/opt7", None),
-    "speedup10": ("a100/opt8", "gpu_ms/fused_adamw"),
-}
-BEFORE = ("a100/opt0", "gpu_ms/fp32")  # what they have before the first of these
 # what a row has of a run's summary; no final loss where the last step was left out
 SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
 
@@ -129,7 +113,8 @@ class Pair:
 def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
     """Return a pair for each finished stage whose base is finished too, of one rank each."""
     pairs = {}
-    for stage, base in with_bases(stages):
+    for stage in stages:
+        base = stage.base or stage
         ours, theirs = stage.summary(), base.summary()
         if ours and theirs and ours.world_size == theirs.world_size == 1:
             memory = ours.peak_memory_mb + theirs.peak_memory_mb
@@ -240,7 +225,8 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
     rows: dict[str, Row] = {}
     pairs = pairs_of(stages)
     predicted = predictions(stages[0].folder.parent)
-    for stage, base in with_bases(stages):
+    for stage in stages:
+        base = stage.base or stage
         summary = stage.summary()
         if summary is None:
             continue
@@ -263,7 +249,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
             "over_base": Ratio(1.0) if stage is base else over_base,
             "rounds": len(result.sides[0].tokens_per_sec) if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
-            "a100_over_base": published_on_a100(stage, base),
+            "a100_over_base": counterpart(stage.file, base.file, "a100_ms"),
             **predicted_figures(predicted, stage.name, base.name),
             "over_first": over_first,
             **summary.model_dump(include=SUMMARIZED),
@@ -288,8 +274,8 @@ def predicted_figures(
 
 
 def published_factor(ours: Published, theirs: Published) -> float | None:
-    """Return the ratio of two published speeds; None if it is not known."""
-    if ours == theirs or ours.log == ON_ANOTHER_GPU:
+    """Return the ratio of two published speeds on one device; None if it is not known."""
+    if ours == theirs or ours.device != theirs.device:
         return None
     if ours.tokens_per_sec and theirs.tokens_per_sec:
         return ours.tokens_per_sec / theirs.tokens_per_sec
@@ -298,26 +284,14 @@ def published_factor(ours: Published, theirs: Published) -> float | None:
     return None
 
 
-def published_on_a100(stage: Stage, base: Stage) -> float | None:
-    """Return the published factor, on an A100, of what a stage of the speedup ladder adds."""
-    if {stage.file.parent, base.file.parent} != {CONFIG_DIR}:
-        return None
-    return counterpart(stage.file.stem, base.file.stem, 0)
+def counterpart(stage: Path, base: Path, column: str) -> float | None:
+    """Return the published factor of the optimizations that a stage of the speedup ladder adds to
+    its base, in another series: `a100_ms` or `gpu_ms`. None if it adds nothing there.
 
-
-def counterpart(stage: str, base: str, series: int) -> float | None:
-    """Return the published factor of what a stage of the speedup ladder adds to its base, in the
-    a100 series (0) or in gpu_ms (1).
+    `stage`, `base`: their configs.
     """
-    names = SERIES["speedup"]
-    if stage not in COUNTERPARTS or base not in names:
-        return None
-    reached = []  # by the stage, and by its base
-    for name in (stage, base):
-        added = (COUNTERPARTS.get(before) for before in names[: names.index(name) + 1])
-        configs = [config for both in added if both and (config := both[series])]
-        reached.append(published([BEFORE[series], *configs][-1]))
-    return published_factor(*reached)
+    ms, base_ms = (getattr(published(path), column) for path in (stage, base))
+    return base_ms / ms if ms and base_ms and ms != base_ms else None
 
 
 def published_difference(stage: Stage) -> float | None:
@@ -325,12 +299,11 @@ def published_difference(stage: Stage) -> float | None:
 
     As many of these steps as both have; None if there are none, and where none was published.
     """
-    run, log = stage.repeats, stage.published.log
-    if not (run and log and run.summary()):
+    if not (stage.published.log and stage.summary()):
         return None
     ours, published = (
         dict(zip(*curve(rows), strict=True))
-        for rows in (read_rows(run.folder / "log.csv"), published_rows(log))
+        for rows in (read_rows(stage.folder / "log.csv"), published_rows(stage.published.log))
     )
     differences = [abs(ours[s] - published[s]) for s in COMPARED if s in ours and s in published]
     return statistics.fmean(differences) if differences else None

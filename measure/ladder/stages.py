@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,6 @@ from measure.interleaved.options import to_flags
 from measure.interleaved.process import in_fresh_process
 from runtime.cli import (
     CONFIG_DIR,
-    ConfigError,
     find_config,
     load,
     parse,
@@ -37,27 +36,10 @@ from runtime.start import cores
 
 ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
-MPS = ("overfit", "dataloader", "weight_sharing", "init", "timing", "tf32", "cuda_bf16")
-GPU_MS = ("fp32", "tf32", "bf16", "compile", "flash", "vocab", "fused_adamw")
-MODERN = (
-    *("base", "aa", "rope", "rmsnorm", "muon", "relu2", "zero_init", "qk_norm", "untied"),
-    *("value_residual", "embed_shortcut", "softcap"),
-)
-STEPS = [*range(1, 6), "5_max_autotune", *range(6, 17)]
-SERIES = {
-    "speedup": ["baseline", *(f"speedup{step}" for step in STEPS)],
-    "a100": ["a100/baseline", *(f"a100/opt{i}" for i in range(9))],
-    "mps": [f"mps/{name}" for name in MPS],
-    "gpu_ms": [f"gpu_ms/{name}" for name in GPU_MS],
-    "modern": [f"modern/{name}" for name in MODERN],
-}
+SPEEDUP = "speedup"
+PUBLISHED = REFERENCE / "published.csv"  # what was published of the configs here
 SLOW = 1.5  # times as long in bf16 as in fp32, from which a ladder says so
 NOT_TIMED = 5  # the first steps, which published times leave out
-# Times in these logs were read without waiting for the GPU: up to 1.9 million tokens/s, more than
-# ten times what an RTX 3080 can compute.
-UNSYNCHRONIZED = "rtx3080_speedup"
-# tokens/s on two RTX 4090, from the notes of the speedup ladder; there is no log of it
-DDP_PUBLISHED = 211_646
 # what the ladder sets for each run
 RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config"}
 # Options that change neither what a run computes nor how fast
@@ -66,13 +48,19 @@ IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
 OFF = {"false", "none", "null", "0", "0.0", ""}  # values of a stored option, in lower case
 
 
-@dataclass(frozen=True)
-class Published:
-    """Hold what was published of a stage."""
+class Published(BaseModel, frozen=True):
+    """What was published of a stage; None if it was not."""
 
-    log: str | None = None  # name of its log in logs/reference/
-    ms_per_step: float | None = None  # None where the clock was not read properly
-    tokens_per_sec: float | None = None  # likewise
+    log: str | None = None  # the stem of its log in logs/reference/, or the path of one
+    device: str | None = None  # that the times are of
+    ms_per_step: float | None = None
+    tokens_per_sec: float | None = None
+    # of the same optimizations, with those before, in the a100 series and in the list gpu_ms
+    a100_ms: float | None = None
+    gpu_ms: float | None = None
+
+
+NOTHING_PUBLISHED = Published()
 
 
 class Summary(BaseModel, allow_inf_nan=False):
@@ -112,9 +100,8 @@ class Stage:
     side: list[str]  # its config, and options that change it
     config: Config
     file: Path  # of its config
-    published: Published = Published()
-    # the run that repeats the published one: this stage's own, or one that does as the log says
-    repeats: "Stage | None" = None
+    published: Published = NOTHING_PUBLISHED
+    base: "Stage | None" = None  # the stage that it is compared with; None for the first
     ranks: int = 1
     error: str | None = None
 
@@ -237,6 +224,45 @@ def options_in_common(runs: Sequence[tuple[Config, Config]]) -> list[str]:
 # ---- which stages there are
 
 
+def series_folder(name: str) -> Path | None:
+    """Return the folder of a series: one with YAMLs, by its path or by its name in configs/.
+
+    The speedup series is in configs/ itself. None: there is no such folder.
+    """
+    folder = CONFIG_DIR if name == SPEEDUP else Path(name)
+    places = (folder, CONFIG_DIR / name)
+    return next((f for f in places if f.is_dir() and any(f.glob("*.yaml"))), None)
+
+
+def series_names() -> list[str]:
+    """List the series of this project: speedup, and the folders of configs/ whose YAMLs build on
+    each other.
+    """
+    folders = {path.parent.name for path in CONFIG_DIR.glob("*/*.yaml") if base_of(path)}
+    return [SPEEDUP, *sorted(folders)]
+
+
+def series(folder: Path) -> list[Path]:
+    """List the YAMLs of a series, each after its base. Raises ConfigError."""
+    pattern = "speedup*.yaml" if folder == CONFIG_DIR else "*.yaml"
+    files = {path.resolve(): base_of(path) for path in sorted(folder.glob(pattern))}
+    first = [base for base in files.values() if folder == CONFIG_DIR and base not in files]
+    files = dict.fromkeys(base for base in first if base) | files  # baseline.yaml
+
+    def after(base: Path | None) -> Iterator[Path]:
+        for path in files:
+            if (files[path] if files[path] in files else None) == base:
+                yield from (path, *after(path))
+
+    return [*after(None)]
+
+
+def base_of(path: Path) -> Path | None:
+    """Return the config that a config names as its base; None without one. Raises ConfigError."""
+    name = read_yaml_mapping(path).get("base")
+    return find_config(name, path.parent).resolve() if name else None
+
+
 def plan(
     names: Sequence[str], log_dir: str, of_runs: Sequence[str], device: Mapping[str, Any]
 ) -> tuple[str, list[Stage]]:
@@ -245,57 +271,42 @@ def plan(
     `device`: the findings of `probe`. Without `medium` and `bf16` among them, the runs in the
     ladder's folder decide. Raises UserError for an unknown config or wrong options.
     """
-    ladder = names[0] if len(names) == 1 and names[0] in SERIES else "ladder"
-    folder, stages, configs = f"{log_dir}/{ladder}", list[Stage](), [*SERIES.get(ladder, names)]
-    medium = "speedup1_medium"  # TF32's counterpart on CPUs
-    if ladder == "speedup" and device.get("medium", Path(folder, medium).is_dir()):
-        configs.insert(configs.index("speedup1") + 1, medium)
+    ladder, configs, is_series = "ladder", [*names], False
+    if len(names) == 1 and (place := series_folder(names[0])):
+        ladder = SPEEDUP if place == CONFIG_DIR else place.resolve().name
+        configs, is_series = [str(path) for path in series(place)], True
+    folder, stages = f"{log_dir}/{ladder}", list[Stage]()
     for config in configs:
-        stem = name = Path(config).stem
+        name = Path(config).stem
         if name in [stage.name for stage in stages]:
             name += f"_{len(stages) + 1}"
         stage = make_stage_here(name, config, folder, of_runs, device)
-        as_logged = CONFIG_DIR / "as_logged" / f"{stem}.yaml"
-        if stage.published.log and as_logged.is_file():
-            # its note, whose settings this stage has, is not what really ran
-            stage.repeats = None
-            if ladder == "speedup":
-                of_twin = f"as_logged_{stem}", str(as_logged), folder
-                twin = make_stage_here(*of_twin, of_runs, device)
-                same = (s for s in stages if settings(s.config) == settings(twin.config))
-                stage.repeats = next(same, twin)  # an earlier stage may be the same run
+        is_medium = stage.config.matmul_precision == "medium"  # which few CPUs have
+        if is_series and is_medium and not device.get("medium", stage.folder.is_dir()):
+            continue
         stages.append(stage)
-    return ladder, stages
+    return ladder, with_bases(stages)
 
 
-def with_bases(stages: Sequence[Stage]) -> list[tuple[Stage, Stage]]:
-    """Return each stage with the one that it is compared with, the first with itself.
-
-    That is the stage which its config changes, or the one before it if that is not in the list.
+def with_bases(stages: list[Stage]) -> list[Stage]:
+    """Return the stages, each with its base: the stage which its config changes, or the one before
+    it if that is not in the list.
     """
-    pairs = []
-    for before, stage in pairwise([stages[0], *stages]):
-        name = read_yaml_mapping(stage.file).get("base")
-        file = name and find_config(name, stage.file.parent).resolve()
-        pairs.append((stage, next((other for other in stages if other.file == file), before)))
-    return pairs
+    stages[0].base = None
+    for before, stage in pairwise(stages):
+        file = base_of(stage.file)
+        stage.base = next((other for other in stages if other.file == file), before)
+    return stages
 
 
 def skipped(file: Path, base: Path) -> list[Path]:
     """Return the configs that lie between a config and one that it changes, the nearest first."""
     found: list[Path] = []
-    while name := read_yaml_mapping(file).get("base"):
-        file = find_config(name, file.parent).resolve()
-        if file == base:
+    while below := base_of(file):
+        if below == base:
             return found
-        found.append(file)
+        found.append(file := below)
     return []
-
-
-def runs_of(stages: Sequence[Stage]) -> list[Stage]:
-    """Return the runs that a ladder needs: its stages, and those that repeat published ones."""
-    runs = [run for stage in stages for run in (stage, stage.repeats) if run]
-    return list(dict.fromkeys(runs))
 
 
 def training_config(side: Sequence[str], *more: str) -> Config:
@@ -329,10 +340,7 @@ def instead_of_bf16(
 
 def make_stage(name: str, config: str, folder: str, of_runs: Sequence[str]) -> Stage:
     """Make the stage of a config, whose run is `folder`/`name`. Raises UserError."""
-    try:
-        path = find_config(config, also=[*SERIES]).resolve()
-    except ConfigError as error:
-        raise UserError(f"{error}; the series are {', '.join(SERIES)}") from None
+    path = find_config(config, also=[*series_names()]).resolve()
     if taken := RESERVED & {word.partition("=")[0] for word in of_runs}:
         raise UserError(
             f"{min(taken)} after --: the ladder sets it for each run; configs and --log_dir are "
@@ -341,9 +349,8 @@ def make_stage(name: str, config: str, folder: str, of_runs: Sequence[str]) -> S
     side = [config, "--keep_last=0", *of_runs]  # a ladder is climbed for its figures: no weights
     resolved = training_config(side, f"--log_dir={folder}", f"--run_name={name}")
     stage = Stage(name, side, resolved, path)
-    if path.is_relative_to(CONFIG_DIR) and _same_training(resolved, load_config(config)):
-        stage.published = published(path.relative_to(CONFIG_DIR).with_suffix("").as_posix())
-        stage.repeats = stage
+    if _same_training(resolved, load_config(config)):
+        stage.published = published(path)
     return stage
 
 
@@ -359,30 +366,35 @@ def _same_training(a: Config, b: Config) -> bool:
 # ---- what was published
 
 
-def published(config: str) -> Published:
-    """Return what was published of a config in configs/, such as `speedup2` or `a100/opt3`."""
-    series, _, name = config.rpartition("/")
-    if series == "gpu_ms":
-        with open(REFERENCE / "gpu_ms.csv", newline="") as file:
-            times = {row["stage"]: float(row["dt_ms"]) for row in csv.DictReader(file)}
-        return Published(ms_per_step=times.get(name))
-    if config == "ddp":
-        return Published(tokens_per_sec=DDP_PUBLISHED)
-    log = name if name == "cuda_bf16" else f"{series or 'rtx3080'}_{name}"
-    if not (REFERENCE / f"{log}.csv").is_file():
-        return Published()
-    if log.startswith(UNSYNCHRONIZED):
-        return Published(log)
-    medians: list[float | None] = []
-    for column in ("dt_ms", "tokens_per_sec"):
-        _, values = curve(published_rows(log), column)
-        medians.append(statistics.median(values[NOT_TIMED:]) if values else None)
-    return Published(log, *medians)
+@functools.cache
+def published(path: Path) -> Published:
+    """Return what was published of a config.
+
+    Of a config of the user's own: <stage>.csv beside it, or logs/reference/<series>_<stage>.csv.
+    """
+    if path.is_relative_to(CONFIG_DIR):
+        name = path.relative_to(CONFIG_DIR).with_suffix("").as_posix()
+        with open(PUBLISHED, newline="") as file:
+            for row in csv.DictReader(file):
+                if row.pop("config") == name:
+                    return Published.model_validate({k: v or None for k, v in row.items()})
+    for log in (path.with_suffix(".csv"), REFERENCE / f"{path.parent.name}_{path.stem}.csv"):
+        if log.is_file():
+            return Published(log=str(log), device="published", **times_of(log))
+    return NOTHING_PUBLISHED
+
+
+def times_of(log: Path) -> dict[str, float]:
+    """Return the medians of a log's times, without the first steps; empty if it has none."""
+    columns = {"ms_per_step": "dt_ms", "tokens_per_sec": "tokens_per_sec"}
+    values = {name: curve(read_rows(log), column)[1] for name, column in columns.items()}
+    timed = {name: of[NOT_TIMED:] for name, of in values.items()}
+    return {name: statistics.median(of) for name, of in timed.items() if of}
 
 
 def published_rows(log: str) -> dict[int, Row]:
     """Return the rows of a published log by step."""
-    return read_rows(REFERENCE / f"{log}.csv")
+    return read_rows(Path(log) if log.endswith(".csv") else REFERENCE / f"{log}.csv")
 
 
 # ---- running

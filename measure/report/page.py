@@ -19,7 +19,7 @@ import jinja2
 
 from measure.interleaved.ratio import Ratio
 from measure.ladder.quick import STAGES as CHANGE_SPEED
-from measure.ladder.stages import ROOT, Stage, published_rows, skipped, with_bases
+from measure.ladder.stages import ROOT, Stage, published_rows, skipped
 from measure.report.tables import Row
 from runtime.cli import find_config, read_yaml, read_yaml_mapping
 from runtime.files import write_whole
@@ -281,7 +281,8 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
     """Write the page of a ladder whose finished stages have these rows."""
     by_name = {row["stage"]: row for row in rows}
     rungs, curves, published, machines = [], [], [], dict[str, None]()
-    for stage, base in with_bases(stages):
+    for stage in stages:
+        base = stage.base or stage
         if not (summary := stage.summary()):
             continue
         row, factors = by_name[stage.name], dict[str, Ratio | None]()
