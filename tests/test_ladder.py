@@ -21,12 +21,12 @@ import pytest
 import ladder
 import runtime.report as reports
 from measure.interleaved import rounds
-from measure.interleaved.ratio import Ratio, product
+from measure.interleaved.ratio import product
 from measure.interleaved.rounds import SideError
 from measure.ladder import quick, stages
 from measure.ladder import report as ladder_report
 from measure.ladder import rungs as comparison
-from runtime.cli import Options, parse
+from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import UserError, why_it_failed
 from tests.conftest import ROOT, TINY, ended, forks, run, start, wait_for
 from tests.test_resume import needs_proc
@@ -185,10 +185,9 @@ def test_two_ladders_do_not_climb_in_one_folder(tmp_path, folder):
     ("arguments", "message"),
     [
         ("speedpu", "speedpu: no such config file, here or in configs/; did you mean speedup?"),
-        ("speedpu", "; the series are speedup, a100, mps, gpu_ms, modern"),
         ("configs/mine", "configs/mine: no such config file, here or in configs/, which has "),
-        (f"{ROOT}/configs/modern", "is a folder, not a config file; name its files, such as "),
-        ("", "name a series (speedup, a100, mps, gpu_ms, modern)"),
+        (f"{ROOT}/configs/reference", "is a folder, not a config file"),
+        ("", "name a series (speedup, a100, as_logged, gpu_ms, modern, mps, timeit), a"),
         ("speedup -- --max_step 3", "--max_step: unknown option; did you mean --max_steps"),
         ("speedup -- --n_embd 100", "n_embd 100 does not divide into 12 heads"),
         ("--plot nowhere", "nowhere/log.csv: cannot be read"),
@@ -520,8 +519,8 @@ def test_a_config_without_each_of_its_optimizations_is_compared(tmp_path, monkey
 
 def test_stages_are_compared_with_the_one_whose_file_theirs_names(tmp_path):
     found = plan("baseline", "a100/baseline", "a100/opt0", "a100/opt0", "speedup6", folder=tmp_path)
-    assert [(stage.name, base.name) for stage, base in stages.with_bases(found)] == [
-        ("baseline", "baseline"),
+    assert found[0].base is None
+    assert [(stage.name, stage.base.name) for stage in found[1:]] == [
         ("baseline_2", "baseline"),
         ("opt0", "baseline_2"),
         ("opt0_4", "baseline_2"),
@@ -583,23 +582,66 @@ def test_pictures_of_factors_name_machines_and_days(tmp_path, monkeypatch):
     assert drawn == ["laptop, 2026-11-24; server", "any, 2026-11-24; any"]
 
 
-def test_every_series_is_whole_and_knows_its_published_logs(tmp_path):
-    found = {name: plan(name, folder=tmp_path) for name in stages.SERIES}
-    logs = {name: [s.published.log for s in found[name] if s.published.log] for name in found}
-    counts = [len(set(of_series)) for of_series in logs.values()]
-    assert counts == [11, 10, 7, 0, 0]
-    repeats = {stage.name: stage.repeats for stage in found["speedup"]}
-    assert repeats["speedup2"].name == "as_logged_speedup2", "its note is not what ran"
-    assert repeats["speedup1"].name == "baseline", "untied, speedup1 is the baseline"
+SERIES = {"speedup": 8, "a100": 10, "mps": 7, "gpu_ms": 0, "modern": 0, "as_logged": 3}
+
+
+def test_every_series_of_this_project_is_a_folder_and_knows_its_published_logs(tmp_path):
+    assert SERIES.keys() <= {*stages.series_names()}
+    for name, logs in SERIES.items():
+        found = plan(name, folder=tmp_path)
+        assert found[0].base is None
+        assert len({stage.published.log for stage in found} - {None}) == logs
+
+
+def test_published_figures_are_those_of_the_logs():
+    with open(stages.PUBLISHED, newline="") as file:
+        rows = {row["config"]: row for row in csv.DictReader(file)}
+    logs = {row["log"] for row in rows.values() if row["log"]}
+    known = {path.stem for path in stages.REFERENCE.glob("*_*.csv")} - {"gpu_ms"}
+    assert logs == known, "every published log belongs to a config"
+    for name, row in rows.items():
+        assert (CONFIG_DIR / f"{name}.yaml").is_file()
+        if row["log"] and row["device"]:
+            times = stages.times_of(stages.REFERENCE / f"{row['log']}.csv")
+            assert {key: float(row[key]) for key in times} == times
+        if name.startswith("gpu_ms/"):
+            listed = (stages.REFERENCE / "gpu_ms.csv").read_text()
+            assert f"{name[7:]},{float(row['ms_per_step']):g}\n" in listed
+        # the a100 stage and the timing with the same optimizations
+        if (ms := row["a100_ms"]) and name != "baseline":
+            assert ms in {r["ms_per_step"] for n, r in rows.items() if n.startswith("a100/opt")}
+
+
+def test_a_series_of_ones_own_is_climbed_and_compared_with_its_logs(monkeypatch, tmp_path):
+    """The example of docs/measuring.md: YAMLs and a log in a folder, no code."""
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "start.yaml").write_text("# My start\nn_layer: 1\n")
+    (mine / "better.yaml").write_text("# Twice the learning rate\nbase: start.yaml\nlr: 6e-4\n")
+    (mine / "best.yaml").write_text("# Clipped\nbase: better.yaml\ngrad_clip: 1.0\n")
+    (mine / "best.csv").write_text(
+        "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
+        + "".join(f"{step},6.5,,,100,1000\n" for step in range(1, 51))
+    )
+    found = plan("mine")
+    assert [stage.name for stage in found] == ["start", "better", "best"]
+    assert {stage.folder.parent for stage in found} == {Path("logs/mine")}
+    for stage in found:
+        fake_run(stage)
+    rows = comparison.compare(found)
+    assert [row["loss_difference"] for row in rows] == [None, None, 0.5]
+    assert rows[-1]["published_tokens_per_sec"] == 1000
+    assert [stage.name for stage in plan(str(mine))] == ["start", "better", "best"]
 
 
 def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one(tmp_path):
     (tmp_path / "speedup7.yaml").write_text("lr: 1e-3\n")
     named = [str(ROOT / "configs/mps/cuda_bf16.yaml"), "speedup6.yaml", "speedup1", "speedup1"]
     found = plan(*named, str(tmp_path / "speedup7.yaml"))
-    repeated = [stage.published.log if stage.repeats else None for stage in found]
-    assert repeated == ["cuda_bf16", "rtx3080_speedup6", None, None, None]
-    assert not any(stage.repeats for stage in plan("speedup", of_runs=["--n_layer", "2"]))
+    compared = [stage.published.log for stage in found]
+    assert compared == ["cuda_bf16", "rtx3080_speedup6", None, None, None]
+    assert not any(stage.published.log for stage in plan("speedup", of_runs=["--n_layer", "2"]))
     found = plan("speedup", of_runs=["--max_steps", "20", "--bf16"])
     logs = {stage.published.log for stage in found}
     assert logs >= {"rtx3080_baseline", "rtx3080_speedup8"}
@@ -617,26 +659,22 @@ def test_the_difference_of_two_curves_is_over_steps_11_to_50(tmp_path, monkeypat
     assert comparison.published_difference(stage) is None
 
 
-def test_a_run_as_logged_lends_its_curve_and_unsynchronized_times_are_not_compared(tmp_path):
-    found = plan("speedup", folder=tmp_path)[:4]
-    for i, stage in enumerate(found):
-        fake_run(stage, 100.0 * 2**i)
-    fake_run(found[2].repeats)
-    baseline, _, speedup2, speedup3 = comparison.compare(found)
-    assert (speedup2["stage"], speedup3["stage"]) == ("speedup2", "speedup3")
-    assert speedup2["loss_difference"]
-    assert speedup3["loss_difference"] is None, "its twin did not run"
-    assert (speedup3["over_base"], speedup3["over_first"]) == (Ratio(2.0), Ratio(8.0))
+def test_runs_as_logged_are_compared_with_the_logs_and_unsynchronized_times_are_not(tmp_path):
+    (tied,) = comparison.compare(finished("speedup2", folder=tmp_path))
+    assert tied["loss_difference"] is None, "its note is not the run that was logged"
+    found = finished("as_logged", folder=tmp_path)
+    rows = comparison.compare(found)
+    assert all(row["loss_difference"] for row in rows)
+    assert all(row["published_tokens_per_sec"] is None for row in rows)
+    ladder_report.report("as_logged", found, tmp_path / "as_logged")
+    assert (tmp_path / "as_logged/loss.png").is_file()
+    (baseline,) = comparison.compare(finished("baseline", folder=tmp_path))
     assert baseline["published_tokens_per_sec"] == pytest.approx(11_570, rel=0.01)
-    assert speedup2["published_tokens_per_sec"] is None
-    ladder_report.report("speedup", found, tmp_path / "speedup")
-    assert "as logged" in (tmp_path / "speedup/report.md").read_text()
-    assert (tmp_path / "speedup/loss.png").is_file()
 
 
 def test_factors_are_of_published_times_that_can_be_used(tmp_path):
     factors = {}
-    for series in stages.SERIES:
+    for series in SERIES:
         rows = comparison.compare(finished(series, folder=tmp_path))
         factors[series] = {row["stage"]: row["published_over_base"] for row in rows}
     assert factors["gpu_ms"]["tf32"] == pytest.approx(1000 / 333)
@@ -650,7 +688,7 @@ def test_factors_are_of_published_times_that_can_be_used(tmp_path):
 def test_a_factor_of_an_a100_is_of_the_same_steps(tmp_path):
     rows = comparison.compare(finished("speedup", folder=tmp_path))
     factors = {row["stage"]: row["a100_over_base"] for row in rows}
-    assert [name for name in factors if factors[name]] == [*comparison.COUNTERPARTS]
+    assert [n for n in factors if factors[n]] == [f"speedup{i}" for i in (2, 3, *range(5, 11))]
     rows = comparison.compare(finished("baseline", "speedup3", "speedup6", folder=tmp_path))
     assert rows[1]["a100_over_base"] == pytest.approx(factors["speedup2"] * factors["speedup3"])
     assert rows[2]["a100_over_base"] == pytest.approx(factors["speedup5"] * factors["speedup6"])
@@ -671,7 +709,7 @@ def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch, 
     assert kinds["speedup15"] == (False, False)
     assert "--fp16" in runs["speedup3"].command
     runs = climbed(monkeypatch, found | {"gpus": 2}, "speedup", "--nproc_per_node", "2", *OFF)
-    assert runs.keys() > {"as_logged_speedup3", "ddp"}
+    assert "ddp" in runs
     assert not any(run.config.bf16 for run in runs.values())
     stages_of = plan("speedup2", "speedup3", folder=tmp_path, bf16=False)
     for stage in stages_of:
@@ -706,8 +744,8 @@ def test_some_stages_are_climbed_by_their_numbers_over_the_first(monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     runs = climbed(monkeypatch, {}, "a100", "--stages", "3,1,opt8", *OFF)
     assert list(runs) == ["baseline", "opt1", "opt3", "opt8"]
-    bases = [base.name for _, base in stages.with_bases([*runs.values()])]
-    assert bases == ["baseline", "baseline", "opt1", "opt3"]
+    bases = [stage.base.name for stage in [*runs.values()][1:]]
+    assert bases == ["baseline", "opt1", "opt3"]
     with pytest.raises(UserError, match=r"--stages 99: no such stage; there are baseline, 0, 1,"):
         climb("a100", "--stages", "99", *OFF)
 
@@ -724,8 +762,8 @@ def test_the_quick_ladder_is_of_a_small_model_and_has_a_rung_of_noise(
         *(f"speedup{i}" for i in (1, 2, 3, 5, 6, 7, 8, 10, 13, 15)),
     ]
     assert list(runs) == names
-    bases = {stage.name: base.name for stage, base in stages.with_bases([*runs.values()])}
-    assert [*bases.values()] == ["baseline"] * 3 + names[2:-1]
+    bases = [stage.base.name for stage in [*runs.values()][1:]]
+    assert bases == ["baseline"] * 2 + names[2:-1]
     first, again = (runs[name].config for name in names[:2])
     assert again.model_dump(exclude={"seed", "run_name"}) == first.model_dump(
         exclude={"seed", "run_name"}

@@ -149,8 +149,8 @@ def test_every_seed_of_a_rung_runs_on_as_many_ranks(monkeypatch):
 def test_the_modern_ladder_adds_one_idea_a_rung_to_a_base_and_has_a_rung_of_noise():
     rungs = plan("modern")
     changed = {}
-    for stage, base in stages.with_bases(rungs):
-        ours, theirs = stage.config.model_dump(), base.config.model_dump()
+    for stage in rungs:
+        ours, theirs = (s.config.model_dump() for s in (stage, stage.base or stage))
         names = {name for name in ours if ours[name] != theirs[name]} - {"run_name"}
         changed[stage.name] = names
     assert changed == {
