@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,9 @@ def fsdp_options(device: torch.device, ranks: int, *, bf16: bool) -> dict[str, A
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    # FSDP2 warns of results that are views, such as attention's values (--value_residual), since an
+    # operation in place on one would be wrong; there is none here.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     dtype = torch.bfloat16 if bf16 else None
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return {"mesh": init_device_mesh(device.type, (ranks,)), "mp_policy": policy}
