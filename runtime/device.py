@@ -59,7 +59,7 @@ def choose_device(name: str, started: Launch | None = None) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    """Say why PyTorch cannot use an NVIDIA GPU whose driver is loaded, and what to do."""
+    """Return the reason why PyTorch cannot use an NVIDIA GPU, and the remedy, for a message."""
     if torch.version.cuda is None:
         return (
             f"there is an NVIDIA driver, but this PyTorch ({torch.__version__}) is built without "

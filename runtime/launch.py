@@ -78,6 +78,11 @@ def describe_call(run_id: str, agent: int) -> str:
     return f"{run_id} {socket.gethostname()} {agent} {start_time}"
 
 
+def error_file() -> str | None:
+    """Return the path where torchrun looks for the error of a rank that failed."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+
 def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return what torchrun would set for a rank on this machine alone, with a store at `port`."""
     return {

@@ -203,7 +203,9 @@ def test_what_is_compiled_is_kept_in_the_users_own_cache_if_that_is_possible(
 # ---- the device
 
 DRIVER = "NVRM version: NVIDIA UNIX {}  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC version: 12\n"
-OLD = r"which may be too old for CUDA 13\.0; update the driver or install a PyTorch for an older CUDA"
+OLD = (
+    r"which may be too old for CUDA 13\.0; update the driver or install a PyTorch for an older CUDA"
+)
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
@@ -318,7 +320,7 @@ def test_a_process_has_its_share_of_the_8_cores_of_its_machine(
 
 
 def test_without_sched_getaffinity_all_cores_count(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
     assert cores(system=tmp_path) == os.cpu_count()
 
 
