@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from runtime.launch import launch
+from runtime.launch import error_file, launch
 from runtime.signals import raise_at_ctrl_c
 
 PATIENCE = 3.0  # seconds that a failing rank leaves torchrun to end it, if another one has ended
@@ -27,7 +27,7 @@ class UserError(Exception):
     """
 
     status = 2
-    rank: int | None = None  # rank where it happened; None: the rank that prints it
+    rank: int | None = None  # rank that failed, if another rank may print the error
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -147,7 +147,7 @@ def _tell_torchrun(text: str) -> None:
     It is the file that torch.distributed.elastic.multiprocessing.errors.record writes, but without
     a traceback, and before torch is imported too.
     """
-    if path := launch().error_file:
+    if path := error_file():
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
@@ -238,7 +238,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _compiler_problem(text: str, cause: str) -> str:
-    """Return the reason that a compiler gave, and what to install if that is known."""
+    """Return a compiler's own reason, with the package to install if that is known."""
     if "returned non-zero exit status" in text:  # Triton's C compiler, which prints for itself
         return f"the C compiler failed, see its own lines above; if it lacks Python.h, {HEADERS}"
     if "file too short" in text:  # a process was killed while it compiled this file

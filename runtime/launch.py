@@ -22,7 +22,6 @@ class Launch:
     call: str | None = None  # tells one call of torchrun from another, the same through restarts
     attempt: str = ""  # which start of the ranks, if torchrun keeps their store through all of them
     address: str = ""  # of the store where the ranks meet
-    error_file: str = ""  # torchrun reports its root cause from this file
 
 
 def launch() -> Launch:
@@ -30,9 +29,8 @@ def launch() -> Launch:
     world_size = _number("WORLD_SIZE", 1)
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     call = describe_call(run_id, os.getppid()) if run_id else None
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if world_size < 2:  # a RANK would be left over from another call
-        return Launch(call=call, error_file=error_file)
+        return Launch(call=call)
     agents = _number("GROUP_WORLD_SIZE", 1)
     torchrun_keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Launch(
@@ -44,7 +42,6 @@ def launch() -> Launch:
         call=call,
         attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if torchrun_keeps_store else "",
         address=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
-        error_file=error_file,
     )
 
 
@@ -79,6 +76,11 @@ def describe_call(run_id: str, agent: int) -> str:
     except (OSError, IndexError):  # not Linux
         start_time = "?"
     return f"{run_id} {socket.gethostname()} {agent} {start_time}"
+
+
+def error_file() -> str | None:
+    """Return the path where torchrun looks for the error of a rank that failed."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 
 def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -321,7 +321,7 @@ def test_a_process_has_its_share_of_the_8_cores_of_its_machine(
 
 
 def test_without_sched_getaffinity_all_cores_count(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
     assert cores(system=tmp_path) == os.cpu_count()
 
 
