@@ -1,7 +1,7 @@
 """Climb a ladder: run its stages one after the other, and report what each is worth here.
 
 python ladder.py speedup --quick       with a small model, in ten minutes
-python ladder.py speedup               one of the published series: speedup, a100, mps, gpu_ms
+python ladder.py speedup               a series: speedup, or a folder of configs/ such as a100
 python ladder.py modern                what newer recipes learn, over 3 seeds
 python ladder.py baseline.yaml my.yaml                any configs
 python ladder.py a.yaml b.yaml --seeds 3              what they learn, and how fast
@@ -62,8 +62,8 @@ class LadderOptions(Options):
     """options"""
 
     configs: tuple[str, ...] = ()
-    """speedup, a100, mps, gpu_ms or modern; or config files; with --plot, folders of runs; with
-    --across, folders of ladders
+    """a series: speedup, or a folder of YAMLs by its path or by its name in configs/; or config
+    files; with --plot, folders of runs; with --across, folders of ladders
     """
     quick: bool = False
     """climb the stages of speedup that change the speed, with a small model"""

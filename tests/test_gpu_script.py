@@ -52,7 +52,7 @@ def configs_of(program, *words):
         options = parse(ladder.LadderOptions, own, positional="configs")
         if options.quick:
             return [stage.config for stage in quick_stages(options.log_dir, of_runs, {})]
-        runs = stages.runs_of(stages.plan(options.configs, options.log_dir, of_runs, {})[1])
+        runs = stages.plan(options.configs, options.log_dir, of_runs, {})[1]
         return [] if options.report_only else [run.config for run in runs]
     if own[0] == "measure.interleaved":
         sides = parse(InterleavedOptions, own[1:], positional="sides").sides

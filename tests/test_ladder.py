@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -612,27 +613,24 @@ def test_published_figures_are_those_of_the_logs():
             assert ms in {r["ms_per_step"] for n, r in rows.items() if n.startswith("a100/opt")}
 
 
-def test_a_series_of_ones_own_is_climbed_and_compared_with_its_logs(monkeypatch, tmp_path):
-    """The example of docs/measuring.md: YAMLs and a log in a folder, no code."""
+def test_the_series_of_ones_own_in_the_docs_is_climbed_and_compared_with_its_log(
+    monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "start.yaml").write_text("# My start\nn_layer: 1\n")
-    (mine / "better.yaml").write_text("# Twice the learning rate\nbase: start.yaml\nlr: 6e-4\n")
-    (mine / "best.yaml").write_text("# Clipped\nbase: better.yaml\ngrad_clip: 1.0\n")
-    (mine / "best.csv").write_text(
-        "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
-        + "".join(f"{step},6.5,,,100,1000\n" for step in range(1, 51))
-    )
-    found = plan("mine")
-    assert [stage.name for stage in found] == ["start", "better", "best"]
+    text = (ROOT / "docs/measuring.md").read_text().partition("## A series of your own")[2]
+    block = re.search(r"\n\n((    .*\n|\n)+)", text)[1]
+    subprocess.run(["bash", "-c", textwrap.dedent(block)], check=True)
+    rows = "".join(f"{step},6.5,,,100,1000\n" for step in range(1, 51))
+    Path("configs/mine/clipped.csv").write_text(HEADER + rows)
+    found = plan("configs/mine")
+    assert [stage.name for stage in found] == ["start", "faster", "clipped"]
+    assert [stage.base and stage.base.name for stage in found] == [None, "start", "faster"]
     assert {stage.folder.parent for stage in found} == {Path("logs/mine")}
     for stage in found:
         fake_run(stage)
     rows = comparison.compare(found)
     assert [row["loss_difference"] for row in rows] == [None, None, 0.5]
     assert rows[-1]["published_tokens_per_sec"] == 1000
-    assert [stage.name for stage in plan(str(mine))] == ["start", "better", "best"]
 
 
 def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one(tmp_path):
