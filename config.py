@@ -1,8 +1,8 @@
 """Every option of a run, declared once.
 
-Flags, YAML keys and `--help` come from the classes below, and so does what is said of an option
-elsewhere: marks on a field tell that it is an optimization, that it needs another option, and what
-a checkpoint fixes. Nothing here imports torch, so `--help` and mistakes answer at once.
+Flags, YAML keys and `--help` come from the classes below. Marks on a field say whether it is an
+optimization, which option it needs, and whether a checkpoint fixes it. Nothing here imports torch,
+so `--help` and mistakes answer at once.
 """
 
 import os
@@ -19,34 +19,34 @@ from runtime.cli import ContradictionError, Name, Options, load, show, to_yaml
 
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
 
-# Modes of torch.compile that record CUDA graphs, and what each is without them
+# Modes of torch.compile that record CUDA graphs, and the same modes without graphs
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 class Rung(NamedTuple):
-    """Mark an option as an optimization, which is on where its value is not the default.
+    """Mark an option as an optimization. It is on if its value is not the default.
 
-    A run says at its start which ones are on; `ladder.py --ablate` switches them off.
+    A run lists the ones that are on at its start; `ladder.py --ablate` switches them off.
     """
 
-    label: str = ""  # in what a run says; none: the option's name
-    off: str = ""  # the property that is the value which is off; none: the default is
-    listed: bool = False  # one of the published ladders': a run also says that it is off
+    label: str = ""  # name in that list (default: the option's name)
+    off: str = ""  # name of the property that gives the "off" value (default: the field's default)
+    listed: bool = False  # part of the published ladders: a run lists it if it is off, too
 
 
 class Needs(NamedTuple):
-    """Mark an option that has an effect only where another option has one of some values."""
+    """Mark an option that has an effect only if another option has one of some values."""
 
     name: str
-    values: tuple[Any, ...] = ()  # none: any but off, 0 and none
+    values: tuple[Any, ...] = ()  # values of that option (default: any truthy value)
 
 
-# Marks for checkpoint/. What a run cannot change without becoming another run is fixed: its model
-# and the tokens of each step. All else may change when it resumes.
-FIXED, ARCHITECTURE = "fixed", "architecture"  # architecture: fixed, and what weights have to fit
-INITIAL = "initial weights"  # made the first weights, and has no effect when a run resumes
+# Marks for checkpoint/. A resumed run keeps the fixed options, which decide its model and the
+# tokens of each step, and may change all others. Weights have to fit the architecture.
+FIXED, ARCHITECTURE = "fixed", "architecture"
+INITIAL = "initial weights"  # used only to initialize weights; ignored on resume
 THIS_CALL = "this call"  # never taken from a checkpoint
-PATH = "path"  # of what a run reads, kept as an absolute path
+PATH = "path"  # an input of the run, stored as an absolute path
 
 # Bounds far beyond any run: a number outside them is a slip of the hand, and would overflow
 # somewhere or never come to an end.
@@ -71,8 +71,8 @@ class ModelConfig(Options):
     n_embd: Shape = 768
     """width of the residual stream"""
     block_size: Shape = 1024
-    """longest context, in tokens: the number of learned positions; fewer than those of init_from
-    keep its first ones
+    """longest context, in tokens: the number of learned positions; a smaller one than in init_from
+    keeps the first positions
     """
     vocab_size: Annotated[Size, Rung("padded vocabulary", "n_vocab", listed=True), FIXED] = (
         GPT2_TOKENS
@@ -81,7 +81,7 @@ class ModelConfig(Options):
     which is faster
     """
     real_vocab_size: Annotated[Size | None, FIXED] = None
-    """tokens that exist; the rows above are padding and take no part in loss or sampling (none:
+    """tokens that exist; the rows above are padding and take no part in loss or sampling (default:
     vocab_size, at most 50257)
     """
     bias: Annotated[bool, ARCHITECTURE] = True
@@ -99,11 +99,11 @@ class ModelConfig(Options):
     qk_norm: Annotated[Switch, ARCHITECTURE] = False
     """normalize queries and keys of each head (RMSNorm without weights)"""
     value_residual: Annotated[Switch, ARCHITECTURE] = False
-    """mix the first layer's values into those of all later layers, each by a learned share"""
+    """mix the first layer's values into the values of all later layers, by a learned share each"""
     embed_shortcut: Annotated[Switch, ARCHITECTURE] = False
     """normalize the embedded tokens, and add them again before every block, by a learned share"""
     logit_softcap: Annotated[NotNegative, Rung(), ARCHITECTURE] = 0.0
-    """keep the logits within plus and minus this, smoothly, by tanh (0: off)"""
+    """keep the logits within plus and minus this, smoothly, by tanh; 0 is off"""
     tie_weights: Annotated[Switch, ARCHITECTURE] = False
     """share one matrix between the token embedding and the output head"""
     init: Annotated[Literal["torch", "gpt2"], Rung(), Needs("init_from", ("scratch",)), INITIAL] = (
@@ -134,12 +134,13 @@ class DataConfig(Options):
     seq_len: Annotated[Size, FIXED] = 1024
     """tokens per sequence"""
     total_batch_tokens: Size | None = None
-    """tokens per step over all processes, reached by gradient accumulation (none: one micro-step)
+    """tokens per step over all processes, reached by gradient accumulation (default: one
+    micro-step)
     """
     shuffle: Annotated[Switch, FIXED] = False
-    """every epoch in a fresh seeded order, without replacement (off: in the order of the text)"""
+    """every epoch in a new seeded order, without replacement; otherwise the order of the text"""
     overfit_batch: Annotated[bool, FIXED] = False
-    """repeat the first step's batch for ever"""
+    """repeat the first step's batch in every step"""
     val_fraction: Annotated[Fraction, FIXED] = 0.0
     """share of the tokens, off the tail, kept for validation; unused if the corpus has validation
     files
@@ -154,13 +155,13 @@ class OptimizationConfig(Options):
     lr: Rate = 3e-4
     """learning rate (its peak, with a schedule)"""
     embed_lr: Annotated[Rate | None, Rung()] = None
-    """learning rate of the embeddings (none: lr); warm-up and schedule are those of lr"""
+    """learning rate of the embeddings, with lr's warm-up and schedule (default: lr)"""
     head_lr: Annotated[Rate | None, Rung(), Needs("tie_weights", (False,))] = None
-    """likewise of the output head"""
+    """learning rate of the output head (default: lr)"""
     scalar_lr: Annotated[Rate | None, Rung()] = None
-    """likewise of biases, norms' weights and learned shares"""
+    """learning rate of biases, norms' weights and learned shares (default: lr)"""
     min_lr: Annotated[NotNegative | None, Needs("lr_schedule", ("cosine", "wsd"))] = None
-    """learning rate that a decaying schedule goes down to (none: lr / 10)"""
+    """learning rate at the end of a decaying schedule (default: lr / 10)"""
     warmup_steps: Annotated[ZeroIsOff, Rung()] = 0
     """steps of linear warm-up; the last of them has the peak rate"""
     lr_schedule: Annotated[Literal["constant", "cosine", "wsd"], Rung(listed=True)] = "constant"
@@ -176,26 +177,26 @@ class OptimizationConfig(Options):
     weight_decay: NotNegative = 0.01
     """decoupled weight decay"""
     muon_lr: Annotated[Rate, Needs("optimizer", ("muon",))] = 0.02
-    """Muon's learning rate; warm-up and schedule are those of lr"""
+    """Muon's learning rate, with lr's warm-up and schedule"""
     muon_weight_decay: Annotated[NotNegative, Needs("optimizer", ("muon",))] = 0.01
     """Muon's decoupled weight decay"""
     decay_matrices_only: Annotated[ListedSwitch, Needs("weight_decay")] = False
     """decay matrices and embeddings only, not biases and norms"""
     grad_clip: Annotated[NotNegative, Rung(listed=True)] = 0.0
-    """clip the global gradient norm to this (0: off; the norm is logged all the same)"""
+    """clip the global gradient norm to this; 0 is off; the norm is logged either way"""
     max_steps: Annotated[Count, Needs("max_minutes", (None,))] = 50
     """optimizer steps"""
     max_minutes: Rate | None = None
-    """end by the clock, so many minutes after the first step begins, evaluations included; the
-    schedule follows the share of the time (none: after max_steps)
+    """minutes from the first step to the end of the run, evaluations included; the schedule follows
+    the clock (default: the run ends after max_steps)
     """
     skip_spikes: ZeroIsOff = 0
-    """leave out up to this many updates whose loss or gradient norm is far above those of the last
-    128 steps (0: only note them)
+    """skip up to this many updates whose loss or gradient norm is far above the last 128 steps'; 0
+    only notes them
     """
     skip_nonfinite: ZeroIsOff = 0
-    """leave out up to this many steps whose loss or gradient norm is not finite (0: stop at the
-    first)
+    """skip up to this many updates whose loss or gradient norm is not finite; 0 stops at the first
+    one
     """
 
 
@@ -204,7 +205,7 @@ class SpeedConfig(Options):
 
     matmul_precision: Annotated[Literal["highest", "high", "medium"], Rung()] = "highest"
     """precision of fp32 matmuls: highest (fp32), high (TF32, on NVIDIA GPUs since Ampere), medium
-    (on CPUs with bf16 instructions: by oneDNN, with inputs rounded to bf16 where there is AMX)
+    (on CPUs with bf16 instructions: by oneDNN, with inputs rounded to bf16 if there is AMX)
     """
     tf32: ListedSwitch = False
     """short for --matmul_precision high: TF32 matmuls"""
@@ -229,18 +230,18 @@ class SpeedConfig(Options):
     of them in each
     """
     recompute: Switch = False
-    """compute each block's activations again in the backward pass instead of keeping them: less
-    memory, more arithmetic
+    """activation checkpointing: recompute each block in the backward pass; less memory, more
+    arithmetic
     """
     recompute_cheap: Annotated[bool | None, Rung(), Needs("compile")] = None
-    """compiled, compute norms, GELU, casts and residual sums again instead of keeping them (none:
-    on a CPU, where it is free)
+    """with compile: recompute norms, GELU, casts and residual sums in the backward pass to save
+    memory (default: on for CPUs, at no cost in time)
     """
     residual_bf16: Annotated[Switch, Needs("bf16")] = False
     """the residual stream too in bfloat16, not in fp32: fewer bytes, rounded at each addition"""
     loss_chunks: Annotated[Count, Rung()] = 1
-    """compute the loss in this many parts, so that the logits of all tokens never exist at once; 8
-    saves most of their memory
+    """chunked cross-entropy: compute the loss in this many parts, so that the logits of all tokens
+    never exist at once; 8 saves most of their memory
     """
 
 
@@ -252,51 +253,46 @@ class RunConfig(Options):
     seed: Annotated[int, FIXED] = Field(1337, ge=0, lt=2**63)
     """seed of the weights, the order of the data, and dropout"""
     run_name: Annotated[Name | None, THIS_CALL] = None
-    """the run's folder below log_dir (none: the config file's stem, else train)"""
+    """the run's folder below log_dir (default: the config file's stem, or train)"""
     log_dir: Annotated[Name, THIS_CALL] = "logs"
     """folder that holds the runs"""
     log_every: Count = 1
     """steps per line of the log"""
     eval_every: ZeroIsOff = 0
-    """steps per evaluation of the validation loss, also before the first and after the last step
-    (0: never)
+    """steps between evaluations of the validation loss, also before the first and after the last
+    step; 0 disables them
     """
     eval_tokens: Annotated[Size | None, Needs("eval_every")] = None
-    """tokens that the validation loss is the mean of, always the same ones (none: the whole
-    validation split)
-    """
+    """tokens in an evaluation, always the same ones (default: the whole validation split)"""
     reference: Annotated[Name | None, Needs("eval_every")] = None
-    """validation curve that each evaluation is compared with: a CSV file, or a name in
-    configs/reference (none: no comparison)
+    """validation curve to compare each evaluation with: a CSV file, or a name in configs/reference
     """
     hellaswag_every: ZeroIsOff = 0
-    """steps per score in HellaSwag, also before the first and after the last step (0: never)"""
+    """steps between HellaSwag scores, also before the first and after the last step; 0 disables
+    them
+    """
     hellaswag_file: Annotated[Name | None, PATH, Needs("hellaswag_every")] = None
-    """items of HellaSwag's form (none: data_dir/hellaswag/hellaswag_val.jsonl, which
+    """items in HellaSwag's format (default: data_dir/hellaswag/hellaswag_val.jsonl, which
     data/hellaswag.py downloads)
     """
     sample_every: ZeroIsOff = 0
-    """steps per generated sample, also after the last step (0: never)"""
+    """steps between generated samples, also after the last step; 0 disables them"""
     sample_prompt: Annotated[str, Needs("sample_every")] = "The"
     """prompt of the samples in training"""
     sample_tokens: Annotated[Count, Needs("sample_every")] = 64
     """tokens generated per sample"""
     checkpoint_every: Annotated[ZeroIsOff, Needs("keep_last")] = 0
-    """steps per checkpoint; one is always saved at the end (0: only there)"""
+    """steps between checkpoints; one is always saved at the end, and 0 saves only that one"""
     keep_last: ZeroIsOff = 3
-    """checkpoints to keep, the newest ones; the best by validation loss is kept too (0: save none
-    at all)
-    """
+    """newest checkpoints to keep; the best by validation loss is kept too; 0 saves none at all"""
     tensorboard: bool = False
-    """write what is logged for TensorBoard too, into the run's folder (pip install -r
+    """also log to TensorBoard, in the run's folder (pip install -r requirements-track.txt)"""
+    wandb: bool = False
+    """also log to Weights & Biases; offline without an account (pip install -r
     requirements-track.txt)
     """
-    wandb: bool = False
-    """send what is logged to Weights & Biases too; without an account it is kept offline (pip
-    install -r requirements-track.txt)
-    """
     resume: Annotated[Name | None, THIS_CALL] = None
-    """auto: go on from the run's newest whole checkpoint, or begin where there is none; or a run's
+    """auto: resume from the run's newest whole checkpoint, or start if there is none; or a run's
     folder, or a checkpoint
     """
     timeout: Annotated[Count, THIS_CALL] = 600
@@ -319,7 +315,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     def _check_combinations(self, info: ValidationInfo) -> Self:
         context = info.context or {}
         problems = list(self._wrong_names("run_name" in context.get("given", ())))
-        # With `resume`, what is not given here is the checkpoint's: checkpoint/resume.py merges the
+        # With `resume`, all other options are the checkpoint's: checkpoint/resume.py merges the
         # two and validates the result.
         if self.resume is None:
             problems += self._contradictions(context.get("world_size", 1))
@@ -328,7 +324,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return self
 
     def _wrong_names(self, run_name_is_given: bool) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with the run's name: the option to blame, and a message."""
+        """Yield mistakes in the run's name: the option to blame, and a message."""
         name, resume = str(self.run_name), self.resume
         if Path(name).name != name or name == ".." or not name.isprintable():
             yield (
@@ -447,15 +443,15 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     @property
     def last_step(self) -> int | None:
-        """The number of the last step; None where the clock ends the run."""
+        """The number of the last step; None if the clock ends the run."""
         return None if self.max_minutes else self.max_steps
 
     def progress(self, step: int, seconds: float) -> float:
-        """Return the share of the run that is over after so many steps and seconds."""
+        """Return the share of the run that is over after `step` steps and `seconds`."""
         return seconds / (60 * self.max_minutes) if self.max_minutes else step / self.max_steps
 
     def is_over(self, step: int, seconds: float) -> bool:
-        """Return True if this step, so many seconds after the run's start, is the last one."""
+        """Return True if this step, `seconds` after the run's start, is the last one."""
         return self.progress(step, seconds) >= 1
 
     def final_lr(self) -> float:
@@ -463,7 +459,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return self.lr / 10 if self.min_lr is None else self.min_lr
 
     def lacks(self, name: str) -> str | None:
-        """Return the option for whose value this one has no effect, if there is one."""
+        """Return the option whose value makes this one ineffective; None if it has an effect."""
         for needs in self.marks(name, Needs):
             value = getattr(self, needs.name)
             if value not in needs.values if needs.values else not value:
@@ -530,7 +526,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return notes
 
     def advice(self) -> dict[str, str]:
-        """Return messages for the kinds of failure that runtime/errors.py tells apart."""
+        """Return a message for each kind of failure in runtime/errors.py."""
         return {
             "compiler": "--compile failed: {reason}; or run without --compile",
             "lost rank": f"another rank has died, or did not answer within --timeout "
@@ -543,7 +539,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     def to_yaml(self) -> str:
         """Return all options as a YAML file that `--config` takes and that repeats the run."""
-        changed: dict[str, Any] = {"resume": None}  # repeating a run is not going on with it
+        changed: dict[str, Any] = {"resume": None}  # repeating a run does not resume it
         if self.lr_schedule != "constant":
             changed["min_lr"] = self.final_lr()
         return (

@@ -1,7 +1,7 @@
 """Train GPT-2: `python train.py --config quickstart.yaml`, or on several GPUs
 `torchrun --nproc_per_node=N train.py --config ddp.yaml`.
 
-`setup` shows what each optimization is, `train_step` what a step is, `train` the loop around it.
+`setup` switches each optimization on, `train_step` is one step, `train` the loop around it.
 """
 
 from config import Config
@@ -57,7 +57,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass
 class Run:
-    """Hold what a training step needs."""
+    """Everything a training step needs."""
 
     config: Config
     world: World
@@ -65,18 +65,18 @@ class Run:
     model: Any  # state.model as it trains: compiled, and wrapped in DDP or sharded by FSDP2
     autocast: Callable[[], contextlib.AbstractContextManager]
     batches: Batches  # inputs and targets (B, T) of every micro-step, on the device
-    val: TokenStream  # the corpus's validation split; empty with batches of the caller's
+    val: TokenStream  # the corpus's validation split; empty if `batches` is given
     notes: list[str]  # for the user
 
 
 def setup(
     config: Config, world: World, resumed: SavedState | None = None, batches: Batches | None = None
 ) -> Run:
-    """Build what a training step computes with; each optimization is switched on here.
+    """Build everything for a training step; each optimization is switched on here.
 
-    `resumed`: the checkpoint that the run goes on from. `batches`: inputs and targets (B, T) of
-    every micro-step, on the device; None: the config's corpus. The config of the result has taken
-    over the architecture of the weights in `init_from`. Raises UserError for what this device
+    `resumed`: the checkpoint to resume from. `batches`: inputs and targets (B, T) of
+    every micro-step, on the device; None: the config's corpus. The config of the result has
+    the architecture of the weights in `init_from`. Raises UserError for what this device
     cannot do, and for weights and tokens that cannot be had.
     """
     # The same seed gives the same run: weights, order of the data and dropout come from it.
@@ -84,13 +84,13 @@ def setup(
     make_repeatable(device)
     torch.manual_seed(config.seed)
     config, model = world.raise_on_all(lambda: build_model(config, resumed))
-    torch.manual_seed(config.seed + world.rank)  # from here on for dropout, where ranks differ
-    # What this device and so many ranks make of the options.
+    torch.manual_seed(config.seed + world.rank)  # from here on for dropout: one seed a rank
+    # The options as they act on this device and number of ranks.
     acting = config.on_device(device.type, world.world_size)
     notes = describe_options(config, acting, world)
 
-    # The times below are those of logs/reference/gpu_ms.csv: GPT-2 (124M) on one GPU, each
-    # optimization on top of those before it. What they are worth here, ladder.py measures.
+    # The times below come from logs/reference/gpu_ms.csv: GPT-2 (124M) on one GPU, each
+    # optimization on top of the ones before it. ladder.py measures their worth on this machine.
 
     # TF32 (`high`): the tensor cores multiply fp32 numbers, rounded to 10 bits of mantissa, and add
     # up in fp32. 1000 -> 333 ms a step. `medium` does the same with bf16 on CPUs that have AMX.
@@ -124,7 +124,7 @@ def setup(
     else:
         if model.lm_head.weight.device.type != device.type:  # fake tensors cannot be moved
             model.to(device)
-        # torch.compile: what lies between two matmuls becomes one kernel, so that it passes
+        # torch.compile: all operations between two matmuls become one kernel, so that data passes
         # through memory once; and Python is out of the step. 300 -> 130 ms, the most of any rung.
         # HellaSwag, sampling and checkpoints use the plain module, which shares its weights:
         # nothing is compiled again for their shapes, and names stay plain. The validation loss has
@@ -181,7 +181,7 @@ def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, T
 def train_step(run: Run, step: int) -> Figures[Tensor]:
     """Take one step of the run; steps count from 1.
 
-    Returns its figures on the device, where they may not be computed yet: reading one waits for
+    Returns its figures on the device, which may not have computed them yet: reading one waits for
     it. If the loss or the norm is not finite, no weight changes.
     """
     config, state, losses = run.config, run.state, []
@@ -192,7 +192,7 @@ def train_step(run: Run, step: int) -> Figures[Tensor]:
         x, y = next(run.batches)  # (B, T) each
         with no_sync(run.model, micro_step < accumulation - 1):
             with run.autocast():
-                loss = run.model(x, y) / accumulation  # so that the gradients' sum is a mean
+                loss = run.model(x, y) / accumulation  # the sum of the gradients is then a mean
             state.scaler.scale(loss).backward()
         losses.append(loss.detach())  # stays on the device: reading it would wait for it
 
@@ -247,7 +247,7 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
     # A run that ends always saves, so that no step is lost.
     if last or stopping or is_due(config.checkpoint_every, step, last):
         save(folder, state, config, world)
-    if not stopping:  # whoever asks a run to stop may not wait for an evaluation
+    if not stopping:  # after a stop signal there may be no time for an evaluation
         val_loss = evaluation.validate(step, last)
         save_if_best(val_loss, folder, state, config, world)
         evaluation.score_hellaswag(step, last)
@@ -265,7 +265,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
     Raises UserError for what cannot be trained, before anything is written unless a corpus goes
     bad or a checkpoint cannot be saved later on; TrainingError at a loss, norm or weight that is
-    not finite, or where the last step was left out; Stopped at a signal before the first step.
+    not finite, or if the last step was left out; Stopped at a signal before the first step.
     """
     stop = stop or StopRequest()
     resumed, config, notes = find_checkpoint(config, world)

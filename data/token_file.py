@@ -8,8 +8,8 @@ import contextlib
 import hashlib
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -159,7 +159,8 @@ class TokenFile:
         self.path, self.n_vocab = path, n_vocab
         self.tokens = count_tokens(path)
         self._is_whole = self.tokens <= max(compared_whole, SAMPLES * SAMPLE)
-        self._file = FileIO(path)
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
         self._content = self._hash(0, self.tokens)
 
     def read(self, starts: Iterable[int], n: int) -> np.ndarray:
@@ -188,7 +189,7 @@ class TokenFile:
         return digest.digest()
 
     def _tokens_at(self, start: int, n: int) -> np.ndarray:
-        content = os.pread(self._file.fileno(), TOKEN_BYTES * n, HEADER_BYTES + TOKEN_BYTES * start)
+        content = os.pread(self._descriptor, TOKEN_BYTES * n, HEADER_BYTES + TOKEN_BYTES * start)
         if len(content) < TOKEN_BYTES * n:
             raise TokenFileChangedError(f"{self.path}: became shorter while in use; {RESTORE}")
         tokens = np.frombuffer(content, dtype="<u2")

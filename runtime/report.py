@@ -117,7 +117,9 @@ def about(seconds: float) -> str:
         if seconds >= 2 * size or unit == "minutes"
     )
     count = seconds / size
-    return f"{count:,.1f} {unit}" if unit == "hours" and count < 10 else f"{count:,.0f} {unit}"
+    if unit == "hours" and count < 10:
+        return f"{count:.1f} hours"
+    return f"{count:,.0f} {unit if round(count) != 1 else unit.removesuffix('s')}"
 
 
 UNKNOWN = "the device could not be measured, or is too busy with other programs"

@@ -423,7 +423,7 @@ def test_a_corpus_that_goes_bad_stops_the_run_and_it_goes_on_once_restored(
     disarm = at_step(
         monkeypatch, lambda call, _: path.write_bytes(good[:3000]) and None if call == 5 else None
     )
-    with refused("was changed or replaced while in use"):
+    with refused("became shorter while in use"):
         go(checkpoint_every=2, max_steps=40)
     assert read_state(newest(here)).step >= 4
     with refused("damaged"):

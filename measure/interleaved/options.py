@@ -1,5 +1,6 @@
 """Options that override those of a training config, and configs for measuring."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -20,7 +21,7 @@ def optional_fields(source: type[Options], *names: str, title: str, none: str) -
     for name in names:
         field = source.model_fields[name]
         kind: Any = field.annotation
-        help_text = (field.description or "").partition(" (none:")[0]
+        help_text = re.sub(r" \((none|default): .*", "", field.description or "")
         described = Field(description=f"{help_text} (none: {none})")
         fields[name] = (Annotated[(kind | None, *field.metadata, described)], None)
     return create_model("Overrides", __base__=Options, __doc__=title, **fields)

@@ -249,7 +249,10 @@ def across(folders: Sequence[str], out: Path) -> None:
         days = re.findall(r'"started": "(.{10})', "".join(summaries))
         about.append(", ".join([name, *sorted(days)[-1:]]))
     stages = list(dict.fromkeys(chain(*found.values())))
-    for name, column in {"A100, published": "a100_ms", "one GPU, published": "gpu_ms"}.items():
+    for name, column in {
+        "A100, published": "a100_tokens_per_sec",
+        "one GPU, published": "gpu_ms",
+    }.items():
         known = [stage for stage in stages if stage in files and bases[stage] in files]
         published = {s: counterpart(files[s], files[bases[s]], column) for s in known}
         found[name] = {stage: Ratio(factor) for stage, factor in published.items() if factor}

@@ -249,7 +249,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
             "over_base": Ratio(1.0) if stage is base else over_base,
             "rounds": len(result.sides[0].tokens_per_sec) if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
-            "a100_over_base": counterpart(stage.file, base.file, "a100_ms"),
+            "a100_over_base": counterpart(stage.file, base.file, "a100_tokens_per_sec"),
             **predicted_figures(predicted, stage.name, base.name),
             "over_first": over_first,
             **summary.model_dump(include=SUMMARIZED),
@@ -286,12 +286,14 @@ def published_factor(ours: Published, theirs: Published) -> float | None:
 
 def counterpart(stage: Path, base: Path, column: str) -> float | None:
     """Return the published factor of the optimizations that a stage of the speedup ladder adds to
-    its base, in another series: `a100_ms` or `gpu_ms`. None if it adds nothing there.
+    its base, in another series: `a100_tokens_per_sec` or `gpu_ms`. None if it adds nothing there.
 
     `stage`, `base`: their configs.
     """
-    ms, base_ms = (getattr(published(path), column) for path in (stage, base))
-    return base_ms / ms if ms and base_ms and ms != base_ms else None
+    ours, theirs = (getattr(published(path), column) for path in (stage, base))
+    if not (ours and theirs) or ours == theirs:
+        return None
+    return theirs / ours if column == "gpu_ms" else ours / theirs
 
 
 def published_difference(stage: Stage) -> float | None:

@@ -55,8 +55,8 @@ class Published(BaseModel, frozen=True):
     device: str | None = None  # that the times are of
     ms_per_step: float | None = None
     tokens_per_sec: float | None = None
-    # of the same optimizations, with those before, in the a100 series and in the list gpu_ms
-    a100_ms: float | None = None
+    # with the same optimizations, in the a100 series and in the list of milliseconds gpu_ms
+    a100_tokens_per_sec: float | None = None
     gpu_ms: float | None = None
 
 
