@@ -93,8 +93,8 @@ def check_has_code(device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     known = torch.cuda.get_arch_list()
     archs = [re.match(r"(sm|compute)_(\d+)(\d)", name) for name in known]
-    for arch in archs:
-        if arch is None:  # not CUDA's
+    for arch in archs or [None]:
+        if arch is None:  # unknown, as on AMD's GPUs
             return
         kind, has = arch[1], (int(arch[2]), int(arch[3]))
         if has <= (major, minor) and (kind == "compute" or has[0] == major):

@@ -63,6 +63,8 @@ def reported(
     except UserError as error:
         exit_with(error, status)
     except KeyboardInterrupt:
+        if launch().local_rank:  # torchrun passes Ctrl-C to all ranks: one line is enough
+            _leave(130)
         exit_with(UserError(interrupted), status=130)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # stdout
@@ -130,11 +132,18 @@ def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
         print(text, file=sys.stderr, flush=True)
     if is_first and lost_rank:
         _wait_for_torchrun(PATIENCE)
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process; at once if it has joined others.
+
+    PyTorch's threads may still wait for another rank then. Python, as it ends, waits for these
+    threads while it holds the lock that they need: the process would never end.
+    """
     distributed = sys.modules.get("torch.distributed")
     if not (distributed and distributed.is_available() and distributed.is_initialized()):
         raise SystemExit(status)
-    # PyTorch's threads may still wait for another rank. Python, as it ends, waits for these threads
-    # while it holds the lock that they need: the process would never end.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody may read it
             stream.flush()

@@ -117,7 +117,6 @@ def failing(ranks, error, patience=0.2):
     [
         ("UserError('wrong here')", "error: {}wrong here"),
         ("OSError(5, 'bad disk', 'mine')", "error: {}mine: bad disk"),
-        ("KeyboardInterrupt", "error: {}interrupted"),
         ("RuntimeError('anything')", "RuntimeError: anything"),
     ],
 )
@@ -128,6 +127,12 @@ def test_a_rank_that_fails_says_why_and_another_that_it_lost_a_rank(error, line,
         assert each.stderr.splitlines()[-1] == last
         assert "Traceback" in each.stderr or each.stderr == f"{last}\n"
         assert each.returncode
+
+
+def test_of_ranks_that_all_get_a_ctrl_c_the_first_one_says_so(tmp_path):
+    done = run_ranks(2, "-c", failing({0, 1}, "KeyboardInterrupt"), cwd=tmp_path)
+    printed = [(each.returncode, each.stderr) for each in done]
+    assert printed == [(130, "error: interrupted\n"), (130, "")]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

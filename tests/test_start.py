@@ -258,6 +258,7 @@ def test_a_gpu_that_is_hidden_is_none(monkeypatch):
         ((12, 1), ["sm_100", "sm_120"], True),
         ((9, 0), ["sm_100", "compute_100"], False),
         ((9, 4), ["gfx942"], True),  # AMD's
+        ((9, 0), [], True),  # not known
     ],
 )
 def test_a_gpu_that_pytorch_has_no_code_for_is_an_error(capability, archs, runs):
