@@ -1,4 +1,4 @@
-"""What a run reports about itself: notes before the first step, figures while it trains, and
+"""A run's report about itself: notes before the first step, figures while it trains, and
 summary.json after the last.
 """
 
@@ -32,7 +32,7 @@ from runtime.world import World
 
 
 def describe_options(config: Config, acting: Config, world: World) -> list[str]:
-    """Return lines on the device, on what is switched on, and on what does less than one expects.
+    """Return lines on the device, the optimizations that are on, and options with less effect here.
 
     `acting`: the options as they act on this device. Raises UserError for what it cannot do.
     """

@@ -49,7 +49,7 @@ OFF = {"false", "none", "null", "0", "0.0", ""}  # values of a stored option, in
 
 
 class Published(BaseModel, frozen=True):
-    """What was published of a stage; None if it was not."""
+    """Published figures of a stage; None if there are none."""
 
     log: str | None = None  # the stem of its log in logs/reference/, or the path of one
     device: str | None = None  # that the times are of
