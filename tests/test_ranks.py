@@ -86,6 +86,14 @@ def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, e
     assert capfd.readouterr().err.startswith(f"rank {rank} waits at localhost:{port} for the other")
 
 
+def test_a_rank_whose_torchrun_has_ended_does_not_wait_for_it(environment):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))  # nobody listens there
+        port = str(free.getsockname()[1])
+        environment(RANK="1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
+        cannot_join(TrainingError, f"torchrun has ended: .* localhost:{port}", timeout=600)
+
+
 # ---- one of them fails
 
 
