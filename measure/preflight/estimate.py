@@ -45,8 +45,9 @@ WORKSPACE = 32 * MB  # cuBLAS's on a GPU; 8 MB before Hopper
 MARGIN = 0.05  # of a GPU's free memory, which its allocator may lose in gaps; not measured
 # Activations of a compiled run over those of an uncompiled one, with recompute_cheap and without:
 # the results of fused operations are not stored. With it measured runs had 0.26 (bf16) to 0.65
-# (fp32), so the peak may be off by a third. Without it the tensors that PyTorch keeps of
-# gpt2_124m at batch_size 64 were counted, for a GPU, not measured: 34.5 GiB at the worst moment.
+# (fp32), so the peak may be off by a third. Without it nothing was measured: Inductor's plan of
+# memory for an H200 has 0.57 (gpt2_124m at batch_size 64, 34.5 GiB), 0.68 (gpt2_124m_fast) and 0.82
+# (gpt2_124m in fp32), extrapolated from 2 and 4 layers. So 0.7 says 42.2 GiB for the first.
 COMPILED = {True: 0.4, False: 0.7}
 
 
