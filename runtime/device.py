@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def choose_device(name: str, started: Launch | None = None) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    """Say why PyTorch cannot use an NVIDIA GPU whose driver is loaded, and what to do."""
+    """Return the reason why PyTorch cannot use an NVIDIA GPU, and the remedy, for a message."""
     if torch.version.cuda is None:
         return (
             f"there is an NVIDIA driver, but this PyTorch ({torch.__version__}) is built without "
@@ -92,8 +93,8 @@ def check_has_code(device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     known = torch.cuda.get_arch_list()
     archs = [re.match(r"(sm|compute)_(\d+)(\d)", name) for name in known]
-    for arch in archs:
-        if arch is None:  # not CUDA's
+    for arch in archs or [None]:
+        if arch is None:  # unknown, as on AMD's GPUs
             return
         kind, has = arch[1], (int(arch[2]), int(arch[3]))
         if has <= (major, minor) and (kind == "compute" or has[0] == major):
@@ -182,6 +183,9 @@ def fsdp_options(device: torch.device, ranks: int, *, bf16: bool) -> dict[str, A
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    # FSDP2 warns of results that are views, such as attention's values (--value_residual), since an
+    # operation in place on one would be wrong; there is none here.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     dtype = torch.bfloat16 if bf16 else None
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return {"mesh": init_device_mesh(device.type, (ranks,)), "mp_policy": policy}

@@ -27,7 +27,7 @@ class UserError(Exception):
     """
 
     status = 2
-    rank: int | None = None  # rank where it happened; None: the rank that prints it
+    rank: int | None = None  # rank that failed, if another rank may print the error
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -63,6 +63,8 @@ def reported(
     except UserError as error:
         exit_with(error, status)
     except KeyboardInterrupt:
+        if launch().local_rank:  # torchrun passes Ctrl-C to all ranks: one line is enough
+            _leave(130)
         exit_with(UserError(interrupted), status=130)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # stdout
@@ -130,11 +132,18 @@ def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
         print(text, file=sys.stderr, flush=True)
     if is_first and lost_rank:
         _wait_for_torchrun(PATIENCE)
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process; at once if it has joined others.
+
+    PyTorch's threads may still wait for another rank then. Python, as it ends, waits for these
+    threads while it holds the lock that they need: the process would never end.
+    """
     distributed = sys.modules.get("torch.distributed")
     if not (distributed and distributed.is_available() and distributed.is_initialized()):
         raise SystemExit(status)
-    # PyTorch's threads may still wait for another rank. Python, as it ends, waits for these threads
-    # while it holds the lock that they need: the process would never end.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody may read it
             stream.flush()
@@ -238,7 +247,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _compiler_problem(text: str, cause: str) -> str:
-    """Return the reason that a compiler gave, and what to install if that is known."""
+    """Return a compiler's own reason, with the package to install if that is known."""
     if "returned non-zero exit status" in text:  # Triton's C compiler, which prints for itself
         return f"the C compiler failed, see its own lines above; if it lacks Python.h, {HEADERS}"
     if "file too short" in text:  # a process was killed while it compiled this file

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -145,6 +146,9 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
             f"was started alone by mistake: unset WORLD_SIZE",
             file=sys.stderr,
         )
+    # A rank that torchrun started just before it was killed would try to reach its store for long.
+    if started.attempt and _refuses(started.address):
+        raise TrainingError(f"torchrun has ended: nobody answers at {started.address}")
     limit = datetime.timedelta(seconds=timeout)
     gpu = device if device.type == "cuda" else None
     if gpu:
@@ -168,6 +172,16 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
             f"and to reach that address, whose port no other program may have, by the network "
             f"interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if set"
         ) from None
+
+
+def _refuses(address: str) -> bool:
+    """Return True if no process listens at the address, False if one does or may do."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def _compare(device: torch.device, started: Launch, alike: Mapping[str, Any]) -> World:

@@ -73,6 +73,7 @@ def do(ranks: int, place: Path, actions: dict[str, Action]) -> dict[str, Any]:
     """Let so many processes do the actions; what they return on rank 0, by the same names."""
     for done in run_ranks(ranks, *orders(place, actions), cwd=place, timeout=2000):
         assert done.returncode == 0, done.stderr
+        assert "Warning: FSDP2" not in done.stderr
     return dict(zip(actions, json.loads((place / "results.json").read_text()), strict=True))
 
 

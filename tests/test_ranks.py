@@ -86,6 +86,14 @@ def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, e
     assert capfd.readouterr().err.startswith(f"rank {rank} waits at localhost:{port} for the other")
 
 
+def test_a_rank_whose_torchrun_has_ended_does_not_wait_for_it(environment):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))  # nobody listens there
+        port = str(free.getsockname()[1])
+        environment(RANK="1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
+        cannot_join(TrainingError, f"torchrun has ended: .* localhost:{port}", timeout=600)
+
+
 # ---- one of them fails
 
 
@@ -117,7 +125,6 @@ def failing(ranks, error, patience=0.2):
     [
         ("UserError('wrong here')", "error: {}wrong here"),
         ("OSError(5, 'bad disk', 'mine')", "error: {}mine: bad disk"),
-        ("KeyboardInterrupt", "error: {}interrupted"),
         ("RuntimeError('anything')", "RuntimeError: anything"),
     ],
 )
@@ -130,6 +137,12 @@ def test_a_rank_that_fails_says_why_and_another_that_it_lost_a_rank(error, line,
         assert each.returncode
 
 
+def test_of_ranks_that_all_get_a_ctrl_c_the_first_one_says_so(tmp_path):
+    done = run_ranks(2, "-c", failing({0, 1}, "KeyboardInterrupt"), cwd=tmp_path)
+    printed = [(each.returncode, each.stderr) for each in done]
+    assert printed == [(130, "error: interrupted\n"), (130, "")]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_loses_another_one_says_so_in_a_line(victim, tmp_path):
     done = run_ranks(2, "-c", failing({victim}, KILLED), cwd=tmp_path)
@@ -139,7 +152,7 @@ def test_a_rank_that_loses_another_one_says_so_in_a_line(victim, tmp_path):
 
 
 def torchrun(tmp_path, *command):
-    """Run a command on two ranks; return the lines with errors and what torchrun says of them."""
+    """Run a command on two ranks; return its lines with errors, and torchrun's root cause."""
     done = run(*TORCHRUN, "--nproc_per_node=2", *command, cwd=tmp_path, before=forks)
     lines, cause = done.stderr.partition("Root Cause")[::2]
     assert done.returncode == 1
@@ -167,12 +180,6 @@ def test_torchrun_names_the_rank_that_failed_and_others_add_at_most_a_line(
     assert rank in ranks
     why = f"error: {'rank 1: ' * rank}wrong" if said else r"Signal 9 \(SIGKILL\)"
     assert re.search(f"^  traceback : {why}", cause, re.MULTILINE)
-
-
-def test_of_ranks_with_the_same_wrong_option_one_says_so(tmp_path):
-    lines, cause = torchrun(tmp_path, ROOT / "train.py", "--n_layer", "0")
-    assert lines == ["error: --n_layer: input should be greater than or equal to 1, not '0'"]
-    assert re.search("traceback : error: (rank 1: )?--n_layer: input", cause)
 
 
 TOGETHER = """if True:

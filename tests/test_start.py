@@ -258,6 +258,7 @@ def test_a_gpu_that_is_hidden_is_none(monkeypatch):
         ((12, 1), ["sm_100", "sm_120"], True),
         ((9, 0), ["sm_100", "compute_100"], False),
         ((9, 4), ["gfx942"], True),  # AMD's
+        ((9, 0), [], True),  # not known
     ],
 )
 def test_a_gpu_that_pytorch_has_no_code_for_is_an_error(capability, archs, runs):
@@ -321,7 +322,7 @@ def test_a_process_has_its_share_of_the_8_cores_of_its_machine(
 
 
 def test_without_sched_getaffinity_all_cores_count(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
     assert cores(system=tmp_path) == os.cpu_count()
 
 
