@@ -17,7 +17,14 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
+from config import (
+    EXCLUDED_BY,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizationConfig,
+    load_config,
+)
 from measure.interleaved.process import in_fresh_process
 from runtime.cli import CONFIG_DIR, ConfigError, find_config, parse, read_yaml_mapping
 from runtime.errors import UserError, why_it_failed
@@ -225,11 +232,11 @@ def make_stage_here(
 def instead_of_bf16(config: Config, device: Mapping[str, Any]) -> list[str]:
     """Return the options that a config takes on a device without bfloat16, a GPU before Ampere.
 
-    fp16 with the loss scaler takes its place; with Muon, which excludes fp16, fp32 does.
+    fp16 with the loss scaler takes its place, or fp32 if the optimizer excludes fp16.
     """
     if not config.bf16 or device.get("bf16", True):
         return []
-    return ["--no-bf16"] + ["--fp16"] * (config.optimizer == "adamw")
+    return ["--no-bf16"] + ["--fp16"] * ("fp16" not in EXCLUDED_BY.get(config.optimizer, {}))
 
 
 def make_stage(name: str, config: str, folder: str, of_runs: Sequence[str]) -> Stage:
