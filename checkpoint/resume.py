@@ -83,17 +83,8 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
         )
     notes = [*world.notes, *skipped]
     if saved:
-        given = config.model_fields_set
         config, changes = resumed_config(config, saved, world.world_size)
         notes += changes
-        # As after the project was moved. `restore` compares the tokens.
-        if "data_dir" not in given and not Path(config.data_dir).is_dir():
-            here = Config.model_fields["data_dir"].default
-            notes.append(
-                f"the corpus is no longer in {config.data_dir}: it is read from "
-                f"{here}/{config.dataset}"
-            )
-            config = config.model_copy(update={"data_dir": here})
     elif config.resume is not None:
         # Only now are the options known to be those of a new run, and judged as such.
         config = load(Config, config.model_dump(exclude_unset=True) | {"resume": None})
@@ -122,11 +113,11 @@ def _find_checkpoint(
     elif resume is None:
         return None, []
     if named:
-        saved = _read_own(named, run)
-        latest = all_checkpoints(run)[-1]
-        if step_of(latest) > saved.step:
+        saved = read_state(named)
+        later = [path for path in all_checkpoints(run) if step_of(path) > saved.step]
+        if later:
             raise UserError(
-                f"--resume {resume}: {run} has later checkpoints, up to {latest.name}, whose "
+                f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
                 f"steps would be taken again; move them away first, or begin a new run with "
                 f"--init_from {shlex.quote(str(resume))}"
             )
@@ -143,24 +134,10 @@ def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
     skipped: list[str] = []
     for folder in reversed(all_checkpoints(run)):
         try:
-            return _read_own(folder, run), skipped
+            return read_state(folder), skipped
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
     return None, skipped
-
-
-def _read_own(folder: Path, run: Path) -> SavedState:
-    """Read a checkpoint's state. Raises UserError if it was renamed, or is of another run."""
-    saved, own = read_state(folder), RunFolder(run).run_id()
-    # By its name a save takes a step for saved, and keep_last and sampling choose.
-    if folder.name not in (f"step_{saved.step:06d}", f"best_{saved.step:06d}"):
-        raise UserError(f"{folder}: was renamed; rename it to step_{saved.step:06d}")
-    if own and saved.run_id and saved.run_id != own:
-        raise UserError(
-            f"{folder}: is of another run than the one in {run}; move it away, or begin a new run "
-            f"with --init_from {shlex.quote(str(folder))}"
-        )
-    return saved
 
 
 def check_same_tokens(folder: str, corpus: str, world: World) -> None:
@@ -267,11 +244,8 @@ def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: W
         run.resume(saved.step, log_every, saved.folder, config.keep_last, saved.not_logged)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]
     else:
-        aside, init_from = run.create(), Path(config.init_from)
+        aside = run.create()
         notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-        if aside and init_from.is_relative_to(run.path):  # it has been moved as well
-            moved = aside / init_from.relative_to(run.path)
-            config = config.model_copy(update={"init_from": str(moved)})
     # First: ranks that are started again at this moment find the run by it.
     run.write_calls(world.calls)
     run.write_config(config.to_yaml())

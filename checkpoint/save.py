@@ -73,7 +73,6 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
         tokens_per_step=tokens_per_step,
         corpus=state.corpus,
         random=world.gather(take_random_state(world.device)),
-        run_id=run.run_id(),
         not_logged=run.not_logged,
         config=options,
     )

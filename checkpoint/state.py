@@ -31,7 +31,7 @@ from model import GPT
 from runtime.clock import mark_time, seconds_between
 from runtime.errors import UserError
 from runtime.recent import NO_LIMITS, Recent
-from runtime.runlog import LogRow, step_of
+from runtime.runlog import LogRow
 
 T = TypeVar("T", Tensor, float)
 # attributes of State that checkpoint.json has under the same names
@@ -100,7 +100,7 @@ class State:
     @property
     def is_saved(self) -> bool:
         """True if there is a checkpoint of the current step."""
-        return self.checkpoint is not None and step_of(self.checkpoint) == self.step
+        return self.checkpoint is not None and self.checkpoint.name.endswith(f"_{self.step:06d}")
 
     def begin_step(self, device: torch.device) -> int:
         """Remember the random states, which the step changes; returns the step's number."""
@@ -299,7 +299,6 @@ class SavedState(BaseModel):
     config: dict[str, Any]
     scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16
     random: list[dict[str, Any]]  # of each rank
-    run_id: str | None = None  # of RunFolder; None in checkpoints of an earlier version
     not_logged: LogRow | None = None  # the row of a step that log.csv did not take
 
 
