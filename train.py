@@ -83,7 +83,7 @@ def setup(
     device, memory_before = world.device, memory_before_mb(world.device)
     make_repeatable(device)
     torch.manual_seed(config.seed)
-    config, model = world.raise_on_all(lambda: build_model(config, resumed))
+    config, model = world.raise_on_all(lambda: build_model(config, resumed is not None))
     torch.manual_seed(config.seed + world.rank)  # from here on for dropout, where ranks differ
     # What this device and so many ranks make of the options.
     acting = config.on_device(device.type, world.world_size)

@@ -1,18 +1,15 @@
 """Find the checkpoint to resume from, merge its options with the given ones, restore its state."""
 
+import functools
 import shlex
 from pathlib import Path
 
-import torch
-
-from checkpoint.files import OPTIMIZER, CheckpointError, read_part, refusing
+from checkpoint.files import CheckpointError, refusing
 from checkpoint.state import SavedState, State, put_random_state, read_state
 from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
-from model import GPT
 from runtime.cli import ConfigError, load
 from runtime.errors import UserError
-from runtime.recent import Recent
 from runtime.runlog import RunFolder, all_checkpoints, step_of
 from runtime.world import World, describe_ranks
 
@@ -32,11 +29,10 @@ def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World)
 def restore(
     saved: SavedState | None, state: State, corpus: str, config: Config, world: World
 ) -> None:
-    """Note the fingerprint of the training tokens; if the run resumes, restore its optimizers, loss
-    scaler, counts and random states.
+    """Note the fingerprint of the training tokens; if the run resumes, restore all of its state.
 
-    The model has its weights. Raises UserError on all ranks unless they have the same tokens,
-    CheckpointError for what does not fit.
+    Raises UserError on all ranks unless they have the same tokens, CheckpointError for a state that
+    does not fit.
     """
     state.corpus, folder = corpus, f"{config.data_dir}/{config.dataset}"
     check_same_tokens(folder, corpus, world)
@@ -47,44 +43,20 @@ def restore(
             f"{saved.folder} was trained on another corpus than {folder}: its fingerprint is "
             f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or begin a new run"
         )
-    load_optimizers(saved.folder, state.model, state.optimizers)
-    # Without state only if all steps were left out. In fp16 earlier versions did not count them:
-    # their scaler's growth_tracker was then 0.
-    updated = saved.step > saved.skipped_steps and saved.scaler.get("_growth_tracker", 1)
-    if updated and not state.optimizers[0].state:
-        raise CheckpointError(f"{saved.folder}: the optimizer's state is missing")
+    for name in state.tensors():
+        file = saved.folder / name
+        if not file.exists():
+            raise CheckpointError(
+                f"{saved.folder}: has no {name}; leave out the option that needs it, or begin a "
+                f"new run with --init_from"
+            )
+        world.raise_on_all(functools.partial(state.load, file))
     # Those of another version of PyTorch, NumPy or Python can raise anything.
     with refusing(f"{saved.folder}: its scaler or random states do not fit", Exception):
-        if saved.scaler:
-            state.scaler.load_state_dict(saved.scaler)
+        state.load_numbers(saved)
         if world.rank < len(saved.random):  # a rank that is new keeps its seed
             put_random_state(saved.random[world.rank], world.device)
-    counts = "step best_val_loss skipped_steps skipped_overflows skipped_spikes seconds"
-    for name in counts.split():
-        setattr(state, name, getattr(saved, name))
-    state.recent, state.checkpoint = Recent(saved.recent), saved.folder
-
-
-def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Restore the optimizers' state. Raises CheckpointError if it does not fit."""
-    tensors = read_part(folder, OPTIMIZER, model)
-    names = {p: name for name, p in model.named_parameters()}
-    for optimizer in optimizers if tensors else []:  # else every step so far was left out
-        is_adamw = isinstance(optimizer, torch.optim.AdamW)
-        averages = ("exp_avg", "exp_avg_sq") if is_adamw else ("momentum_buffer",)
-        state = {}
-        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            shapes = dict.fromkeys(averages, p.shape) | {"step": torch.Size()}
-            state[index] = {
-                kind: tensors.get(f"{names[p]}/{kind}", torch.empty(0)).clone()  # may be mapped
-                for kind in shapes
-            }
-            for kind, tensor in state[index].items():
-                if (tensor.shape, tensor.dtype) != (shapes[kind], p.dtype):
-                    raise CheckpointError(
-                        f"{folder}: the optimizer's state does not fit the model's {names[p]}"
-                    )
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    state.checkpoint = saved.folder
 
 
 # ---- finding the checkpoint
@@ -111,17 +83,8 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
         )
     notes = [*world.notes, *skipped]
     if saved:
-        given = config.model_fields_set
         config, changes = resumed_config(config, saved, world.world_size)
         notes += changes
-        # As after the project was moved. `restore` compares the tokens.
-        if "data_dir" not in given and not Path(config.data_dir).is_dir():
-            here = Config.model_fields["data_dir"].default
-            notes.append(
-                f"the corpus is no longer in {config.data_dir}: it is read from "
-                f"{here}/{config.dataset}"
-            )
-            config = config.model_copy(update={"data_dir": here})
     elif config.resume is not None:
         # Only now are the options known to be those of a new run, and judged as such.
         config = load(Config, config.model_dump(exclude_unset=True) | {"resume": None})
@@ -150,11 +113,11 @@ def _find_checkpoint(
     elif resume is None:
         return None, []
     if named:
-        saved = _read_own(named, run)
-        latest = all_checkpoints(run)[-1]
-        if step_of(latest) > saved.step:
+        saved = read_state(named)
+        later = [path for path in all_checkpoints(run) if step_of(path) > saved.step]
+        if later:
             raise UserError(
-                f"--resume {resume}: {run} has later checkpoints, up to {latest.name}, whose "
+                f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
                 f"steps would be taken again; move them away first, or begin a new run with "
                 f"--init_from {shlex.quote(str(resume))}"
             )
@@ -171,24 +134,10 @@ def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
     skipped: list[str] = []
     for folder in reversed(all_checkpoints(run)):
         try:
-            return _read_own(folder, run), skipped
+            return read_state(folder), skipped
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
     return None, skipped
-
-
-def _read_own(folder: Path, run: Path) -> SavedState:
-    """Read a checkpoint's state. Raises UserError if it was renamed, or is of another run."""
-    saved, own = read_state(folder), RunFolder(run).run_id()
-    # By its name a save takes a step for saved, and keep_last and sampling choose.
-    if folder.name not in (f"step_{saved.step:06d}", f"best_{saved.step:06d}"):
-        raise UserError(f"{folder}: was renamed; rename it to step_{saved.step:06d}")
-    if own and saved.run_id and saved.run_id != own:
-        raise UserError(
-            f"{folder}: is of another run than the one in {run}; move it away, or begin a new run "
-            f"with --init_from {shlex.quote(str(folder))}"
-        )
-    return saved
 
 
 def check_same_tokens(folder: str, corpus: str, world: World) -> None:
@@ -275,8 +224,8 @@ def _describe_changes(saved: SavedState, resumed: Config) -> list[str]:
 def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
     """Create the run's folder, or take it up after the checkpoint's step; returns notes.
 
-    All ranks have to call this. Raises UserError if another run is writing to the folder, and with
-    fsdp if not every rank sees it. A new run that cannot be written leaves everything as it was.
+    All ranks have to call this. Raises UserError if another run is writing to the folder. A new
+    run that cannot be written leaves everything as it was.
     """
     notes = world.on_rank0(lambda: _open_run(run, config, saved, world))
     if others := _others((run.path / "config.yaml").exists(), world):
@@ -284,9 +233,6 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
             f"{run.path} is not there for {describe_ranks(others)}; put --log_dir on a file system "
             f"that all machines share"
         )
-        if config.fsdp and config.keep_last:
-            world.on_rank0(run.abandon)
-            raise UserError(f"{problem}, as every rank saves its shards, or set --keep_last 0")
         notes.append(f"{problem}, else the run cannot resume after a fault")
     return notes
 
@@ -298,11 +244,8 @@ def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: W
         run.resume(saved.step, log_every, saved.folder, config.keep_last, saved.not_logged)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]
     else:
-        aside, init_from = run.create(), Path(config.init_from)
+        aside = run.create()
         notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-        if aside and init_from.is_relative_to(run.path):  # it has been moved as well
-            moved = aside / init_from.relative_to(run.path)
-            config = config.model_copy(update={"init_from": str(moved)})
     # First: ranks that are started again at this moment find the run by it.
     run.write_calls(world.calls)
     run.write_config(config.to_yaml())

@@ -16,14 +16,12 @@ import numpy as np
 import torch
 
 from checkpoint.files import (
-    MODEL,
-    OPTIMIZER,
     STATE,
     SUMS,
     CheckpointError,
     Tensors,
+    gather_whole,
     own_part,
-    write_shards,
     write_tensors,
 )
 from checkpoint.state import SavedState, State, TakenStep, take_random_state
@@ -69,18 +67,14 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     for name in Config.names_marked(PATH):
         options[name] = options[name] and str(Path(options[name]).resolve())
     saved = SavedState(
-        **vars(state)  # SavedState takes what it has too, and ignores the rest
-        | {
-            "folder": run.path / f"checkpoints/step_{state.step:06d}",
-            "tokens": state.step * tokens_per_step,
-            "tokens_per_step": tokens_per_step,
-            "recent": state.recent.figures,
-            "scaler": state.scaler.state_dict(),
-            "random": world.gather(take_random_state(world.device)),
-            "run_id": run.run_id(),
-            "not_logged": run.not_logged,
-            "config": options,
-        }
+        **state.numbers(),
+        folder=run.path / f"checkpoints/step_{state.step:06d}",
+        tokens=state.step * tokens_per_step,
+        tokens_per_step=tokens_per_step,
+        corpus=state.corpus,
+        random=world.gather(take_random_state(world.device)),
+        not_logged=run.not_logged,
+        config=options,
     )
     state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
     run.message(f"saved {state.checkpoint}")
@@ -91,60 +85,41 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint `saved.folder` of a run; returns this folder.
 
-    All ranks have to call this; with FSDP each writes its shards. Of the run's checkpoints the
-    `keep_last` newest are kept. Raises NotSavedError, and those that are kept are then as before.
+    All ranks have to call this; rank 0 writes. The `keep_last` newest checkpoints of the run are
+    kept. If it raises NotSavedError, these are unchanged.
     """
     folder = saved.folder
+    files = {file: gather_whole(part, world.rank) for file, part in state.tensors().items()}
 
-    def begin() -> Path:
+    def write() -> None:
         with contextlib.suppress(OSError):  # there may be room all the same
             # First, as the disk may be full of what goes.
             delete(not_kept(run, keep_last - 1, before=saved.step, whole=state.checkpoint))
             flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
-        return on_rank0.enter_context(whole_folder(folder, replace=True))
-
-    def finish() -> None:
-        on_rank0.close()
+        with whole_folder(folder, replace=True) as unfinished:
+            _write(unfinished, files, saved)
         delete(not_kept(run, keep_last, before=saved.step + 1, whole=folder))
 
     try:
-        with contextlib.ExitStack() as on_rank0:
-            _write(world.on_rank0(begin), state, saved, world)
-            world.on_rank0(finish)
-    except (OSError, TrainingError) as error:
+        world.on_rank0(write)
+    except OSError as error:
         raise NotSavedError(f"{folder}: cannot be written: {error}") from None
     return folder
 
 
-def _write(folder: Path, state: State, saved: SavedState, world: World) -> None:
-    """Write all files of a checkpoint, with FSDP each rank its shards.
-
-    All ranks have to call this. Raises OSError or TrainingError on all of them.
-    """
-    # First of all: after an evaluation this makes FSDP shard again what it has gathered.
-    weights = state.model.state_dict()
-    if state.model.config.tie_weights:
-        del weights["lm_head.weight"]
-    sums, files = "", dict[str, Tensors]()
-    for part, tensors in {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}.items():
-        if saved.config["fsdp"] and tensors:  # else no optimizer has taken a step yet
-            sums += write_shards(folder / part, tensors, world)
-        else:
-            files[f"{part}.safetensors"] = tensors
+def _write(folder: Path, files: dict[str, Tensors], saved: SavedState) -> None:
+    """Write all files of a checkpoint. Raises OSError."""
 
     def write_file(name: str) -> str:
         write_tensors(folder / name, files[name])
-        return f"{sha256(folder / name)}  {name}\n"
+        return sha256(folder / name)
 
-    def write_rest() -> None:
-        with ThreadPoolExecutor() as pool:  # one is copied while the other is hashed and flushed
-            lines = [*pool.map(write_file, files)]
-        text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
-        write_whole(folder / STATE, f"{text}\n")
-        lines.append(f"{sha256(folder / STATE)}  {STATE}\n")
-        write_whole(folder / SUMS, sums + "".join(lines))
-
-    world.on_rank0(write_rest)
+    with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
+        digests = dict(zip(files, pool.map(write_file, files), strict=True))
+    text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
+    write_whole(folder / STATE, f"{text}\n")
+    digests[STATE] = sha256(folder / STATE)
+    write_whole(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
 def save_if_best(

@@ -3,7 +3,7 @@
 import base64
 import math
 import random
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -13,14 +13,36 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from checkpoint.files import STATE, Tensors, read_json, reading, verify
+from checkpoint.files import (
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    CheckpointError,
+    Tensors,
+    copy_tensors,
+    read_json,
+    read_tensors,
+    reading,
+    shard_like,
+    verify,
+)
 from config import Config
 from model import GPT
 from runtime.clock import mark_time, seconds_between
+from runtime.errors import UserError
 from runtime.recent import NO_LIMITS, Recent
-from runtime.runlog import LogRow, step_of
+from runtime.runlog import LogRow
 
 T = TypeVar("T", Tensor, float)
+# attributes of State that checkpoint.json has under the same names
+COUNTS = (
+    "step",
+    "best_val_loss",
+    "skipped_steps",
+    "skipped_overflows",
+    "skipped_spikes",
+    "seconds",
+)
 
 
 class Figures(NamedTuple, Generic[T]):
@@ -78,7 +100,7 @@ class State:
     @property
     def is_saved(self) -> bool:
         """True if there is a checkpoint of the current step."""
-        return self.checkpoint is not None and step_of(self.checkpoint) == self.step
+        return self.checkpoint is not None and self.checkpoint.name.endswith(f"_{self.step:06d}")
 
     def begin_step(self, device: torch.device) -> int:
         """Remember the random states, which the step changes; returns the step's number."""
@@ -89,19 +111,20 @@ class State:
         """Return whether to make a step's update; if so, weights change from here on.
 
         There is none if loss or norm is not finite, or a spike that `skip_spikes` leaves out. Fused
-        AdamW skips such an update on the device, so nothing has to wait; in fp16 the scaler tells
-        it. Other optimizers wait for the two figures.
+        optimizers skip such an update on the device, so nothing has to wait; in fp16 the scaler
+        tells them. Other optimizers wait for the two figures.
         """
         # The device computes this step's gradients meanwhile, so it is not idle.
         self.settle(config)
         skips_spikes = self.skipped_spikes < config.skip_spikes
         limits = self.recent.limits() if skips_spikes else NO_LIMITS
-        adamw, *muon = self.optimizers
-        reads_first = muon or config.fsdp or (config.fp16 and config.skip_spikes)
-        if adamw.defaults["fused"] and not reads_first and figures.loss.device.type != "mps":
+        fused = all(optimizer.defaults.get("fused") for optimizer in self.optimizers)
+        reads_first = config.fsdp or (config.fp16 and config.skip_spikes)
+        if fused and not reads_first and figures.loss.device.type != "mps":
             is_sound = (figures.loss <= limits[0]) & (figures.norm <= limits[1])  # not if nan
-            # The kernel leaves all as it is where this is 1; GradScaler sets it too.
-            adamw.found_inf = (~is_sound).float()  # type: ignore[attr-defined]
+            for optimizer in self.optimizers:
+                # If this is 1, a fused kernel changes nothing; GradScaler sets it too.
+                optimizer.found_inf = (~is_sound).float()  # type: ignore[attr-defined]
             self.is_updating = True
         else:
             loss, norm, *_ = torch.stack(figures).tolist()
@@ -155,7 +178,41 @@ class State:
         if self.before_step and self.before_step[0] == self.step:
             put_random_state(self.before_step[1], device)
 
-    def optimizer_tensors(self) -> Tensors:
+    def tensors(self) -> dict[str, Tensors]:
+        """Return all tensors of the run that a checkpoint keeps, by file and name.
+
+        Saving, resuming, check.py, the estimate and the tests go over this: another file is one
+        more entry, whose tensors exist from the first step on. All ranks have to call it.
+        """
+        weights = self.model.state_dict()  # after an evaluation this makes FSDP shard them again
+        if self.model.config.tie_weights:
+            del weights["lm_head.weight"]
+        return {MODEL: weights, OPTIMIZER: self._optimizer_tensors()}
+
+    def load(self, file: Path) -> None:
+        """Restore the tensors in a file. Raises CheckpointError if it is damaged or does not fit.
+
+        Each rank reads all of it, and keeps its shards.
+        """
+        if file.name == OPTIMIZER:  # whose tensors do not exist yet
+            self._load_optimizers(file, read_tensors(file))
+        else:
+            copy_tensors(read_tensors(file), self.tensors()[file.name], file)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the rest of the state, except random states, as checkpoint.json has it."""
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return counts | {"recent": self.recent.figures, "scaler": self.scaler.state_dict()}
+
+    def load_numbers(self, saved: "SavedState") -> None:
+        """Restore `numbers`. Raises any Exception for a scaler's state that does not fit."""
+        for name in COUNTS:
+            setattr(self, name, getattr(saved, name))
+        self.recent = Recent(saved.recent)
+        if saved.scaler:
+            self.scaler.load_state_dict(saved.scaler)
+
+    def _optimizer_tensors(self) -> Tensors:
         """Return the optimizers' state as named tensors, `<parameter>/<name of the state>`."""
         return {
             f"{name}/{key}": value
@@ -163,6 +220,30 @@ class State:
             for name, p in self.model.named_parameters()
             for key, value in optimizer.state.get(p, {}).items()
         }
+
+    def _load_optimizers(self, file: Path, tensors: Tensors) -> None:
+        """Restore the optimizers' state. What an optimizer keeps is the same for each of its
+        parameters: scalars, and tensors of the parameter's shape.
+        """
+        kept = defaultdict[str, Tensors](dict)  # by parameter; empty if every step was left out
+        for name, tensor in tensors.items():
+            parameter, _, key = name.partition("/")
+            kept[parameter][key] = tensor
+        names = {p: name for name, p in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            for p in params:
+                fits = kept[names[p]].keys() == kept[names[params[0]]].keys()
+                for key, tensor in kept[names[p]].items():
+                    fits &= tensor.shape in (p.shape, ()) and tensor.dtype == p.dtype
+                    if tensor.shape == p.shape:
+                        kept[names[p]][key] = shard_like(tensor, p)
+                if not fits:
+                    raise CheckpointError(
+                        f"{file}: the optimizer's state does not fit the model's {names[p]}"
+                    )
+            state = {i: kept[names[p]] for i, p in enumerate(params) if kept[names[p]]}
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
 def _generator(device: torch.device) -> Any:
@@ -218,12 +299,16 @@ class SavedState(BaseModel):
     config: dict[str, Any]
     scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16
     random: list[dict[str, Any]]  # of each rank
-    run_id: str | None = None  # of RunFolder; None in checkpoints of an earlier version
     not_logged: LogRow | None = None  # the row of a step that log.csv did not take
 
 
-def read_state(folder: Path, *parts: str) -> SavedState:
-    """Read checkpoint.json, after `verify`. Raises CheckpointError."""
-    verify(folder, *parts)
+def read_state(folder: Path, *files: str) -> SavedState:
+    """Read checkpoint.json, after `verify`. Raises CheckpointError, UserError for an old format."""
+    if (folder / "model").is_dir():
+        raise UserError(
+            f"{folder}: written by --fsdp of an earlier version, in shards; git checkout f719225 "
+            f"reads it: resume it there with one process or DDP, whose next checkpoint fits here"
+        )
+    verify(folder, *files)
     with reading(folder / STATE):
         return SavedState(**read_json(folder / STATE) | {"folder": folder})

@@ -14,7 +14,6 @@ import shlex
 import shutil
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -110,7 +109,6 @@ class RunFolder:
                 self._undo.callback(shutil.rmtree, self.path, ignore_errors=True)
                 self.path.mkdir(parents=True)
                 self._hold()
-                write_whole(self.path / ".run_id", uuid.uuid4().hex)
                 write_rows(self.path / "log.csv", LOG_COLUMNS, [])
                 self._open_console()
             except BaseException:
@@ -399,11 +397,6 @@ class RunFolder:
     def is_finished(self) -> bool:
         """True if a run has ended here."""
         return (self.path / "summary.json").exists()
-
-    def run_id(self) -> str | None:
-        """Return what tells the run from all others; None in a folder of an earlier version."""
-        path = self.path / ".run_id"
-        return path.read_text(errors="replace") if path.exists() else None
 
     def was_started_by(self, calls: Sequence[str]) -> bool:
         """True if one of these calls of torchrun has begun or resumed the run before."""

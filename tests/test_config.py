@@ -194,7 +194,7 @@ FLAG_MISTAKES = """
 --seq_len 2048 => --seq_len: .. 2048 .. block_size 1024
 --bf16 --fp16 => --fp16: .. bf16 and fp16 .. choose one
 --optimizer muon --fp16 => --optimizer: muon excludes fp16 .. use bf16
---optimizer=muon --fsdp => --optimizer: .. fsdp .. DDP, or adamw
+--optimizer=muon --fsdp => --optimizer: muon excludes fsdp .. DDP, or adamw
 --min_lr 1e-3 => --min_lr: .. 0.001 .. lr 0.0003
 --real_vocab_size 60000 => --real_vocab_size: .. 60000 .. vocab_size 50257
 --total_batch_tokens 10000 => --total_batch_tokens: .. 8,192 or 12,288

@@ -17,7 +17,14 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
+from config import (
+    EXCLUDED_BY,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizationConfig,
+    load_config,
+)
 from measure.interleaved.options import to_flags
 from measure.interleaved.process import in_fresh_process
 from runtime.cli import (
@@ -318,10 +325,11 @@ def instead_of_bf16(
 ) -> list[str]:
     """Return the options that a config takes on a device without bfloat16, a GPU before Ampere.
 
-    fp16 with the loss scaler takes its place; with Muon, which excludes fp16, fp32 does. An earlier
+    fp16 with the loss scaler takes its place, or fp32 if the optimizer excludes fp16. An earlier
     run, `ran`, decides in place of the device.
     """
-    has_bf16, fp16 = device.get("bf16", True), config.optimizer == "adamw"
+    has_bf16 = device.get("bf16", True)
+    fp16 = "fp16" not in EXCLUDED_BY.get(config.optimizer, {})
     if ran:
         has_bf16, fp16 = ran.bf16, ran.fp16
     return [] if has_bf16 or not config.bf16 else ["--no-bf16", *["--fp16"] * fp16]
