@@ -4,14 +4,12 @@ shrinks, a moved project, odd names.
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-import data.pydocs
 from config import load_config
 from data.prepare import prepare_if_missing
 from data.token_file import TokenFileError, write_corpus, write_token_file
