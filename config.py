@@ -301,7 +301,7 @@ class RunConfig(Options):
     requirements-track.txt)
     """
     wandb: bool = False
-    """send what is logged to Weights & Biases too; without an account it is kept offline (pip
+    """send what is logged to Weights & Biases too; without an account it stays offline (pip
     install -r requirements-track.txt)
     """
     resume: Annotated[Name | None, THIS_CALL] = None
@@ -435,7 +435,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """Return the precision of fp32 matmuls, as PyTorch names it; `tf32` is short for `high`."""
         return "high" if self.tf32 else self.matmul_precision
 
-    def alike(self) -> dict[str, Any]:
+    def must_match(self) -> dict[str, Any]:
         """Return the options that have to be the same on all ranks; folders may differ."""
         return self.model_dump(mode="json", exclude={"data_dir", "hellaswag_file", "log_dir"})
 

@@ -16,7 +16,7 @@ from checkpoint.files import (
 )
 from config import ARCHITECTURE, Config
 from model import GPTConfig
-from runtime.files import write_whole
+from runtime.files import write_atomic
 
 HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights there
 WEIGHTS = "model.safetensors"
@@ -165,7 +165,7 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
         "use_cache": True,
     }
     options |= {name: getattr(config, ours) for name, ours in OPTIONS.items()}
-    write_whole(folder / "config.json", json.dumps(options, indent=2) + "\n")
+    write_atomic(folder / "config.json", json.dumps(options, indent=2) + "\n")
     theirs = transpose_conv1d(weights)
     for name in ("transformer.wte.weight", "lm_head.weight"):
         theirs[name] = theirs[name][: config.n_vocab]

@@ -10,6 +10,7 @@ from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
 from runtime.cli import ConfigError, load
 from runtime.errors import UserError
+from runtime.launch import launch
 from runtime.runlog import RunFolder, all_checkpoints, step_of
 from runtime.world import World, describe_ranks
 
@@ -65,17 +66,20 @@ def restore(
 def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Config, list[str]]:
     """Find the checkpoint that `resume` means; returns it, the run's config, and notes.
 
-    It is None if the run begins at its first step. All ranks have to call this, and get what rank 0
-    finds. Ranks that torchrun has started again, after some died or a machine came or went, resume
-    the run without being told to. Raises UserError or CheckpointError if `resume` names a
-    checkpoint that is absent, damaged, not the newest or not seen by all ranks; ConfigError for
-    options that contradict it or, in a new run, each other.
+    It is None if the run begins at its first step. All ranks have to call this, and get rank 0's
+    result. Raises UserError or CheckpointError if `resume` names a checkpoint that is absent,
+    damaged, not the newest or not seen by all ranks; ConfigError for options that contradict it or,
+    in a new run, each other.
     """
+    if launch().max_restarts and config.resume is None:
+        raise UserError(
+            "--max_restarts: after a fault torchrun starts the same command again, which would "
+            "begin a new run; add --resume auto"
+        )
     run = Path(f"{config.log_dir}/{config.run_name}")
-    saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config, world))
+    saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config))
     folder = saved.folder if saved else run / "checkpoints"
-    resumes = saved or config.resume or RunFolder(run).was_started_by(world.calls)
-    if others := _others(bool(resumes) and folder.is_dir(), world):
+    if others := _others(bool(config.resume) and folder.is_dir(), world):
         raise CheckpointError(
             f"{folder} is there for rank 0 but not for {describe_ranks(others)}, or the other "
             f"way round: a run on several machines resumes where all see its folder; put --log_dir "
@@ -94,12 +98,12 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     return saved, config, notes
 
 
-def _find_checkpoint(
-    run: Path, config: Config, world: World
-) -> tuple[SavedState | None, list[str]]:
-    """Find what `resume` names, else the newest checkpoint of `run`; returns notes too."""
+def _find_checkpoint(run: Path, config: Config) -> tuple[SavedState | None, list[str]]:
+    """Find the checkpoint named by `resume`, else the newest of `run`; returns notes too."""
     resume, named = config.resume, None
-    is_named = resume not in (None, "auto")
+    if resume is None:
+        return None, []
+    is_named = resume != "auto"
     if is_named:
         path = find_folder(str(resume), config.log_dir)
         if not path:
@@ -108,10 +112,6 @@ def _find_checkpoint(
                 f"or one of its checkpoints/step_*, or begin a new run with --init_from"
             )
         run, named = run_and_checkpoint(path)
-    if RunFolder(run).was_started_by(world.calls):
-        named = None  # the run has saved since: its newest checkpoint counts
-    elif resume is None:
-        return None, []
     if named:
         saved = read_state(named)
         later = [path for path in all_checkpoints(run) if step_of(path) > saved.step]
@@ -239,14 +239,10 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
 
 def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
     if saved:
-        # A run that is over keeps its last row, whatever log_every says.
-        log_every = 1 if config.is_over(saved.step, saved.seconds) else config.log_every
-        run.resume(saved.step, log_every, saved.folder, config.keep_last, saved.not_logged)
+        run.resume(saved.step, saved.folder, config.keep_last)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]
     else:
         aside = run.create()
         notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-    # First: ranks that are started again at this moment find the run by it.
-    run.write_calls(world.calls)
     run.write_config(config.to_yaml())
     return notes

@@ -27,8 +27,8 @@ from checkpoint.files import (
 from checkpoint.state import SavedState, State, TakenStep, take_random_state
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
-from runtime.files import delete, flush_to_disk, sha256, whole_folder, write_whole
-from runtime.runlog import LogRow, RunFolder, all_checkpoints, not_kept, step_of
+from runtime.files import atomic_folder, delete, flush_to_disk, sha256, write_atomic
+from runtime.runlog import LogRow, RunFolder, all_checkpoints, step_of, to_delete
 from runtime.world import World, describe_ranks
 
 
@@ -73,7 +73,6 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
         tokens_per_step=tokens_per_step,
         corpus=state.corpus,
         random=world.gather(take_random_state(world.device)),
-        not_logged=run.not_logged,
         config=options,
     )
     state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
@@ -94,11 +93,11 @@ def save_checkpoint(
     def write() -> None:
         with contextlib.suppress(OSError):  # there may be room all the same
             # First, as the disk may be full of what goes.
-            delete(not_kept(run, keep_last - 1, before=saved.step, whole=state.checkpoint))
+            delete(to_delete(run, keep_last - 1, before=saved.step, protect=state.checkpoint))
             flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
-        with whole_folder(folder, replace=True) as unfinished:
+        with atomic_folder(folder, replace=True) as unfinished:
             _write(unfinished, files, saved)
-        delete(not_kept(run, keep_last, before=saved.step + 1, whole=folder))
+        delete(to_delete(run, keep_last, before=saved.step + 1, protect=folder))
 
     try:
         world.on_rank0(write)
@@ -117,9 +116,9 @@ def _write(folder: Path, files: dict[str, Tensors], saved: SavedState) -> None:
     with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
         digests = dict(zip(files, pool.map(write_file, files), strict=True))
     text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
-    write_whole(folder / STATE, f"{text}\n")
+    write_atomic(folder / STATE, f"{text}\n")
     digests[STATE] = sha256(folder / STATE)
-    write_whole(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    write_atomic(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
 def save_if_best(
@@ -140,7 +139,7 @@ def save_if_best(
 
 def _keep_best(folder: Path) -> None:
     best = folder.with_name(f"best_{step_of(folder):06d}")
-    with whole_folder(best, replace=True) as unfinished:
+    with atomic_folder(best, replace=True) as unfinished:
         shutil.copytree(folder, unfinished, copy_function=_link_or_copy, dirs_exist_ok=True)
     delete(path for path in all_checkpoints(folder.parent.parent, "best") if path != best)
 
@@ -181,7 +180,7 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
             tokens_per_sec = config.tokens_per_step(world.world_size) / taken.seconds
             dt_ms = taken.seconds * 1e3
             row = LogRow(step, figures.loss, taken.lr, figures.norm, dt_ms, tokens_per_sec)
-            run.log(row, config.last_step)
+            run.log(row, config.last_step, figures._asdict())
         run.message(*taken.notes)
     return problem
 
@@ -229,7 +228,7 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
                 traceback.clear_frames(error.__traceback__)
                 state.undo_step(world.device)
                 state.settle(config)
-                with contextlib.suppress(OSError):  # the checkpoint has the row, run.not_logged
+                with contextlib.suppress(OSError):  # the disk may be full
                     log_steps(run, state, config, world)
                 save(run, state, config, world)
             except Exception as another:

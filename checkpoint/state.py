@@ -31,7 +31,6 @@ from model import GPT
 from runtime.clock import mark_time, seconds_between
 from runtime.errors import UserError
 from runtime.recent import NO_LIMITS, Recent
-from runtime.runlog import LogRow
 
 T = TypeVar("T", Tensor, float)
 # attributes of State that checkpoint.json has under the same names
@@ -299,7 +298,6 @@ class SavedState(BaseModel):
     config: dict[str, Any]
     scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16
     random: list[dict[str, Any]]  # of each rank
-    not_logged: LogRow | None = None  # the row of a step that log.csv did not take
 
 
 def read_state(folder: Path, *files: str) -> SavedState:

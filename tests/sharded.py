@@ -106,7 +106,7 @@ def not_saved(config: Config, world: World) -> str:
     real = checkpoint.save.sha256
 
     def sha256(path: Path) -> str:
-        if path.parent.name.startswith("step_000004."):
+        if path.parent.name.startswith(".step_000004."):
             raise OSError(28, "No space left on device")
         return real(path)
 

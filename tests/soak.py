@@ -109,7 +109,7 @@ class Run:
 
     def unfinished(self) -> set[Path]:
         """Return the checkpoints that are half written or half deleted."""
-        return {*self.path.glob("checkpoints/*.tmp")}
+        return {*self.path.glob("checkpoints/.*.unfinished")}
 
     def newest(self) -> list[Path]:
         """Return the newest checkpoint, if there is one."""

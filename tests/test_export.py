@@ -27,7 +27,7 @@ from data.tokenizer import get_encoding
 from export import export, write_tokenizer
 from inference.sampling import encode
 from model import GPT, GPTConfig
-from runtime.files import MARK, sole_writer
+from runtime.files import atomic_folder, sole_writer
 from tests.conftest import ALONE, flags, generate, refused, run, transformers_pair
 from tests.test_peers import PEER
 from train import train
@@ -281,24 +281,16 @@ def test_a_folder_that_is_there_is_never_written_to(tiny_config, tmp_path):
     assert (tmp_path / "empty/README.md").exists()
 
 
-def test_a_folder_that_has_the_name_of_an_unfinished_one_is_not_deleted(tmp_path):
-    """Nor by `sole_writer`, which deletes what a writer that was killed has left."""
-    unfinished = tmp_path / f"out.{os.getpid()}.tmp"
-    (unfinished / "mine").mkdir(parents=True)
-    path = save(tmp_path / "ckpt.pt", nanogpt())
-    with pytest.raises(FileExistsError, match=unfinished.name):
-        export(path, tmp_path / "out")
-    with sole_writer(tmp_path / "out"):
-        assert (unfinished / "mine").exists()
-    (unfinished / MARK).touch()
-    with sole_writer(tmp_path / "out"):
-        assert not unfinished.exists()
-    export(path, tmp_path / "out")
-    assert not (tmp_path / "out" / MARK).exists()
+def test_a_folder_that_a_killed_writer_left_unfinished_is_replaced_by_the_next_writer(tmp_path):
+    left = tmp_path / ".out.unfinished"
+    (left / "half").mkdir(parents=True)
+    with atomic_folder(tmp_path / "out", replace=False) as unfinished:
+        (unfinished / "whole").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "whole"]
 
 
 def test_a_place_where_no_folder_can_be_made_is_not_taken_for_one_that_is_being_written(tmp_path):
-    with pytest.raises(FileNotFoundError, match="No such file or directory: '/proc/x"):
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '/proc/\.x\.lock"):
         export(save(tmp_path / "ckpt.pt", nanogpt()), Path("/proc/x"))
     with pytest.raises(FileNotFoundError), sole_writer(Path("/proc/x")):
         pass

@@ -39,7 +39,7 @@ from runtime.cli import (
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
 from runtime.runlog import Row, curve, read_rows
-from runtime.signals import end_with_parent
+from runtime.signals import exit_when_parent_dies
 from runtime.start import cores
 
 ROOT = CONFIG_DIR.parent
@@ -452,7 +452,7 @@ def run_commands(
                 command,
                 stderr=file,
                 env={**os.environ, **more},
-                preexec_fn=functools.partial(end_with_parent, os.getpid()),
+                preexec_fn=functools.partial(exit_when_parent_dies, os.getpid()),
             )
             for command, file, more in zip(commands, files, environments, strict=True)
         ]
