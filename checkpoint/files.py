@@ -16,7 +16,7 @@ from runtime.files import flush_to_disk, sha256
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, SUMS = "checkpoint.json", "SHA256SUMS"
-Tensors = dict[str, Tensor]  # by name
+Tensors = dict[str, Tensor]  # the key is the name
 
 
 class CheckpointError(UserError):
@@ -33,7 +33,7 @@ def refusing(problem: str, *errors: type[BaseException]) -> Iterator[None]:
 
 
 def reading(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Raise CheckpointError, which names the path, where it turns out to be missing or damaged."""
+    """Raise CheckpointError, which names the path, for errors of a missing or damaged file."""
     return refusing(f"{path}: missing or damaged", OSError, ValueError, TypeError, SafetensorError)
 
 
@@ -63,7 +63,7 @@ def read_tensors(path: Path) -> Tensors:
 
 @torch.no_grad()
 def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
-    """Copy the tensors of a file into those of a run, which may be sharded.
+    """Copy tensors that were read from a file into the tensors of a run, sharded or not.
 
     Raises CheckpointError unless names, shapes and dtypes are the same.
     """
@@ -91,7 +91,7 @@ def refuse_pointer(path: Path) -> None:
 def write_tensors(path: Path, tensors: Tensors) -> None:
     """Write tensors to a safetensors file, flushed to disk. Raises OSError."""
     path.touch()
-    mode = path.stat().st_mode  # by the umask; save_file's own file only its owner may read
+    mode = path.stat().st_mode  # save_file makes a file that only its owner may read
     try:
         save_file(
             {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},

@@ -45,14 +45,8 @@ def restore(
             f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or begin a new run"
         )
     for name in state.tensors():
-        file = saved.folder / name
-        if not file.exists():
-            raise CheckpointError(
-                f"{saved.folder}: has no {name}; leave out the option that needs it, or begin a "
-                f"new run with --init_from"
-            )
-        world.raise_on_all(functools.partial(state.load, file))
-    # Those of another version of PyTorch, NumPy or Python can raise anything.
+        world.raise_on_all(functools.partial(state.load, saved.folder / name))
+    # States saved by other versions of PyTorch, NumPy or Python can raise any error.
     with refusing(f"{saved.folder}: its scaler or random states do not fit", Exception):
         state.load_numbers(saved)
         if world.rank < len(saved.random):  # a rank that is new keeps its seed
@@ -64,12 +58,12 @@ def restore(
 
 
 def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Config, list[str]]:
-    """Find the checkpoint that `resume` means; returns it, the run's config, and notes.
+    """Find the checkpoint that `resume` names; returns it, the run's config, and notes.
 
-    It is None if the run begins at its first step. All ranks have to call this, and get rank 0's
-    result. Raises UserError or CheckpointError if `resume` names a checkpoint that is absent,
-    damaged, not the newest or not seen by all ranks; ConfigError for options that contradict it or,
-    in a new run, each other.
+    It is None if the run begins at its first step. All ranks have to call this; rank 0 searches.
+    Raises UserError or CheckpointError if `resume` names a checkpoint that is absent, damaged, not
+    the newest or not seen by all ranks; ConfigError for options that contradict it or, in a new
+    run, each other.
     """
     if launch().max_restarts and config.resume is None:
         raise UserError(
@@ -90,7 +84,7 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
         config, changes = resumed_config(config, saved, world.world_size)
         notes += changes
     elif config.resume is not None:
-        # Only now are the options known to be those of a new run, and judged as such.
+        # There is nothing to resume, so the options have to be valid for a new run.
         config = load(Config, config.model_dump(exclude_unset=True) | {"resume": None})
     if config.fsdp and not world.distributed:
         config = config.model_copy(update={"fsdp": False})
@@ -164,7 +158,7 @@ def _others(value: object, world: World) -> list[int]:
 def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[Config, list[str]]:
     """Return the checkpoint's options with the given ones over them, and a note on changes.
 
-    A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set where it
+    A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set if it
     would differ. Raises ConfigError for options that contradict the checkpoint.
     """
     tokens = saved.tokens_per_step
@@ -207,7 +201,7 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
 
 
 def _describe_changes(saved: SavedState, resumed: Config) -> list[str]:
-    """Return a line on the options that are not the checkpoint's, if there are any."""
+    """Return a line on options that differ from the checkpoint's, or none."""
     now, unknown = resumed.model_dump(mode="json"), "(unknown to this version)"
     may_differ = Config.names_marked(THIS_CALL, INITIAL, PATH)
     changed = [

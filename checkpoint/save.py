@@ -91,8 +91,8 @@ def save_checkpoint(
     files = {file: gather_whole(part, world.rank) for file, part in state.tensors().items()}
 
     def write() -> None:
-        with contextlib.suppress(OSError):  # there may be room all the same
-            # First, as the disk may be full of what goes.
+        with contextlib.suppress(OSError):  # the disk may still have room
+            # First, as old checkpoints may fill the disk.
             delete(to_delete(run, keep_last - 1, before=saved.step, protect=state.checkpoint))
             flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
         with atomic_folder(folder, replace=True) as unfinished:
@@ -156,7 +156,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def hint(run: Path, lr: float) -> str:
-    """Return what to do when training has failed at the learning rate `lr`."""
+    """Return advice on training that failed at the learning rate `lr`."""
     advice = f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
     if not all_checkpoints(run):
         return advice
@@ -210,15 +210,15 @@ def skipped(taken: TakenStep, run: RunFolder, state: State, config: Config) -> s
 
 @contextlib.contextmanager
 def emergency_save(run: RunFolder, state: State, config: Config, world: World) -> Iterator[None]:
-    """Save the last whole step if anything fails in the block, and raise the error all the same.
+    """Save the last complete step if the block raises, then raise the error with a note on how to
+    resume.
 
-    It may be a corpus that goes bad, a log that cannot be written, or memory. A note on the error
-    tells how to resume. The step is not saved if its update has begun, after a save that failed,
-    or in one of several ranks, as the others may be gone: then the last checkpoint counts.
+    The step is not saved if its update has begun, after a save that failed, or on one of several
+    ranks, as the others may be gone: then the last checkpoint counts.
     """
     try:
         yield
-    except TrainingError:  # the state is spoiled, and the message says what to do
+    except TrainingError:  # the state cannot be used, and the message has advice
         raise
     except Exception as error:
         cannot_save = isinstance(error, CheckpointError) or state.is_updating or world.distributed
@@ -236,7 +236,7 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
                     error.add_note(
                         f"the state after step {state.step} could not be saved: {another}"
                     )
-        if state.before_step:  # else nothing has begun that could be resumed
+        if state.before_step:  # else no step has begun, so there is nothing to resume
             if state.checkpoint:
                 error.add_note(run.how_to_resume())
             if isinstance(error, UserError):

@@ -1,4 +1,4 @@
-"""All of a run that changes from step to step: in memory, and as a checkpoint's JSON has it."""
+"""The state of a run: in memory, and as tensors and numbers in a checkpoint."""
 
 import base64
 import math
@@ -74,19 +74,19 @@ class State:
 
     model: GPT  # without torch.compile and DDP; sharded, with FSDP
     optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler  # of the loss; does nothing without fp16
+    scaler: torch.amp.GradScaler  # scales the loss in fp16, else does nothing
     memory_before: float = 0.0  # MiB that the process used before all this was built
     corpus: str = ""  # fingerprint of the training tokens
     step: int = 0  # steps taken
-    skipped_steps: int = 0  # of these, left out because loss or norm was not finite
+    skipped_steps: int = 0  # updates skipped because loss or norm was not finite
     skipped_overflows: int = 0  # skipped_steps because of an overflow in fp16
-    skipped_spikes: int = 0  # of these, left out because loss or norm was far above the others'
-    seconds: float = 0.0  # since the first step began, where max_minutes ends the run
+    skipped_spikes: int = 0  # updates skipped because loss or norm was far above earlier ones
+    seconds: float = 0.0  # since the first step began, counted if max_minutes is set
     recent: Recent = field(default_factory=Recent)
     best_val_loss: float | None = None
     checkpoint: Path | None = None  # the newest one that is known to be whole
     is_updating: bool = False  # a step's update has begun and is not complete
-    # of the steps that this process has taken
+    # these two describe the steps that this process has taken
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
     stopping: bool = False  # a rank was asked to stop
@@ -109,9 +109,9 @@ class State:
     def begin_update(self, figures: Figures[Tensor], config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
 
-        There is none if loss or norm is not finite, or a spike that `skip_spikes` leaves out. Fused
-        optimizers skip such an update on the device, so nothing has to wait; in fp16 the scaler
-        tells them. Other optimizers wait for the two figures.
+        The update is skipped if loss or norm is not finite, or a spike within `skip_spikes`. Fused
+        optimizers skip it on the device, so nothing has to wait; other optimizers wait for the two
+        figures. In fp16 the scaler skips too.
         """
         # The device computes this step's gradients meanwhile, so it is not idle.
         self.settle(config)
@@ -164,7 +164,7 @@ class State:
         self.taken.append(TakenStep(self.step, lr, figures, seconds, overflowed, notes))
 
     def next_steps(self, config: Config) -> range:
-        """Return the numbers of the steps to come: without end where the clock ends the run."""
+        """Return the numbers of the remaining steps; with max_minutes practically without end."""
         return range(self.step + 1, (config.last_step or 10**9) + 1)
 
     def is_over(self, config: Config) -> bool:
@@ -172,7 +172,7 @@ class State:
         return config.is_over(self.step, self.seconds)
 
     def undo_step(self, device: torch.device) -> None:
-        """Take back what a step has changed that failed before its update."""
+        """Undo the changes of a step that failed before its update."""
         self.model.zero_grad()
         if self.before_step and self.before_step[0] == self.step:
             put_random_state(self.before_step[1], device)
@@ -193,7 +193,12 @@ class State:
 
         Each rank reads all of it, and keeps its shards.
         """
-        if file.name == OPTIMIZER:  # whose tensors do not exist yet
+        if not file.exists():
+            raise CheckpointError(
+                f"{file.parent}: has no {file.name}; leave out the option that needs it, or begin "
+                f"a new run with --init_from"
+            )
+        if file.name == OPTIMIZER:  # its tensors do not exist before the first step
             self._load_optimizers(file, read_tensors(file))
         else:
             copy_tensors(read_tensors(file), self.tensors()[file.name], file)
@@ -221,28 +226,29 @@ class State:
         }
 
     def _load_optimizers(self, file: Path, tensors: Tensors) -> None:
-        """Restore the optimizers' state. What an optimizer keeps is the same for each of its
-        parameters: scalars, and tensors of the parameter's shape.
+        """Restore the optimizers' state.
+
+        An optimizer keeps the same names for each of its parameters: scalars, and tensors of the
+        parameter's shape and dtype.
         """
-        kept = defaultdict[str, Tensors](dict)  # by parameter; empty if every step was left out
+        kept = defaultdict[str, Tensors](dict)  # parameters have none if every step was left out
         for name, tensor in tensors.items():
             parameter, _, key = name.partition("/")
             kept[parameter][key] = tensor
         names = {p: name for name, p in self.model.named_parameters()}
         for optimizer in self.optimizers:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            for p in params:
-                fits = kept[names[p]].keys() == kept[names[params[0]]].keys()
-                for key, tensor in kept[names[p]].items():
-                    fits &= tensor.shape in (p.shape, ()) and tensor.dtype == p.dtype
-                    if tensor.shape == p.shape:
-                        kept[names[p]][key] = shard_like(tensor, p)
-                if not fits:
+            states = [kept[names[p]] for p in params]
+            for p, state in zip(params, states, strict=True):
+                fits = [t.shape in (p.shape, ()) and t.dtype == p.dtype for t in state.values()]
+                if state.keys() != states[0].keys() or not all(fits):
                     raise CheckpointError(
                         f"{file}: the optimizer's state does not fit the model's {names[p]}"
                     )
-            state = {i: kept[names[p]] for i, p in enumerate(params) if kept[names[p]]}
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+                for key, tensor in state.items():
+                    state[key] = shard_like(tensor, p) if tensor.dim() else tensor.clone()
+            numbered = {i: state for i, state in enumerate(states) if state}
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": numbered})
 
 
 def _generator(device: torch.device) -> Any:
@@ -263,13 +269,13 @@ def take_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def put_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Make this the random state of this process. Raises any Exception for what is none."""
+    """Restore the random states of this process. Raises any Exception if they are damaged."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(_decode(state["torch_cpu"]))
     gpu = _generator(device)
-    if gpu and state["device"] == device.type:  # else it was saved on another kind of device
+    if gpu and state["device"] == device.type:  # else the state is of another kind of device
         gpu.set_rng_state(_decode(state["torch_device"]))
 
 
@@ -282,9 +288,9 @@ def _decode(text: str) -> Tensor:
 
 
 class SavedState(BaseModel):
-    """checkpoint.json: a run's state but for the tensors, and what a resume has to agree with."""
+    """checkpoint.json: the state of a run without tensors, its options and its corpus."""
 
-    folder: Path = Field(exclude=True)  # of the checkpoint
+    folder: Path = Field(exclude=True)  # the folder that was read
     step: int = Field(ge=0)
     tokens: int  # trained on so far
     tokens_per_step: int = Field(ge=1)
@@ -297,7 +303,7 @@ class SavedState(BaseModel):
     corpus: str  # the training tokens' fingerprint
     config: dict[str, Any]
     scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16
-    random: list[dict[str, Any]]  # of each rank
+    random: list[dict[str, Any]]  # one entry per rank
 
 
 def read_state(folder: Path, *files: str) -> SavedState:

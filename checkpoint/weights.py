@@ -65,7 +65,7 @@ def build_model(config: Config, resumes: bool = False) -> tuple[Config, GPT]:
 
 
 def check_given(given: dict[str, Any], fixed: dict[str, Any], source: object) -> None:
-    """Raise ConfigError if given options differ from those that `source` fixes."""
+    """Raise ConfigError if given options differ from the values that `source` fixes."""
     if problems := [
         f"{name} {given[name]} contradicts {source}, which has {value}; leave {name} out"
         for name, value in fixed.items()
@@ -126,16 +126,16 @@ def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
 
 
 def find_folder(name: str, log_dir: str) -> Path | None:
-    """Return the folder that is meant: that of a run below `log_dir`, or any by its path."""
+    """Return a folder by name: a run below `log_dir`, or any path."""
     return next((path for path in (Path(log_dir) / name, Path(name)) if path.is_dir()), None)
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
-    """Return the run that a path is of, and the checkpoint if it is the path of one.
+    """Return the run's folder, and the checkpoint if the path names one.
 
-    The path is that of a run, of its checkpoints/, or of a checkpoint in there.
+    `path`: a run's folder, its checkpoints/, or a checkpoint in there.
     """
-    # Not resolved: checkpoints/ may be a link to a larger disk, and the run is where the link is.
+    # Not resolved: checkpoints/ may be a link to a larger disk, and the run's folder has the link.
     path = Path(os.path.abspath(path))
     if not (path / "checkpoints").is_dir():
         if path.name == "checkpoints":

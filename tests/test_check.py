@@ -227,6 +227,9 @@ BUGS = {
     "random states are not restored": changed(
         checkpoint.resume, "put_random_state", lambda f: lambda *given: None
     ),
+    "the losses before, by which a spike is told, are not restored": changed(
+        checkpoint.state, "Recent", lambda f: lambda *given: f()
+    ),
     "dropout in evaluation": changed(GPT, "eval", lambda f: lambda self: self),
 }
 # Of 20 that were tried these two are not found: attention scores that are not scaled by the head's

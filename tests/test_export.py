@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import checkpoint.files
 import checkpoint.weights
 from checkpoint.files import CheckpointError
 from checkpoint.resume import find_checkpoint
-from checkpoint.weights import build_model, find_weights, load_model
+from checkpoint.weights import build_model, load_model
 from config import load_config
 from data.tokenizer import get_encoding
 from export import export, write_tokenizer
@@ -407,11 +406,10 @@ class Evil:
         return self.call
 
 
-@pytest.mark.parametrize("function", [os.system, Path.touch])
-@pytest.mark.parametrize("place", ["model", "config", "unused", "whole"])
-def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(function, place, tmp_path):
+@pytest.mark.parametrize("place", ["model", "whole"])
+def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(place, tmp_path):
     victim = tmp_path / "victim"
-    evil = Evil(function, victim if function is Path.touch else f"touch {victim}")
+    evil = Evil(os.system, f"touch {victim}")
     path = save(tmp_path / "evil.pt", evil if place == "whole" else nanogpt(**{place: evil}))
     with refused(r"^\S+evil\.pt: refused: it names [\w.]+, which is code.*$"):
         load_model(path)
@@ -427,23 +425,18 @@ def changed(part, **values):
     return lambda good: good | {part: good[part] | values}
 
 
-LN_F, HEAD = "_orig_mod.transformer.ln_f.bias", "_orig_mod.lm_head.weight"
+LN_F = "_orig_mod.transformer.ln_f.bias"
 BAD_FILES = {
-    "a tensor": (lambda good: torch.zeros(3), r"it has \['Tensor'\]"),
     "an optimizer": (lambda good: good["optimizer"], r"it has \['state', 'param_groups'\]"),
     "no options": (lambda good: without(good, "model_args"), "not a checkpoint of nanoGPT"),
     "weights that are no tensors": (changed("model", extra=1.5), "whose model is tensors"),
-    "names that are no names": (lambda good: {("a\nb",): 1, 2: 3}, r"\[\('a\\nb',\), 2\]"),
     "a missing option": (
         lambda good: good | {"model_args": without(good["model_args"], "n_head")},
         "n_head: ",
     ),
-    "an option of another kind": (changed("model_args", bias=torch.ones(2)), "bias: "),
     "an option of a fork": (changed("model_args", rope=True), "an option of a fork: rope"),
-    "heads that do not divide": (changed("model_args", n_head=3), "into 3 heads"),
     "more layers": (changed("model_args", n_layer=3), r"Missing key.*: \"transformer\.h\.2"),
     "a wrong shape": (changed("model", **{LN_F: torch.zeros(15)}), "size mismatch for transf"),
-    "another type": (changed("model", **{HEAD: torch.zeros(1).char()}), "of type torch.int8"),
     "a whole module": (lambda good: torch.nn.Linear(2, 2), r"it names torch\.nn\.modules"),
 }
 
@@ -472,12 +465,3 @@ def test_a_file_where_a_folder_belongs_says_what_to_give_and_the_other_way_round
     for place in (tmp_path, tmp_path / "model.safetensors"):
         with refused(r"no such run with a checkpoint.* or \.pt file of nanoGPT"):
             load_model(str(place))
-
-
-def test_a_runs_best_checkpoint_is_taken_where_no_other_is_left(tiny_config):
-    config = tiny_config(max_steps=2, eval_every=2, val_fraction=0.2)
-    train(config, ALONE)
-    checkpoints = Path(config.log_dir, "train/checkpoints")
-    assert find_weights("train", config.log_dir) == checkpoints / "step_000002"
-    shutil.rmtree(checkpoints / "step_000002")
-    assert find_weights("train", config.log_dir) == checkpoints / "best_000002"
