@@ -37,7 +37,7 @@ def main(options: CheckOptions) -> None:
     config = load(Config, given)
     if config.resume:
         raise UserError("--resume: check.py is for a run from its first step; leave it out")
-    with joined_world(choose_device(config.device), config.timeout, config.alike()) as world:
+    with joined_world(choose_device(config.device), config.timeout, config.must_match()) as world:
         estimate(config, world)
         if not (options.estimate or check(config, world)):
             raise SystemExit(1)

@@ -147,6 +147,15 @@ class DataConfig(Options):
     """
 
 
+# Options that an optimizer excludes, by its name, and why
+EXCLUDED_BY = {
+    "muon": {
+        "fp16": "at an overflow only one of its two optimizers would skip the step; use bf16",
+        "fsdp": "its matrices have to be whole; use DDP, or adamw",
+    }
+}
+
+
 class OptimizationConfig(Options):
     """optimization"""
 
@@ -376,12 +385,9 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 "sample_every and hellaswag_every need GPT-2's vocabulary: set vocab_size to at "
                 f"least {GPT2_TOKENS}, or both to 0",
             )
-        if self.optimizer == "muon" and (self.fp16 or self.fsdp):
-            yield (
-                "optimizer",
-                "muon excludes fp16 (at an overflow only one of its two optimizers would skip the "
-                "step) and fsdp (its matrices have to be whole); use bf16, DDP, or adamw",
-            )
+        for name, why in EXCLUDED_BY.get(self.optimizer, {}).items():
+            if getattr(self, name):
+                yield "optimizer", f"{self.optimizer} excludes {name}: {why}"
         micro_step = self.batch_size * self.seq_len * world_size
         total = self.tokens_per_step(world_size)
         if rest := total % micro_step:
@@ -425,7 +431,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """Return the precision of fp32 matmuls, as PyTorch names it; `tf32` is short for `high`."""
         return "high" if self.tf32 else self.matmul_precision
 
-    def alike(self) -> dict[str, Any]:
+    def must_match(self) -> dict[str, Any]:
         """Return the options that have to be the same on all ranks; folders may differ."""
         return self.model_dump(mode="json", exclude={"data_dir", "hellaswag_file", "log_dir"})
 

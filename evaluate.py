@@ -84,7 +84,7 @@ from runtime.device import (
     matmul_dtype,
     usable_precision,
 )
-from runtime.files import write_whole
+from runtime.files import write_atomic
 from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
@@ -136,7 +136,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     if options.json and not world.rank:
         path = Path(options.json)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
+        write_atomic(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
     return results
 
 

@@ -37,7 +37,7 @@ from checkpoint.state import read_state
 from checkpoint.weights import find_weights, load_model, run_and_checkpoint, weight_notes
 from config import PATH, Config
 from data.tokenizer import END_OF_TEXT, SEPARATOR, find_vocabulary
-from runtime.files import whole_folder, write_whole
+from runtime.files import atomic_folder, sole_writer, write_atomic
 
 CARD = """\
 ---
@@ -100,7 +100,7 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
     model = load_model(str(path))
     c, history = model.config, f"Its weights are those of `{public_name(str(path))}`."
     notes = weight_notes(path, c)
-    with whole_folder(folder, replace=False) as unfinished:
+    with sole_writer(folder), atomic_folder(folder, replace=False) as unfinished:
         write_hugging_face(unfinished, c, model.state_dict())
         if c.n_vocab == END_OF_TEXT + 1:
             write_tokenizer(unfinished, c.block_size)
@@ -112,9 +112,9 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
         if (path / STATE).is_file():
             saved = read_state(path)
             config = portable_config(saved.config)
-            write_whole(unfinished / "config.yaml", config.to_yaml())
+            write_atomic(unfinished / "config.yaml", config.to_yaml())
             history = HISTORY.format(c=config, saved=saved, ranks=len(saved.random))
-        write_whole(unfinished / "README.md", CARD.format(name=folder.name, c=c, history=history))
+        write_atomic(unfinished / "README.md", CARD.format(name=folder.name, c=c, history=history))
     return notes
 
 
@@ -165,7 +165,7 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
         "tokenizer_config.json": TOKENIZER_CONFIG % block_size,
         "generation_config.json": GENERATION_CONFIG,
     }.items():
-        write_whole(folder / name, text)
+        write_atomic(folder / name, text)
 
 
 def main(options: ExportOptions) -> None:

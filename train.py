@@ -83,7 +83,7 @@ def setup(
     device, memory_before = world.device, memory_before_mb(world.device)
     make_repeatable(device)
     torch.manual_seed(config.seed)
-    config, model = world.raise_on_all(lambda: build_model(config, resumed))
+    config, model = world.raise_on_all(lambda: build_model(config, resumed is not None))
     torch.manual_seed(config.seed + world.rank)  # from here on for dropout: one seed a rank
     # The options as they act on this device and number of ranks.
     acting = config.on_device(device.type, world.world_size)
@@ -286,7 +286,9 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     with folder, stop, emergency_save(folder, state, config, world):
         notes += [*config.notes(), *open_run(folder, config, resumed, world)]
         folder.message(*(f"note: {note}" for note in notes))
-        folder.follow(config.model_dump(mode="json"), lambda: live_figures(config, state, world))
+        folder.open_trackers(
+            config.model_dump(mode="json"), lambda: live_figures(config, state, world)
+        )
         evaluation.resume()
         stop.end_early(world.any(stop.received is not None))
         take_steps(run, folder, evaluation, stop)
@@ -316,7 +318,7 @@ def main(config: Config) -> None:
     """Train; a failure ends the process with one line."""
     with (
         reported(config.log_dir, advice=config.advice()),
-        joined_world(choose_device(config.device), config.timeout, config.alike()) as world,
+        joined_world(choose_device(config.device), config.timeout, config.must_match()) as world,
         StopRequest() as stop,
     ):
         end_unfinished(train(config, world, stop=stop), stop)

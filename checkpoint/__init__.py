@@ -1,4 +1,4 @@
-"""A run on disk: save it, resume it as if it had never stopped, and read weights from anywhere.
+"""Save a run, resume it bit for bit, and read weights of runs, Hugging Face and nanoGPT.
 
 A checkpoint is a folder `<run>/checkpoints/step_<step>/`. Nothing in it is ever unpickled:
 
@@ -8,9 +8,8 @@ A checkpoint is a folder `<run>/checkpoints/step_<step>/`. Nothing in it is ever
 - `checkpoint.json`: the step, the options, the random states and everything else that is no tensor
 - `SHA256SUMS`: the checksums of these files, which loading verifies (and `sha256sum -c`)
 
-With FSDP the folders `model/` and `optimizer/` take the place of the first two files: one
-safetensors file per rank, written by torch.distributed.checkpoint. Any number of ranks reads
-either form, with FSDP or without.
+The files are the same with FSDP and without, for any number of ranks. The state of a run is
+listed in state.py: further tensors are one more entry in `State.tensors`, with their own file.
 
 A checkpoint is written under another name, flushed to disk and renamed: it is complete or absent.
 """

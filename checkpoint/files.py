@@ -1,9 +1,7 @@
-"""Files of a checkpoint: their names, their checksums, JSON and tensors, whole or in shards."""
+"""Files of a checkpoint: their names, checksums, JSON and tensors."""
 
 import contextlib
 import json
-import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model import GPT
 from runtime.errors import UserError, in_a_line
 from runtime.files import flush_to_disk, sha256
-from runtime.world import World
 
-MODEL, OPTIMIZER = "model", "optimizer"  # each a file, <name>.safetensors; with FSDP, a folder
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, SUMS = "checkpoint.json", "SHA256SUMS"
-Tensors = dict[str, Tensor]  # by name
+Tensors = dict[str, Tensor]  # the key is the name
 
 
 class CheckpointError(UserError):
@@ -37,22 +33,19 @@ def refusing(problem: str, *errors: type[BaseException]) -> Iterator[None]:
 
 
 def reading(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Raise CheckpointError, which names the path, where it turns out to be missing or damaged."""
+    """Raise CheckpointError, which names the path, for errors of a missing or damaged file."""
     return refusing(f"{path}: missing or damaged", OSError, ValueError, TypeError, SafetensorError)
 
 
-def verify(folder: Path, *parts: str) -> None:
-    """Compare files of a checkpoint with their checksums. Raises CheckpointError.
-
-    `parts`: what the names of the files to read for this begin with; none: all files.
-    """
+def verify(folder: Path, *files: str) -> None:
+    """Compare files of a checkpoint (default: all) with their checksums. Raises CheckpointError."""
     with reading(folder), open(folder / SUMS) as lines:
-        sums = {folder / file: digest for digest, file in map(str.split, lines)}
-        # A file without a checksum is wrong too: PyTorch reads every shard in a folder.
-        for path in sorted({*sums, folder / STATE, *folder.rglob("*.safetensors")}):
-            is_read = path.relative_to(folder).as_posix().startswith(parts or "")
-            if is_read and sha256(path) != sums.get(path):
-                raise CheckpointError(f"{path}: damaged: its checksum is not the one in {SUMS}")
+        sums = {file: digest for digest, file in map(str.split, lines)}
+        for file in files or sorted({*sums, STATE}):
+            if sha256(folder / file) != sums.get(file):
+                raise CheckpointError(
+                    f"{folder / file}: damaged: its checksum is not the one in {SUMS}"
+                )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -68,6 +61,23 @@ def read_tensors(path: Path) -> Tensors:
         return load_file(path)
 
 
+@torch.no_grad()
+def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
+    """Copy tensors that were read from a file into the tensors of a run, sharded or not.
+
+    Raises CheckpointError unless names, shapes and dtypes are the same.
+    """
+    for name in tensors.keys() | into.keys():
+        ours, theirs = into.get(name), tensors.get(name)
+        if (
+            ours is None
+            or theirs is None
+            or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype)
+        ):
+            raise CheckpointError(f"{file}: does not fit the run: {name} differs")
+        own_part(ours).copy_(own_part(shard_like(theirs, ours)))
+
+
 def refuse_pointer(path: Path) -> None:
     """Raise CheckpointError for a file that git-lfs has not downloaded, or that is missing."""
     with reading(path), open(path, "rb") as file:
@@ -81,7 +91,7 @@ def refuse_pointer(path: Path) -> None:
 def write_tensors(path: Path, tensors: Tensors) -> None:
     """Write tensors to a safetensors file, flushed to disk. Raises OSError."""
     path.touch()
-    mode = path.stat().st_mode  # by the umask; save_file's own file only its owner may read
+    mode = path.stat().st_mode  # save_file makes a file that only its owner may read
     try:
         save_file(
             {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
@@ -94,11 +104,11 @@ def write_tensors(path: Path, tensors: Tensors) -> None:
     flush_to_disk(path)
 
 
-# ---- tensors that FSDP2 has sharded: each rank holds, writes and reads its own part of them
+# ---- tensors that FSDP2 has sharded (DTensor): each rank has a part of them
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True if other ranks hold the rest of the tensor (a DTensor)."""
+    """True if other ranks have the rest of the tensor."""
     return hasattr(tensor, "to_local")
 
 
@@ -107,57 +117,26 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def write_shards(folder: Path, tensors: Tensors, world: World) -> str:
-    """Write tensors, each rank its own shards; of plain tensors one rank writes each.
+def gather_whole(tensors: Tensors, rank: int) -> Tensors:
+    """Return whole tensors on the CPU of rank 0; nothing on other ranks.
 
-    All ranks have to call this. Returns the lines of all files in SHA256SUMS. Raises OSError or
-    TrainingError on all ranks if one cannot write.
+    All ranks have to call this. A GPU has one whole tensor at a time.
     """
-    import torch.distributed.checkpoint as dcp
-
-    try:
-        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        dcp.save(tensors, storage_writer=writer)
-    except dcp.CheckpointException as error:  # the same one on all ranks
-        rank, (cause, _) = min(error.failures.items())
-        raise OSError(f"on rank {rank}: {cause}") from None
-
-    def own_lines() -> str:
-        return "".join(
-            f"{sha256(path)}  {folder.name}/{path.name}\n"
-            for path in folder.glob(f"shard-{world.rank + 1:05d}-*")
-        )
-
-    return "".join(world.gather(world.raise_on_all(own_lines)))
+    whole = {}
+    for name, tensor in tensors.items():
+        if is_sharded(tensor):
+            tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+        if rank == 0:
+            whole[name] = tensor.cpu()
+    return whole
 
 
-def read_part(folder: Path, part: str, model: GPT | None = None) -> Tensors:
-    """Read the model's or the optimizer's tensors from a checkpoint, whole or in shards.
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a copy of a whole tensor, of which this rank keeps its part if `like` is sharded."""
+    if is_sharded(like):
+        from torch.distributed.tensor import distribute_tensor
 
-    They are whole and on the CPU. But of a sharded parameter of `model`, and of its averages, each
-    rank reads its own shard. Raises CheckpointError.
-    """
-    place = folder / part
-    parameters = model.named_parameters() if model else ()
-    sharded: dict[str, Tensor] = {name: p for name, p in parameters if is_sharded(p)}
-    if not place.is_dir():
-        if not sharded:
-            return read_tensors(folder / f"{part}.safetensors")
-        place = folder  # which holds the files of both parts
-    import torch.distributed.checkpoint as dcp
-
-    tensors = {}
-    # A damaged file can raise anything, and CheckpointException is no Exception.
-    with refusing(f"{place}: damaged", Exception, dcp.CheckpointException):
-        reader: Any = dcp.HuggingFaceStorageReader(str(place))
-        for name, stored in reader.read_metadata().state_dict_metadata.items():
-            # NaN: what no shard holds would stay as it is, and must not pass for weights.
-            if ("/" in name) == (part == OPTIMIZER):
-                ours = sharded.get(name.partition("/")[0])
-                if ours is None or ours.shape != stored.size:
-                    ours = torch.empty(stored.size)
-                tensors[name] = torch.full_like(ours, math.nan, dtype=stored.properties.dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that each rank reads by itself
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+        mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+        # Every rank has read the file, so nothing is sent.
+        tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+    return tensor.clone()  # a shard is a view of the whole tensor, which may be mapped from disk

@@ -16,15 +16,15 @@ from checkpoint.files import (
 )
 from config import ARCHITECTURE, Config
 from model import GPTConfig
-from runtime.files import write_whole
+from runtime.files import write_atomic
 
 HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights there
 WEIGHTS = "model.safetensors"
 # transformers keeps these matrices as (in, out), nn.Linear as (out, in)
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-# transformers' names of activations: ours
+# name in transformers: name in Config
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-# transformers' names of options: ours
+# name in transformers: name in GPTConfig
 OPTIONS = {
     "n_layer": "n_layer",
     "n_head": "n_head",
@@ -60,7 +60,7 @@ def download(name: str) -> Path:
     """
     with refusing(
         f"{name} could not be downloaded from Hugging Face; give the folder of a copy instead",
-        Exception,  # of its own, or of its HTTP library
+        Exception,  # huggingface_hub raises errors of its own and of its HTTP library
     ):
         from huggingface_hub import snapshot_download
 
@@ -77,7 +77,7 @@ def is_hugging_face(path: Path) -> bool:
 def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     """Read the model's options (fields of GPTConfig) and weights that transformers has written.
 
-    Raises CheckpointError, also for a model that ours cannot be.
+    Raises CheckpointError, also for a model that differs from GPT-2.
     """
     file = folder / "config.json"
     theirs = read_json(file) if file.exists() else {}  # an adapter may have none
@@ -101,7 +101,7 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
                 f"max_shard_size='100GB')"
             )
     activation = str(theirs.get("activation_function", "gelu_new"))
-    # What the file leaves out is as in GPT-2 (124M). So it is with our options but for two.
+    # transformers' defaults are GPT-2 (124M)'s, like GPTConfig's, except for these two.
     options = {"tie_weights": True, "activation": ACTIVATIONS.get(activation, activation)}
     names = {**OPTIONS, "vocab_size": "vocab_size"}
     options |= {ours: theirs[name] for name, ours in names.items() if name in theirs}
@@ -165,7 +165,7 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
         "use_cache": True,
     }
     options |= {name: getattr(config, ours) for name, ours in OPTIONS.items()}
-    write_whole(folder / "config.json", json.dumps(options, indent=2) + "\n")
+    write_atomic(folder / "config.json", json.dumps(options, indent=2) + "\n")
     theirs = transpose_conv1d(weights)
     for name in ("transformer.wte.weight", "lm_head.weight"):
         theirs[name] = theirs[name][: config.n_vocab]

@@ -1,18 +1,16 @@
 """Find the checkpoint to resume from, merge its options with the given ones, restore its state."""
 
+import functools
 import shlex
 from pathlib import Path
 
-import torch
-
-from checkpoint.files import OPTIMIZER, CheckpointError, read_part, refusing
+from checkpoint.files import CheckpointError, refusing
 from checkpoint.state import SavedState, State, put_random_state, read_state
 from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
-from model import GPT
 from runtime.cli import ConfigError, load
 from runtime.errors import UserError
-from runtime.recent import Recent
+from runtime.launch import launch
 from runtime.runlog import RunFolder, all_checkpoints, step_of
 from runtime.world import World, describe_ranks
 
@@ -32,11 +30,10 @@ def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World)
 def restore(
     saved: SavedState | None, state: State, corpus: str, config: Config, world: World
 ) -> None:
-    """Note the fingerprint of the training tokens; if the run resumes, restore its optimizers, loss
-    scaler, counts and random states.
+    """Note the fingerprint of the training tokens; if the run resumes, restore all of its state.
 
-    The model has its weights. Raises UserError on all ranks unless they have the same tokens,
-    CheckpointError for what does not fit.
+    Raises UserError on all ranks unless they have the same tokens, CheckpointError for a state that
+    does not fit.
     """
     state.corpus, folder = corpus, f"{config.data_dir}/{config.dataset}"
     check_same_tokens(folder, corpus, world)
@@ -47,63 +44,36 @@ def restore(
             f"{saved.folder} was trained on another corpus than {folder}: its fingerprint is "
             f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or begin a new run"
         )
-    load_optimizers(saved.folder, state.model, state.optimizers)
-    # Without state only if all steps were left out. In fp16 earlier versions did not count them:
-    # their scaler's growth_tracker was then 0.
-    updated = saved.step > saved.skipped_steps and saved.scaler.get("_growth_tracker", 1)
-    if updated and not state.optimizers[0].state:
-        raise CheckpointError(f"{saved.folder}: the optimizer's state is missing")
-    # Those of another version of PyTorch, NumPy or Python can raise anything.
+    for name in state.tensors():
+        world.raise_on_all(functools.partial(state.load, saved.folder / name))
+    # States saved by other versions of PyTorch, NumPy or Python can raise any error.
     with refusing(f"{saved.folder}: its scaler or random states do not fit", Exception):
-        if saved.scaler:
-            state.scaler.load_state_dict(saved.scaler)
+        state.load_numbers(saved)
         if world.rank < len(saved.random):  # a rank that is new keeps its seed
             put_random_state(saved.random[world.rank], world.device)
-    counts = "step best_val_loss skipped_steps skipped_overflows skipped_spikes seconds"
-    for name in counts.split():
-        setattr(state, name, getattr(saved, name))
-    state.recent, state.checkpoint = Recent(saved.recent), saved.folder
-
-
-def load_optimizers(folder: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Restore the optimizers' state. Raises CheckpointError if it does not fit."""
-    tensors = read_part(folder, OPTIMIZER, model)
-    names = {p: name for name, p in model.named_parameters()}
-    for optimizer in optimizers if tensors else []:  # else every step so far was left out
-        is_adamw = isinstance(optimizer, torch.optim.AdamW)
-        averages = ("exp_avg", "exp_avg_sq") if is_adamw else ("momentum_buffer",)
-        state = {}
-        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            shapes = dict.fromkeys(averages, p.shape) | {"step": torch.Size()}
-            state[index] = {
-                kind: tensors.get(f"{names[p]}/{kind}", torch.empty(0)).clone()  # may be mapped
-                for kind in shapes
-            }
-            for kind, tensor in state[index].items():
-                if (tensor.shape, tensor.dtype) != (shapes[kind], p.dtype):
-                    raise CheckpointError(
-                        f"{folder}: the optimizer's state does not fit the model's {names[p]}"
-                    )
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    state.checkpoint = saved.folder
 
 
 # ---- finding the checkpoint
 
 
 def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Config, list[str]]:
-    """Find the checkpoint that `resume` means; returns it, the run's config, and notes.
+    """Find the checkpoint that `resume` names; returns it, the run's config, and notes.
 
-    It is None if the run begins at its first step. All ranks have to call this, and get what rank 0
-    finds. Ranks that torchrun has started again, after some died or a machine came or went, resume
-    the run without being told to. Raises UserError or CheckpointError if `resume` names a
-    checkpoint that is absent, damaged, not the newest or not seen by all ranks; ConfigError for
-    options that contradict it or, in a new run, each other.
+    It is None if the run begins at its first step. All ranks have to call this; rank 0 searches.
+    Raises UserError or CheckpointError if `resume` names a checkpoint that is absent, damaged, not
+    the newest or not seen by all ranks; ConfigError for options that contradict it or, in a new
+    run, each other.
     """
+    if launch().max_restarts and config.resume is None:
+        raise UserError(
+            "--max_restarts: after a fault torchrun starts the same command again, which would "
+            "begin a new run; add --resume auto"
+        )
     run = Path(f"{config.log_dir}/{config.run_name}")
-    saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config, world))
+    saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config))
     folder = saved.folder if saved else run / "checkpoints"
-    resumes = saved or config.resume or RunFolder(run).was_started_by(world.calls)
-    if others := _others(bool(resumes) and folder.is_dir(), world):
+    if others := _others(bool(config.resume) and folder.is_dir(), world):
         raise CheckpointError(
             f"{folder} is there for rank 0 but not for {describe_ranks(others)}, or the other "
             f"way round: a run on several machines resumes where all see its folder; put --log_dir "
@@ -111,19 +81,10 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
         )
     notes = [*world.notes, *skipped]
     if saved:
-        given = config.model_fields_set
         config, changes = resumed_config(config, saved, world.world_size)
         notes += changes
-        # As after the project was moved. `restore` compares the tokens.
-        if "data_dir" not in given and not Path(config.data_dir).is_dir():
-            here = Config.model_fields["data_dir"].default
-            notes.append(
-                f"the corpus is no longer in {config.data_dir}: it is read from "
-                f"{here}/{config.dataset}"
-            )
-            config = config.model_copy(update={"data_dir": here})
     elif config.resume is not None:
-        # Only now are the options known to be those of a new run, and judged as such.
+        # There is nothing to resume, so the options have to be valid for a new run.
         config = load(Config, config.model_dump(exclude_unset=True) | {"resume": None})
     if config.fsdp and not world.distributed:
         config = config.model_copy(update={"fsdp": False})
@@ -131,12 +92,12 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     return saved, config, notes
 
 
-def _find_checkpoint(
-    run: Path, config: Config, world: World
-) -> tuple[SavedState | None, list[str]]:
-    """Find what `resume` names, else the newest checkpoint of `run`; returns notes too."""
+def _find_checkpoint(run: Path, config: Config) -> tuple[SavedState | None, list[str]]:
+    """Find the checkpoint named by `resume`, else the newest of `run`; returns notes too."""
     resume, named = config.resume, None
-    is_named = resume not in (None, "auto")
+    if resume is None:
+        return None, []
+    is_named = resume != "auto"
     if is_named:
         path = find_folder(str(resume), config.log_dir)
         if not path:
@@ -145,16 +106,12 @@ def _find_checkpoint(
                 f"or one of its checkpoints/step_*, or begin a new run with --init_from"
             )
         run, named = run_and_checkpoint(path)
-    if RunFolder(run).was_started_by(world.calls):
-        named = None  # the run has saved since: its newest checkpoint counts
-    elif resume is None:
-        return None, []
     if named:
-        saved = _read_own(named, run)
-        latest = all_checkpoints(run)[-1]
-        if step_of(latest) > saved.step:
+        saved = read_state(named)
+        later = [path for path in all_checkpoints(run) if step_of(path) > saved.step]
+        if later:
             raise UserError(
-                f"--resume {resume}: {run} has later checkpoints, up to {latest.name}, whose "
+                f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
                 f"steps would be taken again; move them away first, or begin a new run with "
                 f"--init_from {shlex.quote(str(resume))}"
             )
@@ -171,24 +128,10 @@ def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
     skipped: list[str] = []
     for folder in reversed(all_checkpoints(run)):
         try:
-            return _read_own(folder, run), skipped
+            return read_state(folder), skipped
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
     return None, skipped
-
-
-def _read_own(folder: Path, run: Path) -> SavedState:
-    """Read a checkpoint's state. Raises UserError if it was renamed, or is of another run."""
-    saved, own = read_state(folder), RunFolder(run).run_id()
-    # By its name a save takes a step for saved, and keep_last and sampling choose.
-    if folder.name not in (f"step_{saved.step:06d}", f"best_{saved.step:06d}"):
-        raise UserError(f"{folder}: was renamed; rename it to step_{saved.step:06d}")
-    if own and saved.run_id and saved.run_id != own:
-        raise UserError(
-            f"{folder}: is of another run than the one in {run}; move it away, or begin a new run "
-            f"with --init_from {shlex.quote(str(folder))}"
-        )
-    return saved
 
 
 def check_same_tokens(folder: str, corpus: str, world: World) -> None:
@@ -215,7 +158,7 @@ def _others(value: object, world: World) -> list[int]:
 def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[Config, list[str]]:
     """Return the checkpoint's options with the given ones over them, and a note on changes.
 
-    A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set where it
+    A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set if it
     would differ. Raises ConfigError for options that contradict the checkpoint.
     """
     tokens = saved.tokens_per_step
@@ -258,7 +201,7 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
 
 
 def _describe_changes(saved: SavedState, resumed: Config) -> list[str]:
-    """Return a line on the options that are not the checkpoint's, if there are any."""
+    """Return a line on options that differ from the checkpoint's, or none."""
     now, unknown = resumed.model_dump(mode="json"), "(unknown to this version)"
     may_differ = Config.names_marked(THIS_CALL, INITIAL, PATH)
     changed = [
@@ -275,8 +218,8 @@ def _describe_changes(saved: SavedState, resumed: Config) -> list[str]:
 def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
     """Create the run's folder, or take it up after the checkpoint's step; returns notes.
 
-    All ranks have to call this. Raises UserError if another run is writing to the folder, and with
-    fsdp if not every rank sees it. A new run that cannot be written leaves everything as it was.
+    All ranks have to call this. Raises UserError if another run is writing to the folder. A new
+    run that cannot be written leaves everything as it was.
     """
     notes = world.on_rank0(lambda: _open_run(run, config, saved, world))
     if others := _others((run.path / "config.yaml").exists(), world):
@@ -284,26 +227,16 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
             f"{run.path} is not there for {describe_ranks(others)}; put --log_dir on a file system "
             f"that all machines share"
         )
-        if config.fsdp and config.keep_last:
-            world.on_rank0(run.abandon)
-            raise UserError(f"{problem}, as every rank saves its shards, or set --keep_last 0")
         notes.append(f"{problem}, else the run cannot resume after a fault")
     return notes
 
 
 def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
     if saved:
-        # A run that is over keeps its last row, whatever log_every says.
-        log_every = 1 if config.is_over(saved.step, saved.seconds) else config.log_every
-        run.resume(saved.step, log_every, saved.folder, config.keep_last, saved.not_logged)
+        run.resume(saved.step, saved.folder, config.keep_last)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]
     else:
-        aside, init_from = run.create(), Path(config.init_from)
+        aside = run.create()
         notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-        if aside and init_from.is_relative_to(run.path):  # it has been moved as well
-            moved = aside / init_from.relative_to(run.path)
-            config = config.model_copy(update={"init_from": str(moved)})
-    # First: ranks that are started again at this moment find the run by it.
-    run.write_calls(world.calls)
     run.write_config(config.to_yaml())
     return notes

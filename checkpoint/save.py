@@ -16,21 +16,19 @@ import numpy as np
 import torch
 
 from checkpoint.files import (
-    MODEL,
-    OPTIMIZER,
     STATE,
     SUMS,
     CheckpointError,
     Tensors,
+    gather_whole,
     own_part,
-    write_shards,
     write_tensors,
 )
 from checkpoint.state import SavedState, State, TakenStep, take_random_state
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
-from runtime.files import delete, flush_to_disk, sha256, whole_folder, write_whole
-from runtime.runlog import LogRow, RunFolder, all_checkpoints, not_kept, step_of
+from runtime.files import atomic_folder, delete, flush_to_disk, sha256, write_atomic
+from runtime.runlog import LogRow, RunFolder, all_checkpoints, step_of, to_delete
 from runtime.world import World, describe_ranks
 
 
@@ -69,18 +67,13 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     for name in Config.names_marked(PATH):
         options[name] = options[name] and str(Path(options[name]).resolve())
     saved = SavedState(
-        **vars(state)  # SavedState takes what it has too, and ignores the rest
-        | {
-            "folder": run.path / f"checkpoints/step_{state.step:06d}",
-            "tokens": state.step * tokens_per_step,
-            "tokens_per_step": tokens_per_step,
-            "recent": state.recent.figures,
-            "scaler": state.scaler.state_dict(),
-            "random": world.gather(take_random_state(world.device)),
-            "run_id": run.run_id(),
-            "not_logged": run.not_logged,
-            "config": options,
-        }
+        **state.numbers(),
+        folder=run.path / f"checkpoints/step_{state.step:06d}",
+        tokens=state.step * tokens_per_step,
+        tokens_per_step=tokens_per_step,
+        corpus=state.corpus,
+        random=world.gather(take_random_state(world.device)),
+        config=options,
     )
     state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
     run.message(f"saved {state.checkpoint}")
@@ -91,60 +84,41 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint `saved.folder` of a run; returns this folder.
 
-    All ranks have to call this; with FSDP each writes its shards. Of the run's checkpoints the
-    `keep_last` newest are kept. Raises NotSavedError, and those that are kept are then as before.
+    All ranks have to call this; rank 0 writes. The `keep_last` newest checkpoints of the run are
+    kept. If it raises NotSavedError, these are unchanged.
     """
     folder = saved.folder
+    files = {file: gather_whole(part, world.rank) for file, part in state.tensors().items()}
 
-    def begin() -> Path:
-        with contextlib.suppress(OSError):  # there may be room all the same
-            # First, as the disk may be full of what goes.
-            delete(not_kept(run, keep_last - 1, before=saved.step, whole=state.checkpoint))
+    def write() -> None:
+        with contextlib.suppress(OSError):  # the disk may still have room
+            # First, as old checkpoints may fill the disk.
+            delete(to_delete(run, keep_last - 1, before=saved.step, protect=state.checkpoint))
             flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
-        return on_rank0.enter_context(whole_folder(folder, replace=True))
-
-    def finish() -> None:
-        on_rank0.close()
-        delete(not_kept(run, keep_last, before=saved.step + 1, whole=folder))
+        with atomic_folder(folder, replace=True) as unfinished:
+            _write(unfinished, files, saved)
+        delete(to_delete(run, keep_last, before=saved.step + 1, protect=folder))
 
     try:
-        with contextlib.ExitStack() as on_rank0:
-            _write(world.on_rank0(begin), state, saved, world)
-            world.on_rank0(finish)
-    except (OSError, TrainingError) as error:
+        world.on_rank0(write)
+    except OSError as error:
         raise NotSavedError(f"{folder}: cannot be written: {error}") from None
     return folder
 
 
-def _write(folder: Path, state: State, saved: SavedState, world: World) -> None:
-    """Write all files of a checkpoint, with FSDP each rank its shards.
-
-    All ranks have to call this. Raises OSError or TrainingError on all of them.
-    """
-    # First of all: after an evaluation this makes FSDP shard again what it has gathered.
-    weights = state.model.state_dict()
-    if state.model.config.tie_weights:
-        del weights["lm_head.weight"]
-    sums, files = "", dict[str, Tensors]()
-    for part, tensors in {MODEL: weights, OPTIMIZER: state.optimizer_tensors()}.items():
-        if saved.config["fsdp"] and tensors:  # else no optimizer has taken a step yet
-            sums += write_shards(folder / part, tensors, world)
-        else:
-            files[f"{part}.safetensors"] = tensors
+def _write(folder: Path, files: dict[str, Tensors], saved: SavedState) -> None:
+    """Write all files of a checkpoint. Raises OSError."""
 
     def write_file(name: str) -> str:
         write_tensors(folder / name, files[name])
-        return f"{sha256(folder / name)}  {name}\n"
+        return sha256(folder / name)
 
-    def write_rest() -> None:
-        with ThreadPoolExecutor() as pool:  # one is copied while the other is hashed and flushed
-            lines = [*pool.map(write_file, files)]
-        text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
-        write_whole(folder / STATE, f"{text}\n")
-        lines.append(f"{sha256(folder / STATE)}  {STATE}\n")
-        write_whole(folder / SUMS, sums + "".join(lines))
-
-    world.on_rank0(write_rest)
+    with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
+        digests = dict(zip(files, pool.map(write_file, files), strict=True))
+    text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
+    write_atomic(folder / STATE, f"{text}\n")
+    digests[STATE] = sha256(folder / STATE)
+    write_atomic(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
 def save_if_best(
@@ -165,7 +139,7 @@ def save_if_best(
 
 def _keep_best(folder: Path) -> None:
     best = folder.with_name(f"best_{step_of(folder):06d}")
-    with whole_folder(best, replace=True) as unfinished:
+    with atomic_folder(best, replace=True) as unfinished:
         shutil.copytree(folder, unfinished, copy_function=_link_or_copy, dirs_exist_ok=True)
     delete(path for path in all_checkpoints(folder.parent.parent, "best") if path != best)
 
@@ -182,7 +156,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def hint(run: Path, lr: float) -> str:
-    """Return what to do when training has failed at the learning rate `lr`."""
+    """Return advice on training that failed at the learning rate `lr`."""
     advice = f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
     if not all_checkpoints(run):
         return advice
@@ -206,7 +180,7 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
             tokens_per_sec = config.tokens_per_step(world.world_size) / taken.seconds
             dt_ms = taken.seconds * 1e3
             row = LogRow(step, figures.loss, taken.lr, figures.norm, dt_ms, tokens_per_sec)
-            run.log(row, config.last_step)
+            run.log(row, config.last_step, figures._asdict())
         run.message(*taken.notes)
     return problem
 
@@ -236,15 +210,15 @@ def skipped(taken: TakenStep, run: RunFolder, state: State, config: Config) -> s
 
 @contextlib.contextmanager
 def emergency_save(run: RunFolder, state: State, config: Config, world: World) -> Iterator[None]:
-    """Save the last whole step if anything fails in the block, and raise the error all the same.
+    """Save the last complete step if the block raises, then raise the error with a note on how to
+    resume.
 
-    It may be a corpus that goes bad, a log that cannot be written, or memory. A note on the error
-    tells how to resume. The step is not saved if its update has begun, after a save that failed,
-    or in one of several ranks, as the others may be gone: then the last checkpoint counts.
+    The step is not saved if its update has begun, after a save that failed, or on one of several
+    ranks, as the others may be gone: then the last checkpoint counts.
     """
     try:
         yield
-    except TrainingError:  # the state is spoiled, and the message says what to do
+    except TrainingError:  # the state cannot be used, and the message has advice
         raise
     except Exception as error:
         cannot_save = isinstance(error, CheckpointError) or state.is_updating or world.distributed
@@ -254,7 +228,7 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
                 traceback.clear_frames(error.__traceback__)
                 state.undo_step(world.device)
                 state.settle(config)
-                with contextlib.suppress(OSError):  # the checkpoint has the row, run.not_logged
+                with contextlib.suppress(OSError):  # the disk may be full
                     log_steps(run, state, config, world)
                 save(run, state, config, world)
             except Exception as another:
@@ -262,7 +236,7 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
                     error.add_note(
                         f"the state after step {state.step} could not be saved: {another}"
                     )
-        if state.before_step:  # else nothing has begun that could be resumed
+        if state.before_step:  # else no step has begun, so there is nothing to resume
             if state.checkpoint:
                 error.add_note(run.how_to_resume())
             if isinstance(error, UserError):

@@ -1,9 +1,9 @@
-"""All of a run that changes from step to step: in memory, and as a checkpoint's JSON has it."""
+"""The state of a run: in memory, and as tensors and numbers in a checkpoint."""
 
 import base64
 import math
 import random
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -13,14 +13,35 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from checkpoint.files import STATE, Tensors, read_json, reading, verify
+from checkpoint.files import (
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    CheckpointError,
+    Tensors,
+    copy_tensors,
+    read_json,
+    read_tensors,
+    reading,
+    shard_like,
+    verify,
+)
 from config import Config
 from model import GPT
 from runtime.clock import mark_time, seconds_between
+from runtime.errors import UserError
 from runtime.recent import NO_LIMITS, Recent
-from runtime.runlog import LogRow, step_of
 
 T = TypeVar("T", Tensor, float)
+# attributes of State that checkpoint.json has under the same names
+COUNTS = (
+    "step",
+    "best_val_loss",
+    "skipped_steps",
+    "skipped_overflows",
+    "skipped_spikes",
+    "seconds",
+)
 
 
 class Figures(NamedTuple, Generic[T]):
@@ -53,19 +74,19 @@ class State:
 
     model: GPT  # without torch.compile and DDP; sharded, with FSDP
     optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler  # of the loss; does nothing without fp16
+    scaler: torch.amp.GradScaler  # scales the loss in fp16, else does nothing
     memory_before: float = 0.0  # MiB that the process used before all this was built
     corpus: str = ""  # fingerprint of the training tokens
     step: int = 0  # steps taken
-    skipped_steps: int = 0  # of these, left out because loss or norm was not finite
+    skipped_steps: int = 0  # updates skipped because loss or norm was not finite
     skipped_overflows: int = 0  # skipped_steps because of an overflow in fp16
-    skipped_spikes: int = 0  # of these, left out because loss or norm was far above the others'
-    seconds: float = 0.0  # since the first step began, where max_minutes ends the run
+    skipped_spikes: int = 0  # updates skipped because loss or norm was far above earlier ones
+    seconds: float = 0.0  # since the first step began, counted if max_minutes is set
     recent: Recent = field(default_factory=Recent)
     best_val_loss: float | None = None
     checkpoint: Path | None = None  # the newest one that is known to be whole
     is_updating: bool = False  # a step's update has begun and is not complete
-    # of the steps that this process has taken
+    # these two describe the steps that this process has taken
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
     stopping: bool = False  # a rank was asked to stop
@@ -78,7 +99,7 @@ class State:
     @property
     def is_saved(self) -> bool:
         """True if there is a checkpoint of the current step."""
-        return self.checkpoint is not None and step_of(self.checkpoint) == self.step
+        return self.checkpoint is not None and self.checkpoint.name.endswith(f"_{self.step:06d}")
 
     def begin_step(self, device: torch.device) -> int:
         """Remember the random states, which the step changes; returns the step's number."""
@@ -88,20 +109,21 @@ class State:
     def begin_update(self, figures: Figures[Tensor], config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
 
-        There is none if loss or norm is not finite, or a spike that `skip_spikes` leaves out. Fused
-        AdamW skips such an update on the device, so nothing has to wait; in fp16 the scaler tells
-        it. Other optimizers wait for the two figures.
+        The update is skipped if loss or norm is not finite, or a spike within `skip_spikes`. Fused
+        optimizers skip it on the device, so nothing has to wait; other optimizers wait for the two
+        figures. In fp16 the scaler skips too.
         """
         # The device computes this step's gradients meanwhile, so it is not idle.
         self.settle(config)
         skips_spikes = self.skipped_spikes < config.skip_spikes
         limits = self.recent.limits() if skips_spikes else NO_LIMITS
-        adamw, *muon = self.optimizers
-        reads_first = muon or config.fsdp or (config.fp16 and config.skip_spikes)
-        if adamw.defaults["fused"] and not reads_first and figures.loss.device.type != "mps":
+        fused = all(optimizer.defaults.get("fused") for optimizer in self.optimizers)
+        reads_first = config.fsdp or (config.fp16 and config.skip_spikes)
+        if fused and not reads_first and figures.loss.device.type != "mps":
             is_sound = (figures.loss <= limits[0]) & (figures.norm <= limits[1])  # not if nan
-            # The kernel leaves all as it is where this is 1; GradScaler sets it too.
-            adamw.found_inf = (~is_sound).float()  # type: ignore[attr-defined]
+            for optimizer in self.optimizers:
+                # If this is 1, a fused kernel changes nothing; GradScaler sets it too.
+                optimizer.found_inf = (~is_sound).float()  # type: ignore[attr-defined]
             self.is_updating = True
         else:
             loss, norm, *_ = torch.stack(figures).tolist()
@@ -142,7 +164,7 @@ class State:
         self.taken.append(TakenStep(self.step, lr, figures, seconds, overflowed, notes))
 
     def next_steps(self, config: Config) -> range:
-        """Return the numbers of the steps to come: without end where the clock ends the run."""
+        """Return the numbers of the remaining steps; with max_minutes practically without end."""
         return range(self.step + 1, (config.last_step or 10**9) + 1)
 
     def is_over(self, config: Config) -> bool:
@@ -150,12 +172,51 @@ class State:
         return config.is_over(self.step, self.seconds)
 
     def undo_step(self, device: torch.device) -> None:
-        """Take back what a step has changed that failed before its update."""
+        """Undo the changes of a step that failed before its update."""
         self.model.zero_grad()
         if self.before_step and self.before_step[0] == self.step:
             put_random_state(self.before_step[1], device)
 
-    def optimizer_tensors(self) -> Tensors:
+    def tensors(self) -> dict[str, Tensors]:
+        """Return all tensors of the run that a checkpoint keeps, by file and name.
+
+        Saving, resuming, check.py, the estimate and the tests go over this: another file is one
+        more entry, whose tensors exist from the first step on. All ranks have to call it.
+        """
+        weights = self.model.state_dict()  # after an evaluation this makes FSDP shard them again
+        if self.model.config.tie_weights:
+            del weights["lm_head.weight"]
+        return {MODEL: weights, OPTIMIZER: self._optimizer_tensors()}
+
+    def load(self, file: Path) -> None:
+        """Restore the tensors in a file. Raises CheckpointError if it is damaged or does not fit.
+
+        Each rank reads all of it, and keeps its shards.
+        """
+        if not file.exists():
+            raise CheckpointError(
+                f"{file.parent}: has no {file.name}; leave out the option that needs it, or begin "
+                f"a new run with --init_from"
+            )
+        if file.name == OPTIMIZER:  # its tensors do not exist before the first step
+            self._load_optimizers(file, read_tensors(file))
+        else:
+            copy_tensors(read_tensors(file), self.tensors()[file.name], file)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the rest of the state, except random states, as checkpoint.json has it."""
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return counts | {"recent": self.recent.figures, "scaler": self.scaler.state_dict()}
+
+    def load_numbers(self, saved: "SavedState") -> None:
+        """Restore `numbers`. Raises any Exception for a scaler's state that does not fit."""
+        for name in COUNTS:
+            setattr(self, name, getattr(saved, name))
+        self.recent = Recent(saved.recent)
+        if saved.scaler:
+            self.scaler.load_state_dict(saved.scaler)
+
+    def _optimizer_tensors(self) -> Tensors:
         """Return the optimizers' state as named tensors, `<parameter>/<name of the state>`."""
         return {
             f"{name}/{key}": value
@@ -163,6 +224,31 @@ class State:
             for name, p in self.model.named_parameters()
             for key, value in optimizer.state.get(p, {}).items()
         }
+
+    def _load_optimizers(self, file: Path, tensors: Tensors) -> None:
+        """Restore the optimizers' state.
+
+        An optimizer keeps the same names for each of its parameters: scalars, and tensors of the
+        parameter's shape and dtype.
+        """
+        kept = defaultdict[str, Tensors](dict)  # parameters have none if every step was left out
+        for name, tensor in tensors.items():
+            parameter, _, key = name.partition("/")
+            kept[parameter][key] = tensor
+        names = {p: name for name, p in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            states = [kept[names[p]] for p in params]
+            for p, state in zip(params, states, strict=True):
+                fits = [t.shape in (p.shape, ()) and t.dtype == p.dtype for t in state.values()]
+                if state.keys() != states[0].keys() or not all(fits):
+                    raise CheckpointError(
+                        f"{file}: the optimizer's state does not fit the model's {names[p]}"
+                    )
+                for key, tensor in state.items():
+                    state[key] = shard_like(tensor, p) if tensor.dim() else tensor.clone()
+            numbered = {i: state for i, state in enumerate(states) if state}
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": numbered})
 
 
 def _generator(device: torch.device) -> Any:
@@ -183,13 +269,13 @@ def take_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def put_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Make this the random state of this process. Raises any Exception for what is none."""
+    """Restore the random states of this process. Raises any Exception if they are damaged."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(_decode(state["torch_cpu"]))
     gpu = _generator(device)
-    if gpu and state["device"] == device.type:  # else it was saved on another kind of device
+    if gpu and state["device"] == device.type:  # else the state is of another kind of device
         gpu.set_rng_state(_decode(state["torch_device"]))
 
 
@@ -202,9 +288,9 @@ def _decode(text: str) -> Tensor:
 
 
 class SavedState(BaseModel):
-    """checkpoint.json: a run's state but for the tensors, and what a resume has to agree with."""
+    """checkpoint.json: the state of a run without tensors, its options and its corpus."""
 
-    folder: Path = Field(exclude=True)  # of the checkpoint
+    folder: Path = Field(exclude=True)  # the folder that was read
     step: int = Field(ge=0)
     tokens: int  # trained on so far
     tokens_per_step: int = Field(ge=1)
@@ -217,13 +303,16 @@ class SavedState(BaseModel):
     corpus: str  # the training tokens' fingerprint
     config: dict[str, Any]
     scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16
-    random: list[dict[str, Any]]  # of each rank
-    run_id: str | None = None  # of RunFolder; None in checkpoints of an earlier version
-    not_logged: LogRow | None = None  # the row of a step that log.csv did not take
+    random: list[dict[str, Any]]  # one entry per rank
 
 
-def read_state(folder: Path, *parts: str) -> SavedState:
-    """Read checkpoint.json, after `verify`. Raises CheckpointError."""
-    verify(folder, *parts)
+def read_state(folder: Path, *files: str) -> SavedState:
+    """Read checkpoint.json, after `verify`. Raises CheckpointError, UserError for an old format."""
+    if (folder / "model").is_dir():
+        raise UserError(
+            f"{folder}: written by --fsdp of an earlier version, in shards; git checkout f719225 "
+            f"reads it: resume it there with one process or DDP, whose next checkpoint fits here"
+        )
+    verify(folder, *files)
     with reading(folder / STATE):
         return SavedState(**read_json(folder / STATE) | {"folder": folder})

@@ -15,7 +15,7 @@ from checkpoint.files import (
     STATE,
     CheckpointError,
     Tensors,
-    read_part,
+    read_tensors,
     refuse_pointer,
     refusing,
 )
@@ -26,7 +26,7 @@ from checkpoint.hugging_face import (
     read_hugging_face,
     with_our_names,
 )
-from checkpoint.state import SavedState, read_state
+from checkpoint.state import read_state
 from config import ARCHITECTURE, GPT2_TOKENS, Config
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, load
@@ -34,26 +34,26 @@ from runtime.errors import in_a_line
 from runtime.runlog import all_checkpoints
 
 
-def build_model(config: Config, resumed: SavedState | None = None) -> tuple[Config, GPT]:
-    """Build the model, fresh or with the weights of `init_from` or of the checkpoint `resumed`.
+def build_model(config: Config, resumes: bool = False) -> tuple[Config, GPT]:
+    """Build the model, fresh or with the weights of `init_from`, unless the run resumes: then
+    `checkpoint.resume.restore` loads its weights.
 
     Returns the config too, which takes over the architecture of the weights in `init_from`. Raises
     CheckpointError for weights that cannot be had, ConfigError for options that contradict them.
     """
-    if not resumed and config.init_from == "scratch":
+    if resumes or config.init_from == "scratch":
         return config, GPT(GPTConfig.of(config))
-    path = resumed.folder if resumed else find_weights(config.init_from, config.log_dir)
+    path = find_weights(config.init_from, config.log_dir)
     theirs, weights = read_weights(path)  # before the model: this checks its size
-    if not resumed:
-        given = config.model_dump(exclude_unset=True)
-        fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
-        # A shorter context keeps the first positions.
-        fixed["block_size"] = min(theirs.block_size, given.get("block_size", theirs.block_size))
-        check_given(given, fixed, f"init_from {config.init_from}")
-        # A given vocab_size may pad the same vocabulary to another size.
-        own = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size} | given
-        # The path that the name means now: tomorrow it may mean another run.
-        config = load(Config, own | fixed | {"init_from": str(path)})
+    given = config.model_dump(exclude_unset=True)
+    fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
+    # A shorter context keeps the first positions.
+    fixed["block_size"] = min(theirs.block_size, given.get("block_size", theirs.block_size))
+    check_given(given, fixed, f"init_from {config.init_from}")
+    # A given vocab_size may pad the same vocabulary to another size.
+    own = {"vocab_size": theirs.vocab_size, "real_vocab_size": theirs.real_vocab_size} | given
+    # The path that the name means now: tomorrow it may mean another run.
+    config = load(Config, own | fixed | {"init_from": str(path)})
     if config.n_vocab != theirs.n_vocab:
         raise ConfigError(
             f"vocab_size {config.vocab_size} makes {config.n_vocab} tokens, but init_from {path} "
@@ -65,7 +65,7 @@ def build_model(config: Config, resumed: SavedState | None = None) -> tuple[Conf
 
 
 def check_given(given: dict[str, Any], fixed: dict[str, Any], source: object) -> None:
-    """Raise ConfigError if given options differ from those that `source` fixes."""
+    """Raise ConfigError if given options differ from the values that `source` fixes."""
     if problems := [
         f"{name} {given[name]} contradicts {source}, which has {value}; leave {name} out"
         for name, value in fixed.items()
@@ -126,16 +126,16 @@ def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
 
 
 def find_folder(name: str, log_dir: str) -> Path | None:
-    """Return the folder that is meant: that of a run below `log_dir`, or any by its path."""
+    """Return a folder by name: a run below `log_dir`, or any path."""
     return next((path for path in (Path(log_dir) / name, Path(name)) if path.is_dir()), None)
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
-    """Return the run that a path is of, and the checkpoint if it is the path of one.
+    """Return the run's folder, and the checkpoint if the path names one.
 
-    The path is that of a run, of its checkpoints/, or of a checkpoint in there.
+    `path`: a run's folder, its checkpoints/, or a checkpoint in there.
     """
-    # Not resolved: checkpoints/ may be a link to a larger disk, and the run is where the link is.
+    # Not resolved: checkpoints/ may be a link to a larger disk, and the run's folder has the link.
     path = Path(os.path.abspath(path))
     if not (path / "checkpoints").is_dir():
         if path.name == "checkpoints":
@@ -179,7 +179,7 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
     elif is_hugging_face(path):
         options, weights = read_hugging_face(path)
     else:
-        saved, weights = read_state(path, MODEL, STATE).config, read_part(path, MODEL)
+        saved, weights = read_state(path, MODEL, STATE).config, read_tensors(path / MODEL)
         options = {name: saved[name] for name in vars(GPTConfig()) if name in saved}
     with refusing(f"{path}: its options do not make a model", ConfigError):
         # seq_len, an option of training, has to fit any block_size.

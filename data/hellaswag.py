@@ -24,7 +24,7 @@ from data.download import read_known_file
 from data.tokenizer import END_OF_TEXT, get_encoding
 from runtime.cli import Name, Options
 from runtime.errors import UserError, reported
-from runtime.files import locked, write_whole
+from runtime.files import sole_writer, write_atomic
 from runtime.start import start
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -78,11 +78,11 @@ def download(data_dir: str) -> Path:
     cannot be had.
     """
     path = default_path(data_dir)
-    with locked(path.with_name(f".{path.name}.lock"), patience=-1):
+    with sole_writer(path, on_wait=lambda: None):
         if not path.exists():
             hint = f"fetch that file by other means and put it at {path}"
             content = read_known_file("HellaSwag's validation split", URL, SHA256, hint)
-            write_whole(path, content.decode())
+            write_atomic(path, content.decode())
     return path
 
 

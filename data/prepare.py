@@ -38,7 +38,7 @@ def prepare_if_missing(folder: Path) -> None:
     if problem := how_to_finish(folder):
         raise TokenFileError(f"{folder}: {problem}")
     corpora = {path.parent for path in folder.parent.glob("*/*.bin")}
-    there = {corpus.name for corpus in corpora if corpus.suffix != ".tmp"}
+    there = {corpus.name for corpus in corpora if corpus.suffix not in (".tmp", ".unfinished")}
     script = f"python data/text.py FILE --name {shlex.quote(folder.name)}"
     if folder.name == "fineweb":
         script = "python data/fineweb.py"

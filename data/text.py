@@ -54,7 +54,7 @@ from data.token_file import (
 from data.tokenizer import END_OF_TEXT, SEPARATOR, encode
 from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
-from runtime.files import flush_to_disk, sha256, write_whole
+from runtime.files import flush_to_disk, sha256, write_atomic
 from runtime.start import start
 
 # Corpora that other scripts here write, and that published results are about.
@@ -165,7 +165,7 @@ def _resume(
         print(f"note: {folder} was not finished: {kept}", file=sys.stderr)
     where.mkdir(exist_ok=True)
     lines = [Begun(command=command, options=fixed), *done]
-    write_whole(where / SOURCES, "".join(f"{line.model_dump_json()}\n" for line in lines))
+    write_atomic(where / SOURCES, "".join(f"{line.model_dump_json()}\n" for line in lines))
     for path in {*where.iterdir()}.difference(sizes, [where / SOURCES]):
         path.unlink()
     for path, size in sizes.items():
@@ -236,7 +236,7 @@ def _finish(folder: Path, done: list[Source], limit: int) -> Source:
         flush_to_disk(path)
     shards = [Shard(file=path.name, tokens=tokens) for path, tokens in files.items()]
     manifest = Manifest(documents=last.documents, skipped=last.skipped, shards=shards)
-    write_whole(unfinished_folder(folder) / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    write_atomic(unfinished_folder(folder) / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     return last
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.errors import UserError
-from runtime.files import BeingWrittenError, flush_to_disk, sole_writer, whole_folder
+from runtime.files import BeingWrittenError, atomic_folder, flush_to_disk, sole_writer
 
 MAGIC = 20240520
 VERSION = 1
@@ -82,7 +82,7 @@ def write_corpus(folder: Path, parts: Iterable[Tokens]) -> int:
     The folder appears whole or not at all. Raises TokenFileError if it exists already, if another
     process is writing it, or if there are no tokens.
     """
-    with corpus_writer(folder, new=True), whole_folder(folder, replace=False) as unfinished:
+    with corpus_writer(folder, new=True), atomic_folder(folder, replace=False) as unfinished:
         count = write_token_file(unfinished / f"{folder.name}_train_000000.bin", parts)
         if not count:
             raise TokenFileError(f"{folder}: there are no tokens to write")

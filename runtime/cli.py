@@ -25,11 +25,11 @@ from pydantic.fields import FieldInfo
 from runtime.errors import UserError
 from runtime.launch import launch
 
-CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"  # where `--config NAME` looks
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"  # the folder of `--config NAME`
 
 Positive = Annotated[int, Field(ge=1)]
 ZeroIsOff = Annotated[int, Field(ge=0)]
-Name = Annotated[str, Field(min_length=1)]  # of a file or folder: "" would be the working directory
+Name = Annotated[str, Field(min_length=1)]  # path; "" would be the working directory
 
 
 class ConfigError(UserError):
@@ -43,7 +43,7 @@ class ContradictionError(ValueError):
     """
 
     def __init__(self, problems: list[tuple[str, str]]):
-        super().__init__(problems)  # as the only argument, so that it can be pickled
+        super().__init__(problems)  # one argument, so that the error can be pickled
         self.problems = problems
 
     def __str__(self) -> str:
@@ -53,8 +53,8 @@ class ContradictionError(ValueError):
 class Options(BaseModel):
     """Base of every section of options. A field's docstring is its help.
 
-    A field may carry marks: any objects in its annotation, as in
-    `n_layer: Annotated[int, FIXED] = 12`. What is true of some options is said there, once.
+    A field may carry marks, objects in its annotation such as FIXED in
+    `n_layer: Annotated[int, FIXED] = 12`. They say how checkpoints and the ladder treat it.
     """
 
     model_config = ConfigDict(
@@ -63,7 +63,7 @@ class Options(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
         protected_namespaces=(),
-        str_min_length=0,  # makes pydantic look at texts: those that are not Unicode are refused
+        str_min_length=0,  # pydantic then checks every text, and refuses one that is not Unicode
     )
 
     @classmethod
@@ -96,10 +96,10 @@ def parse(
 ) -> O:
     """Read options from command-line arguments.
 
-    `positional`: the field, or several with spaces between, given without a flag. `config_file`:
-    take `--config FILE` and `--print_config` too. `elsewhere`: what to say of names that are no
-    options here. Raises ConfigError with one line for each mistake, and SystemExit after `--help`
-    and `--print_config`.
+    `positional`: fields given without a flag, separated by spaces. `config_file`: take
+    `--config FILE` and `--print_config` too. `elsewhere`: messages for names that are no options
+    here. Raises ConfigError with one line for each mistake, and SystemExit after `--help` and
+    `--print_config`.
     """
     flags, mistakes = _parse_flags(
         options, argv, description, positional.split(), config_file, elsewhere or {}
@@ -120,8 +120,8 @@ def parse(
 def load(options: type[O], values: Mapping[str, Any], config: str | None = None) -> O:
     """Merge `values` over the YAML file `config` and its bases, convert and validate.
 
-    Raises ConfigError with one line for each problem: where the value came from, what is allowed,
-    the nearest name.
+    Raises ConfigError with one line for each problem: the value's origin, the allowed values, the
+    nearest name.
     """
     return _load(options, values, config)[0]
 
@@ -129,7 +129,7 @@ def load(options: type[O], values: Mapping[str, Any], config: str | None = None)
 def _load(
     options: type[O], values: Mapping[str, Any], config: str | None
 ) -> tuple[O, dict[str, str]]:
-    """Return the options, and the place that each value given came from."""
+    """Return the options, and the origin of each given value."""
     given, origin = read_yaml(find_config(config)) if config is not None else ({}, {})
     given |= values
     origin |= {name: f"--{name}" for name in values}
@@ -138,7 +138,7 @@ def _load(
             # `resume:` in a file unsets an option; `--resume "$RUN"` with an empty RUN is a mistake
             none = ("none", "null", "~") if name in values else ("none", "null", "~", "")
             given[name] = None if str(given[name]).lower() in none else given[name]
-    context = {  # what validators need besides the values
+    context = {  # validators need these besides the values
         "config": config and Path(config).stem,
         "world_size": launch().world_size,
         "given": {name for name, value in given.items() if value is not None},
@@ -152,7 +152,7 @@ def _load(
 def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
     """Return the options as a YAML file, section by section.
 
-    With `origin`, a comment on each line says where the value came from.
+    With `origin`, each line ends with a comment on the value's origin.
     """
     values = options.model_dump(mode="json")
     lines: list[str] = []
@@ -187,8 +187,6 @@ def find_config(name: str, folder: Path = Path(), also: Sequence[str] = ()) -> P
         files = sorted(Path(name).glob("*.yaml"))
         inside = f"; name its files, such as {shlex.join(map(str, files[:3]))}" if files else ""
         raise ConfigError(f"{name}: is a folder, not a config file{inside}")
-    if os.path.exists(name):
-        raise ConfigError(f"{name}: is a pipe or device; give a file, which can be read again")
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
     asked = name.removesuffix(".yaml")
@@ -200,10 +198,10 @@ def find_config(name: str, folder: Path = Path(), also: Sequence[str] = ()) -> P
 
 
 def read_yaml(path: Path, *above: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge a config file over its `base:` files; return the values and where each came from.
+    """Merge a config file over its `base:` files; return the values and the origin of each.
 
-    Scalars are read as strings: the field's own type converts them. `above`: the files whose base
-    this one is. Raises ConfigError.
+    Scalars are read as strings: the field's own type converts them. `above`: the files that
+    have this one as their base. Raises ConfigError.
     """
     if path.resolve() in above:
         names = " -> ".join(file.name for file in (*above, path))
@@ -299,7 +297,7 @@ def _parse_flags(
             names += _add_argument(group, name, field, name in positional)
     known, unknown = parser.parse_known_args(argv)
     elsewhere = {**elsewhere, **dict.fromkeys(positional, "is given without a flag, see --help")}
-    # a value after an unknown flag belongs to that flag: it is not a second mistake
+    # A value after an unknown flag belongs to that flag and is no second mistake.
     mistakes = [
         _unknown_argument(argument, names, elsewhere)
         for argument, before in zip(unknown, ["", *unknown], strict=False)
@@ -325,7 +323,7 @@ def _add_argument(
     if kind is bool:
         given["action"] = argparse.BooleanOptionalAction
     elif is_list:
-        # of a list without a fixed length, each flag adds values
+        # If a list has no fixed length, each flag adds values to it.
         any_number = get_args(kind)[-1] is Ellipsis
         given |= {"nargs": "+", "metavar": "X", "action": "extend" if any_number else "store"}
     elif choices := get_args(kind):
@@ -368,7 +366,7 @@ def show(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest known one, if one is near."""
+    """Return the end of a message about an unknown name: the nearest known one, or nothing."""
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 

@@ -1,13 +1,10 @@
-"""The device of a run: choosing it, what it can do, how fast it multiplies, waiting for it."""
+"""The device of a run: its choice, its capabilities, its speed, and waiting for it."""
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import math
-import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -26,9 +23,9 @@ from runtime.launch import Launch, launch
 from runtime.start import has_nvidia_gpu, resident_memory
 
 PINNED_TORCH = "2.13.0"  # the version in requirements.txt, which the tests run with
-NOTED_SLOWDOWN = 1.5  # of bf16 against fp32; less may be noise
+NOTED_SLOWDOWN = 1.5  # bf16 over fp32 time; less may be noise
 BUILDS = "https://pytorch.org/get-started/previous-versions"
-SIZES = tuple(128 * 2**i for i in range(7))  # of the matrices in a timed matmul: up to 8192
+SIZES = tuple(128 * 2**i for i in range(7))  # timed matmuls, up to 8192 x 8192
 AGREE = 1.1  # the fastest three samples of a measurement may differ by this factor
 PATIENCE = 4  # times as long as usual that a measurement may take until they agree
 
@@ -112,7 +109,7 @@ def device_name(device: torch.device) -> str:
 
 
 def describe_device(device: torch.device, ranks: int) -> str:
-    """Return a line on what a run computes with."""
+    """Return a line on device, ranks, threads and PyTorch."""
     return (
         f"device: {device_name(device)}, ranks: {ranks}, threads of each: "
         f"{torch.get_num_threads()}, torch {torch.__version__}"
@@ -137,11 +134,11 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-# ---- what a process sets for its device
+# ---- settings of the process
 
 
 def make_repeatable(device: torch.device) -> None:
-    """Make a run on a CPU give the same numbers again, bit for bit, where that costs no time.
+    """Make a run on a CPU repeatable bit for bit, at no cost in time.
 
     Compiled, the embedding's gradient would be summed by several threads in changing order. On a
     GPU this would cost speed and refuse operations, so there it is off.
@@ -153,9 +150,9 @@ def make_repeatable(device: torch.device) -> None:
 def recompute_cheap_operations(wanted: bool | None) -> None:
     """Let a compiled backward pass recompute norms, GELU, casts and residual sums, or keep them.
 
-    This is activation checkpointing of what costs little: GPT-2 (124M) trains in a sixth less
+    This is activation checkpointing of cheap operations: GPT-2 (124M) trains in a sixth less
     memory, on a CPU at the same speed, so there it is the default (docs/results.md). It has not
-    been measured on GPUs. The setting is the process's.
+    been measured on GPUs. The setting applies to the whole process.
     """
     from torch._functorch import config
 
@@ -183,15 +180,15 @@ def fsdp_options(device: torch.device, ranks: int, *, bf16: bool) -> dict[str, A
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    # FSDP2 warns of results that are views, such as attention's values (--value_residual), since an
-    # operation in place on one would be wrong; there is none here.
+    # FSDP2 warns of results that are views, such as attention's values (--value_residual): an
+    # operation in place on one would be wrong. This model has no such operation.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     dtype = torch.bfloat16 if bf16 else None
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return {"mesh": init_device_mesh(device.type, (ranks,)), "mp_policy": policy}
 
 
-# ---- what it can do
+# ---- capabilities
 
 
 def matmul_dtype(*, bf16: bool = False, fp16: bool = False) -> torch.dtype:
@@ -209,7 +206,7 @@ def usable_precision(device: torch.device, wanted: str) -> str:
 
     `high` is TF32 on NVIDIA GPUs since Ampere. `medium` is the same there. On a CPU with bf16
     instructions it lets oneDNN take over from MKL: with AMX it rounds the inputs to bf16; without,
-    it stays in fp32, and is faster on AMD's all the same.
+    it stays in fp32, and is still faster on AMD's CPUs.
     """
     has_less = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu" and wanted == "medium":
@@ -240,10 +237,12 @@ def check_precision(
     return notes
 
 
-def check_compiler(device: torch.device, mode: str = "default", acting: str = "") -> list[str]:
-    """Return notes on torch.compile in this mode, of which `acting` is what can be used here.
+def check_compiler(
+    device: torch.device, mode: str = "default", effective_mode: str = ""
+) -> list[str]:
+    """Return notes on torch.compile in this mode; `effective_mode`: the mode in use on this device.
 
-    Raises UserError if it would find no compiler, or folders that the compiler cannot read.
+    Raises UserError on a CPU without a C++ compiler, or with folders that it cannot read.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -252,7 +251,7 @@ def check_compiler(device: torch.device, mode: str = "default", acting: str = ""
 
         try:
             get_cpp_compiler()
-        except Exception as error:  # of a class that moves between PyTorch versions
+        except Exception as error:  # its class moves between PyTorch versions
             raise UserError(
                 "--compile: no C++ compiler found; install g++ or clang++ (or set CXX to one), "
                 "or run without --compile"
@@ -264,27 +263,20 @@ def check_compiler(device: torch.device, mode: str = "default", acting: str = ""
                     f"for the C++ compiler; set TMPDIR and TORCHINDUCTOR_CACHE_DIR to other "
                     f"folders, or run without --compile"
                 )
-    if device.type == "cuda":
-        c_compiler = any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
-        if not (importlib.util.find_spec("triton") and c_compiler):
-            raise UserError(
-                "--compile: needs Triton (pip install triton) and a C compiler (gcc or clang) on "
-                "CUDA; install what is missing, or run without --compile"
-            )
     notes = [
         f"compiling takes a minute or more at the first start; later ones find it in {cache_dir()}"
     ]
     if mode == "reduce-overhead" and device.type != "cuda":
         notes.append(f"compile_mode {mode} has no effect without CUDA: it records CUDA graphs")
-    if acting not in ("", mode):
+    if effective_mode not in ("", mode):
         reason = "CUDA graphs are for one rank, one micro-step and one chunk of the loss"
-        if mode.startswith("max-autotune") and acting == "default":
+        if mode.startswith("max-autotune") and effective_mode == "default":
             reason = (
                 "PyTorch before 2.12 may compute 2^31 and more logits wrongly otherwise "
                 "(github.com/pytorch/pytorch/issues/189054); a smaller batch_size or more "
                 "loss_chunks avoid that"
             )
-        notes.append(f"compile_mode {mode} runs as {acting}: {reason}")
+        notes.append(f"compile_mode {mode} runs as {effective_mode}: {reason}")
     return notes
 
 
@@ -298,16 +290,16 @@ def check_attention(
 ) -> list[str]:
     """Return a note on the kernel that `flash` gets for queries of `shape` (B, nh, T, hs).
 
-    `blocked`: the model takes kernels/attention.py's where it can. Else it is the one that
-    scaled_dot_product_attention picks for training, such as flash_attention, efficient_attention
-    or cudnn_attention; math is the T x T matrix.
+    With `blocked` it is kernels/attention.py, unless there is dropout. Otherwise
+    scaled_dot_product_attention chooses: flash_attention, efficient_attention, cudnn_attention, or
+    math, the T x T matrix.
     """
     if blocked and not dropout:
         return ["flash runs blocked attention, which is faster on this CPU than PyTorch's kernel"]
     q = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
     try:
         choice = torch._fused_sdp_choice(q, q, q, dropout_p=dropout, is_causal=True)
-    except NotImplementedError:  # PyTorch does not tell, as on MPS
+    except NotImplementedError:  # not reported, as on MPS
         return []
     kernel = SDPBackend(choice).name.lower()
     if kernel == "math":
@@ -318,13 +310,13 @@ def check_attention(
     return [f"flash runs PyTorch's {kernel} kernel"]
 
 
-# ---- what it reaches
+# ---- measurements
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Return the most memory used so far, in MiB.
+    """Return the peak memory so far in MiB: on CUDA of tensors, on a CPU of the process.
 
-    Of the GPU's tensors on CUDA, of the driver on MPS, of the process on a CPU.
+    On MPS it is the driver's memory now.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
@@ -337,7 +329,7 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def memory_before_mb(device: torch.device) -> float:
-    """Return what of `peak_memory_mb` is there before a model: Python and PyTorch on a CPU."""
+    """Return the baseline of `peak_memory_mb` before the model exists; 0 except on a CPU."""
     return resident_memory() / 2**20 if device.type == "cpu" else 0.0
 
 
@@ -353,8 +345,8 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 def steady(sample: Callable[[], float], seconds: float) -> float | None:
     """Take samples for `seconds`, at least three; returns the least of them.
 
-    Other programs make samples larger, never smaller. If the least three differ, sampling goes on,
-    up to PATIENCE times as long. None if they still differ, or are infinite.
+    Other programs make samples larger, never smaller. If the least three differ, sampling
+    continues, up to PATIENCE times as long. None if they still differ, or are infinite.
     """
     begun, least = time.perf_counter(), list[float]()
     while True:
@@ -368,8 +360,8 @@ def steady(sample: Callable[[], float], seconds: float) -> float | None:
 
 def matmul(n: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
     """Return a function that multiplies two n x n matrices."""
-    # Random numbers, as equal ones take a GPU less power and so less time; with a generator of
-    # their own, so that the run's is as it was.
+    # Random numbers, since equal ones take a GPU less power and time. They have their own
+    # generator, so that the run's stays unchanged.
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=generator) for _ in range(2))
     return lambda: torch.mm(a, b)
@@ -422,9 +414,9 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
 def bf16_slowdown(device: torch.device) -> float:
     """Measure how many times as long a small matmul takes in bf16 as in fp32, in 0.2 seconds.
 
-    Below 1 where bf16 pays. A CPU without instructions for it emulates it.
+    It is below 1 if bf16 is faster. A CPU without instructions for bf16 emulates it.
     """
-    # In turn and on one thread, so that other programs slow both alike.
+    # Alternating and on one thread, so that other programs slow both alike.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     pair = [matmul(256, device, dtype) for dtype in (torch.float32, torch.bfloat16)]

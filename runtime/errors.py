@@ -1,4 +1,4 @@
-"""Errors that a user can do something about: how commands print them, and what they exit with."""
+"""Errors that a user can mend: how commands print them, and their exit statuses."""
 
 import contextlib
 import json
@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from runtime.launch import error_file, launch
+from runtime.launch import launch
 from runtime.signals import raise_at_ctrl_c
 
-PATIENCE = 3.0  # seconds that a failing rank leaves torchrun to end it, if another one has ended
+WAIT_FOR_TORCHRUN_S = 3.0  # seconds in which torchrun ends a failing rank after another
 
 
 class UserError(Exception):
-    """Something that the user can put right.
+    """A mistake or fault that the user can mend.
 
     A command prints each line of the message and exits with `status`. Notes (Exception.add_note),
     such as how to resume, are part of the message.
@@ -35,7 +35,7 @@ class UserError(Exception):
 
 
 class TrainingError(UserError):
-    """A run or another command that cannot go on; the message says why and what may help."""
+    """A run or another command that cannot continue; the message has the reason and a remedy."""
 
     status = 1
 
@@ -48,12 +48,12 @@ def reported(
     interrupted: str = "interrupted",
     advice: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-    """End the process with error lines, not a traceback, where a command fails foreseeably.
+    """End the process with error lines instead of a traceback if a command fails foreseeably.
 
-    `place` is named where the system does not say which file failed. `status`, if given, is that
-    of every UserError. `advice` has a message for kinds of failure (see `kind_of_failure`), with
-    {reason} in it for the cause. Where nobody reads the output any more (`| head`), a command
-    ends without a word, as other Unix commands do.
+    `place` is named if the system does not name the file that failed. `status` overrides the exit
+    status of every UserError. `advice`: messages by kind of failure (see `kind_of_failure`), with
+    {reason} in them for the cause. If nobody reads the output any more (`| head`), a command ends
+    silently, as other Unix commands do.
     """
     try:
         raise_at_ctrl_c()
@@ -93,7 +93,7 @@ def printable(line: str) -> str:
 
 
 def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> UserError | None:
-    """Return the UserError for an error that can be foreseen; `place`, `advice`: see `reported`."""
+    """Return the UserError for a foreseeable error; `place` and `advice` as in `reported`."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError):
@@ -127,19 +127,19 @@ def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
     if not lost_rank:
         _tell_torchrun(text)
     if not is_first:
-        _wait_for_torchrun(2 * PATIENCE if lost_rank else PATIENCE)
+        _wait_for_torchrun(2 * WAIT_FOR_TORCHRUN_S if lost_rank else WAIT_FOR_TORCHRUN_S)
     with contextlib.suppress(OSError):  # nobody may read it
         print(text, file=sys.stderr, flush=True)
     if is_first and lost_rank:
-        _wait_for_torchrun(PATIENCE)
+        _wait_for_torchrun(WAIT_FOR_TORCHRUN_S)
     _leave(status)
 
 
 def _leave(status: int) -> NoReturn:
     """End this process; at once if it has joined others.
 
-    PyTorch's threads may still wait for another rank then. Python, as it ends, waits for these
-    threads while it holds the lock that they need: the process would never end.
+    PyTorch's threads may then still wait for another rank. Python waits for these threads at its
+    end while it holds the lock that they need, so the process would hang.
     """
     distributed = sys.modules.get("torch.distributed")
     if not (distributed and distributed.is_available() and distributed.is_initialized()):
@@ -153,10 +153,10 @@ def _leave(status: int) -> NoReturn:
 def _tell_torchrun(text: str) -> None:
     """Write the error file from which torchrun reports its root cause.
 
-    It is the file that torch.distributed.elastic.multiprocessing.errors.record writes, but without
-    a traceback, and before torch is imported too.
+    torch.distributed.elastic.multiprocessing.errors.record writes the same file, but with a
+    traceback, and only once torch is imported.
     """
-    if path := error_file():
+    if path := launch().error_file:
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
@@ -173,7 +173,7 @@ def _wait_for_torchrun(seconds: float) -> None:
 
 
 def why_it_failed(status: int, stderr: TextIO) -> str:
-    """Say in a line why a command failed, from its exit status and the file with its stderr."""
+    """Return the reason of a command's failure in a line, from its exit status and its stderr."""
     stderr.seek(0)
     lines = [line.strip() for line in stderr if line.strip()]
     if errors := [line for line in lines if line.startswith("error: ")]:
@@ -185,9 +185,9 @@ def why_it_failed(status: int, stderr: TextIO) -> str:
 
 
 def drop_unread(stream: TextIO | None) -> OSError | None:
-    """Return why a stream takes no more output, if so: its reader is gone, or a disk is full.
+    """Flush a stream; if its reader is gone or a disk is full, return the error.
 
-    What is printed from then on is dropped, so that Python does not complain when it ends.
+    Later output is then dropped, so that Python does not complain at its end.
     """
     if stream and not stream.closed:
         try:
@@ -199,7 +199,7 @@ def drop_unread(stream: TextIO | None) -> OSError | None:
 
 
 def drop(stream: TextIO) -> None:
-    """Discard what is printed on the stream from here on."""
+    """Discard all further output of the stream."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
@@ -222,10 +222,10 @@ HEADERS = "install Python's headers (python3-dev on Debian and Ubuntu, python3-d
 
 
 def kind_of_failure(error: BaseException) -> tuple[str, str]:
-    """Return what failed and the cause in a line.
+    """Return the kind of a failure and its cause in a line.
 
-    It is "compiler", "lost rank", "memory" or "other". PyTorch has a class for some of these and
-    only a wording for others, which differs from device to device.
+    The kind is "compiler", "lost rank", "memory" or "other". PyTorch has a class for some of these
+    and only a wording for others, which differs from device to device.
     """
     text, kind = str(error), type(error)
     if kind.__module__.startswith(("torch._dynamo", "torch._inductor")):

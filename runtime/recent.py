@@ -1,4 +1,4 @@
-"""Tell which figures of a step are far from those of the steps before it."""
+"""Find figures of a step that are far from the recent steps' figures."""
 
 import statistics
 from collections import deque
@@ -14,7 +14,7 @@ FEWEST = 16  # times that make a median
 
 
 class Recent:
-    """Hold loss and norm of the last 128 steps, which a checkpoint keeps, and their seconds."""
+    """Loss and norm of the last 128 steps, which a checkpoint keeps, and their seconds."""
 
     def __init__(self, figures: Iterable[tuple[float, float]] = ()):
         self.figures = deque(figures, maxlen=WINDOW)

@@ -37,9 +37,9 @@ ROOMS = [
     "train.py",
 ]
 
-# Okabe and Ito (2008): told apart by the colour-blind too
+# Okabe and Ito (2008): distinct for the colour-blind too
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
-MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # told apart in print too
+MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # distinct in print too
 BLUE, ORANGE = COLOURS[:2]
 Curve = tuple[Sequence[int], Sequence[Any]]  # steps, and the value at each
 Bar = tuple[str, float, str, tuple[float, float], str]  # name, length, label, interval, colour
@@ -87,21 +87,20 @@ def project_files(*patterns: str) -> list[Path]:
     """
     tracked = _git("ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns))
     if tracked:
-        paths = [
-            ROOT / name for name in {*tracked.strip("\0").split("\0")}
-        ]  # a conflict lists thrice
+        # a set, since git lists a file with a merge conflict three times
+        paths = [ROOT / name for name in {*tracked.strip("\0").split("\0")}]
     else:
         found = (path for pattern in patterns for path in ROOT.glob(pattern))
         paths = [path for path in found if path.relative_to(ROOT).parts[0] in ROOMS]
     return sorted(path for path in paths if path.is_file())  # a tracked file may be deleted
 
 
-def code_version() -> str:
-    """Return the commit and a hash of this project's Python files."""
+def code_hash() -> str:
+    """Return a hash of this project's Python files."""
     digest = hashlib.sha256()
     for path in project_files("**/*.py"):
         digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes())
-    return f"{git_commit() or 'no commit'} (files {digest.hexdigest()[:8]})"
+    return digest.hexdigest()[:8]
 
 
 def flops_rate(tflops: float) -> str:
@@ -158,7 +157,7 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
-    """Print a table with figures on the right, as many columns as the terminal has room for.
+    """Print a table with right-aligned figures; columns that do not fit the terminal are dropped.
 
     Only texts longer than 24 characters are broken into lines: rich would break figures too.
     """
@@ -208,7 +207,7 @@ def _in_markdown(text: str) -> str:
 def new_figure(*shape: int, **options: Any) -> tuple[Any, Any]:
     """Return a matplotlib figure and its axes, as `pyplot.subplots` does, for drawing to files.
 
-    `figsize` (inches) is the figure's; further options are those of `Figure.subplots`.
+    `figsize` is in inches; further options go to `Figure.subplots`.
     """
     from matplotlib.figure import Figure  # imported here, as it takes a second
 

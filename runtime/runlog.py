@@ -1,5 +1,5 @@
-"""Keep a run's folder: log.csv, eval.csv, config.yaml, summary.json, console.log, checkpoints/; and
-hand its figures to trackers.
+"""A run's folder: log.csv, eval.csv, metrics.csv, config.yaml, summary.json, console.log and the
+names in checkpoints/. Its figures go to trackers too.
 
 Nothing here needs torch.
 """
@@ -14,28 +14,25 @@ import shlex
 import shutil
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import filelock
-
 from runtime.errors import UserError, drop, foreseen
 from runtime.files import (
+    BeingWrittenError,
     aside,
     cannot_be_written,
     delete,
-    delete_empty,
-    locked,
-    missing_parents,
-    write_whole,
+    sole_writer,
+    write_atomic,
 )
 from runtime.report import about, flops_rate
 from runtime.signals import Stopped
 from runtime.track import Trackers
 
 Row = dict[str, float | None]  # a row of a CSV file by column; an empty cell is None
+ExtraMetrics = Callable[[float], Mapping[str, float | None]]  # from the step's tokens/s
 
 
 class LogRow(NamedTuple):
@@ -44,19 +41,20 @@ class LogRow(NamedTuple):
     step: int  # from 1
     loss: float  # nats per token
     lr: float
-    norm: float  # of the gradient, before clipping
+    norm: float  # gradient norm before clipping
     dt_ms: float
     tokens_per_sec: float
 
 
 LOG_COLUMNS = LogRow._fields
-EVAL_COLUMNS = ("step", "val_loss")  # and one for each HellaSwag score, where a run has any
+EVAL_COLUMNS = ("step", "val_loss")  # then one for each HellaSwag score of the run
+COLUMNS = {"log.csv": LOG_COLUMNS, "eval.csv": EVAL_COLUMNS, "metrics.csv": ("step",)}
 FAR_OFF = 1.5  # factor between announced and measured step times that is worth a line
-FORMATS = {"step": ".0f", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # others: to the last digit
+FORMATS = {"step": ".0f", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # the rest keep all digits
 
 
 class RunFolder:
-    """The folder of a run. All ranks have one; rank 0's writes and prints, the others' do nothing.
+    """The folder of a run. All ranks have one; only rank 0's writes and prints.
 
     Until `create` or `resume`, nothing is written: a run that cannot start leaves no folder.
     """
@@ -68,54 +66,48 @@ class RunFolder:
         advice: Mapping[str, str] | None = None,
         trackers: Sequence[str] = (),
     ):
-        """`advice`: what console.log says at kinds of failure, see `runtime.errors.reported`.
-        `trackers`: names, see `follow`.
+        """`advice`: messages for console.log by kind of failure, see `runtime.errors.reported`.
+        `trackers`: names, see `open_trackers`.
 
         Raises UserError for a tracker that is not installed.
         """
         self.path, self.rank, self._advice = path, rank, advice or {}
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.not_logged: LogRow | None = None  # a row not in log.csv yet: a checkpoint keeps it
         self._trackers = Trackers(trackers if rank == 0 else (), self.message)
-        self._live: Callable[[float], Mapping[str, float | None]] = lambda tokens_per_sec: {}
+        self._extra_metrics: ExtraMetrics = lambda tokens_per_sec: {}
         self._expected: float | None = None  # seconds of a step, as announced
         self._resumed_after = 0
         self._timed_from: tuple[int, float] | None = None  # a step, and when it was logged
-        self._lock = filelock.FileLock(path / ".lock", timeout=0)
-        self._made_parents: list[Path] = []
-        self._undo = contextlib.ExitStack()  # what `create` has done
+        self._metric_columns: list[str] = []  # metrics.csv's, once this process has written it
+        self._lock = contextlib.ExitStack()  # holds the folder's lock
+        self._undo = contextlib.ExitStack()  # reverts `create`
         self._console: TextIO | None = None
-        self._said_before: list[str] = []  # before console.log is there
+        self._early_messages: list[str] = []  # printed before console.log is open
 
     # ---- starting and ending, on rank 0
 
     def create(self) -> Path | None:
-        """Create the folder with an empty log; return where an earlier run of that name is now.
+        """Create the folder with an empty log; return the new name of an earlier run's folder.
 
         Raises UserError if another process is writing to the folder. If the new one cannot be
-        created, all is as it was.
+        created, the earlier one stays as it was.
         """
-        self._made_parents = missing_parents(self.path)
         if os.path.isfile(self.path.parent):
             raise UserError(f"{self.path.parent}: is a file; choose another --log_dir")
+        self._lock_folder()
         moved_to = None
-        with self._start_lock():
-            try:
-                if self.path.exists():
-                    self._hold()
-                    self._lock.release()
-                    moved_to = aside(self.path)
-                    self._undo.callback(self._move_back, moved_to)  # before: a signal may come
-                    self.path.rename(moved_to)
-                self._undo.callback(shutil.rmtree, self.path, ignore_errors=True)
-                self.path.mkdir(parents=True)
-                self._hold()
-                write_whole(self.path / ".run_id", uuid.uuid4().hex)
-                write_rows(self.path / "log.csv", LOG_COLUMNS, [])
-                self._open_console()
-            except BaseException:
-                self.abandon()
-                raise
+        try:
+            if self.path.exists():
+                moved_to = aside(self.path)
+                self._undo.callback(self._move_back, moved_to)  # first, as a signal may come
+                self.path.rename(moved_to)
+            self._undo.callback(shutil.rmtree, self.path, ignore_errors=True)
+            self.path.mkdir()
+            write_rows(self.path / "log.csv", LOG_COLUMNS, [])
+            self._open_console()
+        except BaseException:
+            self.abandon()
+            raise
         return moved_to
 
     def _move_back(self, moved_to: Path) -> None:
@@ -124,73 +116,43 @@ class RunFolder:
 
     def abandon(self) -> None:
         """Undo `create`: the run cannot start. An earlier run gets its name back."""
-        with self._start_lock():
-            self.close()
+        with self._lock:
+            self._close_files()
             self._undo.close()
-        delete_empty(self._made_parents)
 
-    def resume(
-        self,
-        step: int,
-        log_every: int,
-        checkpoint: Path | None = None,
-        keep_last: int = 0,
-        not_logged: LogRow | None = None,
-    ) -> None:
-        """Continue the folder after `step`.
+    def resume(self, step: int, checkpoint: Path | None = None, keep_last: int = 0) -> None:
+        """Continue the folder after `step`: remove the rows of later steps from its logs.
 
-        The rows of later steps leave the logs, as these steps are taken again; `not_logged`, the
-        row that a failed run could not write, is added. First, as the disk may be full, leftovers
-        of interrupted saves are deleted, and checkpoints beyond `keep_last` (0: none of them), but
-        never `checkpoint`, from which the run resumes. Raises UserError if another process is
-        writing to the folder or has moved it aside, or if a log cannot be read.
+        First, as the disk may be full, leftovers of interrupted saves are deleted, and checkpoints
+        beyond `keep_last`; 0 deletes none, and `checkpoint`, from which the run resumes, is always
+        kept. Raises UserError if another process is writing to the folder or has moved it aside,
+        or if a log cannot be read.
         """
-        with self._start_lock():
-            place = checkpoint or self.path
-            if not place.is_dir():
-                raise UserError(
-                    f"{place}: is gone: the run was moved aside or deleted at this moment; start "
-                    f"again"
-                )
-            self._hold()
+        self._lock_folder()
         self._resumed_after = step
         try:
-            for leftover in (self.path / "checkpoints").glob("*.tmp"):
+            if not (checkpoint or self.path).is_dir():
+                raise UserError(f"{self.path}: was moved aside or deleted just now; start again")
+            for leftover in (self.path / "checkpoints").glob(".*.unfinished"):
                 shutil.rmtree(leftover, ignore_errors=True)
             if keep_last:
-                delete(not_kept(self.path, keep_last, before=step + 1, whole=checkpoint))
-            self._trim_logs(step, log_every, not_logged)
+                delete(to_delete(self.path, keep_last, before=step + 1, protect=checkpoint))
+            for name, columns in COLUMNS.items():
+                rows = {at: row for at, row in self._rows(name).items() if at <= step}
+                if name == "log.csv":  # exactly these columns, as in the rows to come
+                    write_rows(self.path / name, columns, rows.values())
+                elif (self.path / name).exists():
+                    self._rewrite(name, rows)
             self._open_console()
             (self.path / "summary.json").unlink(missing_ok=True)
         except BaseException:
             self.close()
             raise
 
-    def _trim_logs(self, step: int, log_every: int, not_logged: LogRow | None) -> None:
-        rows = {at: row for at, row in self._rows("log.csv").items() if at <= step}
-        if not_logged and not_logged.step <= step:
-            rows.setdefault(not_logged.step, not_logged._asdict())
-        # Step 1, every `log_every`th step and steps that were left out are logged; any other was
-        # only because the run ended there.
-        if step > 1 and step % log_every and step in rows:
-            figures = [rows[step][name] or 0 for name in ("loss", "lr", "norm")]
-            if all(map(math.isfinite, figures)):
-                del rows[step]
-        write_rows(self.path / "log.csv", LOG_COLUMNS, rows.values())
-        rows = {at: row for at, row in self._rows("eval.csv").items() if at <= step}
-        if (self.path / "eval.csv").exists():
-            self._write_evaluations(rows)
-
-    def _start_lock(self) -> contextlib.AbstractContextManager[bool]:
-        """Keep other runs from starting in the same log_dir: one could move this folder aside
-        right after this run has seen it. May be nested.
-        """
-        return locked(self.path.parent / ".begin.lock", patience=-1)
-
-    def _hold(self) -> None:
+    def _lock_folder(self) -> None:
         try:
-            self._lock.acquire()
-        except filelock.Timeout:
+            self._lock.enter_context(sole_writer(self.path))
+        except BeingWrittenError:
             raise UserError(
                 f"{self.path}: another process is writing this run; wait for it or choose another "
                 f"--run_name"
@@ -198,19 +160,20 @@ class RunFolder:
 
     def _open_console(self) -> None:
         self._console = open(self.path / "console.log", "a", encoding="utf-8", errors="replace")  # noqa: SIM115
-        for text in self._said_before:
+        for text in self._early_messages:
             self._write(text)
 
     def close(self) -> None:
-        """Let other processes write to the folder."""
-        try:
-            self._trackers.close(failed=True)  # unless `finish` has closed them
-        finally:
-            if self._console:
-                with contextlib.suppress(OSError):  # a full disk was an error before
-                    self._console.close()
-                self._console = None
-            self._lock.release()
+        """Close the files and let other processes write to the folder."""
+        with self._lock:
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self._trackers.close(failed=True)  # unless `finish` has closed them
+        if self._console:
+            with contextlib.suppress(OSError):  # a full disk was an error before
+                self._console.close()
+            self._console = None
 
     def __enter__(self) -> "RunFolder":
         self._begun = time.monotonic()
@@ -232,25 +195,19 @@ class RunFolder:
         """Take the step time that an announcement assumed; `log` corrects it if it is far off."""
         self._expected = step_seconds
 
-    def follow(
-        self,
-        config: Mapping[str, Any],
-        live: Callable[[], Callable[[float], Mapping[str, float | None]]],
+    def open_trackers(
+        self, config: Mapping[str, Any], extra_metrics: Callable[[], ExtraMetrics]
     ) -> None:
-        """Open the trackers, if there are any, and hand them what the logs have and they lack.
-
-        `live()` returns a function from a step's tokens/s to further figures of that step.
-        """
+        """Open the trackers. `extra_metrics()` makes the function of figures for them alone."""
         if self._trackers.names:
-            self._live = live()
-            rows = {"train": self._rows("log.csv"), "eval": self._rows("eval.csv")}
-            self._trackers.open(self.path, self._resumed_after, config, rows)
+            self._extra_metrics = extra_metrics()
+            self._trackers.open(self.path, self._resumed_after, config)
 
     def message(self, *texts: str) -> None:
         """Print texts, each in lines of its own, and keep them in console.log.
 
-        The run continues where nobody can read what is printed. A console.log that cannot be
-        written raises OSError, once.
+        The run continues if stdout is closed or full. A console.log that cannot be written raises
+        OSError, once.
         """
         text = "\n".join(texts)
         if self.rank or not text:
@@ -260,13 +217,13 @@ class RunFolder:
         except OSError as error:
             drop(sys.stdout)
             text += (
-                f"\nnote: what is printed goes nowhere ({error.strerror}); the run goes on, and "
-                f"console.log has it all"
+                f"\nnote: nothing can be printed any more ({error.strerror}); the run continues, "
+                f"and console.log has its output"
             )
         if self._console:
             self._write(text)
         else:
-            self._said_before.append(text)
+            self._early_messages.append(text)
 
     def _write(self, text: str) -> None:
         assert self._console
@@ -277,34 +234,44 @@ class RunFolder:
             self._console = open(os.devnull, "w")  # noqa: SIM115  # it is an error only once
             raise cannot_be_written(self.path / "console.log", error) from None
 
-    def write_calls(self, calls: Sequence[str]) -> None:
-        """Write which calls of torchrun the run belongs to, for ranks that these start again."""
-        if calls:
-            write_whole(self.path / ".torchrun", "".join(f"{call}\n" for call in calls))
-
     def write_config(self, text: str) -> None:
         """Write config.yaml."""
-        write_whole(self.path / "config.yaml", text)
+        write_atomic(self.path / "config.yaml", text)
 
-    def log(self, row: LogRow, last_step: int | None) -> None:
-        """Print a step's figures and add them to log.csv at once: they survive what comes next.
+    def log(
+        self, row: LogRow, last_step: int | None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Print a step's figures and add them to log.csv at once, so that a crash cannot lose them.
 
-        `last_step` None: the run's last step is not known.
+        `last_step` is None if the clock ends the run. `metrics`: figures of the step by name. They
+        go to the trackers, and to metrics.csv if log.csv has no column of their name.
         """
-        self.not_logged = row
         each, left = self._seconds_per_step(row.step), (last_step or 0) - row.step
         time_left = f" | {duration(each * left)} left" if each is not None and left > 0 else ""
         self.message(
-            f"{_counted(row.step, last_step)} | loss {row.loss:.4f} | "
+            f"{_step_label(row.step, last_step)} | loss {row.loss:.4f} | "
             f"lr {row.lr:.2e} | norm {row.norm:.4f} | dt {row.dt_ms:.2f} ms | "
             f"{row.tokens_per_sec:,.0f} tokens/s{time_left}"
         )
+        logged = row._asdict()
+        further = {name: metric for name, metric in (metrics or {}).items() if name not in logged}
         if self.rank == 0:
-            append_row(self.path / "log.csv", LOG_COLUMNS, row._asdict())
-        self.not_logged = None
-        self._trackers.log(row.step, {**row._asdict(), **self._live(row.tokens_per_sec)}, "train")
+            append_row(self.path / "log.csv", LOG_COLUMNS, logged)
+            if further:
+                self._log_metrics({"step": row.step, **further})
+        figures = {**logged, **further, **self._extra_metrics(row.tokens_per_sec)}
+        self._trackers.log(row.step, figures, "train")
         if time_left and each and row.step >= 4:  # three steps after the first, which compiles
             self._correct_announcement(each, left)
+
+    def _log_metrics(self, row: Mapping[str, float]) -> None:
+        path, step = self.path / "metrics.csv", int(row["step"])
+        if self._metric_columns:
+            append_row(path, self._metric_columns, row)
+        else:  # an earlier version of the code may have logged other figures
+            self._metric_columns = self._rewrite(
+                path.name, {**self._rows(path.name), step: {**row}}
+            )
 
     def _seconds_per_step(self, step: int) -> float | None:
         """Return the mean since the first logged step, which compiles; None for that step."""
@@ -326,16 +293,18 @@ class RunFolder:
         """Print figures of an evaluation and add them to the step's row of eval.csv."""
         text = " | ".join(f"{name} {figure:.4f}" for name, figure in figures.items())
         text = text.replace("val_", "validation ").replace("hellaswag_", "HellaSwag ")
-        self.message(f"{_counted(step, last_step)} | {text}")
+        self.message(f"{_step_label(step, last_step)} | {text}")
         if self.rank == 0:
             rows = self._rows("eval.csv")
             rows[step] = rows.get(step, {}) | {"step": step, **figures}
-            self._write_evaluations(rows)
+            self._rewrite("eval.csv", rows)
         self._trackers.log(step, figures, "eval")
 
-    def _write_evaluations(self, rows: Mapping[int, Row]) -> None:
-        columns = dict.fromkeys([*EVAL_COLUMNS, *(name for row in rows.values() for name in row)])
-        write_rows(self.path / "eval.csv", list(columns), rows.values())
+    def _rewrite(self, name: str, rows: Mapping[int, Row]) -> list[str]:
+        """Replace a CSV file; returns its columns: the required ones and the rows' own."""
+        named = dict.fromkeys([*COLUMNS[name], *(name for row in rows.values() for name in row)])
+        write_rows(self.path / name, list(named), rows.values())
+        return list(named)
 
     def log_sample(self, step: int, text: str) -> None:
         """Print a sample."""
@@ -343,14 +312,14 @@ class RunFolder:
         self._trackers.text(step, "sample", text)
 
     def finish(self, summary: Mapping[str, Any], *, has_checkpoints: bool) -> dict[str, Any]:
-        """Write summary.json, and print the main figures and what can be done next.
+        """Write summary.json, and print the main figures and the next commands.
 
-        Returns the summary, with when the run started and how long it took.
+        Returns the summary, with the run's start and duration.
         """
         summary = {**summary, "started": self._started, "seconds": time.monotonic() - self._begun}
         if self.rank == 0:
             text = json.dumps(summary, indent=1, allow_nan=False)
-            write_whole(self.path / "summary.json", f"{text}\n")
+            write_atomic(self.path / "summary.json", f"{text}\n")
         self.message(*describe_summary(summary))
         if summary["interrupted"] and has_checkpoints:
             self.message(self.how_to_resume())
@@ -363,16 +332,15 @@ class RunFolder:
         return summary
 
     def how_to_resume(self) -> str:
-        """Return what to type to resume from the run's newest checkpoint."""
+        """Return the option that resumes from the run's newest checkpoint."""
         run = shlex.quote(str(self.path))
-        return f"to go on: the same command with --resume auto, or --resume {run}"
+        return f"to resume: the same command with --resume auto, or --resume {run}"
 
     # ---- reading
 
     def _rows(self, name: str) -> dict[int, Row]:
         path = self.path / name
-        columns = LOG_COLUMNS if name == "log.csv" else EVAL_COLUMNS
-        return read_rows(path, columns) if path.exists() and path.stat().st_size else {}
+        return read_rows(path, COLUMNS[name]) if path.exists() and path.stat().st_size else {}
 
     def times_and_loss(self) -> tuple[list[float], float]:
         """Return the seconds of the steps in log.csv, and the last one's loss: nan if none."""
@@ -400,19 +368,8 @@ class RunFolder:
         """True if a run has ended here."""
         return (self.path / "summary.json").exists()
 
-    def run_id(self) -> str | None:
-        """Return what tells the run from all others; None in a folder of an earlier version."""
-        path = self.path / ".run_id"
-        return path.read_text(errors="replace") if path.exists() else None
 
-    def was_started_by(self, calls: Sequence[str]) -> bool:
-        """True if one of these calls of torchrun has begun or resumed the run before."""
-        path = self.path / ".torchrun"
-        text = path.read_text(errors="replace") if path.exists() else ""
-        return not set(text.splitlines()).isdisjoint(calls)
-
-
-def _counted(step: int, last_step: int | None) -> str:
+def _step_label(step: int, last_step: int | None) -> str:
     return f"step {step:{len(str(last_step))}d}/{last_step}" if last_step else f"step {step}"
 
 
@@ -428,7 +385,7 @@ def describe_summary(summary: Mapping[str, Any]) -> list[str]:
     )
     if val_loss is not None:
         result += f", validation loss {val_loss:.4f}"
-    if summary["median_dt_ms"] is None:  # there was no step to take, and the log has no rows
+    if summary["median_dt_ms"] is None:  # no steps were taken, and the log has no rows
         return [result]
     mfu = "no MFU, as other programs kept the device too busy to time a matmul"
     if summary["utilization"]:
@@ -445,10 +402,10 @@ def describe_summary(summary: Mapping[str, Any]) -> list[str]:
 # ---- the CSV files
 
 
-def read_rows(path: Path, columns: Sequence[str] = LOG_COLUMNS) -> dict[int, Row]:
+def read_rows(path: Path, required: Sequence[str] = LOG_COLUMNS) -> dict[int, Row]:
     """Read the rows of a log by step, without lines that a kill or a disk damaged.
 
-    Raises UserError if the file cannot be read or lacks one of the columns.
+    Raises UserError if the file cannot be read or lacks one of the required columns.
     """
     try:
         text = path.read_text(encoding="utf-8-sig", errors="replace")  # an editor may add a BOM
@@ -457,8 +414,8 @@ def read_rows(path: Path, columns: Sequence[str] = LOG_COLUMNS) -> dict[int, Row
     complete = text[: text.rfind("\n") + 1]  # a kill may have torn the last line
     header, *lines = (complete or "\n").splitlines()
     names = header.split(",")
-    if missing := [column for column in columns if column not in names]:
-        raise UserError(f"{path}: has no column {missing[0]}; a log has {','.join(columns)}")
+    if missing := [column for column in required if column not in names]:
+        raise UserError(f"{path}: has no column {missing[0]}; a log has {','.join(required)}")
     rows: dict[int, Row] = {}
     for line in lines:
         with contextlib.suppress(ValueError, OverflowError):
@@ -477,9 +434,9 @@ def curve(rows: Mapping[int, Row], column: str = "loss") -> tuple[list[int], lis
 def write_rows(
     path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, float | None]]
 ) -> None:
-    """Replace a log, whole or not at all. Raises OSError that names it."""
+    """Replace a log atomically. Raises OSError that names it."""
     lines = [",".join(columns), *(_line(columns, row) for row in rows)]
-    write_whole(path, "".join(f"{line}\n" for line in lines))
+    write_atomic(path, "".join(f"{line}\n" for line in lines))
 
 
 def append_row(path: Path, columns: Sequence[str], row: Mapping[str, float | None]) -> None:
@@ -512,16 +469,14 @@ def all_checkpoints(run: Path, name: str = "best|step") -> list[Path]:
     return sorted(sorted(named), key=step_of)
 
 
-def not_kept(run: Path, keep: int, *, before: int, whole: Path | None) -> list[Path]:
-    """Return the run's checkpoints to delete: `keep` of those before a step stay, the newest ones,
-    and `whole` in any case.
+def to_delete(run: Path, keep: int, *, before: int, protect: Path | None) -> list[Path]:
+    """Return the checkpoints before a step except the `keep` newest and `protect`.
 
-    Those of that step or later do not count: they are damaged, else the run would have resumed
-    from them.
+    Later ones are left alone: they are damaged, since the run did not resume from them.
     """
     counted = [path for path in all_checkpoints(run, "step") if step_of(path) < before]
     older = counted[: max(len(counted) - keep, 0)]
-    return [path for path in older if whole is None or path.name != whole.name]
+    return [path for path in older if protect is None or path.name != protect.name]
 
 
 def step_of(folder: Path) -> int:
@@ -530,7 +485,7 @@ def step_of(folder: Path) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as h:mm:ss, and as `over 1,000 days` where that says enough."""
+    """Return seconds as h:mm:ss, or `over 1,000 days`."""
     if seconds > 1000 * 86400:
         return "over 1,000 days"
     return str(datetime.timedelta(seconds=round(seconds)))

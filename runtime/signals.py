@@ -1,6 +1,4 @@
-"""Ctrl-C and other signals: end a command in one line, and a run after its step; end with the
-process that started this one.
-"""
+"""Signals: end a command with one line, a run after its step, and a process with its parent."""
 
 import contextlib
 import ctypes
@@ -15,7 +13,7 @@ from runtime.launch import launch
 # SIGHUP comes from a closed terminal; SIGUSR1 or SIGUSR2 from Slurm or Grid Engine, on request,
 # before the time is up.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-COPY = 1.0  # seconds in which torchrun passes on a Ctrl-C that this process has got already
+SAME_SIGNAL_S = 1.0  # torchrun forwards Ctrl-C: a second one within this time is the same
 PR_SET_PDEATHSIG = 1  # an option of Linux's prctl(2)
 
 
@@ -31,8 +29,8 @@ def say_at_once(line: str) -> None:
 def end_at_ctrl_c() -> None:
     """Let Ctrl-C end this process with one line and status 130, until `raise_at_ctrl_c`.
 
-    For the import of torch, which takes seconds. Python's own answer is an exception: inside an
-    import it prints a traceback, or gets lost.
+    Torch is imported meanwhile, which takes seconds. By default Ctrl-C raises an exception, which
+    prints a traceback inside an import, or gets lost.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_interrupted)
@@ -51,8 +49,8 @@ def _end_interrupted(*_: object) -> None:
 
 
 @contextlib.contextmanager
-def killed_by_ctrl_c() -> Iterator[None]:
-    """Let the system end this process at Ctrl-C, while Python is in a call that answers none."""
+def default_sigint() -> Iterator[None]:
+    """Let the system end this process at Ctrl-C: a blocking call of PyTorch answers no signal."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -62,10 +60,10 @@ def killed_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def end_with_parent(parent: int) -> None:
-    """Let the system send SIGTERM to this process when its parent ends, however that ends.
+def exit_when_parent_dies(parent: int) -> None:
+    """Let the system send SIGTERM to this process when its parent ends, even if by kill -9.
 
-    `parent`: process id, as it may have ended before this call. Without effect except on Linux.
+    `parent`: its process id, as it may have ended before this call. Has no effect except on Linux.
     """
     with contextlib.suppress(AttributeError):  # no prctl
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -77,21 +75,21 @@ def end_with_parent(parent: int) -> None:
 
 
 class Stopped(SystemExit):
-    """Ends a run that was asked to stop before its first step, with status 0."""
+    """End a run that was asked to stop before its first step, with status 0."""
 
 
 class StopRequest:
-    """Note the signals that ask a run to stop, while entered.
+    """Context in which signals ask a run to stop.
 
-    Before the first step nothing can be lost: a process alone ends at once, and one of several
-    ranks in `end_early`, together with the others. Once `has_begun` is set, the run ends after its
-    step; a second signal has the system's default action. nohup keeps SIGHUP ignored.
+    Before the first step nothing can be lost: a single process ends at once, and several ranks end
+    together in `end_early`. Once `has_begun` is set, the run ends after its step; a second signal
+    has the system's default action. nohup keeps SIGHUP ignored.
     """
 
     def __init__(self) -> None:
         self.received: float | None = None  # time.monotonic() of the first signal
-        self.has_begun = False  # the first step
-        self._handlers: dict[signal.Signals, Any] = {}  # those from before
+        self.has_begun = False  # True from the first step on
+        self._handlers: dict[signal.Signals, Any] = {}  # to restore
 
     def __enter__(self) -> "StopRequest":
         if self._handlers:  # entered already
@@ -123,16 +121,16 @@ class StopRequest:
                 self.end_early(launch().world_size == 1)
             elif launch().rank == 0:
                 say_at_once("stopping after this step; once more to stop at once")
-        elif time.monotonic() - self.received > COPY:
+        elif time.monotonic() - self.received > SAME_SIGNAL_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
 
 def end_unfinished(summary: Mapping[str, Any], stop: StopRequest) -> None:
-    """End with status 1 after a run that only other machines were told to stop. Raises SystemExit.
+    """Raise SystemExit(1) after a run that stopped for a signal to another machine.
 
-    So this machine's torchrun, given --max_restarts, starts its ranks again, with the machines
-    that are left or come.
+    This machine's torchrun then starts its ranks again (--max_restarts), together with the
+    machines that remain or join.
     """
     if summary.get("interrupted") and stop.received is None and launch().agents > 1:
         raise SystemExit(1)

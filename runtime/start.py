@@ -1,7 +1,6 @@
-"""All that a command does before torch is imported, in one call: `OPTIONS = start(Options, ...)`.
+"""Everything that a command does before torch is imported, in one call: `start(Options, ...)`.
 
-Ctrl-C, the options, and what the process needs for fast steps on a CPU: its share of the cores,
-an allocator that keeps memory, a place for what torch.compile makes.
+It reads the options, and sets Ctrl-C, this rank's share of the cores and the memory allocator.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from typing import Any
 from runtime.cli import O, parse
 from runtime.errors import reported
 from runtime.launch import launch, threads_are_chosen
-from runtime.signals import end_at_ctrl_c, end_with_parent
+from runtime.signals import end_at_ctrl_c, exit_when_parent_dies
 
 # Parameters of glibc's mallopt(3)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
@@ -26,17 +25,17 @@ SMALL_CACHES = "glibc.malloc.tcache_count"
 
 
 def start(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
-    """Read the command line, as `parse_command_line` does, and set the process up."""
+    """Read the command line, as `parse_command_line` does, and set up the process."""
     values = parse_command_line(options, argv, **how)
-    if launch().call is not None and launch().world_size > 1:
-        end_with_parent(os.getppid())  # torchrun
-    end_at_ctrl_c()  # torch is imported next: an exception would be lost in there
+    if launch().by_torchrun and launch().world_size > 1:
+        exit_when_parent_dies(os.getppid())  # torchrun
+    end_at_ctrl_c()  # torch is imported next, and an exception may be lost in an import
     set_up_process(getattr(values, "device", "auto"))
     return values
 
 
 def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
-    """Read options with `parse`, which `how` goes to; None: from sys.argv.
+    """Parse `argv` (default: sys.argv[1:]); the keywords `how` go to `parse`.
 
     --help and --print_config end the process, and so do mistakes: one line each, and status 2.
     """
@@ -47,15 +46,14 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **ho
 
 
 def set_up_process(device: str = "auto") -> None:
-    """Set what has to be set before torch is imported. What the user has set stands."""
+    """Set variables and allocators before torch is imported, unless the user has set them."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks in warnings
     share_cores()
     if device == "cpu" or not has_nvidia_gpu():
         retain_freed_memory()
     elif not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
-        # segments that grow leave fewer gaps: more of the GPU's memory can be used
+        # Segments that grow leave fewer gaps, so a run can use more of the GPU's memory.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    choose_compile_cache()
 
 
 def has_nvidia_gpu() -> bool:
@@ -71,7 +69,7 @@ def share_cores() -> None:
     """
     ranks = launch().local_world_size
     if ranks > 1:
-        # the parent started all ranks; they may have been bound to cores of their own since
+        # The parent started all ranks; each may be bound to its own cores since.
         share = str(max(1, min(cores(), cores(os.getppid()) // ranks)))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
         if not threads_are_chosen():
@@ -79,12 +77,12 @@ def share_cores() -> None:
 
 
 def cores(pid: int = 0, system: Path = Path("/")) -> int:
-    """Count the cores that a process (0: this one) may use.
+    """Count the cores that a process may use; `pid` 0 is this process.
 
     Two hardware threads of one core count once, as in PyTorch's own default.
     """
     siblings = set()
-    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has none
     for cpu in os.sched_getaffinity(pid) if has_affinity else range(os.cpu_count() or 1):
         place = system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
@@ -103,21 +101,21 @@ def retain_freed_memory() -> None:
     """
     if libc := _glibc():
         libc.mallopt(M_MMAP_MAX, 0)  # large buffers come from the heap too
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # whose end is never returned
-        libc.mallopt(M_TOP_PAD, 256 * 2**20)  # and which grows in large steps
-        libc.mallopt(M_ARENA_MAX, 1)  # one heap for all threads: what one frees serves the others
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # the heap's end is never returned
+        libc.mallopt(M_TOP_PAD, 256 * 2**20)  # the heap grows in large steps
+        libc.mallopt(M_ARENA_MAX, 1)  # one heap for all threads, so that they share freed memory
 
 
 def trim_memory_if_short(device: str = "cpu") -> None:
-    """Return retained memory to the system, and retain no more, if memory is short.
+    """If memory is short, return retained memory to the system and stop retaining it.
 
-    It is where less is left than half of what the run's ranks on this machine have: retaining
-    might take that much more. Call it between two steps. A GPU has memory of its own, and would
-    wait for this.
+    It is short if less is available than half of the memory in use by this machine's ranks:
+    retention may need that much more. Call this between two steps. Runs on a GPU skip it, as a GPU
+    has its own memory and would wait.
     """
     ranks = launch().local_world_size
     if device == "cpu" and (libc := _glibc()) and memory_left() < ranks * resident_memory() / 2:
-        libc.mallopt(M_MMAP_MAX, 2**16)  # what glibc itself sets after some large buffers
+        libc.mallopt(M_MMAP_MAX, 2**16)  # glibc sets such values itself after some large buffers
         libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
         libc.mallopt(M_TOP_PAD, 128 * 2**10)
@@ -125,9 +123,9 @@ def trim_memory_if_short(device: str = "cpu") -> None:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library, if it is glibc and the user has not set its allocator up.
+    """Return the C library if it is glibc and the user has not configured its allocator.
 
-    Setting the size of its caches for small buffers does not count: see docs/running.md.
+    The size of its caches for small buffers does not count: see docs/running.md.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", SMALL_CACHES)
     is_chosen = any(name.startswith("MALLOC_") for name in os.environ)
@@ -138,9 +136,9 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def memory_left(system: Path = Path("/")) -> float:
-    """Return the bytes of memory that can still be had; infinity where Linux does not tell.
+    """Return the available memory in bytes; infinity if the system does not report it.
 
-    The machine's, or those of this container (version 2 of cgroups), whichever are fewer.
+    It is the least of the machine's and of the limits of this process's cgroups (version 2).
     """
 
     def number(path: Path, name: str = "") -> int:
@@ -152,7 +150,7 @@ def memory_left(system: Path = Path("/")) -> float:
     group = system / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         group /= (system / "proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-    for place in (group, *group.parents):  # a limit may be that of any group above
+    for place in (group, *group.parents):  # any of them may have a limit
         with contextlib.suppress(OSError, IndexError):  # "max": no limit
             used = number(place / "memory.current")
             used -= number(place / "memory.stat", "inactive_file")  # files make room
@@ -161,23 +159,7 @@ def memory_left(system: Path = Path("/")) -> float:
 
 
 def resident_memory() -> int:
-    """Return the bytes of memory that this process has; 0 where Linux does not tell."""
+    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-def choose_compile_cache() -> None:
-    """Let torch.compile keep its cache beside PyTorch's downloads, where it outlives a reboot.
-
-    PyTorch's own place is in the system's folder for temporary files. It stays there where the
-    user's cannot be written, or has white space in its name, which the C++ compiler would split.
-    """
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = Path(os.environ.get("TORCH_HOME") or caches / "torch") / "inductor"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK) and not any(map(str.isspace, str(folder.absolute()))):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())

@@ -1,11 +1,11 @@
-"""The ranks of a run: one process, or those that torchrun started."""
+"""The ranks of a run: one process, or several that torchrun started."""
 
 import contextlib
 import dataclasses
 import datetime
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runtime.device import device_name
 from runtime.errors import TrainingError, UserError, foreseen, kind_of_failure
-from runtime.launch import Launch, contradiction, launch
-from runtime.report import code_version
-from runtime.signals import killed_by_ctrl_c
+from runtime.launch import Launch, launch
+from runtime.report import code_hash
+from runtime.signals import default_sigint
 
 T = TypeVar("T")
 
@@ -30,8 +30,7 @@ class World:
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    calls: tuple[str, ...] = ()  # the torchruns that started the ranks, one on each machine
-    notes: tuple[str, ...] = ()  # for the user: what the ranks should have alike and do not
+    notes: tuple[str, ...] = ()  # for the user: the ranks' GPUs differ
 
     @property
     def distributed(self) -> bool:
@@ -112,34 +111,32 @@ class World:
 
 @contextlib.contextmanager
 def joined_world(
-    device: torch.device, timeout: float, alike: Mapping[str, Any] | None = None
+    device: torch.device, timeout: float, must_match: Mapping[str, Any] | None = None
 ) -> Iterator[World]:
-    """Join the other ranks, if torchrun started any, and leave them at the end.
+    """Join the other ranks if torchrun started any, and leave them at the end.
 
-    A rank gives another one up after `timeout` seconds. `alike`: options that have to be the same
-    on all ranks. Raises UserError on all ranks if they are not alike, or for an environment that
-    contradicts itself; TrainingError if the ranks cannot meet.
+    A rank gives another one up after `timeout` seconds. `must_match`: values that have to be the
+    same on all ranks, by name. Raises UserError on all ranks if they, PyTorch or the code differ;
+    TrainingError if the ranks cannot meet.
     """
-    if problem := contradiction():
-        raise UserError(problem)
     started = launch()
     if started.world_size == 1:
-        yield World(device, calls=(started.call,) if started.call else ())
+        yield World(device)
         return
-    with killed_by_ctrl_c():
+    with default_sigint():
         _join(device, started, timeout)
     try:
-        yield _compare(device, started, alike or {})
+        yield _check_match(World(device, started.rank, started.world_size), must_match or {})
     except SystemExit:
         dist.destroy_process_group()
         raise
-    # After an error the ranks are not in step any more: `reported` ends this process at once.
+    # After an error the ranks are no longer in step: `reported` ends this process at once.
     dist.destroy_process_group()
 
 
 def _join(device: torch.device, started: Launch, timeout: float) -> None:
     """Join all ranks in PyTorch's process group. Raises TrainingError if they cannot meet."""
-    if started.local_rank == 0 and not (started.call or started.attempt):
+    if started.local_rank == 0 and not (started.by_torchrun or started.restart):
         print(
             f"rank {started.rank} waits at {started.address} for the other ranks, "
             f"{started.world_size} in all, for up to {timeout:g} s (--timeout); if this process "
@@ -147,7 +144,7 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
             file=sys.stderr,
         )
     # A rank that torchrun started just before it was killed would try to reach its store for long.
-    if started.attempt and _refuses(started.address):
+    if started.restart and _refuses(started.address):
         raise TrainingError(f"torchrun has ended: nobody answers at {started.address}")
     limit = datetime.timedelta(seconds=timeout)
     gpu = device if device.type == "cuda" else None
@@ -155,8 +152,8 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
         torch.cuda.set_device(gpu)
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=limit))
-        # torchrun may keep its store through restarts, with what earlier ranks have left there
-        store = dist.PrefixStore(f"attempt {started.attempt}", store)
+        # torchrun may keep its store through restarts, with entries of the earlier ranks
+        store = dist.PrefixStore(f"restart {started.restart}", store)
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             store=store,
@@ -165,17 +162,18 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
             timeout=limit,
             device_id=gpu,
         )
-    except (RuntimeError, ValueError) as error:  # of many classes
+    except (RuntimeError, ValueError) as error:  # base classes of PyTorch's many
+        reason = kind_of_failure(error)[1].rstrip(".")
         raise TrainingError(
             f"the {started.world_size} ranks of this run cannot meet at {started.address}: "
-            f"{kind_of_failure(error)[1]}. All of them have to run, on the same kind of device, "
-            f"and to reach that address, whose port no other program may have, by the network "
-            f"interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if set"
+            f"{reason}. All ranks have to run, on the same kind of device, and to reach that "
+            f"address through the network interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "
+            f"no other program may use its port"
         ) from None
 
 
 def _refuses(address: str) -> bool:
-    """Return True if no process listens at the address, False if one does or may do."""
+    """Return True if no process listens at the address, False if one may."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -184,43 +182,30 @@ def _refuses(address: str) -> bool:
     return False
 
 
-def _compare(device: torch.device, started: Launch, alike: Mapping[str, Any]) -> World:
-    """Gather what the ranks have to have alike. Raises UserError on all ranks if they do not."""
-    world = World(device, started.rank, started.world_size)
-    needs = {**alike, "PyTorch": str(torch.__version__)}
-    wants = {"code": code_version(), "GPU": device_name(device)}
-    needed, wanted, calls = zip(*world.gather((needs, wants, started.call)), strict=True)
-    if problems := _differences("need", needed):
+def _check_match(world: World, must_match: Mapping[str, Any]) -> World:
+    """Raise UserError on all ranks unless all have the same values; notes if their GPUs differ."""
+    own = {**must_match, "PyTorch": torch.__version__, "hash of the code": code_hash()}
+    everyones, gpus = zip(*world.gather((own, device_name(world.device))), strict=True)
+    problems = []
+    for name in own:
+        first_ranks: dict[str, int] = {}
+        for rank, values in enumerate(everyones):
+            first_ranks.setdefault(str(values.get(name)), rank)
+        if len(first_ranks) > 1:
+            found = [f"{value} on rank {rank}" for value, rank in first_ranks.items()]
+            problems.append(f"{name}: all ranks need the same, but it is {' and '.join(found)}")
+    if problems:
         raise UserError("\n".join(problems))
-    notes = _differences("should have", wanted)
-    return dataclasses.replace(world, calls=tuple(sorted({*calls} - {None})), notes=tuple(notes))
-
-
-def _differences(kind: str, everyones: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each item that the ranks do not have alike: which has which value."""
-    lines = []
-    for name in everyones[0]:
-        ranks_with: dict[str, list[int]] = {}
-        for rank, own in enumerate(everyones):
-            ranks_with.setdefault(str(own.get(name)), []).append(rank)
-        if len(ranks_with) > 1:
-            values = [
-                f"{value} on {describe_ranks(having)}" for value, having in ranks_with.items()
-            ]
-            lines.append(f"{name}: all ranks {kind} the same, but it is {' and '.join(values)}")
-    return lines
+    if len({*gpus}) == 1:
+        return world
+    kinds = ", ".join(sorted({*gpus}))
+    note = f"the ranks have different GPUs ({kinds}): each step waits for the slowest"
+    return dataclasses.replace(world, notes=(note,))
 
 
 def describe_ranks(ranks: Collection[int]) -> str:
-    """Name ranks briefly, such as `rank 1` or `ranks 1, 3, 8-15`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    listed = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"ranks {listed}" if len(ranks) > 1 else f"rank {listed}"
+    """Name ranks, such as `rank 1` or `ranks 1, 3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def no_sync(model: Any, accumulating: bool) -> contextlib.AbstractContextManager[None]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoint.files
+import checkpoint.save
 import inference.sampling
 import summary
-from checkpoint.files import is_sharded, own_part
+from checkpoint.files import gather_whole, own_part
 from checkpoint.resume import find_checkpoint
 from config import Config, load_config
 from data.tokenizer import END_OF_TEXT
@@ -49,9 +49,9 @@ def restored(config: Config, world: World) -> tuple[str, float]:
     assert resumed
     state = setup(config, world, resumed).state
     digest = hashlib.sha256()
-    for name, tensor in sorted((state.model.state_dict() | state.optimizer_tensors()).items()):
-        whole = tensor.full_tensor() if is_sharded(tensor) else tensor
-        digest.update(name.encode() + whole.numpy().tobytes())
+    for tensors in state.tensors().values():
+        for name, whole in sorted(gather_whole(tensors, rank=0).items()):
+            digest.update(name.encode() + whole.numpy().tobytes())
     own = sum(own_part(p).numel() for p in state.model.parameters())
     return digest.hexdigest(), own / state.model.num_parameters()
 
@@ -102,21 +102,22 @@ def graphs(config: Config, world: World) -> int:
 
 
 def not_saved(config: Config, world: World) -> str:
-    """What a run says whose save of step 4 fails on rank 1, as for a full disk."""
-    real = checkpoint.files.sha256
+    """What rank 1 says of a run whose save of step 4 fails on rank 0, as for a full disk."""
+    real = checkpoint.save.sha256
 
     def sha256(path: Path) -> str:
-        if world.rank and path.parent.parent.name.startswith("step_000004."):
+        if path.parent.name.startswith(".step_000004."):
             raise OSError(28, "No space left on device")
         return real(path)
 
+    said = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.files, "sha256", sha256)
+        patch.setattr(checkpoint.save, "sha256", sha256)
         try:
             train(config, world)
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+            said = f"{type(error).__name__}: {error}"
+    return world.gather(said)[1]
 
 
 if __name__ == "__main__":

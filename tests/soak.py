@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from checkpoint.files import MODEL, OPTIMIZER, STATE, read_json, read_part
+from checkpoint.files import STATE, read_json
 from config import Config, load_config
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.runlog import all_checkpoints
@@ -109,7 +109,7 @@ class Run:
 
     def unfinished(self) -> set[Path]:
         """Return the checkpoints that are half written or half deleted."""
-        return {*self.path.glob("checkpoints/*.tmp")}
+        return {*self.path.glob("checkpoints/.*.unfinished")}
 
     def newest(self) -> list[Path]:
         """Return the newest checkpoint, if there is one."""
@@ -161,13 +161,12 @@ class Run:
         raise RuntimeError("\n".join([f"{self.path} {what}", *self.process.communicate()]))
 
     def end(self) -> tuple[Any, ...]:
-        """Return the hash of the last weights and optimizer state, the random state of each rank's
+        """Return the hash of the last tensors, the random state of each rank's
         dropout, the log without the times, the evaluations, and the best checkpoint.
         """
         (last,), digest = self.newest(), hashlib.sha256()
-        for name, tensor in sorted((read_part(last, MODEL) | read_part(last, OPTIMIZER)).items()):
-            # not of the files: in which shard a number is may differ
-            digest.update(name.encode() + tensor.numpy().tobytes())
+        for path in sorted(last.glob("*.safetensors")):
+            digest.update(path.read_bytes())
         dropout = [rank["torch_cpu"] for rank in read_json(last / STATE)["random"]]
         with open(self.path / "log.csv", newline="") as file:
             log = [row[:4] for row in csv.reader(file)]

@@ -71,21 +71,15 @@ def test_a_newcomers_path_from_an_empty_folder_to_a_sample(tmp_path):
         assert done.stdout.startswith("Python"), done.stderr
 
 
-def test_a_runs_config_yaml_repeats_the_run(tiny_config, tmp_path):
-    config = tiny_config(shuffle=True, lr_schedule="cosine", warmup_steps=2)
-    first = run("train.py", *flags(config), cwd=tmp_path)
-    again = run("train.py", "--config", "logs/train/config.yaml", cwd=tmp_path)
-    assert (first.returncode, again.returncode) == (0, 0), again.stderr
-    assert losses(tmp_path / "logs/train.1") == losses(tmp_path / "logs/train")
-
-
 def test_torchrun_starts_ranks_of_which_one_prints_and_logs(tiny_config, tmp_path):
-    """That they train as one rank does, is in test_ddp.py."""
-    done = torchrun(*flags(tiny_config(batch_size=2, total_batch_tokens=8 * 32)), cwd=tmp_path)
+    """test_ddp.py compares their losses with one rank's."""
+    config = tiny_config(batch_size=2, total_batch_tokens=8 * 32, tensorboard=True)
+    done = torchrun(*flags(config), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 1/6 | loss") == 1
     assert "2 ranks x 2 micro-steps" in done.stdout
     assert len(losses(tmp_path / "logs/train")) == 6
+    assert len([*tmp_path.glob("logs/train/events.*")]) == 1
 
 
 def test_ctrl_c_ends_the_run_cleanly_with_what_was_logged(tiny_config, tmp_path):

@@ -12,6 +12,7 @@ import torch
 
 import summary
 from check import CheckOptions, main
+from checkpoint.state import State
 from checkpoint.weights import build_model
 from config import load_config
 from measure.preflight import estimate as module
@@ -149,6 +150,17 @@ def test_an_estimate_without_a_steady_matmul_gives_no_hours(tiny_config, monkeyp
 def moments_of(config, ranks=1):
     """Those of `trace`, which takes a second for each of these models."""
     return trace(config, World(CPU, world_size=ranks))[1]
+
+
+def test_all_tensors_of_a_checkpoint_are_counted_and_do_not_grow_with_the_batch(
+    tiny_config, monkeypatch
+):
+    before, real = moments_of(tiny_config()), State.tensors
+    more = {"more.safetensors": {"numbers": torch.zeros(1000)}}
+    monkeypatch.setattr(State, "tensors", lambda state: real(state) | more)
+    for name, moment in moments_of(tiny_config()).items():
+        assert moment.optimizer == before[name].optimizer + 4000
+        assert moment.activations == before[name].activations - 4000
 
 
 def peak(config, ranks=1):

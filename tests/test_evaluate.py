@@ -242,7 +242,7 @@ def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monke
     monkeypatch.setattr("data.download.read_file", lambda _: content)
     with pytest.raises(UserError, match=f"expected SHA-256 {data.hellaswag.SHA256}"):
         download(str(tmp_path))
-    assert not any(tmp_path.iterdir())
+    assert not any(tmp_path.glob("*/*"))
     monkeypatch.setattr(data.hellaswag, "SHA256", hashlib.sha256(content).hexdigest())
     path = download(str(tmp_path))
     assert path.read_bytes() == content

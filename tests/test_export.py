@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -21,13 +20,13 @@ import checkpoint.files
 import checkpoint.weights
 from checkpoint.files import CheckpointError
 from checkpoint.resume import find_checkpoint
-from checkpoint.weights import build_model, find_weights, load_model
+from checkpoint.weights import build_model, load_model
 from config import load_config
 from data.tokenizer import get_encoding
 from export import export, write_tokenizer
 from inference.sampling import encode
 from model import GPT, GPTConfig
-from runtime.files import MARK, sole_writer
+from runtime.files import atomic_folder, sole_writer
 from tests.conftest import ALONE, flags, generate, refused, run, transformers_pair
 from tests.test_peers import PEER
 from train import train
@@ -281,24 +280,16 @@ def test_a_folder_that_is_there_is_never_written_to(tiny_config, tmp_path):
     assert (tmp_path / "empty/README.md").exists()
 
 
-def test_a_folder_that_has_the_name_of_an_unfinished_one_is_not_deleted(tmp_path):
-    """Nor by `sole_writer`, which deletes what a writer that was killed has left."""
-    unfinished = tmp_path / f"out.{os.getpid()}.tmp"
-    (unfinished / "mine").mkdir(parents=True)
-    path = save(tmp_path / "ckpt.pt", nanogpt())
-    with pytest.raises(FileExistsError, match=unfinished.name):
-        export(path, tmp_path / "out")
-    with sole_writer(tmp_path / "out"):
-        assert (unfinished / "mine").exists()
-    (unfinished / MARK).touch()
-    with sole_writer(tmp_path / "out"):
-        assert not unfinished.exists()
-    export(path, tmp_path / "out")
-    assert not (tmp_path / "out" / MARK).exists()
+def test_a_folder_that_a_killed_writer_left_unfinished_is_replaced_by_the_next_writer(tmp_path):
+    left = tmp_path / ".out.unfinished"
+    (left / "half").mkdir(parents=True)
+    with atomic_folder(tmp_path / "out", replace=False) as unfinished:
+        (unfinished / "whole").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "whole"]
 
 
 def test_a_place_where_no_folder_can_be_made_is_not_taken_for_one_that_is_being_written(tmp_path):
-    with pytest.raises(FileNotFoundError, match="No such file or directory: '/proc/x"):
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '/proc/\.x\.lock"):
         export(save(tmp_path / "ckpt.pt", nanogpt()), Path("/proc/x"))
     with pytest.raises(FileNotFoundError), sole_writer(Path("/proc/x")):
         pass
@@ -415,11 +406,10 @@ class Evil:
         return self.call
 
 
-@pytest.mark.parametrize("function", [os.system, Path.touch])
-@pytest.mark.parametrize("place", ["model", "config", "unused", "whole"])
-def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(function, place, tmp_path):
+@pytest.mark.parametrize("place", ["model", "whole"])
+def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(place, tmp_path):
     victim = tmp_path / "victim"
-    evil = Evil(function, victim if function is Path.touch else f"touch {victim}")
+    evil = Evil(os.system, f"touch {victim}")
     path = save(tmp_path / "evil.pt", evil if place == "whole" else nanogpt(**{place: evil}))
     with refused(r"^\S+evil\.pt: refused: it names [\w.]+, which is code.*$"):
         load_model(path)
@@ -435,23 +425,18 @@ def changed(part, **values):
     return lambda good: good | {part: good[part] | values}
 
 
-LN_F, HEAD = "_orig_mod.transformer.ln_f.bias", "_orig_mod.lm_head.weight"
+LN_F = "_orig_mod.transformer.ln_f.bias"
 BAD_FILES = {
-    "a tensor": (lambda good: torch.zeros(3), r"it has \['Tensor'\]"),
     "an optimizer": (lambda good: good["optimizer"], r"it has \['state', 'param_groups'\]"),
     "no options": (lambda good: without(good, "model_args"), "not a checkpoint of nanoGPT"),
     "weights that are no tensors": (changed("model", extra=1.5), "whose model is tensors"),
-    "names that are no names": (lambda good: {("a\nb",): 1, 2: 3}, r"\[\('a\\nb',\), 2\]"),
     "a missing option": (
         lambda good: good | {"model_args": without(good["model_args"], "n_head")},
         "n_head: ",
     ),
-    "an option of another kind": (changed("model_args", bias=torch.ones(2)), "bias: "),
     "an option of a fork": (changed("model_args", rope=True), "an option of a fork: rope"),
-    "heads that do not divide": (changed("model_args", n_head=3), "into 3 heads"),
     "more layers": (changed("model_args", n_layer=3), r"Missing key.*: \"transformer\.h\.2"),
     "a wrong shape": (changed("model", **{LN_F: torch.zeros(15)}), "size mismatch for transf"),
-    "another type": (changed("model", **{HEAD: torch.zeros(1).char()}), "of type torch.int8"),
     "a whole module": (lambda good: torch.nn.Linear(2, 2), r"it names torch\.nn\.modules"),
 }
 
@@ -480,12 +465,3 @@ def test_a_file_where_a_folder_belongs_says_what_to_give_and_the_other_way_round
     for place in (tmp_path, tmp_path / "model.safetensors"):
         with refused(r"no such run with a checkpoint.* or \.pt file of nanoGPT"):
             load_model(str(place))
-
-
-def test_a_runs_best_checkpoint_is_taken_where_no_other_is_left(tiny_config):
-    config = tiny_config(max_steps=2, eval_every=2, val_fraction=0.2)
-    train(config, ALONE)
-    checkpoints = Path(config.log_dir, "train/checkpoints")
-    assert find_weights("train", config.log_dir) == checkpoints / "step_000002"
-    shutil.rmtree(checkpoints / "step_000002")
-    assert find_weights("train", config.log_dir) == checkpoints / "best_000002"

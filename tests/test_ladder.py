@@ -949,6 +949,6 @@ def test_the_code_has_another_version_for_each_file_of_a_room_and_the_same_for_a
         (tmp_path / name).write_text("1")
         if has_git and name not in ("mine.py", "env/lib/a.py"):
             subprocess.run(f"git init -q && git add {name}", shell=True, cwd=tmp_path, check=True)
-        versions.append(reports.code_version())
+        versions.append(reports.code_hash())
     assert len({*versions[:3]}) == 3
     assert versions[3:] == [versions[2]] * 2

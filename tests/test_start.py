@@ -29,10 +29,7 @@ def environment(monkeypatch):
             "OMP_NUM_THREADS",
             "TORCHELASTIC_RUN_ID",
             "TORCHINDUCTOR_COMPILE_THREADS",
-            "TORCHINDUCTOR_CACHE_DIR",
             "TORCH_CPP_LOG_LEVEL",
-            "TORCH_HOME",
-            "XDG_CACHE_HOME",
             "CUDA_VISIBLE_DEVICES",
             "PYTORCH_ALLOC_CONF",
             "PYTORCH_CUDA_ALLOC_CONF",
@@ -107,7 +104,7 @@ def test_a_gpus_allocator_grows_its_segments_and_a_cpus_keeps_what_is_freed(
     device, has_driver, given, is_on_gpu, found, environment, monkeypatch
 ):
     retained = []
-    environment(TORCHINDUCTOR_CACHE_DIR="kept", **given)
+    environment(**given)
     monkeypatch.setattr(runtime.start, "retain_freed_memory", lambda: retained.append(device))
     monkeypatch.setattr(Path, "exists", lambda path: has_driver)
     set_up_process(device)
@@ -171,34 +168,9 @@ def test_the_memory_that_is_left_is_the_machines_or_the_containers(tmp_path):
     ("given", "found"), [({}, "ERROR"), ({"TORCH_CPP_LOG_LEVEL": "INFO"}, "INFO")]
 )
 def test_the_environment_that_the_user_has_set_stands(given, found, environment):
-    environment(TORCHINDUCTOR_CACHE_DIR="kept", **given)
+    environment(**given)
     set_up_process()
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == found
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "kept"
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        ({}, ".cache/torch/inductor"),
-        ({"XDG_CACHE_HOME": "xdg"}, "xdg/torch/inductor"),
-        ({"XDG_CACHE_HOME": "xdg", "TORCH_HOME": "hub"}, "hub/inductor"),
-        ({"XDG_CACHE_HOME": "white space"}, None),
-        ({"XDG_CACHE_HOME": "file"}, None),
-    ],
-    ids=["home", "xdg", "torch's home", "white space, which breaks the compiler", "not a folder"],
-)
-def test_what_is_compiled_is_kept_in_the_users_own_cache_if_that_is_possible(
-    given, kept, tmp_path, environment
-):
-    (tmp_path / "file").touch()
-    environment(
-        HOME=str(tmp_path), **{name: str(tmp_path / folder) for name, folder in given.items()}
-    )
-    set_up_process()
-    found = os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    assert found == (kept and str(tmp_path / kept))
-    assert not kept or (tmp_path / kept).is_dir()
 
 
 # ---- the device

@@ -787,14 +787,6 @@ def test_a_smaller_block_size_keeps_the_first_positions_of_init_from(tiny_config
         build_model(tiny_config(**options, block_size=64))
 
 
-def test_a_run_that_starts_from_the_run_it_moves_aside_can_be_repeated(tiny_config):
-    run(tiny_config(max_steps=1))
-    run(tiny_config(max_steps=2, init_from="train"))
-    first = column(tiny_config())
-    run(load_config(f"{tiny_config().log_dir}/train/config.yaml"))
-    assert column(tiny_config()) == first
-
-
 def test_gpt2_means_openais_weights_even_if_a_run_has_that_name(tiny_config, monkeypatch):
     run(tiny_config(run_name="gpt2", max_steps=1))
 

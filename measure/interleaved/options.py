@@ -34,7 +34,8 @@ def given(options: Options, section: type[Options]) -> dict[str, Any]:
 
 def without_end(config: C) -> C:
     """Return the config for as many steps as one likes: at this rate the weights hardly move."""
-    rates = {"lr": 1e-6, "min_lr": None, "muon_lr": 1e-6}
+    names = [name for name in type(config).model_fields if name.endswith("lr")]
+    rates = {name: 1e-6 for name in names if getattr(config, name)}
     return config.model_copy(update={"max_steps": 10**9, "max_minutes": None, **rates})
 
 

@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from runtime.errors import UserError, kind_of_failure
-from runtime.signals import end_with_parent
+from runtime.signals import exit_when_parent_dies
 from runtime.start import retain_freed_memory
 
 
@@ -37,7 +37,7 @@ def in_fresh_process(function: str, *arguments: Any) -> tuple[Any, str]:
 
 
 def _prepare() -> None:
-    end_with_parent(os.getppid())
+    exit_when_parent_dies(os.getppid())
     parent = multiprocessing.parent_process()
     if parent and not parent.is_alive():  # it ended before this process could ask
         os._exit(1)

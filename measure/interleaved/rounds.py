@@ -27,7 +27,7 @@ from runtime.cli import Options
 from runtime.errors import TrainingError, why_it_failed
 from runtime.launch import environment_of
 from runtime.report import git_commit, machine
-from runtime.signals import end_with_parent
+from runtime.signals import exit_when_parent_dies
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.
@@ -122,7 +122,7 @@ class Side:
                     stderr=self.errors[-1],
                     text=True,
                     env=os.environ | self.environment | of_rank,
-                    preexec_fn=functools.partial(end_with_parent, os.getpid()),
+                    preexec_fn=functools.partial(exit_when_parent_dies, os.getpid()),
                 )
             )
         return self

@@ -103,9 +103,10 @@ def count(config: Config, device: torch.device) -> list[Operation]:
         with Numberless():
             run = setup(config, World(device), batches=itertools.repeat((ids, ids)))
             train_step(run, 1)  # which makes the optimizer's state
-        for group in run.state.optimizers[0].param_groups:
-            # As PyTorch chooses by itself on a GPU, but not for fake tensors.
-            group["foreach"] = device.type == "cuda" and not config.fused_adamw
+        for optimizer in run.state.optimizers:
+            for group in optimizer.param_groups:
+                # As PyTorch chooses by itself on a GPU, but not for fake tensors.
+                group["foreach"] = device.type == "cuda" and not group.get("fused")
         with Counter() as counter, Numberless():
             train_step(run, 2)
     return counter.operations

@@ -17,7 +17,14 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from config import Config, DataConfig, ModelConfig, OptimizationConfig, load_config
+from config import (
+    EXCLUDED_BY,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizationConfig,
+    load_config,
+)
 from measure.interleaved.options import to_flags
 from measure.interleaved.process import in_fresh_process
 from runtime.cli import (
@@ -31,7 +38,7 @@ from runtime.cli import (
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
 from runtime.runlog import Row, curve, read_rows
-from runtime.signals import end_with_parent
+from runtime.signals import exit_when_parent_dies
 from runtime.start import cores
 
 ROOT = CONFIG_DIR.parent
@@ -329,10 +336,11 @@ def instead_of_bf16(
 ) -> list[str]:
     """Return the options that a config takes on a device without bfloat16, a GPU before Ampere.
 
-    fp16 with the loss scaler takes its place; with Muon, which excludes fp16, fp32 does. An earlier
+    fp16 with the loss scaler takes its place, or fp32 if the optimizer excludes fp16. An earlier
     run, `ran`, decides in place of the device.
     """
-    has_bf16, fp16 = device.get("bf16", True), config.optimizer == "adamw"
+    has_bf16 = device.get("bf16", True)
+    fp16 = "fp16" not in EXCLUDED_BY.get(config.optimizer, {})
     if ran:
         has_bf16, fp16 = ran.bf16, ran.fp16
     return [] if has_bf16 or not config.bf16 else ["--no-bf16", *["--fp16"] * fp16]
@@ -456,7 +464,7 @@ def run_commands(
                 command,
                 stderr=file,
                 env={**os.environ, **more},
-                preexec_fn=functools.partial(end_with_parent, os.getpid()),
+                preexec_fn=functools.partial(exit_when_parent_dies, os.getpid()),
             )
             for command, file, more in zip(commands, files, environments, strict=True)
         ]

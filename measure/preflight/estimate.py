@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import mem_tracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpoint.files import write_tensors
+from checkpoint.files import MODEL, OPTIMIZER, write_tensors
 from checkpoint.weights import build_model
 from config import LEAST_MFU, MFU, MOST_MFU, Config
 from data.prepare import is_there
@@ -186,7 +186,7 @@ class Moment:
 
     parameters: float  # and the model's buffers
     gradients: float
-    optimizer: float
+    optimizer: float  # and further state that a checkpoint keeps
     activations: float  # and temporary tensors: what grows with the batch
     gathered: float = 0.0  # by FSDP
 
@@ -197,9 +197,15 @@ class Moment:
 
 
 def moment_of(
-    snapshots: dict[torch.device, dict[Any, int]], config: Config, world: World, model: GPT
+    snapshots: dict[torch.device, dict[Any, int]],
+    config: Config,
+    world: World,
+    model: GPT,
+    kept: int = 0,
 ) -> Moment:
-    """Return a moment of a rank, compiled or not, from what an uncompiled process alone has.
+    """Return a moment of a rank, compiled or not, from a moment of one uncompiled process.
+
+    `kept`: bytes of further state, which MemTracker takes for activations.
 
     DDP keeps all gradients in its buckets. With FSDP a rank has 1/N of parameters, gradients and
     optimizer state; whole are two blocks, the one that computes and the next, and what is in no
@@ -217,8 +223,8 @@ def moment_of(
     return Moment(
         (of[Kind.PARAM] + of[Kind.BUFFER]) / shards,
         gradients,
-        of[Kind.OPT] / shards,
-        (of[Kind.ACT] + of[Kind.TEMP]) * compiled_share(config, world),
+        (of[Kind.OPT] + kept) / shards,
+        (of[Kind.ACT] + of[Kind.TEMP] - kept) * compiled_share(config, world),
         gathered,
     )
 
@@ -304,15 +310,21 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
     changed = {
         "compile": False,
         "total_batch_tokens": micro_steps * config.batch_size * config.seq_len,
-        "fused_adamw": config.fused_adamw or config.fp16,  # others read whether to skip the step
     }
     with FakeTensorMode(), world.device, tracker, Numberless():
         run = setup(config.model_copy(update=changed), World(world.device), batches=batches())
+        run.state.scaler = torch.amp.GradScaler(enabled=False)  # it could skip the first update
         train_step(run, 1)
         update = tracker.get_tracker_snapshot("peak")
         train_step(run, 2)
     model = run.state.model
     parts = tracker.memory_tracking[model].snapshots
+    kept = sum(
+        tensor.nbytes
+        for file, tensors in run.state.tensors().items()
+        if file not in (MODEL, OPTIMIZER)
+        for tensor in tensors.values()
+    )
     worst = {
         "forward pass": parts[Passing.PEAK_FW][-1],
         "backward pass": parts[Passing.PEAK_BW][-1],
@@ -320,7 +332,7 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
         "update": update,
         "kept": parts[Passing.POST_FW][-1],
     }
-    return model, {name: moment_of(at, config, world, model) for name, at in worst.items()}
+    return model, {name: moment_of(at, config, world, model, kept) for name, at in worst.items()}
 
 
 class Numberless(TorchDispatchMode):

@@ -16,7 +16,7 @@ from measure.profile.timing import is_mixed, set_up
 from measure.report.tables import FLOP_RATE, Row, about_machine, precision, show_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
-from runtime.files import write_whole
+from runtime.files import write_atomic
 from runtime.report import Column, field, items
 from summary import part_flops
 from train import Batches, Run, train_step
@@ -184,7 +184,7 @@ def inspect_models(
         if error:
             print(error)
         lines += [f"## {title}", "", *(found or [error]), ""]
-        write_whole(folder / "parts.md", "\n".join(lines))
+        write_atomic(folder / "parts.md", "\n".join(lines))
 
 
 def inspect_model(

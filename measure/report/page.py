@@ -22,7 +22,7 @@ from measure.ladder.quick import STAGES as CHANGE_SPEED
 from measure.ladder.stages import ROOT, Stage, published_rows, skipped
 from measure.report.tables import Row
 from runtime.cli import find_config, read_yaml, read_yaml_mapping
-from runtime.files import write_whole
+from runtime.files import write_atomic
 from runtime.report import COLOURS
 from runtime.runlog import curve, read_rows
 
@@ -90,7 +90,7 @@ def write_page(
         lstrip_blocks=True,
     )
     ends = [factor.ends[1] for rung in rungs for factor in rung["factors"].values()]
-    write_whole(
+    write_atomic(
         path,
         environment.get_template("page.html").render(
             title=title,

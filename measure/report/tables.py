@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import TrainingError, UserError
-from runtime.files import write_whole
+from runtime.files import write_atomic
 from runtime.report import (
     BLUE,
     COLOURS,
@@ -144,14 +144,14 @@ def write_report(
     table = "\n".join(markdown_table(columns, rows))
     text = "\n\n".join([f"# {title}", table, *remarks, *filter(None, about)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text + "\n")
+    write_atomic(path, text + "\n")
     print_table(title, columns, rows)
     print("\n".join([*remarks, f"{path} has this table, and there are pictures"]))
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file, whole or not at all; a Ratio has its median, low and high there."""
-    write_whole(path, json.dumps(content, indent=1, default=dataclasses.asdict) + "\n")
+    write_atomic(path, json.dumps(content, indent=1, default=dataclasses.asdict) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -175,7 +175,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     writer = csv.DictWriter(text, dict.fromkeys(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
-    write_whole(path, text.getvalue())
+    write_atomic(path, text.getvalue())
 
 
 def write_results(rows: Sequence[Row], folder: Path) -> None:
