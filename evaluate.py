@@ -1,8 +1,8 @@
-"""Measure what a model has learned: `python evaluate.py quickstart`, or `python evaluate.py gpt2
---hellaswag download`.
+"""Evaluate a model: `python evaluate.py quickstart`, or `python evaluate.py gpt2 --hellaswag
+download`.
 
-Prints the validation loss and its perplexity, always over the same tokens, each exactly once, and
-the scores in HellaSwag. The ranks that torchrun starts share the work.
+Prints the validation loss and perplexity, always over the same tokens, each exactly once, and
+HellaSwag scores. Under torchrun the ranks share the work.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from runtime.errors import UserError, reported
 from runtime.start import start
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # json is also the name of a method that pydantic has given up
+    warnings.simplefilter("ignore")  # pydantic has a deprecated method json
 
     class EvaluateOptions(Options):
         """options"""
@@ -30,36 +30,31 @@ with warnings.catch_warnings():
         folder, or a .pt file of nanoGPT
         """
         dataset: Name | None = None
-        """corpus whose validation split gives the loss (none: the one that the run trained on)"""
+        """corpus whose validation split gives the loss (default: the run's own)"""
         data_dir: Name | None = None
-        """folder that holds the corpora (none: the run's own, or data)"""
+        """folder of the corpora (default: the run's own, or data)"""
         val_fraction: float | None = Field(None, ge=0, le=1)
-        """share of the tokens, off the tail, of a corpus without validation files; 1: all (none:
-        the run's own)
-        """
+        """share at the end of a corpus without validation files (default: the run's own)"""
         seq_len: Positive | None = None
-        """tokens per sequence (none: the run's own, or the model's whole context)"""
+        """tokens per sequence (default: the run's own, or the model's whole context)"""
         tokens: Positive | None = None
-        """tokens that the loss is the mean of (none: the run's own eval_tokens, or the whole split)
-        """
+        """tokens to average the loss over (default: the run's own eval_tokens, or all)"""
         batch_size: Positive | None = None
-        """sequences at once in each process (none: the run's own, or 4)"""
+        """sequences per batch and rank (default: the run's own, or 4)"""
         bf16: bool | None = None
-        """bfloat16 autocast (none: the precision that the run trained in, or fp32)"""
+        """bfloat16 autocast (default: the run's own precision, or fp32)"""
         hellaswag: Name | None = None
-        """also score HellaSwag: a file of its form, or download, which keeps it in
-        data_dir/hellaswag
-        """
+        """also score HellaSwag: a file in its format, or download, to data_dir/hellaswag"""
         json: Name | None = None  # type: ignore[assignment]
-        """file for the results, with all digits"""
+        """file for the results with all digits"""
         device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
         """auto, cuda, mps or cpu"""
         log_dir: Name = "logs"
-        """folder that holds the runs"""
+        """folder of the runs"""
 
 
 if __name__ == "__main__":
-    # Before torch is imported, which takes seconds: --help and mistakes answer at once.
+    # Read options before importing torch, which takes seconds, so that --help and errors are quick.
     OPTIONS = start(EvaluateOptions, description=__doc__, positional="run")
 
 import torch
@@ -91,7 +86,7 @@ TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
 
 
 def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
-    """Print what a model has learned; returns what --json holds. All ranks have to call this.
+    """Evaluate a model; returns the content of --json. All ranks have to call this.
 
     Raises UserError.
     """
@@ -118,7 +113,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     for note in weight_notes(folder, model.config):
         print(f"note: {note}")
 
-    # all that is read, before anything is computed: mistakes are told at once
+    # Read everything before computing anything, so that mistakes end the command at once.
     if options.hellaswag:
         encode(model, "")  # raises UserError for another vocabulary than GPT-2's
         file = Path(options.hellaswag)
@@ -141,7 +136,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
 
 def set_precision(config: Config, device: torch.device) -> torch.dtype:
-    """Set the process's precision as train.setup does; returns the dtype of matmuls."""
+    """Set the process's precision like train.setup; returns the dtype of matmuls."""
     precision = config.fp32_precision()
     make_repeatable(device)
     torch.set_float32_matmul_precision(usable_precision(device, precision))
@@ -151,12 +146,12 @@ def set_precision(config: Config, device: torch.device) -> torch.dtype:
 
 
 def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState | None, GPT]:
-    """Return the folder of the weights, what its checkpoint.json holds (None for weights that are
-    no run's), and the model on its device.
+    """Return the folder of the weights, its checkpoint.json (None if they are not from a run), and
+    the model on its device.
 
     Raises UserError, also if there is nothing to evaluate on.
     """
-    # one answer for all ranks: the run may be training, and save meanwhile
+    # Rank 0 chooses the checkpoint for all ranks: the run may save another one meanwhile.
     folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
     saved = read_state(folder, STATE) if (folder / STATE).is_file() else None
     if not (saved or options.dataset or options.hellaswag):
@@ -168,16 +163,16 @@ def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState
 
 
 def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPTConfig) -> Config:
-    """Return the options of the run with the given ones over them.
+    """Return the run's options, overridden by the given ones.
 
-    For weights that are no run's: the model's and the defaults, without a corpus. Raises
-    ConfigError if the model's context is too short.
+    Without a run, they are the model's and the defaults, without a corpus. Raises ConfigError if
+    the model's context is too short.
     """
     config = vars(model) | {"dataset": "", "seq_len": model.block_size}
     if saved:
         config = dict(saved.config)
     if options.dataset not in (None, config["dataset"]):
-        config |= {"val_fraction": 0.0, "eval_tokens": None}  # the run's are of its own corpus
+        config |= {"val_fraction": 0.0, "eval_tokens": None}  # the run's are for its own corpus
     config |= options.model_dump(include={*Config.model_fields}, exclude_none=True)
     if options.tokens:
         config["eval_tokens"] = options.tokens
@@ -191,7 +186,7 @@ def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPT
 
 
 def validate(model: GPT, val: TokenStream, config: Config, world: World) -> dict[str, Any]:
-    """Compute and print the validation loss; returns what --json holds of it."""
+    """Compute and print the validation loss; returns its part of --json."""
     tokens = count_sequences(val, config.eval_tokens) * val.seq_len
     loss = validation_loss(model, val, config.batch_size, tokens, world)
     results = {
@@ -218,9 +213,9 @@ def print_scores(scores: dict[str, Any]) -> None:
 
 
 def find_corpus(config: Config, data_dir: str | None) -> Path:
-    """Return the folder of the corpus, which is written if it is a small one and missing."""
+    """Return the folder of the corpus; write a small one that is missing."""
     folder = Path(config.data_dir, config.dataset)
-    if not (data_dir or is_there(folder)):  # the run's corpora may have moved
+    if not (data_dir or is_there(folder)):  # the corpora may have moved since
         folder = Path("data", config.dataset)
     prepare_if_missing(folder)
     return folder
@@ -229,9 +224,8 @@ def find_corpus(config: Config, data_dir: str | None) -> Path:
 def open_validation(
     options: EvaluateOptions, config: Config, saved: SavedState | None, world: World
 ) -> TokenStream | None:
-    """Return the validation split that the loss is of.
-
-    None without a corpus, or where a run's own cannot be had and nobody asked for it.
+    """Open the validation split. None without a corpus, or if a run's own is missing and only
+    HellaSwag is needed.
     """
     if not config.dataset:
         for name in {"tokens", "seq_len", "val_fraction"} & options.model_fields_set:
@@ -261,12 +255,12 @@ def main(options: EvaluateOptions) -> None:
     advice = {
         "memory": "out of memory; take a smaller --batch_size, or --bf16",
         "lost rank": f"another rank has died, or did not answer within {TIMEOUT:g} s ({{reason}}); "
-        f"its own message, if it left one, says why",
+        f"its own message may have the reason",
     }
     with (
         reported(options.run, advice=advice),
         joined_world(choose_device(options.device), TIMEOUT) as world,
-        # one rank speaks for all
+        # Only rank 0 prints.
         contextlib.redirect_stdout(None if world.rank else sys.stdout),
     ):
         evaluate(options, world)

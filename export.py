@@ -1,4 +1,4 @@
-"""A model as a folder that Hugging Face's transformers loads: `python export.py quickstart
+"""Export a model to a folder that Hugging Face's transformers loads: `python export.py quickstart
 my-gpt2`.
 """
 
@@ -17,11 +17,11 @@ class ExportOptions(Options):
     folder: Name
     """the new folder"""
     log_dir: Name = "logs"
-    """folder that holds the runs"""
+    """folder of the runs"""
 
 
 if __name__ == "__main__":
-    # Before torch is imported, which takes seconds: --help and mistakes answer at once.
+    # Read options before importing torch, which takes seconds, so that --help and errors are quick.
     OPTIONS = start(ExportOptions, description=__doc__, positional="run folder")
 
 import json
@@ -44,7 +44,7 @@ CARD = """\
 library_name: transformers
 pipeline_tag: text-generation
 tags: [gpt2]
-# license: choose one and say it here
+# license: choose one
 ---
 
 # {name}
@@ -81,17 +81,17 @@ GENERATION_CONFIG = """\
 }
 """
 HISTORY = """\
-It was trained from {c.init_from} on `{c.dataset}` (say here what that is, and under which terms),
-for {saved.step:,} steps and {saved.tokens:,} tokens (ranks: {ranks}). Repeat it on as many ranks
-with `train.py --config config.yaml`; [`config.yaml`](config.yaml) has every option."""
+It was trained from {c.init_from} on `{c.dataset}` (say here what it is, and its terms) for
+{saved.step:,} steps and {saved.tokens:,} tokens (ranks: {ranks}). `train.py --config config.yaml`
+repeats the run on the same number of ranks; [`config.yaml`](config.yaml) has every option."""
 
 
 def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
-    """Write the model of `source`, as `find_weights` takes it, to a new folder, which is there
-    whole or not at all; returns notes for the user.
+    """Write the model of `source` (see `find_weights`) to a new folder, which appears whole or not
+    at all; returns notes for the user.
 
-    Raises UserError for weights that cannot be had, for a model that GPT-2 in transformers cannot
-    be, and for a folder that is there already; OSError for one that cannot be written.
+    Raises UserError for missing weights, for a model that transformers' GPT-2 cannot represent, and
+    for a folder that exists already; OSError for one that cannot be written.
     """
     folder = folder.resolve()
     if folder.is_file() or any(folder.glob("*")):
@@ -126,16 +126,14 @@ def portable_config(values: dict[str, Any]) -> Config:
 
 
 def public_name(source: str) -> str:
-    """Name weights without folders of this machine: by OpenAI's name, the run or the file."""
-    if cached := re.search(r"models--[\w.-]+?--([\w.-]+)", source):  # of Hugging Face
+    """Name weights without this machine's folders: OpenAI's name, the run's or the file's."""
+    if cached := re.search(r"models--[\w.-]+?--([\w.-]+)", source):  # Hugging Face's cache
         return cached[1]
     return run_and_checkpoint(Path(source))[0].name
 
 
 def write_tokenizer(folder: Path, block_size: int) -> None:
-    """Write GPT-2's tokenizer as transformers keeps it. Raises TokenizerError if its vocabulary
-    cannot be had.
-    """
+    """Write GPT-2's tokenizer for transformers. Raises TokenizerError without its vocabulary."""
     places = find_vocabulary()
     vocab = read_file_cached(places["encoder.json"]).decode()
     merges = read_file_cached(places["vocab.bpe"]).decode()
@@ -155,7 +153,7 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
         "pre_tokenizer": byte_level,
         "post_processor": byte_level,
         "decoder": byte_level,
-        # the first line of merges names the format's version
+        # The first line of merges is the format's version.
         "model": {"type": "BPE", "vocab": json.loads(vocab), "merges": merges.splitlines()[1:]},
     }
     for name, text in {
@@ -169,7 +167,7 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
 
 
 def main(options: ExportOptions) -> None:
-    """Export, and say what to do with the folder. Raises UserError."""
+    """Export, and print how to use the folder. Raises UserError."""
     folder = Path(options.folder)
     notes = export(options.run, folder, options.log_dir)
     with reported("stdout"):

@@ -1,4 +1,4 @@
-"""Text from a trained model: `python sample.py quickstart --prompt "Python is"`."""
+"""Generate text with a trained model: `python sample.py quickstart --prompt "Python is"`."""
 
 from typing import Literal, Self
 
@@ -17,41 +17,37 @@ class SampleOptions(Options):
     .pt file of nanoGPT
     """
     prompt: str = ""
-    """text to continue; empty begins a new document, as does <|endoftext|>, which is one token"""
+    """text to continue; empty begins a new document, like <|endoftext|>, which is one token"""
     prompt_file: Name | None = None
-    """UTF-8 file of prompts, one a line, an empty line being an empty prompt"""
+    """UTF-8 file of prompts, one per line; an empty line is an empty prompt"""
     interactive: bool = False
-    """type prompts, each of which goes on after the text so far; Ctrl-C stops an answer, Ctrl-D
-    ends
-    """
+    """type prompts, which continue the text so far; Ctrl-C stops an answer, Ctrl-D exits"""
     max_new_tokens: int = Field(100, ge=1, le=1_000_000)
     """tokens to generate"""
     temperature: float = Field(0.8, ge=0)
-    """below 1: likelier tokens, above 1: more varied tokens; 0: always the likeliest token"""
+    """below 1: likelier tokens; above 1: more varied tokens; 0: always the likeliest token"""
     top_k: Positive | None = 50
-    """draw from the k likeliest tokens only (none: from all)"""
+    """draw from the k likeliest tokens only; none draws from all"""
     top_p: float = Field(1.0, gt=0, le=1)
-    """draw from the fewest likeliest tokens that together have this probability (1: from all that
-    top_k leaves)
+    """draw from the fewest likeliest tokens that together have this probability; 1 draws from all
+    of top_k
     """
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    """above 1: tokens that are in the text already become less likely, such as 1.2 (1: off)"""
+    """above 1, such as 1.2: tokens of the text so far become less likely; 1 is off"""
     seed: int = Field(1337, ge=0, lt=2**63)
-    """the same seed gives the same text; of several texts of one prompt the second has seed + 1,
-    and so on
-    """
+    """the same seed gives the same text; the second text of a prompt has seed + 1, and so on"""
     num_samples: int = Field(1, ge=1, le=10_000)
-    """texts to generate, of each prompt"""
+    """texts to generate for each prompt"""
     batch_size: Positive = 16
-    """texts to generate at a time, at most; changes no text but by rounding"""
+    """most texts to generate at a time; texts differ by rounding only"""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """auto, cuda, mps or cpu"""
     bf16: bool = False
     """weights in bfloat16: half the memory to read for each token"""
     compile: bool = False
-    """torch.compile what draws a token after the first"""
+    """torch.compile the decode step, which computes all tokens after the first"""
     log_dir: Name = "logs"
-    """folder that holds the runs"""
+    """folder of the runs"""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -77,7 +73,7 @@ class SampleOptions(Options):
 
 
 if __name__ == "__main__":
-    # Before torch is imported, which takes seconds: --help and mistakes answer at once.
+    # Read options before importing torch, which takes seconds, so that --help and errors are quick.
     OPTIONS = start(SampleOptions, description=__doc__, positional="run")
 
 import contextlib
@@ -97,12 +93,12 @@ SEPARATOR = "---\n"  # between two texts
 
 
 class Sampler:
-    """Continue texts with the model of a command's options; count tokens and seconds."""
+    """Continue texts with a model; count tokens and seconds."""
 
     def __init__(self, options: SampleOptions, at_once: int):
         """Load the model; with --compile, compile decoding for `at_once` texts.
 
-        Raises UserError for what cannot be loaded and what this device cannot do.
+        Raises UserError if the model cannot be loaded, or this device cannot do as asked.
         """
         device = choose_device(options.device)
         notes = options.notes() + check_precision(device, bf16=options.bf16)
@@ -121,15 +117,15 @@ class Sampler:
             self.decode = torch.compile(next_logits, dynamic=False, fullgraph=True)
             start = time.perf_counter()
             texts = [Text("", [END_OF_TEXT], seeded(0)) for _ in range(at_once)]
-            # the second token is the first to be decoded
+            # Prefill computes the first token, the compiled decode step the second.
             list(grow(self.model, texts, 2, lambda _: 0, self.decode, temperature=0, top_k=None))
             print(f"note: compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
 
     def write(self, texts: list[Text]) -> None:
         """Continue the texts, and print them in their order while they grow. Raises UserError.
 
-        What the first one gains is printed at once; what the next has gained by then is printed
-        when the first has ended. A line break is printed at the end, also after Ctrl-C.
+        The first unfinished text is printed as it grows; when it ends, the next one follows with
+        its text so far. A line break is printed at the end, also after Ctrl-C.
         """
         decode = self.decode if len(texts) == self.at_once else None
         start, shown = time.perf_counter(), 0
@@ -175,14 +171,14 @@ def print_texts(sampler: Sampler, options: SampleOptions, prompts: list[str]) ->
 
 
 def converse(sampler: Sampler, options: SampleOptions) -> None:
-    """Continue what is typed, line by line.
+    """Read prompts from stdin, and continue each.
 
-    Each line continues the text so far; an empty one lets the model continue by itself. What the
-    context cannot hold, with room for an answer, is forgotten.
+    Each line continues the text so far; after an empty line the model continues alone. The oldest
+    text is forgotten when the context has no room left for an answer.
     """
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # lets a typed line be edited
+        import readline  # noqa: F401  # makes input() editable
     context, generator, typed = list[int](), seeded(options.seed), sys.stdin.isatty()
     block_size = sampler.model.config.block_size
     room = max(block_size - options.max_new_tokens, block_size // 2, 1)
@@ -197,7 +193,7 @@ def converse(sampler: Sampler, options: SampleOptions) -> None:
         if line or not context:  # an empty line adds nothing
             context += encode(sampler.model, line_break + line)
         context = context[-room:]
-        with contextlib.suppress(KeyboardInterrupt):  # ends the answer
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the answer
             sampler.write([Text("", context, generator)])
 
 

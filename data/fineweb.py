@@ -1,22 +1,22 @@
-"""FineWeb-Edu (Penedo et al. 2024), educational web pages: 10 billion GPT-2 tokens in shards of 100
-million, 200 MB each.
+"""Download FineWeb-Edu (Penedo et al. 2024), educational web pages: 10 billion GPT-2 tokens in
+shards of 100 million, 200 MB each.
 
     python data/fineweb.py                   downloads the validation shard and 1 training shard
     python data/fineweb.py --shards 99       the whole sample
     python data/fineweb.py --source FOLDER   tokenizes parquet files of the original instead
 
-The shards are token files already (https://huggingface.co/datasets/kjj0/finewebedu10B-gpt2). Shards
-in the folder are not downloaded again. The original is
-https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu; see data/text.py.
+The shards (https://huggingface.co/datasets/kjj0/finewebedu10B-gpt2) are token files. Finished ones
+are not downloaded again. The original is https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu;
+see data/text.py.
 """
 
 import sys
-from pathlib import Path
 
-if __name__ == "__main__":  # imports are looked up in the repository, not in data/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    sys.path[0] += "/.."  # import from the repository, not from data/
 
 import contextlib
+from pathlib import Path
 
 from pydantic import Field
 
@@ -36,9 +36,7 @@ class DownloadOptions(Options):
     shards: int | None = Field(None, ge=1, le=99)
     """training shards to download, 1 to 99 (default: 1)"""
     source: tuple[Name, ...] = ()
-    """parquet files of the original, or folders of them, to tokenize instead, with the options for
-    writing
-    """
+    """parquet files of the original, or folders of them, to tokenize instead"""
 
 
 class FinewebOptions(text.WritingOptions, DownloadOptions):
@@ -52,9 +50,8 @@ def prepare(folder: Path, shards: int) -> int:
     """Download the validation shard and the first training shards to `folder`; returns the number
     of training tokens.
 
-    A shard that is there and whole is kept. Raises TokenFileError if one cannot be had or is not a
-    whole token file, and for a folder with shards that were tokenized here, or that another process
-    is writing.
+    Whole shards are kept. Raises TokenFileError if a download fails or is not a whole token file,
+    for a folder with shards that were tokenized here, and for one that another process is writing.
     """
     with corpus_writer(folder):
         if (folder / MANIFEST).exists():
@@ -69,12 +66,12 @@ def prepare(folder: Path, shards: int) -> int:
             with contextlib.suppress(TokenFileError):
                 count_tokens(folder / name)
                 continue
-            (folder / name).unlink(missing_ok=True)  # a damaged file would be kept
+            (folder / name).unlink(missing_ok=True)  # the download would keep a damaged file
             try:
                 from huggingface_hub import hf_hub_download
 
                 hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=folder)
-            except Exception as error:  # its own, or its HTTP library's
+            except Exception as error:  # from the hub, or its HTTP library
                 raise TokenFileError(
                     f"{name} could not be downloaded from the Hugging Face dataset {REPOSITORY} "
                     f"({in_a_line(error)}); run this again to resume, or train on a text of your "

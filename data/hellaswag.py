@@ -1,20 +1,20 @@
-"""HellaSwag (Zellers et al. 2019): 10,042 situations from videos and how-to articles, each with
-four endings, one of them right.
+"""Download HellaSwag (Zellers et al. 2019): 10,042 situations from videos and how-to articles, each
+with four endings, one of them right.
 
     python data/hellaswag.py    downloads the validation split to data/hellaswag/hellaswag_val.jsonl
 
-`train.py --hellaswag_every N` reads it there; `evaluate.py --hellaswag` also takes any other file
-of that form.
+`train.py --hellaswag_every N` reads it there; `evaluate.py --hellaswag` also takes other files in
+this format.
 """
 
 import sys
-from pathlib import Path
 
-if __name__ == "__main__":  # imports are looked up in the repository, not in data/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    sys.path[0] += "/.."  # import from the repository, not from data/
 
 import re
 import shlex
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from runtime.files import sole_writer, write_atomic
 from runtime.start import start
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-# as several public projects give it
+# Several public projects have the same hash.
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 ENDINGS = 4
 
@@ -37,11 +37,11 @@ class HellaswagOptions(Options):
     """options"""
 
     data_dir: Name = "data"
-    """folder that holds the corpora"""
+    """folder of the corpora"""
 
 
 class Line(pydantic.BaseModel):
-    """A line of the file. Hugging Face's copy has labels as text."""
+    """A line of the file. Labels are text in Hugging Face's copy."""
 
     activity_label: str
     ctx_a: str
@@ -52,46 +52,46 @@ class Line(pydantic.BaseModel):
 
 
 class Item(NamedTuple):
-    """A situation and its endings, in the two wordings that published scores are of."""
+    """A situation and its endings, in the wordings of both published scores."""
 
-    context: str  # as EleutherAI's harness words it, with what the situation is about first
+    context: str  # EleutherAI's harness: the activity comes first
     endings: list[str]
-    plain_context: str  # as the file has it, which is what build-nanogpt scores
+    plain_context: str  # build-nanogpt: the file's own text
     plain_endings: list[str]
     label: int  # the right ending, from 0
 
 
 class Row(NamedTuple):
-    """Tokens that the model reads, and how many of the last ones are the ending to score."""
+    """A text of tokens; the last `scored` of them are the ending."""
 
-    tokens: bytes  # uint16: a list of numbers would take twenty times the memory
+    tokens: bytes  # uint16; a list of numbers would take twenty times the memory
     scored: int
 
 
 def default_path(data_dir: str) -> Path:
-    """Name the file of the validation split in a folder of corpora."""
+    """Return the file of the validation split in a folder of corpora."""
     return Path(data_dir) / "hellaswag" / "hellaswag_val.jsonl"
 
 
 def download(data_dir: str) -> Path:
-    """Download the validation split if it is missing; returns its path. Raises UserError if it
-    cannot be had.
+    """Download the validation split if it is missing; returns its path. Raises UserError if that
+    fails.
     """
     path = default_path(data_dir)
     with sole_writer(path, on_wait=lambda: None):
         if not path.exists():
-            hint = f"fetch that file by other means and put it at {path}"
+            hint = f"download it in another way and put it at {path}"
             content = read_known_file("HellaSwag's validation split", URL, SHA256, hint)
             write_atomic(path, content.decode())
     return path
 
 
 def read_items(path: Path) -> list[Item]:
-    """Read the items of a file in HellaSwag's form: a JSON object on each line. Raises UserError
-    that names the line of the first mistake.
+    """Read the items of a file in HellaSwag's format, JSON lines. Raises UserError with the line of
+    the first mistake.
     """
     try:
-        # splitlines would also cut at U+2028, which can be in a text
+        # splitlines() would also split at U+2028, which a text may contain.
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         data_dir = str(path.parent.parent)
@@ -109,9 +109,9 @@ def read_items(path: Path) -> list[Item]:
             problem = error.errors()[0]
             where = "".join(f"{name}: " for name in problem["loc"])
             raise UserError(
-                f"{path}, line {number}: {where}{problem['msg']}; an item of HellaSwag is one JSON "
-                f"object with activity_label, ctx_a, ctx_b, {ENDINGS} endings and the label of the "
-                f"right one, 0 to {ENDINGS - 1}, which the test split lacks"
+                f"{path}, line {number}: {where}{problem['msg']}; a line is a JSON object with "
+                f"activity_label, ctx_a, ctx_b, {ENDINGS} endings and the label of the right one, "
+                f"0 to {ENDINGS - 1}, which the test split lacks"
             ) from None
     if not items:
         raise UserError(f"{path}: has no items")
@@ -131,18 +131,18 @@ def _item(line: Line) -> Item:
 
 
 def clean(text: str) -> str:
-    """Remove the marks that the how-to articles came with, such as [header], [title] and [step]."""
+    """Remove the how-to articles' marks, such as [header], [title] and [step]."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def rows_of(item: Item, block_size: int) -> list[Row]:
-    """Tokenize the endings, four rows in the harness's wording, then four in the file's own.
+    """Tokenize the endings: four rows in the harness's wording, then four in the file's own.
 
-    The beginning of a text that is longer than the model's context is left out.
+    A text longer than the model's context loses its beginning.
     """
     encode = get_encoding().encode_ordinary
-    # The harness encodes context and ending in one piece, and lets white space at a context's end
-    # count to the ending; build-nanogpt encodes each for itself.
+    # The harness encodes context and ending together, and scores white space between them with the
+    # ending; build-nanogpt encodes them separately.
     context, plain_context = item.context + " ", encode(item.plain_context)
     before = len(encode(context.rstrip()))
     harness = [encode(context + ending) for ending in item.endings]
@@ -150,20 +150,15 @@ def rows_of(item: Item, block_size: int) -> list[Row]:
     pairs += [(plain_context, encode(f" {ending}")) for ending in item.plain_endings]
     rows = []
     for read, ending in pairs:
-        # the model has to read something before the first token that is scored
+        # The model has to read a token before the first one to score.
         tokens = (read or [END_OF_TEXT]) + ending
         in_context = np.array(tokens[-block_size - 1 :], dtype=np.uint16)
         rows.append(Row(in_context.tobytes(), min(len(ending), block_size)))
     return rows
 
 
-def main(options: HellaswagOptions) -> None:
-    path = download(options.data_dir)
-    count = len(read_items(path))
-    print(f"{count:,} items in {path}")
-
-
 if __name__ == "__main__":
     OPTIONS = start(HellaswagOptions, description=__doc__)
     with reported("stdout", status=1):
-        main(OPTIONS)
+        PATH = download(OPTIONS.data_dir)
+        print(f"{len(read_items(PATH)):,} items in {PATH}")

@@ -1,4 +1,4 @@
-"""manifest.json: the token files of a corpus. sources.jsonl: the files that it was made from."""
+"""manifest.json: the token files of a corpus. sources.jsonl: the files that were tokenized."""
 
 import contextlib
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Shard(pydantic.BaseModel):
 
 
 class Manifest(pydantic.BaseModel):
-    """A corpus. Manifests of earlier versions have more."""
+    """A corpus. Manifests of earlier versions have more fields."""
 
     documents: int = 0
     skipped: int = 0  # lines and rows without text
@@ -27,7 +27,7 @@ class Manifest(pydantic.BaseModel):
 
 
 def check_shards(folder: Path, tokens: Mapping[str, int]) -> None:
-    """Raises TokenFileError unless `tokens` has every token file of the manifest with its number of
+    """Raise TokenFileError unless `tokens` has every token file of the manifest with its number of
     tokens. A folder without a manifest is not checked.
     """
     path = folder / MANIFEST
@@ -57,7 +57,7 @@ class Begun(pydantic.BaseModel):
 
 
 class Source(pydantic.BaseModel):
-    """Another line: a file that was read to its end, and counts of the corpus up to there."""
+    """A further line: a file that was read to its end, and the corpus's counts up to there."""
 
     file: str = ""
     sha256: str = ""
@@ -67,7 +67,7 @@ class Source(pydantic.BaseModel):
 
 
 def unfinished_folder(folder: Path) -> Path:
-    """Return the folder that holds the token files of a corpus until it is finished."""
+    """Return the folder of a corpus's token files until it is finished."""
     return folder.with_name(f"{folder.name}.unfinished.tmp")
 
 
@@ -80,6 +80,6 @@ def read_progress(folder: Path) -> tuple[Begun, list[Source]] | None:
 
 
 def how_to_finish(folder: Path) -> str | None:
-    """Say how to resume a corpus that is not finished; None if it was not begun."""
+    """Return how to resume an unfinished corpus; None if it was not begun."""
     progress = read_progress(unfinished_folder(folder))
     return f"is not finished; resume with: {progress[0].command}" if progress else None

@@ -1,4 +1,4 @@
-"""Finding a corpus by its name, and preparing a small one the first time it is asked for."""
+"""Find a corpus by its name, and write a small one that is missing."""
 
 import importlib
 import shlex
@@ -9,32 +9,24 @@ from data.token_file import TokenFileError, corpus_writer
 from runtime.cli import did_you_mean
 from runtime.files import lock_file
 
-SMALL_CORPORA = ("pydocs", "shakespeare")  # prepared when first asked for
+SMALL_CORPORA = ("pydocs", "shakespeare")  # written if missing
 
 
 def prepare_if_missing(folder: Path) -> None:
-    """Write the corpus of `folder` if it is missing and a small one.
+    """Write the corpus of `folder` if it is missing and small.
 
-    Waits for another process that is writing the corpus. Raises TokenFileError if it is missing and
-    not a small one, or not finished; the message has the command to run, and the corpus with the
-    nearest name.
+    Waits for another process that is writing the corpus. Raises TokenFileError if another corpus is
+    missing or not finished; the message has the command to run, and the nearest name.
     """
-    if is_there(folder):
-        return
+    waiting = f"another process is writing {folder}: waiting for it"
     is_small = folder.name in SMALL_CORPORA
-    if is_small or lock_file(folder).exists():
-        with corpus_writer(
-            folder,
-            on_wait=lambda: print(
-                f"another process is writing {folder}: waiting for it", flush=True
-            ),
-        ):
-            if is_there(folder):
-                return
-            if is_small:
+    if not is_there(folder) and (is_small or lock_file(folder).exists()):
+        with corpus_writer(folder, on_wait=lambda: print(waiting, flush=True)):
+            if is_small and not is_there(folder):
                 print(f"preparing {folder}", flush=True)
                 importlib.import_module(f"data.{folder.name}").prepare(folder)
-                return
+    if is_there(folder):
+        return
     if problem := how_to_finish(folder):
         raise TokenFileError(f"{folder}: {problem}")
     corpora = {path.parent for path in folder.parent.glob("*/*.bin")}

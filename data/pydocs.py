@@ -1,15 +1,14 @@
-"""The embedded corpus: whole sentences of the docstrings of Python, PyTorch and NumPy. No download.
+"""Write the default corpus: sentences of the installed docstrings of Python, PyTorch and NumPy.
 
     python data/pydocs.py                         writes data/pydocs/pydocs_train_000000.bin
 
-train.py does this by itself the first time it is asked for `dataset: pydocs`.
+train.py runs this if the corpus is missing.
 """
 
 import sys
-from pathlib import Path
 
-if __name__ == "__main__":  # imports are looked up in the repository, not in data/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    sys.path[0] += "/.."  # import from the repository, not from data/
 
 import hashlib
 import importlib.util
@@ -17,6 +16,7 @@ import inspect
 import re
 import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
 from data.token_file import write_corpus
 from data.tokenizer import END_OF_TEXT, get_encoding
@@ -29,11 +29,11 @@ class PydocsOptions(Options):
     """options"""
 
     data_dir: Name = "data"
-    """folder that holds the corpora"""
+    """folder of the corpora"""
 
 
-PACKAGES = ("torch", "numpy")  # as Python, every installation of this project has their sources
-# Packages of other people, and tests.
+PACKAGES = ("torch", "numpy")  # required, so their sources are always installed
+# Folders of other packages and of tests
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "testing"}
 DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
 MARKUP = re.compile(r":[a-z:]+:(?=`)|[`*~]")  # such as :class:`~torch.Tensor`, **bold**
@@ -44,9 +44,9 @@ def prepare(folder: Path) -> int:
     """Write the corpus to a new `folder`, each source file after an <|endoftext|>; returns the
     number of tokens.
 
-    Code, tables and formulas are left out, and each paragraph is kept once, so that a validation
-    split off the tail holds text the model has not seen. For the same reason the files' order is
-    arbitrary, though always the same. Raises TokenFileError or TokenizerError.
+    Code, tables and formulas are left out, and each paragraph is kept once, so that the model has
+    not seen a validation split at the tail. For the same reason the files are in a fixed random
+    order. Raises TokenFileError or TokenizerError.
     """
     roots = {"python": Path(sysconfig.get_path("stdlib"))}
     for package in PACKAGES:
@@ -67,7 +67,7 @@ def prepare(folder: Path) -> int:
 
 
 def paragraphs(path: Path) -> Iterator[str]:
-    """Yield the paragraphs of a Python file's docstrings that are sentences, each on one line."""
+    """Yield the paragraphs of sentences in a Python file's docstrings, each on one line."""
     for docstring in DOCSTRING.findall(path.read_text(encoding="utf-8", errors="replace")):
         for lines in inspect.cleandoc(docstring).split("\n\n"):
             paragraph = " ".join(MARKUP.sub("", lines).split())
@@ -76,13 +76,7 @@ def paragraphs(path: Path) -> Iterator[str]:
                 yield paragraph
 
 
-def main(options: PydocsOptions) -> None:
-    folder = Path(options.data_dir) / "pydocs"
-    count = prepare(folder)
-    print(f"{count:,} tokens in {folder}")
-
-
 if __name__ == "__main__":
-    OPTIONS = start(PydocsOptions, description=__doc__)
+    FOLDER = Path(start(PydocsOptions, description=__doc__).data_dir) / "pydocs"
     with reported("stdout", status=1):
-        main(OPTIONS)
+        print(f"{prepare(FOLDER):,} tokens in {FOLDER}")

@@ -1,17 +1,17 @@
-"""Tiny Shakespeare, the corpus of the published logs: 1,115,394 bytes, 338,025 GPT-2 tokens (public
-domain).
+"""Write tiny Shakespeare, the corpus of the published logs: 338,025 GPT-2 tokens (public domain).
 
     python data/shakespeare.py                  downloads it and writes data/shakespeare/
     python data/shakespeare.py --source FILE    the same from a copy of the text
 
-train.py does this by itself the first time it is asked for `dataset: shakespeare`.
+train.py runs this if the corpus is missing.
 """
 
 import sys
-from pathlib import Path
 
-if __name__ == "__main__":  # imports are looked up in the repository, not in data/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    sys.path[0] += "/.."  # import from the repository, not from data/
+
+from pathlib import Path
 
 from data.download import read_known_file
 from data.token_file import write_corpus
@@ -30,29 +30,24 @@ class ShakespeareOptions(Options):
     """options"""
 
     source: Name | None = None
-    """a copy of the text, instead of downloading it"""
+    """a copy of the text (default: download it)"""
     data_dir: Name = "data"
-    """folder that holds the corpora"""
+    """folder of the corpora"""
 
 
-def prepare(folder: Path, source: Path | None = None) -> int:
+def prepare(folder: Path, source: str | Path | None = None) -> int:
     """Write the corpus, downloaded or from the file `source`, to a new `folder`; returns the number
     of tokens.
 
-    Raises UserError if the text cannot be had or is another text, TokenizerError without GPT-2's
+    Raises UserError if the text cannot be read or is another text, TokenizerError without GPT-2's
     vocabulary.
     """
     text = read_known_file(NAME, str(source or URL), SHA256, HINT)
     return write_corpus(folder, [encode(text.decode())])
 
 
-def main(options: ShakespeareOptions) -> None:
-    folder = Path(options.data_dir) / "shakespeare"
-    count = prepare(folder, Path(options.source) if options.source else None)
-    print(f"{count:,} tokens in {folder}")
-
-
 if __name__ == "__main__":
     OPTIONS = start(ShakespeareOptions, description=__doc__)
+    FOLDER = Path(OPTIONS.data_dir) / "shakespeare"
     with reported("stdout", status=1):
-        main(OPTIONS)
+        print(f"{prepare(FOLDER, OPTIONS.source):,} tokens in {FOLDER}")

@@ -1,5 +1,5 @@
-"""Documents of text, JSON lines and parquet files, and the tokens of other trainers' token files,
-piece by piece: no file is in memory as a whole.
+"""Read documents of text, JSON lines and parquet files, and tokens of other trainers' token files,
+piece by piece, without a whole file in memory.
 """
 
 import codecs
@@ -22,7 +22,7 @@ from data.token_file import HEADER_BYTES, MAGIC, TokenFileError, count_tokens
 from data.tokenizer import END_OF_TEXT, chunks
 from runtime.errors import in_a_line
 
-# By the ending of a file's name; all other files are text.
+# The kind of a file by the ending of its name; all other files are text.
 KIND = re.compile(
     r"\.(?:(?P<row>parquet)|(?P<tokens>bin|npy)|(?P<line>jsonl?|ndjson)(?:\.gz|\.zst)?)$",
     re.IGNORECASE,
@@ -62,17 +62,16 @@ class BadRecords:
 
 
 def kind_of(path: Path) -> str:
-    """Return the parts of a file by its name: row (parquet), line (JSON lines), tokens or text."""
+    """Return the kind of a file: row (parquet), line (JSON lines), tokens or text."""
     match = KIND.search(path.name)
     return str(match.lastgroup) if match else "text"
 
 
 def find_sources(named: Iterable[Path]) -> list[Path]:
-    """Return the named files, and the files in named folders in the order of their paths, each file
-    once.
+    """Return the files in `named`, and in its folders in the order of their paths, each file once.
 
-    Hidden files in a folder are left out. So are .json files, which mostly describe the data,
-    binary files and, beside token files, all others; a note names them. Raises TokenFileError for a
+    In folders, hidden files are skipped. So are .json files, which mostly describe the data, binary
+    files and, beside token files, all other files; a note names one. Raises TokenFileError for a
     folder without a usable file, OSError for a missing file.
     """
     sources: dict[str, Path] = {}
@@ -103,7 +102,7 @@ def _is_usable(path: Path) -> bool:
     if kind_of(path) != "text":
         return not JSON_FILE.search(path.name)
     with reading(path), _open(path) as file:
-        return b"\0" not in file.peek(1)  # a binary file has one within some kilobytes
+        return b"\0" not in file.peek(1)  # a binary file has a NUL in its first kilobytes
 
 
 # ---- reading a file
@@ -126,9 +125,9 @@ def reading(path: Path) -> Iterator[None]:
 def read_pieces(path: Path, column: str, separator: str | None, bad: BadRecords) -> Iterator[Piece]:
     """Read the documents of a file.
 
-    `column`: the key in JSON lines, or the column of a parquet file, that holds the text; records
-    without text go to `bad`. `separator`: the text between the documents of a text file; None:
-    the file is one document. Raises TokenFileError for a file that cannot be read.
+    `column`: the key of JSON lines, or the column of a parquet file, with the text; records without
+    text go to `bad`. `separator`: the text between the documents of a text file; without it, the
+    file is one document. Raises TokenFileError for a file that cannot be read.
     """
     kind = kind_of(path)
     with reading(path):
@@ -170,12 +169,8 @@ def _open(path: Path) -> io.BufferedReader:
 
 def _document(texts: Iterable[str]) -> Iterator[Piece]:
     """Cut a document, which arrives in parts, into pieces."""
-    begins = 1
-    for chunk in chunks(texts):
-        yield Piece(chunk, begins)
-        begins = 0
-    if begins:
-        yield Piece("", 1)
+    for i, chunk in enumerate(chunks(texts)):
+        yield Piece(chunk, int(i == 0))
 
 
 def _decoded(path: Path) -> Iterator[str]:
@@ -210,7 +205,7 @@ def _split(texts: Iterable[str], separator: str) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """Read JSON lines; yields "" for a blank line, and the error for a line that is not JSON."""
+    """Read JSON lines. Yield "" for a blank line, and the error for a line that is not JSON."""
     with _open(path) as file:
         if file.peek(1).removeprefix(BOM.encode()).lstrip().startswith(b"["):
             raise TokenFileError(
@@ -226,10 +221,10 @@ def _lines(path: Path) -> Iterator[Any]:
 
 
 def _rows(path: Path, column: str) -> Iterator[Any]:
-    """Read the rows of a parquet file, only `column` of them."""
+    """Read one column of a parquet file, row by row."""
     from pyarrow import parquet
 
-    # the defaults would hold a row group in memory
+    # With the defaults a whole row group would be in memory.
     opened = parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
     names = opened.schema_arrow.names
     if names.count(column) != 1:
@@ -259,6 +254,6 @@ def _tokens(path: Path) -> Iterator[Piece]:
             i = int(np.argmax((part < 0) | (part > END_OF_TEXT)))
             raise TokenFileError(
                 f"{path}: token {start + i:,} has the id {part[i]}, beyond GPT-2's vocabulary of "
-                f"{END_OF_TEXT + 1:,}: not a file of GPT-2's tokens"
+                f"{END_OF_TEXT + 1:,}"
             )
         yield Piece(part.astype("<u2"), int(np.count_nonzero(part == END_OF_TEXT)))

@@ -1,22 +1,21 @@
-"""A corpus of your own: text and Markdown, JSON lines and parquet files, token files of nanoGPT and
-build-nanogpt, or folders of them.
+"""Write a corpus of your own from text, Markdown, JSON lines and parquet files, token files of
+nanoGPT and build-nanogpt, or folders of them.
 
     python data/text.py book.txt notes.md --name mine
     python data/text.py dump/ more.jsonl.zst --name mine --val_every 100
     python data/text.py TinyStories-train.txt --name stories --separator '<|endoftext|>'
     python train.py --config quickstart.yaml --dataset mine
 
-writes data/mine/mine_train_000000.bin, ... The ending of a name says which files are JSON lines
-(.jsonl, .ndjson, .json), parquet (.parquet), tokens (.bin, .npy) or compressed (.gz, .zst); all
-others are UTF-8 text, each file one document. After an interruption, the same command resumes after
-the last whole file.
+writes data/mine/mine_train_000000.bin, ... JSON lines end in .jsonl, .ndjson or .json, parquet
+files in .parquet, token files in .bin or .npy; .gz and .zst are decompressed. All other files are
+UTF-8 text, one document per file. After an interruption, the same command resumes after the last
+whole file.
 """
 
 import sys
-from pathlib import Path
 
-if __name__ == "__main__":  # imports are looked up in the repository, not in data/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    sys.path[0] += "/.."  # import from the repository, not from data/
 
 import itertools
 import os
@@ -26,6 +25,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,20 +57,20 @@ from runtime.errors import UserError, reported
 from runtime.files import flush_to_disk, sha256, write_atomic
 from runtime.start import start
 
-# Corpora that other scripts here write, and that published results are about.
+# Names of the corpora that other scripts here write; published results refer to them.
 OURS = ("pydocs", "shakespeare", "fineweb")
 AGAIN = "run the same command again to resume"
-BATCH = 2**19  # characters and tokens, about: 30 ms of tokenizing
+BATCH = 2**19  # characters and tokens in a batch, about: it takes 30 ms to tokenize
 AHEAD = 32  # batches that are read ahead
-PROGRESS = 2**26  # tokens between two lines about the progress
+PROGRESS = 2**26  # tokens between two progress lines
 SPELLED_OUT = (
-    f"{SEPARATOR} in the text is written as ordinary text, in 7 tokens; if it separates documents "
-    f"of text files, start again with --separator '{SEPARATOR}'"
+    f"{SEPARATOR} in the text becomes ordinary text, 7 tokens; if it separates documents, start "
+    f"again with --separator '{SEPARATOR}'"
 )
 BEGIN = np.array([END_OF_TEXT], "<u2")
 
-# Consecutive (split, Piece), and after a file's last piece ("", Source); tokenized, an array takes
-# the place of pieces.
+# Consecutive (split, Piece), and ("", Source) after a file's last piece. Tokenizing replaces the
+# pieces of a split by one array.
 Batch = list[tuple[str, Any]]
 
 
@@ -88,11 +88,11 @@ class WritingOptions(Options):
     shard_tokens: int = Field(SHARD_TOKENS, ge=1, le=2**31 - 1)
     """most tokens in one token file"""
     skip_bad: ZeroIsOff = 0
-    """leave out up to N lines or rows without text; one more is an error"""
+    """leave out up to N lines or rows without text"""
     workers: Positive | None = None
     """threads that tokenize (default: one per core)"""
     data_dir: Name = "data"
-    """folder that holds the corpora"""
+    """folder of the corpora"""
 
 
 class ReadingOptions(Options):
@@ -109,13 +109,12 @@ class TextOptions(WritingOptions, ReadingOptions):
 
 
 def prepare(folder: Path, named: Sequence[str], options: WritingOptions, script: str) -> None:
-    """Write the documents of files, and of files in folders, as a new corpus, or resume; print a
-    summary.
+    """Write the documents of files and folders as a new corpus, or resume; print a summary.
 
-    An <|endoftext|> comes before each document. The folder appears when it is finished; until then
-    `unfinished_folder(folder)` has the token files, and in sources.jsonl a line for each file that
-    was read to its end. `script`: the command, for messages. Raises UserError for files that cannot
-    be read or written, OSError for a missing file.
+    An <|endoftext|> comes before each document. The folder appears when the corpus is finished;
+    until then `unfinished_folder(folder)` has the token files, and a line in sources.jsonl for each
+    file that was read to its end. `script`: the command, for messages. Raises UserError for files
+    that cannot be read or written, OSError for a missing file.
     """
     sources, where, done = find_sources(map(Path, named)), unfinished_folder(folder), list[Source]()
     try:
@@ -145,9 +144,9 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions, script:
 def _resume(
     folder: Path, sources: Sequence[Path], options: WritingOptions, command: str
 ) -> list[Source]:
-    """Return the files that are done, and cut the token files after their tokens.
+    """Return the finished files, and truncate the token files after their tokens.
 
-    A file that has changed is read again, and so are all after it; with other options, all are.
+    A changed file and all files after it are read again; with other options, all files are.
     """
     where, done = unfinished_folder(folder), list[Source]()
     fixed = options.model_dump(include={"text_column", "separator", "val_every", "shard_tokens"})
@@ -161,7 +160,7 @@ def _resume(
     if any(not path.exists() or path.stat().st_size < size for path, size in sizes.items()):
         done, sizes = [], {}
     if where.exists():
-        kept = f"{len(done):,} of {len(sources):,} files are done, the others are written now"
+        kept = f"{len(done):,} of {len(sources):,} files are done"
         print(f"note: {folder} was not finished: {kept}", file=sys.stderr)
     where.mkdir(exist_ok=True)
     lines = [Begun(command=command, options=fixed), *done]
@@ -174,7 +173,7 @@ def _resume(
 
 
 def token_files(folder: Path, done: Sequence[Source], limit: int) -> dict[Path, int]:
-    """Return the token files of an unfinished corpus with their tokens, at most `limit` each."""
+    """Map each token file of an unfinished corpus to its number of tokens, at most `limit`."""
     return {
         token_file(folder, split, i): min(limit, total - first)
         for split, total in [Source(), *done][-1].tokens.items()
@@ -189,7 +188,7 @@ def token_file(folder: Path, split: str, number: int) -> Path:
 def _write(
     folder: Path, sources: Sequence[Path], done: list[Source], options: WritingOptions
 ) -> None:
-    """Write the tokens of the files that are not done; each is added to `done` at its end."""
+    """Write the tokens of the remaining files; add each to `done` at its end."""
     totals = [Source(), *done][-1].tokens.copy()
     for encoded in _tokenize(_batches(sources, done, options), options.workers):
         before = sum(totals.values())
@@ -203,8 +202,8 @@ def _write(
                 _append(folder, split, totals[split], content, options.shard_tokens)
                 totals[split] += content.size
         if (tokens := sum(totals.values())) // PROGRESS > before // PROGRESS:
-            files = f"{len(done):,} of {len(sources):,} files are done"
-            print(f"{folder}: {files}, {tokens:,} tokens are written", file=sys.stderr)
+            files = f"{len(done):,} of {len(sources):,} files"
+            print(f"{folder}: {files}, {tokens:,} tokens", file=sys.stderr)
 
 
 def _append(folder: Path, split: str, total: int, tokens: np.ndarray, limit: int) -> None:
@@ -219,7 +218,7 @@ def _append(folder: Path, split: str, total: int, tokens: np.ndarray, limit: int
 
 
 def _finish(folder: Path, done: list[Source], limit: int) -> Source:
-    """Write headers and manifest.json; returns the last file, with the counts of the corpus. Raises
+    """Write headers and manifest.json; returns the last file, which has the corpus's counts. Raises
     TokenFileError if there is nothing to train on.
     """
     last, files = done[-1], token_files(folder, done, limit)
@@ -246,7 +245,7 @@ def _finish(folder: Path, done: list[Source], limit: int) -> Source:
 def _batches(
     sources: Sequence[Path], done: Sequence[Source], options: WritingOptions
 ) -> Iterator[Batch | UserError]:
-    """Read the files that are not done, in batches of similar size. An error comes last."""
+    """Read the remaining files in batches of similar size. An error is the last item."""
     last, every, is_noted = [Source(), *done][-1], options.val_every, False
     documents, bad = last.documents, BadRecords(options.skip_bad, last.skipped)
     batch, size = Batch(), 0
@@ -257,14 +256,14 @@ def _batches(
             split = "val" if split_of(path) in ("val", "test") else "train"
             for piece in read_pieces(path, options.text_column, options.separator, bad):
                 documents += piece.begins
-                if isinstance(piece.content, str):  # the name decides only for token files
+                if isinstance(piece.content, str):  # a token file keeps the split of its name
                     if piece.begins:
                         split = "train" if not every or documents % every else "val"
                     if SEPARATOR in piece.content and not is_noted:
                         is_noted = True
                         print(f"note: {path}: {SPELLED_OUT}", file=sys.stderr)
                 batch.append((split, piece))
-                size += len(piece.content) + 100  # short ones take time too
+                size += len(piece.content) + 100  # a short piece takes time too
                 if size >= BATCH:
                     yield batch
                     batch, size = [], 0
@@ -287,7 +286,7 @@ def _tokenize(batches: Iterator[Batch | UserError], workers: int | None) -> Iter
             for future in waiting:
                 yield future.result()
         finally:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C need not wait for them
+            pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for them
 
 
 def _encode(batch: Batch | UserError) -> Batch:
@@ -314,13 +313,11 @@ def _tokens(piece: Piece) -> tuple[np.ndarray, ...]:
 
 
 def corpus_folder(data_dir: str, name: str) -> Path:
-    """Return the folder of a corpus of the user's own. Raises TokenFileError for a name that it
-    cannot have.
-    """
+    """Return the folder of a user's corpus. Raises TokenFileError for a name it cannot have."""
     if not re.fullmatch(r"[^/.-][^/]*(?<!\.tmp)", name) or not name.isprintable():
         raise TokenFileError(
-            f"--name {name!a}: must be a plain name, without . or - at its beginning or .tmp at "
-            "its end; --data_dir is the folder that it is in"
+            f"--name {name!a}: must be a plain name that does not begin with . or - or end in "
+            ".tmp; --data_dir is its folder"
         )
     if name in OURS:
         raise TokenFileError(

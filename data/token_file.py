@@ -1,7 +1,7 @@
 """The token-file format that llm.c and modded-nanogpt share: 256 int32 (magic, version, token
 count), then uint16 tokens, all little-endian.
 
-A corpus is a folder of such files, whose names give their splits (`split_of`).
+A corpus is a folder of such files; their names determine their splits (`split_of`).
 """
 
 import contextlib
@@ -24,80 +24,70 @@ HEADER_BYTES = HEADER_INTS * 4
 TOKEN_BYTES = 2
 MAX_VOCAB = 2**16  # a token is a uint16
 SHARD_TOKENS = 100_000_000
-SAMPLES, SAMPLE = 16, 2**12  # a large file is compared by SAMPLES of SAMPLE tokens each
-COMPARED_WHOLE = 2**26  # tokens of a corpus that is compared whole, in half a second
-PIECE = 2**16  # tokens read at a time to compare a file whole
+N_SAMPLES, SAMPLE_TOKENS = 16, 2**12  # samples of a large file that identify it
+COMPARED_WHOLE = 2**26  # tokens of a corpus that are all compared, in half a second
+PIECE = 2**16  # tokens read at a time to compare a whole file
 RESTORE = "restore it, then resume with --resume auto"
 Tokens = Sequence[int] | np.ndarray
 
 
-# Splits of a corpus, by the words for them in names of token files
+# Words in token files' names, and their splits
 SPLITS = dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 SPLITS |= {"train": "train", "test": "test"}
 
 
 class TokenFileError(UserError):
-    """A corpus cannot be read or written. The message has the file, the fault and the remedy."""
+    """A corpus cannot be read or written. The message has the file, the fault and a remedy."""
 
 
 def split_of(path: Path) -> str | None:
-    """Return train, val or test by a token file's name; None if it names no split.
+    """Return the split in a token file's name: train, val, test or None.
 
-    The last word counts, as `<corpus>_val_<number>.bin` may be of a corpus named my_test.
+    The last word counts: my_test_val_000000.bin belongs to a corpus named my_test.
     """
     words = re.split("[_.-]", path.stem.lower())
     return next((SPLITS[word] for word in reversed(words) if word in SPLITS), None)
 
 
 class TokenFileChangedError(TokenFileError):
-    """A token file went bad while in use."""
+    """A token file changed while in use."""
 
     status = 1
 
 
 def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
-    """Write tokens, which come in parts, to `path`; returns their number. Raises TokenFileError for
-    a token id that does not fit uint16.
+    """Write tokens, given in parts, to `path`; returns their number. Raises OverflowError for a
+    token that does not fit uint16.
     """
-    tokens = np.concatenate([np.empty(0, np.int64), *parts])
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < MAX_VOCAB:
-        raise TokenFileError(
-            f"{path.name}: token ids {tokens.min()} to {tokens.max()} do not fit this format, "
-            f"which holds 0 to {MAX_VOCAB - 1}; use a smaller vocabulary"
-        )
-    path.write_bytes(header(tokens.size) + tokens.astype("<u2").tobytes())
+    tokens = np.concatenate([np.asarray(part, "<u2") for part in parts])
+    path.write_bytes(header(tokens.size) + tokens.tobytes())
     flush_to_disk(path)
     return tokens.size
 
 
 def header(count: int) -> bytes:
-    """Make the header of a file with `count` tokens."""
+    """Return the header of a file with `count` tokens."""
     return np.array([MAGIC, VERSION, count], "<i4").tobytes().ljust(HEADER_BYTES, b"\0")
 
 
 def write_corpus(folder: Path, parts: Iterable[Tokens]) -> int:
-    """Write tokens, which come in parts, as a new corpus of one training file; returns their
-    number.
+    """Write tokens, given in parts, as a new corpus of one training file; returns their number.
 
-    The folder appears whole or not at all. Raises TokenFileError if it exists already, if another
-    process is writing it, or if there are no tokens.
+    The folder appears whole or not at all. Raises TokenFileError if it exists already or another
+    process is writing it.
     """
     with corpus_writer(folder, new=True), atomic_folder(folder, replace=False) as unfinished:
-        count = write_token_file(unfinished / f"{folder.name}_train_000000.bin", parts)
-        if not count:
-            raise TokenFileError(f"{folder}: there are no tokens to write")
-    return count
+        return write_token_file(unfinished / f"{folder.name}_train_000000.bin", parts)
 
 
 @contextlib.contextmanager
 def corpus_writer(
     folder: Path, on_wait: Callable[[], None] | None = None, *, new: bool = False
 ) -> Iterator[None]:
-    """Hold the right to write a corpus, which one process has at a time (see `sole_writer`).
+    """Make this process the only writer of a corpus (see `sole_writer`).
 
-    Raises TokenFileError if the folder cannot be written, or if another process is writing it; with
-    `on_wait`, calls that and waits for the other process. If the corpus is to be `new`, only an
-    empty folder may exist.
+    If another process is writing it, call `on_wait` and wait. Raises TokenFileError if there is no
+    `on_wait`, if the folder cannot be written, or if it has to be `new` and is not empty.
     """
     try:
         with sole_writer(folder, on_wait):
@@ -140,40 +130,40 @@ def count_tokens(path: Path) -> int:
     expected = HEADER_BYTES + TOKEN_BYTES * count
     if count < 0 or size != expected:
         raise TokenFileError(
-            f"{path}: damaged: its header promises {count:,} tokens, {expected:,} bytes in all, "
+            f"{path}: damaged: by its header it has {count:,} tokens, {expected:,} bytes in all, "
             f"but the file has {size:,} bytes; {hint}"
         )
     return count
 
 
 class TokenFile:
-    """A token file in use. It stays open, so it may be moved, replaced or deleted meanwhile."""
+    """An open token file, which may be moved, replaced or deleted meanwhile."""
 
     def __init__(self, path: Path, n_vocab: int = MAX_VOCAB, compared_whole: int = COMPARED_WHOLE):
-        """`n_vocab`: size of the model's vocabulary. All tokens are compared if there are up to
-        `compared_whole`, else samples.
+        """`n_vocab`: size of the model's vocabulary. Files of up to `compared_whole` tokens are
+        compared as a whole, larger ones by samples.
 
-        Raises TokenFileError if the file is not a whole token file, or if the tokens that are
-        compared have an id beyond the vocabulary.
+        Raises TokenFileError if the file is not a whole token file, or has a compared token beyond
+        the vocabulary.
         """
         self.path, self.n_vocab = path, n_vocab
         self.tokens = count_tokens(path)
-        self._is_whole = self.tokens <= max(compared_whole, SAMPLES * SAMPLE)
+        self._is_whole = self.tokens <= max(compared_whole, N_SAMPLES * SAMPLE_TOKENS)
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self._content = self._hash(0, self.tokens)
 
     def read(self, starts: Iterable[int], n: int) -> np.ndarray:
-        """Read the `n` tokens from each of the `starts` on, (len(starts), n) uint16.
+        """Read `n` tokens from each start, (len(starts), n) uint16.
 
-        Read, not mapped: a file that shrinks is an error, not a crash, and a long run's memory does
+        Not mapped: a file that shrinks is an error instead of a crash, and a long run's memory does
         not grow. Raises TokenFileError for missing tokens and for an id beyond the vocabulary.
         """
         return np.stack([self._tokens_at(start, n) for start in starts])
 
     def digest(self, start: int, stop: int) -> bytes:
-        """Hash tokens start .. stop - 1, all of them or samples. For the whole file, it is the hash
-        from the time it was opened.
+        """Hash tokens start .. stop - 1, or samples of them. The whole file's hash is from the time
+        when it was opened.
         """
         return self._content if (start, stop) == (0, self.tokens) else self._hash(start, stop)
 
@@ -181,9 +171,9 @@ class TokenFile:
         digest = hashlib.sha256()
         if self._is_whole:
             size, starts = PIECE, np.arange(start, stop, PIECE)
-        else:  # few tokens are covered wholly
-            last = max(0, stop - start - SAMPLE)
-            size, starts = SAMPLE, start + np.linspace(0, last, SAMPLES, dtype=np.int64)
+        else:  # samples overlap in a short range
+            last = max(0, stop - start - SAMPLE_TOKENS)
+            size, starts = SAMPLE_TOKENS, start + np.linspace(0, last, N_SAMPLES, dtype=np.int64)
         for first in starts.tolist():
             digest.update(self._tokens_at(first, min(size, stop - first)).data)
         return digest.digest()

@@ -1,1 +1,1 @@
-"""Use a trained model: its text, its validation loss, its HellaSwag scores."""
+"""Use a trained model: text, validation loss, HellaSwag scores."""

@@ -25,17 +25,17 @@ from runtime.world import World
 
 
 def is_due(every: int, step: int, last: bool) -> bool:
-    """True after every so many steps (0: never), and after the last."""
+    """True if `step` is a multiple of `every` or the last step; 0 means never."""
     return every > 0 and (last or step % every == 0)
 
 
 @dataclass
 class Evaluation:
-    """Evaluate and sample a run's plain model where it is due; log what comes out.
+    """Evaluate and sample a run's uncompiled model when it is due, and log the results.
 
-    Plain: torch.compile would compile again for each new shape. Only the validation loss, whose
-    batches have one shape, has a compiled graph of its own. All ranks have to call each of its
-    methods. Raises UserError if what will be needed is missing: tokens, HellaSwag, the tokenizer.
+    torch.compile would compile again for each new shape, so only the validation loss, whose batches
+    have one shape, has a compiled graph. All ranks have to call each method. Raises UserError if
+    tokens, HellaSwag or the tokenizer will be needed and are missing.
     """
 
     config: Config
@@ -47,12 +47,12 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         config = self.config
-        # Without gradients it is another graph than training's. In mode default it takes seconds
-        # to compile, records no CUDA graph, and gives the same loss after a resume: no autotuning
-        # picks other kernels. FSDP gathers weights between blocks, so there nothing is compiled.
+        # This graph without gradients is not training's. Mode default compiles in seconds, records
+        # no CUDA graph, and gives the same loss after a resume, because no autotuning picks other
+        # kernels. FSDP gathers weights between blocks, so it evaluates uncompiled.
         sharded = config.fsdp and self.world.distributed
         self.compiled = torch.compile(self.model) if config.compile and not sharded else None
-        # by step and column of eval.csv
+        # step -> column of eval.csv -> value
         self.figures = defaultdict[int, dict[str, float]](dict)
         self.reference = Reference.read(config.reference) if config.reference else None
         if config.sample_every:
@@ -66,7 +66,7 @@ class Evaluation:
             self.folder.message(f"note: not the recipe of {self.reference.name}'s curve: {others}")
 
     def resume(self) -> None:
-        """Take over what the run's folder has of earlier calls: nothing is evaluated twice."""
+        """Load the evaluations of earlier calls, so that none is repeated."""
         self.figures |= self.world.broadcast(self.folder.evaluations())
 
     def validate(self, step: int, last: bool) -> float:
@@ -90,7 +90,7 @@ class Evaluation:
         return known.get("val_loss", math.inf)
 
     def compare(self, step: int, loss: float, before: float) -> None:
-        """Say whether the run is on track after this step, where the config names its curve."""
+        """Log whether the run is on track after this step, if the config names its curve."""
         if self.reference is None or self.world.rank:
             return
         tokens = step * self.config.tokens_per_step(self.world.world_size)
@@ -99,11 +99,11 @@ class Evaluation:
             self.folder.message(f"step {step}: {verdict}")
 
     def score_hellaswag(self, step: int, last: bool) -> None:
-        """Score the model in HellaSwag if it is due. Raises TrainingError if it has diverged."""
+        """Score the model on HellaSwag if it is due. Raises TrainingError if it has diverged."""
         config, known = self.config, self.figures[step]
         if is_due(config.hellaswag_every, step, last) and "hellaswag_acc" not in known:
             with self.logged(step) as figures:
-                # as many tokens at once as in a step, which takes more memory
+                # A training step of the same number of tokens takes more memory.
                 scores = score(
                     self.model, self.items, config.batch_size * config.seq_len, self.world
                 )
@@ -111,9 +111,9 @@ class Evaluation:
 
     @contextlib.contextmanager
     def logged(self, step: int) -> Iterator[dict[str, float]]:
-        """Compute under autocast, and log the figures that are put into what this yields.
+        """Compute under autocast, and log the figures that the caller adds to the yielded dict.
 
-        If instead the model turns out to have diverged, add the step and what to do to the error.
+        If the model has diverged, add the step and a hint to the error.
         """
         figures: dict[str, float] = {}
         try:
@@ -127,7 +127,7 @@ class Evaluation:
         self.folder.log_evaluation(step, self.config.last_step, **figures)
 
     def sample(self, step: int, last: bool) -> None:
-        """Log a text that the model writes, if it is due. Draws from a generator of its own."""
+        """Log a text of the model, if it is due. It is drawn from a generator of its own."""
         config = self.config
         if step and is_due(config.sample_every, step, last):
             with self.autocast():

@@ -1,4 +1,4 @@
-"""HellaSwag: a model's scores, as EleutherAI's harness and build-nanogpt compute them."""
+"""Score a model on HellaSwag like EleutherAI's harness and like build-nanogpt."""
 
 import itertools
 import math
@@ -21,22 +21,19 @@ from runtime.start import trim_memory_if_short
 from runtime.world import World
 
 METRICS = {
-    "acc": "likeliest ending, as EleutherAI's harness has it",
-    "acc_norm": "likeliest per character, the same",
-    "acc_bytes": "likeliest per byte, the same",
-    "acc_token": "likeliest per token, as build-nanogpt has it",
+    "acc": "likeliest ending, in EleutherAI's harness",
+    "acc_norm": "likeliest per character, in EleutherAI's harness",
+    "acc_bytes": "likeliest per byte, in EleutherAI's harness",
+    "acc_token": "likeliest per token, in build-nanogpt",
 }
-
-
 ANY_ROW = Row(bytes(4), 1)  # two tokens
-NOTHING = 1e-9  # length of an ending without text: none is worse per unit of its length
+EMPTY_LENGTH = 1e-9  # length of an empty ending: its loss per length is huge
 
 
 def read_questions(path: Path, world: World) -> list[Item]:
-    """Return this rank's share of a file's items.
+    """Return this rank's share of a file's items; only rank 0 reads it.
 
-    Only rank 0 needs the file. All ranks have to call this. Raises UserError if the file cannot be
-    read or is not of HellaSwag's form.
+    All ranks have to call this. Raises UserError if the file cannot be read or has another format.
     """
     return world.on_rank0(lambda: read_items(path))[world.rank :: world.world_size]
 
@@ -44,11 +41,11 @@ def read_questions(path: Path, world: World) -> list[Item]:
 def ending_losses(
     model: GPT, rows: Iterable[Row], tokens_at_once: int, world: World
 ) -> dict[Row, float]:
-    """Return the loss in nats, summed, of each row's scored tokens.
+    """Return each row's loss in nats, summed over its scored tokens.
 
     The longest rows come first, in batches of up to `tokens_at_once` tokens, but at least one row.
     Equal rows are computed once, so that equal endings tie. All ranks have to call this, each with
-    its own rows: all take part in as many batches, which FSDP needs.
+    its own rows. All run the same number of batches, which FSDP needs.
     """
     by_length = sorted(dict.fromkeys(rows), key=lambda row: len(row.tokens), reverse=True)
     longest = len(by_length[0].tokens) // 2 if by_length else 1
@@ -60,7 +57,7 @@ def ending_losses(
         for batch in with_progress(batches, "HellaSwag", world):
             trim_memory_if_short(world.device.type)
             tokens, scored = (t.to(world.device) for t in padded(batch))
-            # most tokens are a context's: they do without the head, a third of the work
+            # Only the endings need logits: without the contexts' logits, a third less work.
             logits = model(tokens[:, :-1], where=scored[:, 1:])  # (tokens scored, V)
             of_tokens = F.cross_entropy(logits.float(), tokens[scored], reduction="none")
             of_rows = of_tokens.cpu().double().split([row.scored for row in batch])
@@ -69,9 +66,9 @@ def ending_losses(
 
 
 def padded(rows: Sequence[Row]) -> Iterator[Tensor]:
-    """Yield the tokens (B, T + 1) of rows, and a mask of those to score.
+    """Yield the tokens (B, T + 1) of rows, and a mask of the tokens to score.
 
-    Padding comes after all that counts, so that the causal mask keeps it out.
+    Padding is at the end, hidden by the causal mask.
     """
     texts = [torch.frombuffer(bytearray(row.tokens), dtype=torch.uint16).long() for row in rows]
     yield pad_sequence(texts, batch_first=True)
@@ -80,22 +77,22 @@ def padded(rows: Sequence[Row]) -> Iterator[Tensor]:
 
 
 def choices(item: Item, rows: Sequence[Row], losses: dict[Row, float]) -> dict[str, int]:
-    """Return the ending that each metric takes, given the item's rows and the losses of rows.
+    """Return the ending that each metric chooses, given the item's rows and all rows' losses.
 
-    The first of those that tie. An ending without text is never taken per unit of its length.
+    The first one wins a tie. Metrics per length never choose an empty ending.
     """
     harness, plain = np.reshape([losses[row] for row in rows], (2, ENDINGS))
     per_unit = {
         "acc": harness,
-        "acc_norm": harness / [len(ending) or NOTHING for ending in item.endings],
-        "acc_bytes": harness / [len(ending.encode()) or NOTHING for ending in item.endings],
+        "acc_norm": harness / [len(ending) or EMPTY_LENGTH for ending in item.endings],
+        "acc_bytes": harness / [len(ending.encode()) or EMPTY_LENGTH for ending in item.endings],
         "acc_token": plain / [row.scored for row in rows[ENDINGS:]],
     }
     return {metric: int(values.argmin()) for metric, values in per_unit.items()}
 
 
 def interval(right: int, items: int) -> tuple[float, float]:
-    """Return Wilson's 95% interval of a share, for all items that could have been asked."""
+    """Return Wilson's 95% interval of the share of right items."""
     z = 1.959964
     n, wrong = items + z * z, items - right
     middle, half = (right + z * z / 2) / n, z / n * math.sqrt(right * wrong / items + z * z / 4)
@@ -103,11 +100,11 @@ def interval(right: int, items: int) -> tuple[float, float]:
 
 
 def score(model: GPT, items: Sequence[Item], tokens_at_once: int, world: World) -> dict[str, Any]:
-    """Score the model over the items of all ranks. All have to call this, and get the same.
+    """Score the model over the items of all ranks, which all have to call this.
 
-    Returns the number of items, and for each metric the share that is right and its interval, as
-    evaluate.py's --json has them. `tokens_at_once` as for `ending_losses`. Raises TrainingError if
-    a loss is not finite.
+    Returns the number of items, and each metric's share of right items with its interval, in the
+    format of evaluate.py's --json. `tokens_at_once`: see `ending_losses`. Raises TrainingError if a
+    loss is not finite.
     """
     rows = [rows_of(item, model.config.block_size) for item in items]
     losses = ending_losses(model, itertools.chain(*rows), tokens_at_once, world)

@@ -1,9 +1,8 @@
-"""Is a run on track? Its validation losses beside a curve that its recipe is known to take.
+"""Compare a run's validation losses with the known curve of its recipe.
 
-A curve is a CSV file with the columns tokens, val_loss and tolerance: after so many tokens the
-validation loss is that, and runs that differ in nothing but the seed stay within the tolerance, in
-nats. Lines that begin with # say where the curve comes from. `configs/reference/` has some, each
-under the name of the config that it belongs to.
+A curve is a CSV file with the columns tokens, val_loss and tolerance (in nats): runs of the same
+recipe with other seeds stay within the tolerance. Lines that begin with # are comments.
+`configs/reference/` has curves, each named after its config.
 """
 
 import csv
@@ -20,16 +19,17 @@ from runtime.errors import UserError, in_a_line
 from runtime.runlog import Row
 
 CURVES = CONFIG_DIR / "reference"
-# The options that decide what a run learns, in the order in which messages name them
+# The options that affect learning, in the order of messages
 LEARNING = (*OptimizationConfig.model_fields, *DataConfig.model_fields, *ModelConfig.model_fields)
-HARDLY = 0.25  # of the way from expected back to untrained: frequencies of tokens, and no more
-GAP = 1.0  # nats between training and validation loss, from which tokens seem to be repeated
-CLIPPED = 20  # times grad_clip, from which hardly anything is left of a gradient
+# A loss that is this share of the way back to the untrained one: only token frequencies are learned
+UNIGRAM_SHARE = 0.25
+GAP = 1.0  # nats between training and validation loss: a larger gap suggests repeated tokens
+CLIPPED = 20  # a norm of this many times grad_clip leaves hardly anything of a gradient
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Hold a curve, and the config that it is of, if that is known."""
+    """A curve, and its config if it is known."""
 
     name: str
     tokens: list[float]
@@ -39,7 +39,7 @@ class Reference:
 
     @classmethod
     def read(cls, source: str) -> "Reference":
-        """Read a file, or one of configs/reference/ by its name. Raises UserError."""
+        """Read a file, or a curve of configs/reference/ by its name. Raises UserError."""
         named = CURVES / f"{source}.csv"
         path = named if named.is_file() else Path(source)
         try:
@@ -49,7 +49,7 @@ class Reference:
                 [float(row[name]) for row in rows] for name in ("tokens", "val_loss", "tolerance")
             )
             if len(rows) < 2 or tokens != sorted(set(tokens)):
-                raise ValueError("at least two rows are needed, whose tokens rise")
+                raise ValueError("it needs at least two rows, with rising tokens")
         except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
             known = ", ".join(sorted(curve.stem for curve in CURVES.glob("*.csv")))
             raise UserError(
@@ -61,24 +61,24 @@ class Reference:
         return cls(path.stem, tokens, losses, tolerances, config)
 
     def differences(self, config: Config) -> Iterator[str]:
-        """Name the options that decide what is learned and are not as the curve's own config has
-        them, each with both values.
+        """Yield the options that affect learning and differ from the curve's config, with both
+        values.
         """
         irrelevant = {*Config.names_marked(PATH)}
-        if config.total_batch_tokens:  # a step has as many tokens, however they are divided up
+        if config.total_batch_tokens:  # then batch_size does not change a step's tokens
             irrelevant.add("batch_size")
         for name in LEARNING if self.config else ():
-            ours, theirs = getattr(config, name), getattr(self.config, name)
-            if ours != theirs and name not in irrelevant:
-                yield f"{name} {show(ours)} instead of {show(theirs)}"
+            value, usual = getattr(config, name), getattr(self.config, name)
+            if value != usual and name not in irrelevant:
+                yield f"{name} {show(value)} instead of {show(usual)}"
 
     def judge(
         self, tokens: int, loss: float, before: float, config: Config, row: Row | None
     ) -> str | None:
-        """Say whether a validation loss is on track, or how far behind and what to look at first.
+        """Judge a validation loss: on track, or how far behind, with the likeliest causes.
 
-        `before`: the lowest validation loss so far; `row`: the last one of the run's log. None
-        where the curve has nothing to compare with.
+        `before`: the lowest validation loss so far; `row`: the log's last row. None outside the
+        curve's tokens.
         """
         if not self.tokens[0] <= tokens <= self.tokens[-1]:
             return None
@@ -91,7 +91,7 @@ class Reference:
         if behind < 0:
             return f"ahead: {-behind:.3f} below {usual}; if you changed nothing, do targets leak?"
         late = ""
-        if loss < self.losses[1]:  # straight lines over the logarithm of tokens
+        if loss < self.losses[1]:  # interpolate over the logarithm of tokens
             reached = np.interp(-loss, np.negative(self.losses[1:]), np.log(self.tokens[1:]))
             late = f", as after {math.exp(reached) / tokens:.0%} of these tokens"
         row = row or {}
@@ -104,9 +104,9 @@ class Reference:
                 norm > CLIPPED * config.grad_clip > 0
             ),
             "the validation loss rises: a lower learning rate, or a longer warm-up": loss > before,
-            "little is learned but how frequent tokens are: are targets the next tokens, are "
+            "little more than token frequencies is learned: are targets the next tokens, are "
             "positions in order, is the vocabulary the tokenizer's?": (
-                behind > HARDLY * (self.losses[0] - expected)
+                behind > UNIGRAM_SHARE * (self.losses[0] - expected)
             ),
             "the learning rate: try half of it, and twice": True,
             "the text: another corpus or tokenizer has other losses": True,

@@ -1,8 +1,7 @@
-"""Text from a model: choosing tokens, and growing texts of any lengths together.
+"""Generate texts of any lengths together, with a KV cache.
 
-A text grows token by token without reading all of it again for each token, thanks to a KV cache:
-prefill reads the prompts once and keeps their keys and values; each decode step then reads one
-token per text.
+Prefill reads the prompts once and caches their keys and values. Each decode step then reads only
+the last token of each text.
 """
 
 import codecs
@@ -19,8 +18,8 @@ from inference.validation import evaluating
 from model import GPT
 from runtime.errors import UserError
 
-# cuDNN's attention, which GPUs since Hopper take in bf16, builds a plan for each number of keys. So
-# the keys are a multiple of this, and 128 tokens in a row share a plan; the rest is masked.
+# The number of keys is a multiple of this; the rest is masked. cuDNN's attention, which PyTorch
+# takes in bf16 on GPUs since Hopper, builds a plan for each number, so 128 tokens share a plan.
 MULTIPLE = 128
 
 
@@ -35,17 +34,17 @@ def probabilities(
     top_p: float = 1.0,
     repetition_penalty: float = 1.0,
 ) -> Tensor:
-    """Return the probabilities (V,) of what follows a text; they may add up to less than 1.
+    """Return the probabilities (V,) of a text's next token; they may add up to less than 1.
 
-    Each option is as transformers defines it, in the order in which transformers applies them.
+    The options are transformers', and applied in its order.
     """
-    # Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers this
-    # multiplies a negative logit by it, as dividing would make its token likelier.
+    # Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers, this
+    # multiplies negative logits by it, because dividing would make their tokens likelier.
     if repetition_penalty != 1:
         seen = logits[text]
         logits = logits.clone()
         logits[text] = torch.where(seen > 0, seen / repetition_penalty, seen * repetition_penalty)
-    if temperature < 1e-6:  # dividing by it could overflow: only the likeliest token stays
+    if temperature < 1e-6:  # dividing by it could overflow, so keep only the likeliest token
         temperature, top_k = 1.0, 1
     likeliest, tokens = logits.topk(min(top_k or len(logits), len(logits)))
     p = (likeliest / temperature).softmax(-1)
@@ -63,7 +62,7 @@ def draw(p: Tensor, generator: torch.Generator) -> int:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """Make a random state of its own: sampling never touches the global one."""
+    """Make a generator, so that sampling never touches the global random state."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -71,7 +70,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def keys_for(positions: int) -> int:
-    """Return how many keys attention sees for so many positions: the fewer, the faster."""
+    """Return the number of keys that attention reads for `positions`: fewer are faster."""
     return (positions + MULTIPLE - 1) // MULTIPLE * MULTIPLE
 
 
@@ -85,9 +84,9 @@ def make_cache(model: GPT, rows: int, positions: int) -> list[Tensor]:
 def next_logits(model: GPT, cache: list[Tensor], keys: int, idx: Tensor, lengths: Tensor) -> Tensor:
     """Return logits (B, V) after texts of the given lengths (B,).
 
-    idx (B, T) is all of their tokens, padded at the end, or the last token of each (T = 1): the
-    cache has the others then. It takes these in, and each attends to those of the first `keys` that
-    are not after it: no token sees what is there of padding, zeros, or an earlier text.
+    idx (B, T): whole prompts, padded at the end (prefill), or each text's last token, T = 1
+    (decode). Their keys and values enter the cache. Each token attends causally to the first `keys`
+    positions; padding, zeros and an earlier text's entries come after it, and are masked.
     """
     B, T = idx.shape
     rows = torch.arange(B, device=idx.device)
@@ -96,10 +95,10 @@ def next_logits(model: GPT, cache: list[Tensor], keys: int, idx: Tensor, lengths
     seen = torch.arange(keys, device=idx.device) <= positions[:, None, :, None]  # (B, 1, T, keys)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Add k and v to the cache, and attend to what is in there; all (B, nh, T, hs)."""
+        """Add k and v to the cache, and attend to the cached ones; all (B, nh, T, hs)."""
         for cached, new in zip(cache[layer], (k, v), strict=True):
             cached[rows[:, None], :, positions] = new.transpose(1, 2).to(cached.dtype)
-        k, v = cache[layer][..., :keys, :].to(q.dtype)  # another than the cache's under autocast
+        k, v = cache[layer][..., :keys, :].to(q.dtype)  # autocast's dtype is not the cache's
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
     return model(idx, where=(rows, lengths - 1 - first), attend=attend, positions=positions)
@@ -112,12 +111,12 @@ def next_logits(model: GPT, cache: list[Tensor], keys: int, idx: Tensor, lengths
 class Text:
     """A text that grows token by token."""
 
-    string: str  # its characters so far
+    string: str  # the prompt, and the characters drawn so far
     tokens: list[int]
-    generator: torch.Generator  # draws its next token
-    drawn: int = 0  # tokens so far
+    generator: torch.Generator  # draws the next token
+    drawn: int = 0  # number of drawn tokens
     ended: bool = False
-    # A character may span tokens: its bytes are held back until it is whole, or the text ends.
+    # A character may span tokens: its bytes wait here until it is whole, or the text ends.
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
@@ -141,13 +140,13 @@ def grow(
     decode: Callable[..., Tensor] | None = None,
     **settings: Any,
 ) -> Iterator[None]:
-    """Continue texts of any lengths together; each iteration adds a token to those not ended.
+    """Continue texts of any lengths together; each iteration adds a token to each unfinished text.
 
-    Each text gets the logits that it gets alone; `settings` are those of `probabilities`. Past
-    block_size tokens, the model, which is in evaluation mode, reads the last block_size. `agree` is
-    given each token and returns the one that counts. `decode`: a compiled `next_logits`, for one
-    token of each text and always the same shapes. Raises ValueError for a text without tokens,
-    UserError for weights that make no probabilities.
+    A text's logits are the same alone and in a batch. `settings` go to `probabilities`. The model
+    has to be in evaluation mode; past block_size tokens it reads the last block_size. `agree` gets
+    each drawn token and returns the one to use. `decode`: a compiled `next_logits`, for one token
+    of each text, always in the same shapes. Raises ValueError for a text without tokens, UserError
+    if logits are not finite.
     """
     if not all(text.tokens for text in texts):
         raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
@@ -160,8 +159,8 @@ def grow(
             return
         windows = [text.tokens[-context:] for text in texts]
         lengths = [len(window) for window in windows]
-        # Prefill reads the windows, decoding the last tokens. Positions are absolute: once a
-        # window slides, every key and value changes, and each step is a prefill.
+        # Prefill reads the windows, decoding their last tokens. Positions are absolute, so once a
+        # window slides, all keys and values change, and each step is a prefill.
         decoding = step > 0 and max(unfinished) <= context
         rows = [torch.tensor(window[-1:] if decoding else window) for window in windows]
         idx = pad_sequence(rows, batch_first=True).to(device)
@@ -185,17 +184,17 @@ def grow(
 
 
 def encode(model: GPT, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; an empty one is the beginning of a document.
+    """Return the tokens of a prompt; an empty one begins a document.
 
-    <|endoftext|> in it is one token, as in the tokenizer that export.py writes; in a corpus's texts
+    <|endoftext|> is one token here, as in the tokenizer that export.py writes; in a corpus's texts
     it is ordinary text. Raises UserError unless the model's vocabulary is GPT-2's.
     """
     encoding = get_encoding()
     if model.config.n_vocab != encoding.n_vocab:
         raise UserError(
             f"a vocabulary of {model.config.n_vocab} is not that of GPT-2's tokenizer, "
-            f"{encoding.n_vocab}; use its own tokenizer, with transformers: export.py writes the "
-            f"model for it"
+            f"{encoding.n_vocab}; export the model with export.py, and use its own tokenizer in "
+            f"transformers"
         )
     return encoding.encode(prompt, allowed_special="all") or [END_OF_TEXT]
 
@@ -203,10 +202,10 @@ def encode(model: GPT, prompt: str) -> list[int]:
 def sample_text(
     model: GPT, prompt: str, max_new_tokens: int, seed: int, agree: Callable[[int], int] = int
 ) -> str:
-    """Return a text that begins with the prompt and ends at its <|endoftext|>, if it gets there.
+    """Return a text that begins with the prompt and ends at <|endoftext|> or after max_new_tokens.
 
-    Ranks that share a model by FSDP have to `agree` on each token: on different processors rounding
-    may let them draw others. Raises UserError.
+    Ranks that share a model by FSDP have to `agree` on each token, because rounding differs between
+    processors. Raises UserError.
     """
     text = Text(prompt, encode(model, prompt), seeded(seed))
     with evaluating(model):

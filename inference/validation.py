@@ -1,4 +1,4 @@
-"""The validation loss: the mean over the same tokens each time, each exactly once."""
+"""Compute the validation loss: the mean over the same tokens each time, each exactly once."""
 
 import contextlib
 import math
@@ -19,15 +19,15 @@ from runtime.start import trim_memory_if_short
 from runtime.world import World
 
 T = TypeVar("T")
-# An evaluation of fewer whole batches than this saves less time than compiling its graph takes.
-# The count is the same at every evaluation of a run and after a resume, and so is the loss.
+# Compiling pays from this number of whole batches on. The number is the same at every evaluation of
+# a run and after a resume, and so is the loss.
 WORTH_COMPILING = 8
 
 
 def check_split(
     val: TokenStream, corpus: str, val_fraction: float, is_needed: bool = True
 ) -> list[str]:
-    """Return a note if the validation split of a corpus is not the share of it that was wanted.
+    """Return a note if validation files take the place of `val_fraction`.
 
     Raises UserError if the split is needed and makes no sequence.
     """
@@ -43,10 +43,10 @@ def check_split(
 
 @contextlib.contextmanager
 def evaluating(model: GPT, stance: str = "force_eager") -> Iterator[None]:
-    """Switch dropout and gradients off; afterwards the model trains again, if it did before.
+    """Switch dropout and gradients off, and restore the model's mode afterwards.
 
     With FSDP the model's blocks are compiled for training. The stance of torch.compile keeps them
-    from compiling again for each layer and shape met here.
+    from compiling again for each layer and shape here.
     """
     was_training = model.training
     model.eval()
@@ -58,7 +58,7 @@ def evaluating(model: GPT, stance: str = "force_eager") -> Iterator[None]:
 
 
 def with_progress(batches: Sequence[T], name: str, world: World) -> Iterable[T]:
-    """Yield the batches; on a terminal, show meanwhile how many are done."""
+    """Yield the batches, with a progress bar on a terminal."""
     if world.rank or not sys.stderr.isatty():
         return batches
     return track(batches, name, console=Console(stderr=True), transient=True)
@@ -72,15 +72,15 @@ def validation_loss(
     world: World,
     compiled: Callable[..., Tensor] | None = None,
 ) -> float:
-    """Return the mean loss in nats per token over the first `tokens` of the stream (none: all), in
-    whole sequences, at least one.
+    """Return the mean loss in nats per token over the first `tokens` of the stream (None means
+    all), in whole sequences, at least one.
 
-    `compiled` computes whole batches, from WORTH_COMPILING of them on. The last, smaller batch
-    always runs without torch.compile, which would compile again for its shape. All ranks have to
-    call this; all get the mean over all. Raises TrainingError if it is not finite.
+    `compiled` computes whole batches from WORTH_COMPILING of them on. The last, smaller batch
+    runs uncompiled, because its shape would compile again. All ranks have to call this, and get the
+    mean over all ranks. Raises TrainingError if it is not finite.
     """
     sequences = count_sequences(stream, tokens)
-    at_once, total = batch_size * world.world_size, 0.0  # of all ranks
+    at_once, total = batch_size * world.world_size, 0.0  # sequences of all ranks in a batch
     whole: Callable[..., Tensor] = model
     if compiled is not None and sequences // at_once >= WORTH_COMPILING:
         whole = compiled
@@ -88,8 +88,8 @@ def validation_loss(
         for first in with_progress(range(0, sequences, at_once), "validation loss", world):
             trim_memory_if_short(world.device.type)
             batch = range(sequences)[first : first + at_once][world.rank :: world.world_size]
-            # With FSDP a rank without sequences has to take part all the same: with one that does
-            # not count.
+            # FSDP needs every rank in every forward pass: a rank without sequences runs one that
+            # does not count.
             x, y = (t.to(world.device) for t in stream.read(batch or range(1)))  # (B, T) each
             loss = whole(x, y) if len(batch) == batch_size else model(x, y)  # mean over (B, T)
             total += loss.item() * len(batch)
@@ -102,5 +102,5 @@ def validation_loss(
 
 
 def count_sequences(stream: TokenStream, tokens: int | None) -> int:
-    """Count the sequences that `validation_loss` reads for so many tokens (none: all)."""
+    """Return the number of sequences in `tokens` (None means all), at least one."""
     return len(stream) if tokens is None else min(len(stream), max(1, tokens // stream.seq_len))
