@@ -174,7 +174,7 @@ def test_the_fingerprint_is_of_the_training_tokens_and_of_all_of_a_small_corpus(
         monkeypatch.setattr(dataloader, "COMPARED_WHOLE", compared_whole)
         return split(fraction=fraction)[0].fingerprint()
 
-    monkeypatch.setattr(data.token_file, "SAMPLE", 2)
+    monkeypatch.setattr(data.token_file, "SAMPLE_TOKENS", 2)
     write_shards(100, 100)
     whole, cut, samples = fingerprint(), fingerprint(fraction=0.2), fingerprint(199)
     assert len({whole, cut, samples}) == 3
