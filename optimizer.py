@@ -206,12 +206,16 @@ def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:
     Returns the norm before clipping, on the device: reading it here would wait for the device.
     """
     parameters = list(model.parameters())
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if hasattr(norm, "full_tensor"):  # with FSDP: over the shards of all processes
-        norm = norm.full_tensor()
+    norm = global_norm([p.grad for p in parameters if p.grad is not None])
     if grad_clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     return norm
+
+
+def global_norm(tensors: list[Tensor]) -> Tensor:
+    """Return the norm of all tensors as one vector, with FSDP over the shards of all ranks."""
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
