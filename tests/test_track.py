@@ -135,7 +135,7 @@ def test_a_run_of_two_calls_has_its_whole_curves_with_each_step_once(
     same(tensorboard(here)[0], here)
 
 
-More = namedtuple("More", [*checkpoint.state.Figures._fields, "ratio"])
+More = namedtuple("More", [*checkpoint.state.Figures._fields, "ratio"])  # type: ignore[misc]
 
 
 def test_one_more_figure_of_a_step_reaches_metrics_csv_and_trackers_once_for_each_step(
