@@ -176,16 +176,22 @@ class SquaredReLU(nn.Module):
         return F.relu(x).square()
 
 
+# GPT-2 was trained with the tanh approximation of GELU; the exact GELU differs by up to 5e-4. A
+# squared ReLU learns as well from fewer operations.
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu_tanh": lambda: nn.GELU("tanh"),
+    "gelu": nn.GELU,
+    "relu2": SquaredReLU,
+}
+
+
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        # GPT-2 has a GELU; a squared ReLU learns as well from fewer operations.
-        self.act: nn.Module = SquaredReLU()
-        if config.activation != "relu2":
-            # GPT-2 was trained with the tanh approximation; the exact GELU differs by up to 5e-4.
-            self.act = nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        width = 4 * config.n_embd
+        self.c_fc = nn.Linear(config.n_embd, width, bias=config.bias)
+        self.act = ACTIVATIONS[config.activation]()
+        self.c_proj = nn.Linear(width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:

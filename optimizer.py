@@ -16,16 +16,17 @@ from kernels.attention import CPU_HAS_BF16
 def make_optimizers(
     model: torch.nn.Module, config: Config, rank: int = 0, world_size: int = 1
 ) -> tuple[list[torch.optim.Optimizer], list[str]]:
-    """Build AdamW over all parameters; or Muon for the blocks' matrices and AdamW for the rest.
+    """Build the optimizers of the config's choice in OPTIMIZERS.
 
-    Each parameter is in exactly one group, and each group has `lr_factor`: its learning rate over
-    the step's. Each rank takes a share of Muon's work. Returns the optimizers, and lines that count
-    all parameters, and those with and without decay.
+    Each parameter is in exactly one group, and each group has `lr_factor`, by which the learning
+    rate of the step is multiplied. Each rank takes a share of Muon's work. Returns the optimizers,
+    and lines with the number of all parameters, of decayed and of non-decayed ones.
     """
+    of_matrices, of_rest = OPTIMIZERS[config.optimizer]
     params = dict(model.named_parameters())  # a tied matrix comes once
-    is_muon = config.optimizer == "muon"
-    hidden = {name: p for name, p in params.items() if is_muon and ".h." in name and p.dim() == 2}
-    rest = [p for name, p in params.items() if name not in hidden]
+    hidden = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
+    matrices = hidden if of_matrices else {}
+    rest = [p for name, p in params.items() if name not in matrices]
     rates = {p: rate_of(name, p, config) for name, p in params.items()}
 
     # Weight decay pulls weights to 0. That regularizes matrices and embeddings; biases and norms
@@ -38,30 +39,47 @@ def make_optimizers(
         for kind, decay in ((decayed, config.weight_decay), (plain, 0.0))
         for rate in dict.fromkeys(rates[p] for p in kind)
     ]
-    # Fused: one kernel for the whole update instead of several passes over each tensor.
-    fused = True if config.fused_adamw else None  # None: PyTorch's own choice
-    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
-    optimizers: list[torch.optim.Optimizer] = [adamw]
-    if is_muon:
-        # queries, keys and values are three matrices, which c_attn computes in one matmul
-        qkv = [p for name, p in hidden.items() if "c_attn" in name]
-        others = [p for name, p in hidden.items() if "c_attn" not in name]
-        matrices = [{"params": qkv, "parts": 3}, {"params": others, "parts": 1}]
-        decay = config.muon_weight_decay
-        muon = Muon(matrices, config.muon_lr, decay, config.compile, rank, world_size)
-        optimizers.append(muon)
+    optimizers = [of_rest(groups, config)]
+    if of_matrices:
+        optimizers.append(of_matrices(matrices, config, rank, world_size))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr_factor"] = group["lr"] / config.lr
     return optimizers, [
         f"{sum(p.numel() for p in params.values()):,} parameters",
-        count_parameters("decayed", [*decayed, *hidden.values()]),
+        count_parameters("decayed", [*decayed, *matrices.values()]),
         count_parameters("non-decayed", plain),
     ]
 
 
+def make_adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
+    """Build AdamW for groups with their learning rates and weight decay."""
+    # Fused: one kernel for the whole update instead of several passes over each tensor.
+    fused = True if config.fused_adamw else None  # None: PyTorch's own choice
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def make_muon(
+    matrices: Mapping[str, Tensor], config: Config, rank: int, world_size: int
+) -> torch.optim.Optimizer:
+    """Build Muon for the blocks' matrices by name."""
+    # c_attn computes queries, keys and values, three matrices, in one matmul.
+    qkv = [p for name, p in matrices.items() if "c_attn" in name]
+    others = [p for name, p in matrices.items() if "c_attn" not in name]
+    groups = [{"params": qkv, "parts": 3}, {"params": others, "parts": 1}]
+    decay = config.muon_weight_decay
+    return Muon(groups, config.muon_lr, decay, config.compile, rank, world_size)
+
+
+# For each choice of config.optimizer: what updates the matrices in the blocks, if not the same as
+# all other parameters; and what updates the others. config.py has what a choice excludes. The
+# state that an optimizer keeps is found in the optimizer; one whose `defaults["fused"]` is true
+# takes `found_inf` from the device (torch.amp.GradScaler) and skips the update there.
+OPTIMIZERS = {"adamw": (None, make_adamw), "muon": (make_muon, make_adamw)}
+
+
 def rate_of(name: str, p: Tensor, config: Config) -> float:
-    """Return AdamW's learning rate of a parameter: that of its kind, if set, else lr."""
+    """Return a parameter's learning rate: the option of its kind if it is set, else lr."""
     rate = None
     if p.dim() < 2:
         rate = config.scalar_lr
@@ -188,12 +206,16 @@ def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:
     Returns the norm before clipping, on the device: reading it here would wait for the device.
     """
     parameters = list(model.parameters())
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if hasattr(norm, "full_tensor"):  # with FSDP: over the shards of all processes
-        norm = norm.full_tensor()
+    norm = global_norm([p.grad for p in parameters if p.grad is not None])
     if grad_clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     return norm
+
+
+def global_norm(tensors: list[Tensor]) -> Tensor:
+    """Return the norm of all tensors as one vector, with FSDP over the shards of all ranks."""
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:

@@ -202,11 +202,11 @@ def train_step(run: Run, step: int) -> Figures[Tensor]:
     # Clipping: the gradient of a bad batch is scaled down to a norm of grad_clip, so that it
     # cannot throw the weights far off.
     total_norm = clip_gradients(state.model, config.grad_clip)
-    figures = Figures(*run.world.all_reduce_metrics(torch.stack(losses).sum(), total_norm))
+    loss, norm = run.world.all_reduce_metrics(torch.stack(losses).sum(), total_norm)
 
     # Warm-up and schedule: the learning rate of this step, in each group times its own factor.
     lr = learning_rate(step, config, state.seconds)
-    updates = state.begin_update(figures, config)  # unless not finite, or a spike
+    updates = state.begin_update(loss, norm, config)  # unless not finite, or a spike
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
@@ -214,7 +214,7 @@ def train_step(run: Run, step: int) -> Figures[Tensor]:
             state.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
-    return figures
+    return Figures(loss, norm)
 
 
 def take_step(run: Run, stop: StopRequest | None = None) -> None:

@@ -106,7 +106,7 @@ class State:
         self.before_step = self.step, take_random_state(device)
         return self.step + 1
 
-    def begin_update(self, figures: Figures[Tensor], config: Config) -> bool:
+    def begin_update(self, loss: Tensor, norm: Tensor, config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
 
         The update is skipped if loss or norm is not finite, or a spike within `skip_spikes`. Fused
@@ -119,15 +119,15 @@ class State:
         limits = self.recent.limits() if skips_spikes else NO_LIMITS
         fused = all(optimizer.defaults.get("fused") for optimizer in self.optimizers)
         reads_first = config.fsdp or (config.fp16 and config.skip_spikes)
-        if fused and not reads_first and figures.loss.device.type != "mps":
-            is_sound = (figures.loss <= limits[0]) & (figures.norm <= limits[1])  # not if nan
+        if fused and not reads_first and loss.device.type != "mps":
+            is_sound = (loss <= limits[0]) & (norm <= limits[1])  # False if one is nan
             for optimizer in self.optimizers:
                 # If this is 1, a fused kernel changes nothing; GradScaler sets it too.
                 optimizer.found_inf = (~is_sound).float()  # type: ignore[attr-defined]
             self.is_updating = True
         else:
-            loss, norm, *_ = torch.stack(figures).tolist()
-            self.is_updating = loss <= limits[0] and norm <= limits[1]
+            figures = torch.stack((loss, norm)).tolist()
+            self.is_updating = figures[0] <= limits[0] and figures[1] <= limits[1]
         return self.is_updating
 
     def end_step(self, lr: float, figures: Figures[Tensor], asked: Tensor, start: Any) -> None:

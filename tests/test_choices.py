@@ -31,7 +31,7 @@ def value_on(options: type[Config], name: str) -> object:
         return True
     if kind is int:
         return 2 * off or 2  # steps, chunks, or rows of the vocabulary
-    return 0.02 if off is None else 1.0  # a learning rate, or a bound
+    return 0.02 if off is None else 0.5  # a learning rate, or a bound or share
 
 
 def choices(options: type[Config]) -> list[Values]:

@@ -85,7 +85,7 @@ def one_step(tiny_config):
         (optimizer,), weights = taken.state.optimizers, list(taken.model.parameters())
         gradients = []
         optimizer.register_step_pre_hook(lambda *_: gradients.extend(p.grad for p in weights))
-        loss, norm = map(float, train_step(taken, 1))
+        loss, norm = map(float, train_step(taken, 1)[:2])
         gradient = torch.cat([each.flatten() for each in gradients])
         return Step(loss, gradient, norm, {tensor.dtype for tensor in weights + gradients})
 
