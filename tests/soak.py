@@ -3,8 +3,6 @@ to end like an undisturbed one.
 
     python tests/soak.py --kills 100
     python tests/soak.py --kills 50 --ranks 2 --fsdp
-    python tests/soak.py --goodput 60,30,15     what share of the time is useful, at one kill in so
-                                                many seconds
 
 A tiny model, shuffled data, dropout, and a checkpoint after every step, so that many kills fall
 into a write. Several ranks are torchrun's, which starts all of them again when one dies. Where
@@ -14,7 +12,6 @@ torchrun is killed, the same command goes on.
 import contextlib
 import csv
 import hashlib
-import math
 import os
 import random
 import shutil
@@ -30,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from checkpoint.files import STATE, read_json
-from config import Config, load_config
+from config import Config
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.runlog import all_checkpoints
 from runtime.start import parse_command_line
@@ -63,10 +60,6 @@ class SoakOptions(Options):
     """shard the model over the ranks"""
     seed: ZeroIsOff = 0
     """seed of the moments, and of what is killed"""
-    goodput: tuple[float, ...] = ()
-    """instead, mean seconds between kills of the quickstart, which saves as often as is best for
-    what a save and a step take here, by the formula of --estimate; --kills of each
-    """
     longest_life: float = 2.0
     """seconds after which each process is killed at the latest; several ranks mostly count them
     from their first step on
@@ -225,66 +218,10 @@ def main(options: SoakOptions) -> int:
     return 1 if differ else 0
 
 
-def seconds_logged(run: Run) -> float:
-    """Return what the steps took that are in the log: those that were kept."""
-    with open(run.path / "log.csv", newline="") as file:
-        return sum(float(row["dt_ms"]) for row in csv.DictReader(file)) / 1e3
-
-
-def goodput(options: SoakOptions) -> int:
-    """Print which share of the time goes into steps that are kept, beside what is expected.
-
-    A save and a start are timed in a run without kills, steps in each run. Expected is what Daly's
-    model says of so many kills at random, which may also hit a start (2006, "A higher order
-    estimate of the optimum checkpoint interval for restart dumps").
-    """
-    place, moments = Path(tempfile.mkdtemp()), random.Random(options.seed)
-    values: dict[str, Any] = {
-        "log_dir": str(place / "logs"),
-        "data_dir": str(place),
-        "keep_last": 2,
-    }
-    values |= {"resume": "auto", "eval_every": 0, "sample_every": 0, "reference": None}
-    values |= {"log_every": 1, "warmup_steps": 0}
-    for name, steps in {"warm_up": 5, "calm": 100}.items():  # the first start reads files
-        calm = {"run_name": name, "max_steps": steps, "checkpoint_every": 5}
-        run, began = Run(load_config("quickstart", **values | calm), options), time.monotonic()
-        run.begin()
-        run.wait_for_its_end()
-        whole = time.monotonic() - began
-    summary = read_json(run.path / "summary.json")
-    steps_took, seconds = seconds_logged(run), summary["seconds"]
-    step, save = steps_took / 100, (seconds - steps_took) / 20
-    begin = whole - seconds
-    print(f"a step takes {step:.3f} s, a save {save:.3f} s, a start {begin:.2f} s", flush=True)
-    for mean in options.goodput:
-        every = round(math.sqrt(2 * save * mean) / step)
-        steps = math.ceil(options.kills * mean / step)
-        config = {"checkpoint_every": every, "max_steps": steps, "run_name": f"every_{mean:g}"}
-        run, kills = Run(load_config("quickstart", **values | config), options), 0
-        began = time.monotonic()
-        while run.begin():
-            if not run.lives_for(moments.expovariate(1 / mean)):
-                run.wait_for_its_end()
-                break
-            run.kill([], process=True)
-            kills += 1
-        seconds, useful = time.monotonic() - began, seconds_logged(run)
-        between, interval = seconds / max(1, kills), every * useful / steps
-        takes = between * math.exp(begin / between) * math.expm1((interval + save) / between)
-        print(
-            f"a kill in {mean:g} s, {kills} in {seconds:.0f} s, checkpoint_every {every}: "
-            f"{useful / seconds:.1%} of the time is useful, expected {interval / takes:.1%}",
-            flush=True,
-        )
-    shutil.rmtree(place)
-    return 0
-
-
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = str(ROOT)  # where the fork server finds the tests
     begun = time.monotonic()
     OPTIONS = parse_command_line(SoakOptions, description=__doc__)
-    status = goodput(OPTIONS) if OPTIONS.goodput else main(OPTIONS)
+    status = main(OPTIONS)
     print(f"{time.monotonic() - begun:.0f} s")
     raise SystemExit(status)

@@ -8,7 +8,7 @@ tests/test_fsdp.py has more. compile_mode decides little on a CPU; tests/test_cu
 
 import re
 import shutil
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -121,20 +121,3 @@ def test_each_device_trains_or_is_refused_by_name(device, tiny_config, here, cap
             main(tiny_config(device=device))
         assert ended.value.code == 2
         assert capsys.readouterr().err.startswith(f"error: --device {device}: not available")
-
-
-class Extended(Config):
-    """The options of a run, with another optimizer and an optimization that needs it."""
-
-    optimizer: Annotated[Literal["adamw", "muon", "lion"], Rung()] = "adamw"  # type: ignore[assignment]
-    """adamw, muon or lion"""
-    lookahead: Annotated[int, Rung(), Needs("optimizer", ("lion",))] = 0
-    """steps"""
-
-
-def test_a_new_value_and_a_new_optimization_get_a_run():
-    (new,) = (run for run in runs(Extended) if run not in runs(Config))
-    assert (new["optimizer"], new["lookahead"]) == ("lion", 2)
-    assert all(
-        any(run.items() >= choice.items() for run in runs(Config)) for choice in choices(Config)
-    )

@@ -11,9 +11,7 @@ import sys
 import pytest
 import torch
 
-from runtime.cli import ConfigError, parse
 from runtime.runlog import read_rows
-from sample import SampleOptions
 from tests.conftest import (
     ROOT,
     TINY,
@@ -179,24 +177,6 @@ def test_mistakes_under_torchrun_are_printed_once_and_nobody_hangs(tmp_path):
     assert printed.count("--n_layr: unknown option; did you mean --n_layer?") == 1
     assert printed.count("12,288 is not a multiple of the 8,192 tokens") == 1
     assert "nearest that work: 8,192 or 16,384" in printed
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("", "the following arguments are required: run"),
-        ("x --promt y", r"--promt: unknown option; did you mean --prompt\?"),
-        ("x --top_k 0", "--top_k: input should be greater than or equal to 1"),
-        ("x --temperature nan", "--temperature: .*finite"),
-        ("x --temperature=-1", "--temperature: .*0"),
-        ("x --num_samples 100000000", "--num_samples: .*10000"),
-        ("x --seed 11111111111111111111", "--seed: .*less than 9223372036854775808"),
-        ("x --max_new_tokens 111111111111", "--max_new_tokens: .*1000000"),
-    ],
-)
-def test_sampling_mistakes_are_one_line_each(argv, message):
-    with pytest.raises(ConfigError, match=rf"^{message}[^\n]*$"):
-        parse(SampleOptions, argv.split(), positional="run")
 
 
 def test_sampling_from_a_run_that_is_not_there(tmp_path):

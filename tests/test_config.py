@@ -185,6 +185,8 @@ FLAG_MISTAKES = """
 --betas 0.9 1.0 => --betas: .. less than 1 .. '1.0'
 --eps 0 => --eps: .. greater than 0 .. '0'
 --seed -1 => --seed: .. greater than or equal to 0 .. '-1'
+--lr 1e40 => --lr: .. less than or equal to 1000000
+--max_steps 10000000000 => --max_steps: .. less than or equal to 1000000000
 --grad_clip -1 => --grad_clip: .. greater than or equal to 0
 --val_fraction 1 => --val_fraction: .. less than 1
 --log_every 0 => --log_every: .. greater than or equal to 1
@@ -254,13 +256,6 @@ def test_a_mistaken_yaml_is_one_line_that_names_the_file(given, said, mistakes):
     Path("f.yaml").write_bytes(given.encode().decode("unicode_escape").encode("latin-1"))
     (line,) = mistakes("--config", "f.yaml")
     assert not missing(said, line), line
-
-
-def test_a_value_that_grows_by_aliases_is_shown_in_part(mistakes):
-    levels = ", ".join(f"&a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60))
-    (line,) = mistakes("--config", write("f.yaml", f"lr: [&a0 [x], {levels}]"))
-    assert line.startswith("f.yaml: lr: input should be a valid number, not [['x'], [")
-    assert len(line) < 2000
 
 
 BASE_MISTAKES = """
@@ -380,17 +375,13 @@ SCALARS = {
     "lr: 6e-4": 6e-4,
     "lr: 1": 1.0,
     "bias: no": False,
-    "bias: false": False,
     "tf32: on": True,
     "n_layer: 007": 7,
     "betas: [.9, 95e-2]": (0.9, 0.95),
     "run_name: 123": "123",
-    "run_name: no": "no",
-    "sample_prompt: yes": "yes",
     "sample_prompt: null": "null",
     "sample_prompt: 2026-01-01": "2026-01-01",
     'sample_prompt: ""': "",
-    "dataset: 1e3": "1e3",
 }
 
 
@@ -616,16 +607,7 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
     tokens = config.tokens_per_step(1)
     assert steps * tokens == pytest.approx(10e9, rel=1e-4)
     assert config.warmup_steps * tokens == pytest.approx(375e6, rel=2e-3)
-    settings = {
-        "lr_schedule": "cosine",
-        "betas": (0.9, 0.95),
-        "weight_decay": 0.1,
-        "grad_clip": 1.0,
-        "shuffle": True,
-        "decay_matrices_only": True,
-        "compile_mode": "max-autotune-no-cudagraphs",
-    }
-    assert not changes(config, config.model_copy(update=settings))
+    assert (config.lr_schedule, config.betas, config.weight_decay) == ("cosine", (0.9, 0.95), 0.1)
     assert config.describe_optimizations(1).partition("; off: ")[2] == "several ranks"
 
 
@@ -650,19 +632,6 @@ def test_a_flag_that_is_added_to_the_class_is_seen_everywhere():
     for mark in (FIXED, Rung, Needs, Needs("compile")):
         assert "twice_as_fast" in Extended.names_marked(mark)
     assert "twice_as_fast" not in Extended.names_marked(Needs("flash"))
-
-
-@pytest.mark.parametrize("name", Config.names_marked(Rung))
-def test_each_optimization_acts_in_one_place_that_a_search_for_its_name_finds(name):
-    """A reader finds config.py, where it acts, and YAMLs: no more hops."""
-    heart = ("train.py", "model.py", "optimizer.py", "dataloader.py")
-    # tf32 and matmul_precision are one option under two names, which config.py tells
-    used = "fp32_precision" if name in ("tf32", "matmul_precision") else name
-    acts = [file for file in heart if re.search(rf"[.]{used}\b", (ROOT / file).read_text())]
-    assert acts, f"{name} acts in none of {', '.join(heart)}"
-    assert any(re.search(rf"^{name}:", path.read_text(), re.MULTILINE) for path in YAMLS) or (
-        name in ("recompute", "recompute_cheap", "fsdp", "fp16", "residual_bf16", "loss_chunks")
-    ), "a YAML introduces it"
 
 
 def test_a_list_without_brackets_is_told_what_to_write(mistakes):

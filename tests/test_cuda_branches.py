@@ -1,4 +1,4 @@
-"""Training on a CUDA device that is faked, and on a fake process group of 8."""
+"""Training on a CUDA device that is faked."""
 
 import csv
 import functools
@@ -7,20 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
 from checkpoint.files import read_tensors
@@ -31,7 +25,6 @@ from runtime.errors import UserError
 from runtime.world import World
 from tests.conftest import CPU, ROOT, at_step, tiny_run, write_tiny_corpus
 from tests.fake_cuda import GPU, environment, fake_cuda
-from tests.inductor_cuda import read_kernels
 
 STEPS = 3
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -243,81 +236,6 @@ def test_a_signal_on_a_gpu_stops_a_run_with_all_its_steps_saved_and_logged(
 ) -> None:
     assert [row[0] for row in runs["stop"]["log"]] == [1, 2, 3]
     assert runs["stop"]["saved"] == [3, 0, 0, 3]
-
-
-# The head's matmul in the forward pass, launches of Triton kernels in the forward and the backward
-# pass, and the GB that they and all kernels move, at 64 x 1024. The second has all newer flags.
-COUNTED = {
-    ("speedup10", 2): ("addmm", 28, 41, 36.3, 68.8),
-    ("gpt2_124m_fast", 2): ("mm", 22, 32, 37.1, 69.9),
-    ("speedup10", 12): ("addmm", 138, 221, 108.7, 202.1),
-    ("gpt2_124m_fast", 12): ("mm", 112, 182, 124.6, 217.9),
-}
-
-
-@pytest.mark.parametrize(
-    ("config", "n_layer"),
-    [pytest.param(*key, marks=pytest.mark.slow) if key[1] > 2 else key for key in COUNTED],
-)
-def test_code_for_an_h200_has_one_matmul_as_head_fused_attention_and_no_more_traffic(
-    tmp_path: Path, config: str, n_layer: int
-) -> None:
-    pytest.importorskip("triton", reason="needs the package triton")
-    if not torch.__version__.startswith("2.13"):
-        pytest.skip("the figures are those of PyTorch 2.13")
-    kernels = read_kernels(tmp_path, config, "batch_size=64", f"n_layer={n_layer}")
-    if kernels is None:
-        pytest.skip("needs a C++ compiler, for the fake CUDA device")
-    first, *expected = COUNTED[config, n_layer]
-    head = [k["name"] for k in kernels if k["flops"] == 2 * 64 * 1024 * 768 * 50304]
-    assert head == [f"extern_kernels.{name}" for name in (first, "mm", "mm")]
-    names = Counter((k["pass"], k["name"]) for k in kernels)
-    flash = "torch.ops.aten._scaled_dot_product_flash_attention"
-    assert names["forward", f"{flash}.default"] == n_layer
-    assert names["backward", f"{flash}_backward.default"] == n_layer
-    triton = sum(k["bytes"] for k in kernels if k["name"] == "triton")
-    counted = [names[way, "triton"] for way in ("forward", "backward")]
-    counted += [size / 1e9 for size in (triton, sum(k["bytes"] for k in kernels))]
-    assert counted == pytest.approx(expected, rel=0.03)
-
-
-class OfEight(World):
-    """Rank 0 of eight alike, of which only this one is there."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return what all would give."""
-        return [value] * self.world_size
-
-
-def all_reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum a bucket of gradients over the ranks, as DDP does."""
-    dist.all_reduce(bucket.buffer())
-    done = torch.futures.Future[torch.Tensor]()
-    done.set_result(bucket.buffer())
-    return done
-
-
-@pytest.mark.parametrize("options", [{}, {"total_batch_tokens": 2048}, {"fsdp": True}], ids=str)
-def test_ddp_and_fsdp_take_steps_among_eight_ranks(tiny_config, options: dict[str, Any]) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
-        run = train.setup(tiny_config(**options), OfEight(CPU, 0, 8))
-        if isinstance(run.model, DistributedDataParallel):
-            run.model.register_comm_hook(None, all_reduce)  # the fake group's own gives no result
-        before = [p.detach().clone() for p in run.state.model.parameters()]
-        results = [[*map(float, train.train_step(run, step))] for step in (1, 2)]
-    finally:
-        dist.destroy_process_group()
-    after: list[Any] = list(run.state.model.parameters())
-    # With FSDP a gradient is what the fake group leaves in memory, of any size.
-    assert np.isfinite(results)[:, 0].all()
-    if options.get("fsdp"):
-        assert sum(p.to_local().numel() for p in after) < run.state.model.num_parameters() / 7
-        assert isinstance(run.model, FSDPModule)
-    else:
-        assert np.isfinite(results).all()
-        assert isinstance(run.model, DistributedDataParallel)
-        assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import re
-import threading
 import tracemalloc
 from pathlib import Path
 from unittest.mock import Mock
@@ -84,7 +83,6 @@ BAD_FILES = {
     "wrong magic": (ints(magic=20240801) + bytes(200), r"not a token file.*\[20240801, 1\]"),
     "wrong version": (ints(version=2) + bytes(200), r"\[20240520, 2\], not with \[20240520, 1\]"),
     "truncated": (ints() + bytes(150), "100 tokens, 1,224 bytes .* has 1,174 bytes"),
-    "longer than promised": (ints() + bytes(202), "100 tokens, 1,224 bytes .* has 1,226 bytes"),
     "negative count": (ints(count=-1) + bytes(200), "damaged.*-1 tokens"),
     "shorter than a header": (ints()[:-4], "too short: 1,020 bytes, but the header"),
 }
@@ -213,9 +211,7 @@ def test_val_fraction_cuts_disjoint_splits_of_the_right_size_also_across_shards(
     ("train", "val", "unused"),
     [
         (["c_train_000000"], ["c_val_000000"], []),
-        (["c_train_000000"], ["c_val"], []),
         (["train"], ["val"], []),  # nanoGPT's names
-        (["train_000000"], ["val_000000"], []),
         (["x_train_0"], ["x_validation_0"], ["x_test_0"]),
         (["train-00000-of-00002", "train-00001-of-00002"], ["valid-00000-of-00001"], ["test"]),
         (["x.train"], ["x.Dev"], []),
@@ -312,21 +308,17 @@ def test_targets_are_the_next_tokens_and_no_window_crosses_the_end_of_a_file(siz
     assert torch.equal(y, x + 1)
 
 
-def test_the_seed_changes_the_shuffled_order():
-    stream = make_stream(401)
-    one, other = (DataLoader(stream, 5, seed=seed, shuffle=True) for seed in (1, 2))
-    assert firsts(one, 1, 21) != firsts(other, 1, 21)
-
-
 def order(n, seed=1337, epoch=0):
     return permuted(np.arange(n), n, seed, epoch)
 
 
-def test_a_shuffled_order_is_the_same_for_ever_so_old_runs_can_be_repeated():
+def test_a_seeds_shuffled_order_never_changes_so_old_runs_can_be_repeated():
     loader = DataLoader(make_stream(41), 10, shuffle=True, seed=1337)
     expected = [2, 1, 0, 7, 6, 9, 4, 3, 5, 8]
     assert firsts(loader, 2, 3) == [4 * window for window in expected]
     assert order(10, epoch=1).tolist() == expected
+    loader.seed = 1338
+    assert firsts(loader, 2, 3) == [4 * window for window in order(10, 1338, 1)]
 
 
 def test_an_epoch_is_a_permutation_at_any_number_of_windows():
@@ -346,15 +338,6 @@ def test_the_order_of_a_huge_corpus_repeats_no_window_and_stays_within_it():
 def surprise(counts, expected, freedom):
     """By how many standard deviations a chi-square is off what it is for counts of chance."""
     return abs(float(((counts - expected) ** 2 / expected).sum()) - freedom) / (2 * freedom) ** 0.5
-
-
-@pytest.mark.parametrize("n", [2, 5, 31])
-def test_of_few_windows_each_is_at_each_place_in_as_many_epochs(n):
-    counts, epochs = np.zeros((n, n)), 1000
-    for epoch in range(epochs):
-        counts[np.arange(n), order(n, epoch=epoch)] += 1
-    # rows and columns add up to the number of epochs, which leaves (n - 1)^2 degrees of freedom
-    assert surprise(counts, epochs / n, (n - 1) ** 2 * n / (n - 1)) < 5
 
 
 @pytest.mark.parametrize("n", [100_003, 2**17])
@@ -411,25 +394,6 @@ def test_prefetch_yields_every_micro_step_of_every_step_in_order(accumulation):
     for place in itertools.product(range(5, 12), range(accumulation)):
         assert all(map(torch.equal, next(ahead), loader.batch(*place)))
     assert [*ahead] == []
-
-
-def test_prefetch_passes_on_an_error_of_the_reading_thread_after_the_batches_before_it(by_samples):
-    write_corpus(C, [[*range(10), 500, *range(40)]])
-    batches = prefetch(DataLoader(split(128)[0], batch_size=1), CPU, range(1, 10))
-    assert [next(batches)[0][0, 0].item() for _ in range(2)] == [0, 4]
-    with refused("token 10 has the id 500"):
-        next(batches)
-
-
-def test_prefetch_reads_several_batches_at_once_as_a_disk_is_waited_for_and_can_be_left(
-    monkeypatch,
-):
-    loader, together = DataLoader(make_stream(401), 2), threading.Barrier(4)
-    real = loader.batch
-    monkeypatch.setattr(loader, "batch", lambda *place: together.wait(20) + 1 and real(*place))
-    batches = prefetch(loader, CPU, range(1, 10**9))
-    assert [int(next(batches)[0][0, 0]) for _ in range(4)] == [0, 8, 16, 24]
-    batches.close()
 
 
 # ---- tokenizer

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from tests.sharded import restored
 from tests.test_evaluate import item, write_items
 from tests.test_resume import same_end
 from tests.test_train import column, rows
-from train import train
 
 # all that a step does, over GPT-2's vocabulary, padded, so that samples and HellaSwag take part
 EVERYTHING = {
@@ -214,14 +212,6 @@ def test_of_processes_that_draw_different_tokens_rank_0s_count(two, place):
     assert last_sample(folder) == text.splitlines()[0]
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_on_a_cpu_norms_take_the_weights_that_are_gathered_in_bf16(norm, tiny_model, recwarn):
-    block = tiny_model(norm=norm).transformer.h[0].bfloat16()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert block(torch.zeros(1, 4, 32))[0].dtype == torch.float32
-    assert not recwarn.list  # of a dtype that does not fit, for which there is no fused kernel
-
-
 # ---- checkpoints
 
 
@@ -244,26 +234,12 @@ def test_a_resume_with_fsdp_is_exact(two, place):
     same_end(straight, again)
 
 
-def test_one_process_goes_on_with_shards(two, place, tmp_path, capsys):
-    again = shutil.copytree(place / "logs/again", tmp_path / "again")
-    train(load_config(resume=str(again), max_steps=5), ALONE)
-    assert "note: fsdp has no effect: there is one rank" in capsys.readouterr().out
-    train(tiny_run(place, n_embd=6, init_from=str(again), run_name="began", max_steps=1), ALONE)
-
-
 def test_shards_of_an_earlier_version_are_refused_by_the_commit_that_reads_them(place, tmp_path):
     shards = tmp_path / "train/checkpoints/step_000002/model"
     shards.mkdir(parents=True)
     (shards / "shard-00001-model-00001-of-00002.safetensors").touch()
-    for act in (
-        lambda: restored_alone(tmp_path / "train"),
-        lambda: load_model(str(tmp_path / "train")),
-    ):
-        with refused(
-            "step_000002: written by --fsdp of an earlier version, in shards; git checkout"
-        ) as no:
-            act()
-        assert "\n" not in str(no.value)
+    with refused("step_000002: written by --fsdp of an earlier version, in shards; git checkout"):
+        load_model(str(tmp_path / "train"))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_one_error_and_leaves_the_one_before(two, place):

@@ -1,5 +1,5 @@
 """Several machines: the ranks of a run meet, agree, and go on after some were lost, with the
-numbers of a run that lost none. `pytest -m slow tests/test_machines.py` tries one more loss.
+numbers of a run that lost none.
 """
 
 import contextlib
@@ -279,9 +279,8 @@ def leaves_and_comes_back(run: Run) -> None:
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    "way", [one_rank, leaves_and_comes_back, pytest.param(is_preempted, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [one_rank, leaves_and_comes_back, is_preempted])
 def test_a_run_on_two_machines_goes_on_after_a_loss(way, tmp_path):
     run, logs = Run(tmp_path), tmp_path / "logs"
     try:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.files import CheckpointError
 from checkpoint.weights import load_model, load_weights
 from config import load_config
-from inference.sampling import draw, probabilities, seeded
+from inference.sampling import seeded
 from kernels import attention
 from model import GPT, GPTConfig
 from tests.conftest import generate, transformers_pair
@@ -72,13 +71,10 @@ def test_names_logits_loss_and_gradients_equal_transformers_so_gelu_norms_and_tr
         close(p.grad, grads[name].t() if conv1d else grads[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("name", ["transformer.h.0.attn.c_attn.weight", "lm_head.weight"])
-def test_quantized_weights_are_refused(name, pair, tmp_path):
-    file, options = tmp_path / "model.safetensors", tmp_path / "config.json"
+def test_quantized_weights_are_refused(pair, tmp_path):
+    file, name = tmp_path / "model.safetensors", "transformer.h.0.attn.c_attn.weight"
     weights = load_file(file)
-    weight = weights.get(name, weights["transformer.wte.weight"])
-    save_file(weights | {name: (weight * 100).to(torch.int8)}, file)
-    options.write_text(options.read_text().replace('embeddings": true', 'embeddings": false'))
+    save_file(weights | {name: (weights[name] * 100).to(torch.int8)}, file)
     with pytest.raises(CheckpointError, match=r"of type torch\.int8"):
         load_model(str(tmp_path))
 
@@ -96,9 +92,8 @@ OTHER_FORMS = {
     "pickle": r"weights as a pickle, .* in Python: transformers\.Auto.*\.save_pretrained\('NEW'",
     "adapter": r"an adapter, without .* in Python: peft\..*\.merge_and_unload\(\)\.save_pretrained",
     "pointer": r"model\.safetensors: only a pointer of git-lfs .*: git lfs pull",
-    "pointer to a .pt file": r"x\.pt: only a pointer of git-lfs .*: git lfs pull",
     "n_inner": r"n_inner 100 \(here always 256\)",
-    "shards of another kind of model": r"model_type 'llama' \(here always 'gpt2'\)$",
+    "llama": r"model_type 'llama' \(here always 'gpt2'\)$",
 }
 
 
@@ -108,36 +103,23 @@ def test_weights_in_another_form_are_one_line_that_says_what_they_are_and_what_t
 ):
     path, options = tmp_path / "model.safetensors", tmp_path / "config.json"
     config = json.loads(options.read_text())
-    if form in ("shards", "shards of another kind of model"):
+    if form == "shards":
         path.unlink()
         pair[1].save_pretrained(tmp_path, max_shard_size="100KB")
-        config["model_type"] = "gpt2" if form == "shards" else "llama"
+    if form == "llama":
+        config["model_type"] = form
     if form == "pickle":
         path.rename(tmp_path / "pytorch_model.bin")
     if form == "adapter":
         path.rename(tmp_path / "adapter_model.safetensors")
         options.rename(tmp_path / "adapter_config.json")
-    if "pointer" in form:
-        path = path if form == "pointer" else tmp_path / "x.pt"
+    if form == "pointer":
         path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548\n")
     if form == "n_inner":
         config["n_inner"] = 100
     if options.exists():
         options.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=f"^{tmp_path}.*{OTHER_FORMS[form]}") as refused:
-        load_model(str(path if path.suffix == ".pt" else tmp_path))
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("n_embd", {}), ("model_type", "a\nb"), ("n_inner", {})]
-)
-def test_a_hugging_face_config_of_odd_values_is_one_line_that_shows_them(
-    key, value, pair, tmp_path
-):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(CheckpointError, match=f"^.*{re.escape(repr(value))}.*$") as refused:
         load_model(str(tmp_path))
     assert "\n" not in str(refused.value)
 
@@ -363,13 +345,12 @@ def test_blocked_attention_and_its_gradients_are_those_of_the_whole(monkeypatch,
         close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("peaked", [1.0, 6.0, 30.0])
-def test_in_bfloat16_blocked_attention_is_about_as_exact_as_pytorchs_kernel(peaked):
-    """With scores that are rounded to bfloat16 as they are, y is 7 and 20 times as far off as the
-    kernel's in the last two.
+def test_in_bfloat16_blocked_attention_is_about_as_exact_as_pytorchs_kernel():
+    """If the scores themselves were rounded to bfloat16, y would be 7 times as far off as the
+    kernel's.
     """
-    exact = attended(whole, torch.float64, 600, peaked)
-    results = (attended(attend, torch.bfloat16, 600, peaked) for attend in (blocked, whole))
+    exact = attended(whole, torch.float64, 600, peaked=6.0)
+    results = (attended(attend, torch.bfloat16, 600, peaked=6.0) for attend in (blocked, whole))
     for ours, theirs, true in zip(*results, exact, strict=True):
         assert (ours.double() - true).norm() <= 3 * (theirs.double() - true).norm()
 
@@ -455,35 +436,15 @@ def test_no_tensor_is_as_large_as_the_logits_of_all_tokens_where_the_loss_is_chu
         assert largest(8, compiled) <= logits / 4
 
 
-def test_a_chunked_loss_without_gradients_computes_none(tiny_model):
-    model, plain = (tiny_model(loss_chunks=chunks).eval() for chunks in (4, 1))
-    with torch.no_grad():
-        loss, profile = profiled(lambda: model(tokens(), tokens(seed=1)))
-    close(loss, plain(tokens(), tokens(seed=1)))
-    assert sum(event.count for event in profile.key_averages() if event.key == "aten::mm") == 4
-    assert not loss.requires_grad
+@torch.no_grad()
+def test_the_chunked_loss_is_that_of_the_whole_without_gradients_too(tiny_model):
+    losses = [tiny_model(loss_chunks=n)(tokens(), tokens(seed=1)) for n in (1, 4)]
+    close(*losses)
 
 
 # ---- generating
 
 
-@pytest.mark.parametrize("flash", [False, True])
-def test_the_kv_cache_changes_nothing_also_past_the_context(tiny_model, flash):
-    model = tiny_model(flash=flash, init="gpt2").eval()
-    idx = tokens(T=5)
-    with torch.no_grad():
-        for _ in range(40):
-            idx = torch.cat((idx, model(idx[:, -32:])[:, -1].argmax(-1, keepdim=True)), dim=1)
-    assert torch.equal(generate(model, tokens(T=5), 40, temperature=0), idx)
-
-
 def test_an_empty_prompt_is_an_error(tiny_model):
     with pytest.raises(ValueError, match="the prompt is empty"):
         generate(tiny_model(), tokens(T=0), 5)
-
-
-def test_draws_follow_temperature_and_top_k():
-    p, generator = probabilities(torch.tensor([0.0, 1.0, 2.0, -5.0]), [], 0.5, 2), seeded(0)
-    drawn = torch.tensor([draw(p, generator) for _ in range(20_000)])
-    expected = torch.tensor([0.0, math.exp(2.0), math.exp(4.0), 0.0])
-    close(drawn.bincount(minlength=4) / 20_000, expected / expected.sum(), rtol=0, atol=0.02)

@@ -9,6 +9,7 @@ from tests.conftest import ROOT
 SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --batch_size 1 --seq_len 32 --max_steps 2"
 
 
+@pytest.mark.slow
 def test_the_notebook_clones_climbs_and_shows_the_page(tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
     pytest.importorskip("ipykernel", reason="needs ipykernel")

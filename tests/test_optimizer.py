@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-import optimizer
 from config import load_config
 from model import GPT, GPTConfig
 from optimizer import (
@@ -15,7 +14,6 @@ from optimizer import (
     describe_rate_change,
     learning_rate,
     make_optimizers,
-    orthogonalize,
 )
 from tests.conftest import ROOT, run_ranks
 
@@ -26,10 +24,6 @@ def rates(**options):
 
 
 # ---- learning rate
-
-
-def test_constant_is_constant():
-    assert rates(lr=1e-3, max_steps=4) == [1e-3] * 4
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
@@ -204,25 +198,6 @@ def test_muon_makes_queries_keys_and_values_orthogonal_each_by_itself():
     together = update(lambda p: muon_of(p, parts=3), weight, gradient)
     each = [update(muon_of, *pair) for pair in zip(weight.chunk(3), gradient.chunk(3), strict=True)]
     torch.testing.assert_close(together, torch.cat(each), rtol=1e-4, atol=1e-5)
-
-
-def test_matrices_of_one_shape_are_made_orthogonal_as_each_alone():
-    torch.manual_seed(0)
-    matrices = torch.randn(5, 8, 24)
-    batched = orthogonalize(matrices)
-    alone = torch.cat([orthogonalize(matrix) for matrix in matrices.split(1)])
-    torch.testing.assert_close(batched, alone, rtol=0.02, atol=0.01)
-    values = torch.linalg.svdvals(batched)
-    assert 0.6 < values.min() < values.max() < 1.3
-
-
-@pytest.mark.parametrize(("has_bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_muon_computes_in_a_precision_that_the_processor_has(has_bf16, dtype, monkeypatch):
-    dtypes = []
-    monkeypatch.setattr(optimizer, "has_bf16_matmuls", lambda device: has_bf16)
-    monkeypatch.setattr(optimizer, "orthogonalize", lambda x: dtypes.append(x.dtype) or x)
-    update(muon_of, torch.ones(4, 4), torch.ones(4, 4))
-    assert dtypes == [dtype]
 
 
 def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):

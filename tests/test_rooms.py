@@ -107,12 +107,6 @@ def test_options_errors_reports_and_the_ladder_do_without_torch():
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("name", ["train.py", "model.py"])
-def test_one_line_in_eight_of_the_recipe_is_a_comment(name):
-    lines = [line.strip() for line in text_of(name).splitlines() if line.strip()]
-    assert sum(line.startswith("#") for line in lines) >= 0.12 * len(lines)
-
-
 # The torch call of each optimization, where a reader of nanoGPT looks for it.
 RUNGS = {
     "train.py": [

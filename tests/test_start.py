@@ -1,11 +1,9 @@
 """What a process sets before torch is imported."""
 
 import math
-import multiprocessing.forkserver
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ import runtime.start
 from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import UserError
 from runtime.start import cores, memory_left, set_up_process, share_cores
-from tests.conftest import CPU, ROOT, fork_server, run_from_nothing
+from tests.conftest import CPU, ROOT, run_from_nothing
 from tests.fake_cuda import answering
 
 
@@ -90,14 +88,10 @@ GROWS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     [
         ("auto", True, {}, True, GROWS),
         ("cuda", True, {"CUDA_VISIBLE_DEVICES": "1,0"}, True, GROWS),
-        ("cuda", True, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, True, GROWS),
-        ("cuda", True, {"PYTORCH_ALLOC_CONF": "any"}, True, {"PYTORCH_ALLOC_CONF": "any"}),
         ("cuda", True, {"PYTORCH_CUDA_ALLOC_CONF": "any"}, True, {}),
         ("cpu", True, {}, False, {}),
-        ("auto", True, {"CUDA_VISIBLE_DEVICES": ""}, False, {}),
         ("auto", True, {"CUDA_VISIBLE_DEVICES": "-1"}, False, {}),
         ("auto", False, {}, False, {}),
-        ("cuda", False, {}, False, {}),
     ],
 )
 def test_a_gpus_allocator_grows_its_segments_and_a_cpus_keeps_what_is_freed(
@@ -185,7 +179,6 @@ OLD = (
 @pytest.mark.parametrize(
     ("cuda", "driver", "message"),
     [
-        ("13.0", DRIVER.format("x86_64 Kernel Module"), rf"driver 535\.183\.01, {OLD}"),
         ("13.0", DRIVER.format("Open Kernel Module for x86_64"), rf"driver 535\.183\.01, {OLD}"),
         ("13.0", None, rf"NVIDIA's driver, {OLD}"),
         (None, None, r"this PyTorch \(.*\) is built without CUDA; install a build with CUDA"),
@@ -225,10 +218,7 @@ def test_a_gpu_that_is_hidden_is_none(monkeypatch):
         ((8, 9), ["sm_75", "sm_86", "sm_90"], True),
         ((8, 0), ["sm_86", "sm_90"], False),
         ((9, 0), ["sm_80", "sm_90a"], True),
-        ((10, 0), ["sm_80", "sm_90"], False),
         ((10, 0), ["sm_80", "compute_90"], True),
-        ((12, 1), ["sm_100", "sm_120"], True),
-        ((9, 0), ["sm_100", "compute_100"], False),
         ((9, 4), ["gfx942"], True),  # AMD's
         ((9, 0), [], True),  # not known
     ],
@@ -275,12 +265,9 @@ def test_ranks_share_the_cores_unless_the_user_has_set_their_threads(given, thre
     ("world_size", "local_world_size", "own", "threads"),
     [
         ("4", "2", 8, "4"),  # on two machines
-        ("4", "", 8, "2"),  # started by hand
-        ("3", "", 8, "2"),
-        ("16", "", 8, "1"),
+        ("3", "", 8, "2"),  # started by hand
         ("4", "", 1, "1"),  # bound to a core of its own
         ("1", "", 8, None),  # alone: PyTorch's own choice
-        ("", "", 8, None),
     ],
 )
 def test_a_process_has_its_share_of_the_8_cores_of_its_machine(
@@ -309,16 +296,3 @@ def test_two_threads_of_one_core_are_one_core(tmp_path, monkeypatch):
 
 
 # ---- the folder for temporary files
-
-
-def test_the_fork_server_of_the_tests_starts_where_the_name_of_that_folder_is_long(
-    tmp_path, monkeypatch
-):
-    (tmp_path / ("x" * 104)).mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 104)))
-    # a process makes its folder once
-    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
-    server = multiprocessing.forkserver.ForkServer()
-    monkeypatch.setattr(multiprocessing.forkserver, "_forkserver", server)
-    fork_server.__wrapped__()
-    server._stop()

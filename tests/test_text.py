@@ -56,12 +56,12 @@ def expected(documents):
     return [token for text in documents for token in (END_OF_TEXT, *encode(text))]
 
 
-def write(name, documents, column="text", kind=None):
+def write(name, documents, column="text"):
     """Write documents in the format of the file's ending."""
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
-        table = pyarrow.table({"id": range(len(documents)), column: pyarrow.array(documents, kind)})
+        table = pyarrow.table({"id": range(len(documents)), column: documents})
         parquet.write_table(table, path, row_group_size=7)
         return path
     lines = [
@@ -108,14 +108,6 @@ def test_the_tokens_of_every_format_are_tiktokens_and_fill_the_token_files(name)
     assert [*MINE.parent.iterdir()] == [MINE]  # neither a lock nor a part of it
     with refused("mine: is there already; choose another name or delete it first"):
         written(name)
-
-
-@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
-def test_every_kind_of_text_column_is_read(kind):
-    make = getattr(pyarrow, kind)
-    kind = make(pyarrow.int32(), pyarrow.string()) if kind == "dictionary" else make()
-    documents = texts(40) * 2
-    assert written(write("a.parquet", documents, kind=kind)) == expected(documents)
 
 
 def test_a_file_of_any_other_ending_is_a_document_with_its_line_ends_and_no_byte_order_mark():
@@ -200,23 +192,17 @@ def test_nanogpts_and_build_nanogpts_token_files_are_copied_and_their_names_give
 
 
 BAD_TOKENS = {
-    "ids": (np.array([0, 50257], "<u2"), r"token 1 has the id 50257, beyond GPT-2's vocabulary of"),
-    "negative": (np.array([-1]), "token 0 has the id -1"),
-    "floats": (np.zeros(3), "float64, not integers"),
-    "odd": (b"abc", "Size of available data is not a multiple"),
-    "no bytes": (b"", "cannot mmap an empty file"),
-    "cut short": (np.array([20240520, 1, 100], "<i4").tobytes(), "too short: 12 bytes, but the"),
+    (0, 50257): r"token 1 has the id 50257, beyond GPT-2's vocabulary of",
+    (-1,): "token 0 has the id -1",
+    (0.0,): "float64, not integers",
 }
 
 
-@pytest.mark.parametrize("case", BAD_TOKENS)
-def test_a_file_without_gpt2s_tokens_is_refused(case):
-    ids, message = BAD_TOKENS[case]
-    path = Path("x.bin" if isinstance(ids, bytes) else "x.npy")
-    path.write_bytes(ids) if isinstance(ids, bytes) else np.save(path, ids)
-    with refused(rf"^{path}: .*{message}"):
-        written(path)
-    assert not [*MINE.parent.glob("*")]
+@pytest.mark.parametrize("ids", BAD_TOKENS, ids=str)
+def test_a_file_without_gpt2s_tokens_is_refused(ids):
+    np.save("x.npy", np.array(ids))
+    with refused(rf"^x.npy: .*{BAD_TOKENS[ids]}"):
+        written("x.npy")
 
 
 def test_nanogpts_character_level_tokens_are_refused():
@@ -242,6 +228,7 @@ def killed_at(number):
     written("raw", val_every=5, shard_tokens=1000)
 
 
+@pytest.mark.slow
 def test_killed_at_any_file_operation_the_same_command_resumes_to_the_same_bytes():
     documents = texts(60)
     for i, name in enumerate(FORMATS):
@@ -303,12 +290,10 @@ TOKEN_FILE = UNFINISHED / "mine_train_000000.bin"
 HARM = {
     "source, same size": (lambda: swap(A, b"the", b"teh"), 0, {}),
     "source not read yet": (lambda: swap(B, b"the", b"teh"), 1, {}),
-    "source touched": (lambda: os.utime(A), 1, {}),
     "token file gone": (TOKEN_FILE.unlink, 0, {}),
     "token file shorter": (lambda: os.truncate(TOKEN_FILE, 2000), 0, {}),
     "progress cut": (lambda: os.truncate(UNFINISHED / "sources.jsonl", 100), 0, {}),
     "other options": (lambda: None, 0, {"val_every": 2}),
-    "an earlier version's": (lambda: (UNFINISHED / "sources.jsonl").unlink(), 0, {}),
 }
 
 
@@ -334,7 +319,6 @@ def test_whatever_changes_before_resuming_the_corpus_is_that_of_a_fresh_start(
 
 LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8"  # a zstd frame that asks for 2 GB, as --long=31 does
 CUT = r"cut short or damaged \(.*\); fetch or write it again$"
-NO_TEXT = "no text in this folder"
 BAD_FILES = {
     "a.json": (
         b'\xef\xbb\xbf [\n{"text": "a"}]',
@@ -343,12 +327,12 @@ BAD_FILES = {
     "long.txt.zst": (LONG_WINDOW + b"\x09\0\0a", r"has a window above 128 MB .*zstd -d --long=31"),
     "cut.jsonl.gz": (gzip.compress(os.urandom(9999))[:5000], CUT),
     "cut.jsonl.zst": (zstandard.compress(os.urandom(9999))[:5000], CUT),
-    "page.gz": (b"<html>no such page</html>", CUT),
     "page.parquet": (b"<html>no such page</html>", CUT),
     "nothing.txt.gz": (b"", CUT),
+    "odd.bin": (b"abc", "Size of available data is not a multiple"),
+    "cut.bin": (np.array([20240520, 1, 9], "<i4").tobytes(), "too short: 12 bytes, but the"),
     "latin.txt": ("naïve".encode("latin-1"), r"not UTF-8 text \(byte 2: invalid continuation byte"),
     "far.md": (b"\xef\xbb\xbf" + b"good text\n" * 300_000 + b"\xff", r"\(byte 3,000,003: invalid"),
-    "cut.txt": ("good 😀".encode()[:-1], r"\(byte 5: unexpected end of data\)"),
     "wide.txt": ("good text".encode("utf-16-le"), r"\(byte 1: NUL, as in binary files and UTF-16"),
     "keys.jsonl": (
         b'{"content": "x", "id": 1}',
@@ -372,10 +356,7 @@ BAD_LINES = {
     b'{"text": "bad"': "not JSON: JSONDecodeError: Expecting ',' delimiter",
     b'["text"]': "no text but ['text']",
     b'{"text": 1.5}': """no text under "text" (--text_column); it has 'text'""",
-    b"[" * 100_000: "not JSON: RecursionError",
-    b'{"text": ' + b"1" * 5000 + b"}": "not JSON: ValueError",
     b'{"text": "\xff"}': "not JSON: UnicodeDecodeError: 'utf-8' codec",
-    b"null": "no text but None",
 }
 
 
@@ -446,20 +427,16 @@ def test_text_and_train_are_one_command_each_and_the_first_file_gives_the_name(t
     assert "step 1/1 | loss" in trained.stdout, trained.stderr
 
 
-def test_training_never_pays_for_parquet(tmp_path):
-    imported = "sys.modules.keys() & {'pyarrow', 'zstandard', 'data.text'}"
+def test_training_imports_nothing_that_only_other_runs_need(tmp_path):
+    packages = "'pyarrow', 'zstandard', 'data.text', 'tensorboard', 'wandb'"
+    imported = f"sys.modules.keys() & {{{packages}}}"
     done = run("-c", f"import sys, train; print({imported})", cwd=tmp_path)
     assert done.stdout == "set()\n", done.stderr
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_a_corpus_that_lacks_a_token_file_of_its_manifest_is_refused(is_old):
+def test_a_corpus_that_lacks_a_token_file_of_its_manifest_is_refused():
     written(write(A, texts(100)))
     lost, manifest = MINE / "mine_train_000001.bin", MINE / "manifest.json"
-    if is_old:  # data/documents.py wrote such a manifest
-        shards = json.loads(manifest.read_text())["shards"]
-        old = {"corpus": "mine", "tokens": 1, "sources": [{"file": "a"}]}
-        manifest.write_text(json.dumps(old | {"shards": [s | {"sha256": ""} for s in shards]}))
     write_token_file(MINE / "more_val_000000.bin", [range(100)])
     open_corpus(MINE, 16, 50257)
     for harm, message in (
@@ -510,11 +487,7 @@ def test_fineweb_downloads_the_shards_that_are_missing_or_damaged(monkeypatch):
     os.truncate(FINEWEB / names[2], 1030)
     assert fineweb.prepare(FINEWEB, 2) == 12 + 14
     assert asked == [*names, names[2]]
-    for arrives, message in (
-        (lambda *_, **__: (FINEWEB / names[0]).write_bytes(b"no tokens"), ": too short: 9 "),
-        (None, r" could not be downloaded from .* \(TypeError: .*; run this again to resume"),
-    ):
-        (FINEWEB / names[0]).unlink()
-        monkeypatch.setattr("huggingface_hub.hf_hub_download", arrives)
-        with refused(rf"{names[0]}{message}"):
-            fineweb.prepare(FINEWEB, 1)
+    (FINEWEB / names[0]).unlink()
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
+    with refused(r"could not be downloaded from .* \(TypeError: .*; run this again to resume"):
+        fineweb.prepare(FINEWEB, 1)

@@ -5,7 +5,6 @@ happens.
 import math
 import os
 import shutil
-import signal
 from collections import namedtuple
 
 import pytest
@@ -16,15 +15,10 @@ import runtime.track as track
 import train as train_module
 from config import load_config
 from runtime.runlog import LOG_COLUMNS, LogRow, RunFolder, read_rows
-from runtime.signals import Stopped, StopRequest
 from tests.conftest import (
-    ALONE,
-    ROOT,
     at_step,
     refused,
-    run,
 )
-from train import train
 
 EVERYTHING = {
     "vocab_size": 50257,
@@ -105,18 +99,6 @@ def test_tensorboard_has_every_figure_of_the_logs_and_samples_and_options(
         indented = "".join(f"    {line}\n" for line in printed.splitlines())
         assert f"sample after step {step}: {text[4:]}" in indented
     assert "    max_steps: 9\n" in texts["config"][0]
-
-
-def test_a_followed_run_has_the_losses_of_any_other_and_one_moved_aside_keeps_its_events(
-    go, here, tensorboard
-):
-    for followed, seed in ((True, 1), (True, 2), (False, 2)):
-        go(tensorboard=followed, seed=seed, dropout=0.1)
-    first, second = here.with_name("train.1"), here.with_name("train.2")
-    for folder in (first, second):
-        same(tensorboard(folder)[0], folder)
-    for name in ("train/loss", "train/norm"):
-        assert logged(here)[name] == logged(second)[name] != logged(first)[name]
 
 
 @pytest.mark.parametrize("stop", [4, "kill"])
@@ -200,10 +182,6 @@ def wandb(monkeypatch, tmp_path):
     return curves, texts, calls
 
 
-def offline_runs(folder):
-    return list(folder.glob("wandb/offline-run-*"))
-
-
 def test_without_an_account_wandb_keeps_a_run_of_two_calls_offline_with_all_that_the_logs_have(
     go, here, wandb, stop_at, capfd
 ):
@@ -233,30 +211,6 @@ def test_wandb_that_cannot_be_reached_is_left_out_with_a_note(go, here, wandb, m
     assert "note: wandb failed, the run continues without it (" in capsys.readouterr().out
 
 
-KILLS_WANDB = """if True:
-    import os, signal, sys, train
-    from pathlib import Path
-    from config import load_config
-
-    def clip_gradients(*args, real=train.clip_gradients):
-        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-            if "wandb" in Path(f"/proc/{child}/comm").read_text():
-                os.kill(int(child), signal.SIGKILL)
-        return real(*args)
-
-    train.clip_gradients = clip_gradients
-    train.main(load_config(sys.argv[1]))
-"""
-
-
-def test_a_run_ends_well_without_wandbs_process(tiny_config, here, wandb, tmp_path):
-    (tmp_path / "config.yaml").write_text(tiny_config(wandb=True).to_yaml())
-    done = run("-c", KILLS_WANDB, tmp_path / "config.yaml", cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("wandb failed, the run continues without it") == 1
-    assert len(logged(here)["train/loss"]) == 6
-
-
 # ---- either
 
 
@@ -277,16 +231,6 @@ def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not track.is_installed("no_such_package")
     assert track.is_installed("pytest")
-
-
-def test_a_run_that_nobody_follows_imports_no_tracker(tiny_config, tmp_path):
-    (tmp_path / "config.yaml").write_text(tiny_config().to_yaml())
-    code = (
-        "import sys, train; from config import load_config; train.main(load_config(sys.argv[1]))\n"
-        "assert not {'tensorboard', 'wandb'} & set(sys.modules)"
-    )
-    done = run("-c", code, tmp_path / "config.yaml", cwd=ROOT)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_tracker_that_fails_is_one_note_and_the_run_continues(
@@ -318,12 +262,3 @@ def test_a_run_that_fails_closes_its_tracker_as_failed(go, monkeypatch):
     with refused("the loss is"):
         go(tensorboard=True)
     assert closed == [False, True]
-
-
-def test_a_run_stopped_before_its_first_step_leaves_nothing_of_its_tracker(tiny_config, here):
-    pytest.importorskip("tensorboard")
-    stop = StopRequest()
-    stop.received = signal.SIGTERM
-    with pytest.raises(Stopped):
-        train(tiny_config(tensorboard=True), ALONE, stop=stop)
-    assert not here.exists()

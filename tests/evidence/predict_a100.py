@@ -1,11 +1,12 @@
 """Predict the published factors from an A100's data sheet, without a GPU.
 
-    python -m tests.predict_a100
+    python -m tests.evidence.predict_a100
 
 prints a table of the a100 series and of the list of timings on one GPU, predicted and published.
 Needs a C++ compiler, for the fake GPU.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -22,8 +23,7 @@ from measure.ladder.rungs import published_factor
 from measure.ladder.stages import plan
 from runtime.report import items, markdown_table
 from tests.conftest import ROOT
-from tests.fake_cuda import GPU, environment, fake_h200
-from tests.inductor_cuda import flash_attention
+from tests.fake_cuda import GPU, attention, environment, fake_h200
 
 # NVIDIA A100 SXM 40 GB, data sheet: dense TFLOPS and bandwidth. A launch is 5 microseconds.
 # Kernels reach about three quarters of either: opt0, which is nearly all fp32 matmuls, 0.75.
@@ -48,6 +48,9 @@ def predictions_of(series: str) -> list[Row]:
     stages = plan([series], "logs", [], {})[1]
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_sdp_choice", lambda *_, **__: 1, "Meta")  # flash
+    # scaled_dot_product_attention does not find the flash attention of GPUs here.
+    fused = torch.ops.aten._scaled_dot_product_flash_attention
+    flash_attention = functools.partial(attention, fused=fused)
     found: dict[str, Prediction] = {}
     rows: list[Row] = []
     with fake_h200(), GPU, patch.object(F, "scaled_dot_product_attention", flash_attention):
@@ -64,7 +67,7 @@ def predictions_of(series: str) -> list[Row]:
 def main() -> None:
     """Print the table, and how many factors are within 25%."""
     cells, close = [], 0
-    for series in ("a100", "gpu_ms"):
+    for series in sys.argv[1:] or ("a100", "gpu_ms"):
         for name, mine, factor, published, ms in predictions_of(series):
             off = published and factor / published - 1
             # What made opt0 faster than its baseline is not known: configs/a100/opt0.yaml.
@@ -90,5 +93,5 @@ if __name__ == "__main__":
             GUARDED = environment(Path(FOLDER))
             if GUARDED is None:
                 raise SystemExit("error: needs a C++ compiler (g++)")
-            COMMAND = [sys.executable, "-m", "tests.predict_a100"]
+            COMMAND = [sys.executable, "-m", "tests.evidence.predict_a100", *sys.argv[1:]]
             raise SystemExit(subprocess.run(COMMAND, env=os.environ | GUARDED, cwd=ROOT).returncode)

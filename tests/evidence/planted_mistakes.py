@@ -1,8 +1,8 @@
 """Does a run tell that it is off its curve? Plant ten usual mistakes in the quickstart, one at a
 time, and train the unchanged quickstart with many seeds.
 
-    python tests/planted_mistakes.py --seeds 10 --curve     writes configs/reference/quickstart.csv
-    python tests/planted_mistakes.py --seeds 20             ten mistakes, and 20 clean runs
+    python tests/evidence/planted_mistakes.py --seeds 20             ten mistakes, and 20 clean runs
+    python tests/evidence/planted_mistakes.py --seeds 10 --curve     writes the curve that judges
 
 A mistake is told if a note or, in the first half of the run, an evaluation says so; a clean run
 should say nothing.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from runtime.cli import Name, Options, Positive, ZeroIsOff
@@ -39,6 +39,8 @@ class MistakesOptions(Options):
     """write the curve from these runs"""
     mistake: Name | None = None
     """plant this one only, and let the run print"""
+    steps: Positive = 200
+    """steps of a run with a mistake"""
     log_dir: Name = "logs"
     """folder for that run"""
 
@@ -119,14 +121,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], Callable[[], Patch]]] = {
 }
 
 
-def plant(name: str, folder: str) -> None:
-    """Train the first half of the quickstart with a mistake."""
+def plant(name: str, folder: str, steps: int) -> None:
+    """Train the first steps of the quickstart with a mistake."""
     values, patch = MISTAKES[name]
     config = load_config("quickstart.yaml", **values, log_dir=folder, keep_last=0, sample_every=0)
-    original, end = train.take_step, config.max_steps // 2
+    original = train.take_step
 
     def take_step(run: train.Run, *args: Any) -> None:
-        if run.state.step == end:
+        if run.state.step == steps:
             raise KeyboardInterrupt
         original(run, *args)
 
@@ -170,8 +172,8 @@ def write_curve(runs: list[dict[int, float]]) -> None:
     """Write the mean validation losses of several runs, and how far one may be off them."""
     config = load_config("quickstart.yaml")
     lines = [
-        f"# quickstart.yaml with {len(runs)} seeds: python tests/planted_mistakes.py --seeds "
-        f"{len(runs)} --curve",
+        f"# quickstart.yaml with {len(runs)} seeds: python tests/evidence/planted_mistakes.py "
+        f"--seeds {len(runs)} --curve",
         f"# tolerance: {SIGMAS:g} standard deviations over the seeds",
         "tokens,val_loss,tolerance",
     ]
@@ -186,7 +188,7 @@ def write_curve(runs: list[dict[int, float]]) -> None:
 def main(options: MistakesOptions) -> None:
     """Train, and print what each run says of itself."""
     if options.mistake:
-        plant(options.mistake, options.log_dir)
+        plant(options.mistake, options.log_dir, options.steps)
         return
     first = FIRST_OF_CURVE if options.curve else FIRST_CLEAN
     train_py = [str(ROOT / "train.py"), "--config=quickstart.yaml", "--keep_last=0"]

@@ -1,9 +1,10 @@
 """Compare the newer recipe's model with nanochat's: logits, gradients, and 20 steps of training.
 
-python -m tests.against_nanochat nanochat/gpt.py       of commits 3a5e0bc to e1770a3, in 2025
+    python -m tests.evidence.against_nanochat nanochat/gpt.py
 
-From the same weights and tokens, in fp32 on a small shape. Theirs trains with PyTorch's own AdamW
-and Muon, and has our epsilon in norms and our cosines, which it would round to bf16.
+The file has to be of one of nanochat's commits 3a5e0bc to e1770a3, in 2025. Both models have the
+same weights and tokens, in fp32 on a small shape. nanochat's trains with PyTorch's own AdamW and
+Muon, and takes this project's epsilon in norms and its cosines, which it would round to bf16.
 """
 
 import sys
