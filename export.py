@@ -101,9 +101,9 @@ GENERATION_CONFIG = """\
 }
 """
 HISTORY = """\
-It was trained from {c.init_from} on `{c.dataset}` (say here what it is, and its terms) for
-{saved.step:,} steps and {saved.tokens:,} tokens (ranks: {ranks}). `train.py --config config.yaml`
-repeats the run on the same number of ranks; [`config.yaml`](config.yaml) has every option."""
+It was trained from {c.init_from} on `{c.dataset}` (say here what it is, and its terms),
+for {saved.step:,} steps and {saved.tokens:,} tokens (ranks: {ranks}). On the same number of
+ranks, `train.py --config config.yaml` repeats it; [`config.yaml`](config.yaml) has every option."""
 
 
 def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
