@@ -157,7 +157,7 @@ def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState
     if not (saved or options.dataset or options.hellaswag):
         raise ConfigError(
             f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
-            f"--hellaswag FILE or --hellaswag download"
+            "--hellaswag FILE or --hellaswag download"
         )
     return folder, saved, load_model(str(folder)).to(world.device)
 
@@ -255,7 +255,7 @@ def main(options: EvaluateOptions) -> None:
     advice = {
         "memory": "out of memory; take a smaller --batch_size, or --bf16",
         "lost rank": f"another rank has died, or did not answer within {TIMEOUT:g} s ({{reason}}); "
-        f"its own message may have the reason",
+        "its own message may have the reason",
     }
     with (
         reported(options.run, advice=advice),

@@ -36,7 +36,7 @@ from checkpoint.hugging_face import write_hugging_face
 from checkpoint.state import read_state
 from checkpoint.weights import find_weights, load_model, run_and_checkpoint, weight_notes
 from config import PATH, Config
-from data.tokenizer import END_OF_TEXT, SEPARATOR, find_vocabulary
+from data.tokenizer import END_OF_TEXT, find_vocabulary
 from runtime.files import atomic_folder, sole_writer, write_atomic
 
 CARD = """\
@@ -62,6 +62,26 @@ It continues text; it was not trained to follow instructions, to answer question
 states what is false as readily as what is true, and repeats the views, biases and mistakes of its
 training text. Do not rely on it for facts, advice, or decisions about people.
 """
+TOKENIZER = """\
+{
+  "version": "1.0",
+  "added_tokens": [
+    {
+      "id": 50256,
+      "content": "<|endoftext|>",
+      "special": true,
+      "single_word": false,
+      "lstrip": false,
+      "rstrip": false,
+      "normalized": false
+    }
+  ],
+  "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false},
+  "post_processor": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false},
+  "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false},
+  "model": {"type": "BPE"}
+}
+"""
 TOKENIZER_CONFIG = """\
 {
   "tokenizer_class": "GPT2Tokenizer",
@@ -81,9 +101,9 @@ GENERATION_CONFIG = """\
 }
 """
 HISTORY = """\
-It was trained from {c.init_from} on `{c.dataset}` (say here what it is, and its terms) for
-{saved.step:,} steps and {saved.tokens:,} tokens (ranks: {ranks}). `train.py --config config.yaml`
-repeats the run on the same number of ranks; [`config.yaml`](config.yaml) has every option."""
+It was trained from {c.init_from} on `{c.dataset}` (say here what it is, and its terms),
+for {saved.step:,} steps and {saved.tokens:,} tokens (ranks: {ranks}). On the same number of
+ranks, `train.py --config config.yaml` repeats it; [`config.yaml`](config.yaml) has every option."""
 
 
 def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
@@ -107,7 +127,7 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
         else:
             notes.append(
                 f"its vocabulary of {c.n_vocab:,} tokens is not GPT-2's: the folder has no "
-                f"tokenizer; add the one it was trained with"
+                "tokenizer; add the one it was trained with"
             )
         if (path / STATE).is_file():
             saved = read_state(path)
@@ -137,25 +157,9 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
     places = find_vocabulary()
     vocab = read_file_cached(places["encoder.json"]).decode()
     merges = read_file_cached(places["vocab.bpe"]).decode()
-    end_of_text = {
-        "id": END_OF_TEXT,
-        "content": SEPARATOR,
-        "special": True,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-    }
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [end_of_text],
-        "pre_tokenizer": byte_level,
-        "post_processor": byte_level,
-        "decoder": byte_level,
-        # The first line of merges is the format's version.
-        "model": {"type": "BPE", "vocab": json.loads(vocab), "merges": merges.splitlines()[1:]},
-    }
+    tokenizer = json.loads(TOKENIZER)
+    # The first line of merges is the format's version.
+    tokenizer["model"] |= {"vocab": json.loads(vocab), "merges": merges.splitlines()[1:]}
     for name, text in {
         "vocab.json": vocab,
         "merges.txt": merges,

@@ -132,24 +132,24 @@ def read_pieces(path: Path, column: str, separator: str | None, bad: BadRecords)
     kind = kind_of(path)
     with reading(path):
         if kind == "tokens":
-            yield from _tokens(path)
+            yield from _read_tokens(path)
         elif kind == "text" and separator:
-            for document in _split(_decoded(path), separator):
+            for document in _split(_read_text(path), separator):
                 if document.strip():
-                    yield from _document([document])
+                    yield from _cut([document])
         elif kind == "text":
-            yield from _document(_decoded(path))
+            yield from _cut(_read_text(path))
         else:
-            records = _rows(path, column) if kind == "row" else _lines(path)
+            records = _read_rows(path, column) if kind == "row" else _read_lines(path)
             for number, record in enumerate(records, 1):
                 text = record.get(column) if isinstance(record, dict) else None
                 if isinstance(text, str):
-                    yield from _document([text])
+                    yield from _cut([text])
                 elif record != "":
-                    bad.add(f"{path}: {kind} {number}: {_problem(record, column)}")
+                    bad.add(f"{path}: {kind} {number}: {_describe(record, column)}")
 
 
-def _problem(record: Any, column: str) -> str:
+def _describe(record: Any, column: str) -> str:
     if isinstance(record, Exception):
         return f"not JSON: {in_a_line(record)}"
     if isinstance(record, dict):
@@ -167,13 +167,13 @@ def _open(path: Path) -> io.BufferedReader:
     return io.BufferedReader(pyarrow.input_stream(str(path)), 2**16)
 
 
-def _document(texts: Iterable[str]) -> Iterator[Piece]:
+def _cut(texts: Iterable[str]) -> Iterator[Piece]:
     """Cut a document, which arrives in parts, into pieces."""
     for i, chunk in enumerate(chunks(texts)):
         yield Piece(chunk, int(i == 0))
 
 
-def _decoded(path: Path) -> Iterator[str]:
+def _read_text(path: Path) -> Iterator[str]:
     """Decode a text file, a megabyte at a time, without a byte order mark; keep its line ends."""
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
     with _open(path) as file:
@@ -204,7 +204,7 @@ def _split(texts: Iterable[str], separator: str) -> Iterator[str]:
     yield rest
 
 
-def _lines(path: Path) -> Iterator[Any]:
+def _read_lines(path: Path) -> Iterator[Any]:
     """Read JSON lines. Yield "" for a blank line, and the error for a line that is not JSON."""
     with _open(path) as file:
         if file.peek(1).removeprefix(BOM.encode()).lstrip().startswith(b"["):
@@ -220,7 +220,7 @@ def _lines(path: Path) -> Iterator[Any]:
                 yield error
 
 
-def _rows(path: Path, column: str) -> Iterator[Any]:
+def _read_rows(path: Path, column: str) -> Iterator[Any]:
     """Read one column of a parquet file, row by row."""
     from pyarrow import parquet
 
@@ -235,7 +235,7 @@ def _rows(path: Path, column: str) -> Iterator[Any]:
         yield from batch.to_pylist()
 
 
-def _tokens(path: Path) -> Iterator[Piece]:
+def _read_tokens(path: Path) -> Iterator[Piece]:
     """Read nanoGPT's uint16 .bin, a .bin with a header (llm.c, this project), or a NumPy array."""
     if path.with_name("meta.pkl").exists():  # nanoGPT's shakespeare_char has one
         raise TokenFileError(

@@ -58,12 +58,12 @@ from runtime.files import flush_to_disk, sha256, write_atomic
 from runtime.start import start
 
 # Names of the corpora that other scripts here write; published results refer to them.
-OURS = ("pydocs", "shakespeare", "fineweb")
-AGAIN = "run the same command again to resume"
+RESERVED_NAMES = ("pydocs", "shakespeare", "fineweb")
+RESUME_HINT = "run the same command again to resume"
 BATCH = 2**19  # characters and tokens in a batch, about: it takes 30 ms to tokenize
 AHEAD = 32  # batches that are read ahead
 PROGRESS = 2**26  # tokens between two progress lines
-SPELLED_OUT = (
+SEPARATOR_NOTE = (
     f"{SEPARATOR} in the text becomes ordinary text, 7 tokens; if it separates documents, start "
     f"again with --separator '{SEPARATOR}'"
 )
@@ -130,7 +130,7 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions, script:
             flush_to_disk(folder.parent)
     except UserError as error:
         if done:
-            error.add_note(AGAIN)
+            error.add_note(RESUME_HINT)
         raise
     if last.skipped:
         print(f"note: lines or rows without text, left out: {last.skipped:,}", file=sys.stderr)
@@ -261,7 +261,7 @@ def _batches(
                         split = "train" if not every or documents % every else "val"
                     if SEPARATOR in piece.content and not is_noted:
                         is_noted = True
-                        print(f"note: {path}: {SPELLED_OUT}", file=sys.stderr)
+                        print(f"note: {path}: {SEPARATOR_NOTE}", file=sys.stderr)
                 batch.append((split, piece))
                 size += len(piece.content) + 100  # a short piece takes time too
                 if size >= BATCH:
@@ -296,14 +296,14 @@ def _encode(batch: Batch | UserError) -> Batch:
     encoded: Batch = []
     for split, items in itertools.groupby(batch, key=lambda item: item[0]):
         if split:
-            parts = [part for _, piece in items for part in _tokens(piece)]
+            parts = [part for _, piece in items for part in _encode_piece(piece)]
             encoded.append((split, np.concatenate(parts, dtype="<u2", casting="unsafe")))
         else:
             encoded += items
     return encoded
 
 
-def _tokens(piece: Piece) -> tuple[np.ndarray, ...]:
+def _encode_piece(piece: Piece) -> tuple[np.ndarray, ...]:
     if isinstance(piece.content, str):
         return BEGIN[: piece.begins], encode(piece.content)
     return (piece.content,)
@@ -319,7 +319,7 @@ def corpus_folder(data_dir: str, name: str) -> Path:
             f"--name {name!a}: must be a plain name that does not begin with . or - or end in "
             ".tmp; --data_dir is its folder"
         )
-    if name in OURS:
+    if name in RESERVED_NAMES:
         raise TokenFileError(
             f"--name {name}: is the corpus that data/{name}.py writes; choose another name"
         )
@@ -333,5 +333,5 @@ def main(options: TextOptions) -> None:
 
 if __name__ == "__main__":
     OPTIONS = start(TextOptions, description=__doc__, positional="sources")
-    with reported("stdout", status=1, interrupted=f"interrupted; {AGAIN}"):
+    with reported("stdout", status=1, interrupted=f"interrupted; {RESUME_HINT}"):
         main(OPTIONS)

@@ -104,7 +104,7 @@ class Reference:
                 norm > CLIPPED * config.grad_clip > 0
             ),
             "the validation loss rises: a lower learning rate, or a longer warm-up": loss > before,
-            "little more than token frequencies is learned: are targets the next tokens, are "
+            "little is learned beyond token frequencies: are targets the next tokens, are "
             "positions in order, is the vocabulary the tokenizer's?": (
                 behind > UNIGRAM_SHARE * (self.losses[0] - expected)
             ),

@@ -194,7 +194,7 @@ def encode(model: GPT, prompt: str) -> list[int]:
         raise UserError(
             f"a vocabulary of {model.config.n_vocab} is not that of GPT-2's tokenizer, "
             f"{encoding.n_vocab}; export the model with export.py, and use its own tokenizer in "
-            f"transformers"
+            "transformers"
         )
     return encoding.encode(prompt, allowed_special="all") or [END_OF_TEXT]
 
