@@ -1,8 +1,8 @@
 """Every option of a run, declared once.
 
-Flags, YAML keys and `--help` come from the classes below. Marks on a field say whether it is an
+Flags, YAML keys and `--help` come from the classes below. A field's marks show whether it is an
 optimization, which option it needs, and whether a checkpoint fixes it. Nothing here imports torch,
-so `--help` and mistakes answer at once.
+so `--help` and errors appear at once.
 """
 
 import os
@@ -48,8 +48,7 @@ INITIAL = "initial weights"  # used only to initialize weights; ignored on resum
 THIS_CALL = "this call"  # never taken from a checkpoint
 PATH = "path"  # an input of the run, stored as an absolute path
 
-# Bounds far beyond any run: a number outside them is a slip of the hand, and would overflow
-# somewhere or never come to an end.
+# Bounds far beyond any run: a number outside them is a typo, and would overflow or run forever.
 Size = Annotated[int, Field(ge=1, le=10**15)]  # tokens, sequences, units of a layer
 Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
 ZeroIsOff = Annotated[int, Field(ge=0, le=10**9)]
@@ -309,12 +308,12 @@ class RunConfig(Options):
 
 
 class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig):
-    """Hold all options of a training run. Bad values raise pydantic's ValidationError."""
+    """All options of a training run. Bad values raise pydantic's ValidationError."""
 
     @model_validator(mode="before")
     @classmethod
     def _name_the_run(cls, values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        # Files of earlier runs still have these two options, which are commands of check.py now.
+        # Files of earlier runs still have these two options, now commands of check.py.
         values = {n: v for n, v in values.items() if n not in ("estimate", "check") or v != "false"}
         if values.get("run_name") is None:
             return values | {"run_name": (info.context or {}).get("config") or "train"}
@@ -401,11 +400,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             )
 
     def on_device(self, kind: str, world_size: int) -> Self:
-        """Return the config as it acts on this kind of device: `none` has become a value, and
-        torch.compile has a mode that is safe.
+        """Return the config as it acts on this kind of device: with its defaults for None, and a
+        safe mode of torch.compile.
 
-        Graphs would overwrite accumulated gradients, and need weights that stay where they are.
-        With several ranks or chunks of the loss they are not known to be right:
+        CUDA graphs would overwrite accumulated gradients, and need weights that stay in place. With
+        several ranks or chunks of the loss they may be wrong:
         github.com/pytorch/pytorch/issues/140395. Before PyTorch 2.12 the matmuls of max-autotune
         count the elements of a matrix in 32 bits: github.com/pytorch/pytorch/issues/189054.
         """
@@ -424,7 +423,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     @property
     def n_vocab(self) -> int:
-        """Number of tokens that exist, as the model counts them (GPTConfig)."""
+        """Number of real tokens, as in GPTConfig."""
         return self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)
 
     def fp32_precision(self) -> str:
@@ -432,7 +431,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return "high" if self.tf32 else self.matmul_precision
 
     def must_match(self) -> dict[str, Any]:
-        """Return the options that have to be the same on all ranks; folders may differ."""
+        """Return the options that must be the same on all ranks; folders may differ."""
         return self.model_dump(mode="json", exclude={"data_dir", "hellaswag_file", "log_dir"})
 
     def accumulation_steps(self, world_size: int) -> int:
@@ -444,7 +443,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return self.total_batch_tokens or self.batch_size * self.seq_len * world_size
 
     def trackers(self) -> list[str]:
-        """List the packages that follow the run."""
+        """List the trackers of the run."""
         return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
 
     @property
@@ -453,7 +452,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return None if self.max_minutes else self.max_steps
 
     def progress(self, step: int, seconds: float) -> float:
-        """Return the share of the run that is over after `step` steps and `seconds`."""
+        """Return the completed share of the run after `step` steps and `seconds`."""
         return seconds / (60 * self.max_minutes) if self.max_minutes else step / self.max_steps
 
     def is_over(self, step: int, seconds: float) -> bool:
@@ -486,8 +485,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         ]
 
     def describe_optimizations(self, world_size: int) -> str:
-        """Return a line on the optimizations that are on, with their values, and on those of the
-        published ladders that are off.
+        """Return a line on the optimizations that are on, with their values, and on the published
+        ladders' optimizations that are off.
         """
         are_on, on, off = self.optimizations_on(), [], []
         for name in self.names_marked(Rung):
@@ -501,7 +500,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off)}"
 
     def notes(self) -> list[str]:
-        """Return a line for each option that has no effect with the others, or a surprising one."""
+        """Return a line for each option with no effect or a surprising one."""
         notes = []
         if self.warmup_steps > self.max_steps and not self.max_minutes:
             reached = self.lr * self.max_steps / self.warmup_steps
@@ -515,9 +514,9 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return notes + self.weight_notes()
 
     def weight_notes(self) -> list[str]:
-        """Return notes on embedding rows without training: positions from seq_len on, and padding.
+        """Return notes on untrained embedding rows: positions from seq_len on, and padding.
 
-        With init_from, those positions may have been trained elsewhere.
+        With init_from, these positions may have been trained before.
         """
         notes, fresh = [], self.init_from == "scratch"
         if fresh and not self.rope and self.seq_len < self.block_size:
@@ -532,7 +531,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return notes
 
     def advice(self) -> dict[str, str]:
-        """Return a message for each kind of failure in runtime/errors.py."""
+        """Return a message for each kind of failure of `runtime.errors.kind_of_failure`."""
         return {
             "compiler": "--compile failed: {reason}; or run without --compile",
             "lost rank": f"another rank has died, or did not answer within --timeout "
@@ -544,7 +543,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         }
 
     def to_yaml(self) -> str:
-        """Return all options as a YAML file that `--config` takes and that repeats the run."""
+        """Return all options as a YAML file, with which `--config` repeats the run."""
         changed: dict[str, Any] = {"resume": None}  # repeating a run does not resume it
         if self.lr_schedule != "constant":
             changed["min_lr"] = self.final_lr()
@@ -555,8 +554,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
 
 def load_config(config: str | None = None, **values: Any) -> Config:
-    """A training run's `Config` from a YAML file (a path, or a name in configs/) and values that
-    override it.
+    """Load a training run's `Config` from a YAML file (a path, or a name in configs/), overridden
+    by values.
 
     Raises ConfigError.
     """
@@ -565,18 +564,18 @@ def load_config(config: str | None = None, **values: Any) -> Config:
 
 # ---- how long steps take
 
-# The share of a large matmul's rate that training is assumed to reach, and the range of the
-# measured runs in logs/results/*/speedup/results.csv.
+# Assumed share of a large matmul's rate in training, and the range of the measured runs in
+# logs/results/*/speedup/results.csv.
 MFU, LEAST_MFU, MOST_MFU = 0.5, 0.14, 0.77
-# Seconds until the first step, and the ones that torch.compile adds with a warm cache: measured in
-# the quick ladder's runs on two cores of an EPYC (docs/results.md).
+# Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
+# in the quick ladder's runs on two cores of an EPYC (docs/results.md).
 START, COMPILE = 7.0, 8.0
 
 
 def part_flops(config: Config, tokens: int) -> dict[str, float]:
-    """Return the FLOPs of the matmuls in each part: forward, and backward, which has twice as many.
+    """Return the FLOPs of the matmuls in each part of the forward and the backward pass.
 
-    `tokens`: all tokens that pass through the model.
+    The backward pass has twice the FLOPs. `tokens`: all tokens that pass through the model.
     """
     C, L = config.n_embd, config.n_layer
     forward: dict[str, float] = {
@@ -599,9 +598,9 @@ def total_seconds(
     tflops: Mapping[str, float] | None,
     processes: Iterable[Config] = (),
 ) -> float | None:
-    """Estimate the seconds of pairs of a config and a number of its steps; None without rates.
+    """Estimate the seconds of runs, pairs of a config and a number of steps; None without rates.
 
-    `tflops`: see `step_seconds`. `processes`: the configs of processes that have to be started.
+    `tflops`: see `step_seconds`. `processes`: the configs of processes to start.
     """
     if not tflops:
         return None
