@@ -222,25 +222,6 @@ def test_cuda_graphs_are_for_one_rank_one_micro_step_and_one_chunk_of_the_loss(
     assert config.on_device("cpu", ranks).compile_mode == mode
 
 
-@pytest.mark.parametrize(
-    ("torch_version", "batch_size", "acts_as"),
-    [
-        ("2.11.0+cu128", 64, "default"),  # 2^31.6 logits
-        ("2.11.0", 32, "max-autotune-no-cudagraphs"),
-        ("2.12.0", 64, "max-autotune-no-cudagraphs"),
-    ],
-)
-def test_before_torch_2_12_autotuned_matmuls_do_not_count_beyond_32_bits(
-    torch_version, batch_size, acts_as, monkeypatch
-):
-    monkeypatch.setattr("config.version", lambda _: torch_version)
-    config = load_config("gpt2_124m", batch_size=batch_size)
-    assert config.on_device("cuda", 1).compile_mode == acts_as
-    assert config.on_device("cpu", 1).compile_mode == config.compile_mode
-    small = load_config("gpt2_124m", batch_size=batch_size, loss_chunks=8)
-    assert small.on_device("cuda", 1).compile_mode == config.compile_mode
-
-
 def test_a_mode_that_only_records_cuda_graphs_has_no_effect_on_a_cpu():
     assert "no effect without CUDA" in check_compiler(CPU, "reduce-overhead")[1]
 
