@@ -93,15 +93,15 @@ class ModelConfig(Options):
     activation: Annotated[Literal["gelu_tanh", "gelu", "relu2"], Rung(), ARCHITECTURE] = "gelu_tanh"
     """the MLP's activation; GPT-2 has the tanh approximation; relu2: relu(x)^2"""
     rope: Annotated[Switch, ARCHITECTURE] = False
-    """rotary positions: turn queries and keys by their position, in place of learned positions"""
+    """rotary positions: rotate queries and keys by their position, instead of learned positions"""
     qk_norm: Annotated[Switch, ARCHITECTURE] = False
     """normalize queries and keys of each head (RMSNorm without weights)"""
     value_residual: Annotated[Switch, ARCHITECTURE] = False
-    """mix the first layer's values into the values of all later layers, by a learned share each"""
+    """mix the first layer's values into the values of each later layer, by a learned share"""
     embed_shortcut: Annotated[Switch, ARCHITECTURE] = False
-    """normalize the embedded tokens, and add them again before every block, by a learned share"""
+    """normalize the embedded tokens, and add a learned share of them before every block"""
     logit_softcap: Annotated[NotNegative, Rung(), ARCHITECTURE] = 0.0
-    """keep the logits within plus and minus this, smoothly, by tanh; 0 is off"""
+    """soft-cap the logits to plus or minus this value, by tanh; 0 is off"""
     tie_weights: Annotated[Switch, ARCHITECTURE] = False
     """share one matrix between the token embedding and the output head"""
     init: Annotated[Literal["torch", "gpt2"], Rung(), Needs("init_from", ("scratch",)), INITIAL] = (
@@ -111,7 +111,7 @@ class ModelConfig(Options):
     residual_scaling: Annotated[Switch, Needs("init_from", ("scratch",)), INITIAL] = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
     zero_init: Annotated[Switch, Needs("init_from", ("scratch",)), INITIAL] = False
-    """residual projections start at 0, so that each block starts as the identity"""
+    """initialize residual projections to 0, so that each block starts as the identity"""
     init_from: Annotated[Name, INITIAL] = "scratch"
     """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a
     .pt file of nanoGPT
@@ -128,20 +128,18 @@ class DataConfig(Options):
     data_dir: Annotated[Name, PATH] = "data"
     """folder that holds the corpora"""
     batch_size: Size = 4
-    """sequences per process and micro-step"""
+    """sequences per rank and micro-step"""
     seq_len: Annotated[Size, FIXED] = 1024
     """tokens per sequence"""
     total_batch_tokens: Size | None = None
-    """tokens per step over all processes, reached by gradient accumulation (default: one
-    micro-step)
-    """
+    """tokens per step over all ranks, reached by gradient accumulation (default: one micro-step)"""
     shuffle: Annotated[Switch, FIXED] = False
-    """every epoch in a new seeded order, without replacement; otherwise the order of the text"""
+    """shuffle every epoch, by the seed and without replacement; otherwise in the text's order"""
     overfit_batch: Annotated[bool, FIXED] = False
     """repeat the first step's batch in every step"""
     val_fraction: Annotated[Fraction, FIXED] = 0.0
-    """share of the tokens, off the tail, kept for validation; unused if the corpus has validation
-    files
+    """share of the tokens, from the end, held out for validation; unused if the corpus has
+    validation files
     """
 
 
@@ -229,13 +227,11 @@ class SpeedConfig(Options):
     ] = "default"
     """mode of torch.compile"""
     flash: ListedSwitch = False
-    """fused scaled_dot_product_attention in place of the T x T matrix"""
+    """fused scaled_dot_product_attention instead of the T x T matrix"""
     fused_adamw: ListedSwitch = False
     """one kernel for the whole AdamW update"""
     fsdp: Switch = False
-    """shard weights, gradients and optimizer state over the processes (FSDP2) rather than keep all
-    of them in each
-    """
+    """shard weights, gradients and optimizer state over the ranks (FSDP2)"""
     recompute: Switch = False
     """activation checkpointing: recompute each block in the backward pass; less memory, more
     arithmetic
@@ -245,7 +241,7 @@ class SpeedConfig(Options):
     memory (default: on for CPUs, at no cost in time)
     """
     residual_bf16: Annotated[Switch, Needs("bf16")] = False
-    """the residual stream too in bfloat16, not in fp32: fewer bytes, rounded at each addition"""
+    """keep the residual stream in bfloat16 too: fewer bytes, but rounded at each addition"""
     loss_chunks: Annotated[Count, Rung()] = 1
     """chunked cross-entropy: compute the loss in this many parts, so that the logits of all tokens
     never exist at once; 8 saves most of their memory
@@ -303,7 +299,7 @@ class RunConfig(Options):
     folder, or a checkpoint
     """
     timeout: Annotated[Count, THIS_CALL] = 600
-    """seconds after which a process gives up waiting for another one"""
+    """seconds after which a rank stops waiting for another one"""
 
 
 class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig):
@@ -395,7 +391,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 "total_batch_tokens",
                 f"total_batch_tokens {total:,} is not a multiple of the {micro_step:,} tokens of "
                 f"one micro-step (batch_size {self.batch_size} x seq_len {self.seq_len} x "
-                f"{world_size} processes); nearest that work: {nearest}",
+                f"{world_size} ranks); nearest that work: {nearest}",
             )
 
     def on_device(self, kind: str, world_size: int) -> Self:

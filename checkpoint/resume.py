@@ -73,7 +73,7 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     run = Path(f"{config.log_dir}/{config.run_name}")
     saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config))
     folder = saved.folder if saved else run / "checkpoints"
-    if others := _others(bool(config.resume) and folder.is_dir(), world):
+    if others := ranks_that_differ(bool(config.resume) and folder.is_dir(), world):
         raise CheckpointError(
             f"{folder} is there for rank 0 but not for {describe_ranks(others)}, or the other "
             f"way round: a run on several machines resumes where all see its folder; put --log_dir "
@@ -139,15 +139,15 @@ def check_same_tokens(folder: str, corpus: str, world: World) -> None:
 
     `corpus`: the training tokens' fingerprint.
     """
-    if others := _others(corpus, world):
+    if others := ranks_that_differ(corpus, world):
         raise UserError(
             f"{folder}: {describe_ranks(others)} did not find the same tokens there as rank 0; "
             f"copy one corpus to all machines"
         )
 
 
-def _others(value: object, world: World) -> list[int]:
-    """Return the ranks that have another value than rank 0."""
+def ranks_that_differ(value: object, world: World) -> list[int]:
+    """Return the ranks whose value differs from rank 0's."""
     values = world.gather(value)
     return [rank for rank, theirs in enumerate(values) if theirs != values[0]]
 

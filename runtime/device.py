@@ -213,7 +213,7 @@ def usable_precision(device: torch.device, wanted: str) -> str:
 def check_precision(
     device: torch.device, *, matmul_precision: str = "highest", bf16: bool = False
 ) -> list[str]:
-    """Return notes on precisions that do not pay here. Raises UserError for one that is missing."""
+    """Return notes on precisions that do not help here. Raises UserError for a missing one."""
     on_gpu = device.type == "cuda"
     if bf16 and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(
