@@ -16,21 +16,22 @@ from kernels.attention import CPU_HAS_BF16
 def make_optimizers(
     model: torch.nn.Module, config: Config, rank: int = 0, world_size: int = 1
 ) -> tuple[list[torch.optim.Optimizer], list[str]]:
-    """Build the optimizers of the config's choice in OPTIMIZERS.
+    """Build the optimizers that OPTIMIZERS has for the config's choice.
 
     Each parameter is in exactly one group, and each group has `lr_factor`, by which the learning
     rate of the step is multiplied. Each rank takes a share of Muon's work. Returns the optimizers,
-    and lines with the number of all parameters, of decayed and of non-decayed ones.
+    and lines with the numbers of all, decayed and non-decayed parameters.
     """
-    of_matrices, of_rest = OPTIMIZERS[config.optimizer]
+    make_for_matrices, make_for_rest = OPTIMIZERS[config.optimizer]
     params = dict(model.named_parameters())  # a tied matrix comes once
-    hidden = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
-    matrices = hidden if of_matrices else {}
+    matrices = {}
+    if make_for_matrices:
+        matrices = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
     rest = [p for name, p in params.items() if name not in matrices]
     rates = {p: rate_of(name, p, config) for name, p in params.items()}
 
-    # Weight decay pulls weights to 0. That regularizes matrices and embeddings; biases and norms
-    # have no reason to be small, so GPT-3 leaves them out.
+    # Weight decay pulls weights towards 0. That regularizes matrices and embeddings; biases and
+    # norms have no reason to be small, so GPT-3 does not decay them.
     decayed_dims = 2 if config.decay_matrices_only else 0
     decayed = [p for p in rest if p.dim() >= decayed_dims]
     plain = [p for p in rest if p.dim() < decayed_dims]
@@ -39,9 +40,9 @@ def make_optimizers(
         for kind, decay in ((decayed, config.weight_decay), (plain, 0.0))
         for rate in dict.fromkeys(rates[p] for p in kind)
     ]
-    optimizers = [of_rest(groups, config)]
-    if of_matrices:
-        optimizers.append(of_matrices(matrices, config, rank, world_size))
+    optimizers = [make_for_rest(groups, config)]
+    if make_for_matrices:
+        optimizers.append(make_for_matrices(matrices, config, rank, world_size))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr_factor"] = group["lr"] / config.lr

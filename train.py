@@ -92,20 +92,20 @@ def setup(
     # The times below come from logs/reference/gpu_ms.csv: GPT-2 (124M) on one GPU, each
     # optimization on top of the ones before it. ladder.py measures their worth on this machine.
 
-    # TF32 (`high`): the tensor cores multiply fp32 numbers, rounded to 10 bits of mantissa, and add
-    # up in fp32. 1000 -> 333 ms a step. `medium` does the same with bf16 on CPUs that have AMX.
+    # TF32 (`high`): the tensor cores multiply fp32 numbers, rounded to 10 bits of mantissa, and sum
+    # in fp32. 1000 -> 333 ms a step. `medium` does the same with bf16 on CPUs that have AMX.
     # PyTorch keeps this setting for the whole process, so it is set in every run.
     torch.set_float32_matmul_precision(usable_precision(device, config.fp32_precision()))
 
-    # Mixed precision: forward and loss do their matmuls in bf16, which has fp32's range with half
-    # the bytes to move. 333 -> 300 ms. Softmax, norms and the loss add up many small numbers and
-    # stay in fp32, and so do weights, gradients and optimizer state.
+    # Mixed precision: forward and loss do their matmuls in bf16, which has the range of fp32 in half
+    # the bytes. 333 -> 300 ms. Softmax, norms and the loss sum many small numbers and stay in fp32,
+    # as do weights, gradients and optimizer state.
     dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     autocast = functools.partial(
         torch.autocast, device.type, dtype=dtype, enabled=dtype != torch.float32
     )
     # fp16 has less range: small gradients would be 0, so the scaler multiplies the loss, divides
-    # the gradients, and leaves a step out whose gradients overflow.
+    # the gradients, and skips steps whose gradients overflow.
     scaler = torch.amp.GradScaler(device.type, enabled=config.fp16)
 
     trained: Any = model
@@ -136,9 +136,8 @@ def setup(
         # bucket by bucket, while the backward pass still computes the next ones.
         if world.distributed:
             trained = DistributedDataParallel(trained, **ddp_options(device))
-    # Activation checkpointing of what costs little: a compiled backward pass recomputes norms,
-    # GELU and casts instead of keeping their results. (--recompute, of whole blocks, is in
-    # model.py.)
+    # Activation checkpointing of cheap operations: a compiled backward pass recomputes norms, GELU
+    # and casts instead of keeping their results. (--recompute, of whole blocks, is in model.py.)
     recompute_cheap_operations(acting.recompute_cheap)
 
     # AdamW with its weight-decay groups; with fused_adamw one kernel updates all parameters,
@@ -148,8 +147,8 @@ def setup(
     state = State(model, optimizers, scaler, memory_before)
     notes += counts
 
-    # Batches: threads read the next ones while the device computes. Which sequences a batch has
-    # is a pure function of the step, so a resumed run only needs to know its step.
+    # Batches: threads read ahead while the device computes. The sequences of a batch are a pure
+    # function of the step, so a resumed run only needs its step.
     val = TokenStream([], config.seq_len)
     if batches is None:
         loader, val = open_data(config, world, model.config.n_vocab)
