@@ -524,7 +524,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return {
             "compiler": "--compile failed: {reason}; or run without --compile",
             "lost rank": f"another rank has died, or did not answer within --timeout "
-            f"{self.timeout} s ({{reason}}); its own message, if it left one, says why",
+            f"{self.timeout} s ({{reason}}); see its own message, if it left one",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. "
             f"These lower it: a smaller --batch_size (--total_batch_tokens keeps the step as "
             f"large), --bf16, --flash, --compile, --loss_chunks 8, --recompute_cheap, "

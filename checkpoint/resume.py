@@ -75,9 +75,9 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     folder = saved.folder if saved else run / "checkpoints"
     if others := ranks_that_differ(bool(config.resume) and folder.is_dir(), world):
         raise CheckpointError(
-            f"{folder} is there for rank 0 but not for {describe_ranks(others)}, or the other "
-            f"way round: a run on several machines resumes where all see its folder; put --log_dir "
-            f"on a file system that they share, at the same path, or copy it to each"
+            f"{folder} is there for rank 0 but not for {describe_ranks(others)}, or vice versa: to "
+            f"resume, all machines have to see the run's folder; put --log_dir on a file system "
+            f"that they share, at the same path, or copy it to each"
         )
     notes = [*world.notes, *skipped]
     if saved:
