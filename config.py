@@ -1,15 +1,14 @@
 """Every option of a run, declared once.
 
-Flags, YAML keys and `--help` come from the classes below. Marks on a field say whether it is an
+Flags, YAML keys and `--help` come from the classes below. A field's marks show whether it is an
 optimization, which option it needs, and whether a checkpoint fixes it. Nothing here imports torch,
-so `--help` and mistakes answer at once.
+so `--help` and errors appear at once.
 """
 
 import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -48,8 +47,7 @@ INITIAL = "initial weights"  # used only to initialize weights; ignored on resum
 THIS_CALL = "this call"  # never taken from a checkpoint
 PATH = "path"  # an input of the run, stored as an absolute path
 
-# Bounds far beyond any run: a number outside them is a slip of the hand, and would overflow
-# somewhere or never come to an end.
+# Bounds far beyond any run: a number outside them is a typo, and would overflow or run forever.
 Size = Annotated[int, Field(ge=1, le=10**15)]  # tokens, sequences, units of a layer
 Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
 ZeroIsOff = Annotated[int, Field(ge=0, le=10**9)]
@@ -95,15 +93,15 @@ class ModelConfig(Options):
     activation: Annotated[Literal["gelu_tanh", "gelu", "relu2"], Rung(), ARCHITECTURE] = "gelu_tanh"
     """the MLP's activation; GPT-2 has the tanh approximation; relu2: relu(x)^2"""
     rope: Annotated[Switch, ARCHITECTURE] = False
-    """rotary positions: turn queries and keys by their position, in place of learned positions"""
+    """rotary positions: rotate queries and keys by their position, instead of learned positions"""
     qk_norm: Annotated[Switch, ARCHITECTURE] = False
     """normalize queries and keys of each head (RMSNorm without weights)"""
     value_residual: Annotated[Switch, ARCHITECTURE] = False
-    """mix the first layer's values into the values of all later layers, by a learned share each"""
+    """mix the first layer's values into the values of each later layer, by a learned share"""
     embed_shortcut: Annotated[Switch, ARCHITECTURE] = False
-    """normalize the embedded tokens, and add them again before every block, by a learned share"""
+    """normalize the embedded tokens, and add a learned share of them before every block"""
     logit_softcap: Annotated[NotNegative, Rung(), ARCHITECTURE] = 0.0
-    """keep the logits within plus and minus this, smoothly, by tanh; 0 is off"""
+    """soft-cap the logits to plus or minus this value, by tanh; 0 is off"""
     tie_weights: Annotated[Switch, ARCHITECTURE] = False
     """share one matrix between the token embedding and the output head"""
     init: Annotated[Literal["torch", "gpt2"], Rung(), Needs("init_from", ("scratch",)), INITIAL] = (
@@ -113,7 +111,7 @@ class ModelConfig(Options):
     residual_scaling: Annotated[Switch, Needs("init_from", ("scratch",)), INITIAL] = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
     zero_init: Annotated[Switch, Needs("init_from", ("scratch",)), INITIAL] = False
-    """residual projections start at 0, so that each block starts as the identity"""
+    """initialize residual projections to 0, so that each block starts as the identity"""
     init_from: Annotated[Name, INITIAL] = "scratch"
     """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a
     .pt file of nanoGPT
@@ -130,20 +128,18 @@ class DataConfig(Options):
     data_dir: Annotated[Name, PATH] = "data"
     """folder that holds the corpora"""
     batch_size: Size = 4
-    """sequences per process and micro-step"""
+    """sequences per rank and micro-step"""
     seq_len: Annotated[Size, FIXED] = 1024
     """tokens per sequence"""
     total_batch_tokens: Size | None = None
-    """tokens per step over all processes, reached by gradient accumulation (default: one
-    micro-step)
-    """
+    """tokens per step over all ranks, reached by gradient accumulation (default: one micro-step)"""
     shuffle: Annotated[Switch, FIXED] = False
-    """every epoch in a new seeded order, without replacement; otherwise the order of the text"""
+    """shuffle every epoch, by the seed and without replacement; otherwise in the text's order"""
     overfit_batch: Annotated[bool, FIXED] = False
     """repeat the first step's batch in every step"""
     val_fraction: Annotated[Fraction, FIXED] = 0.0
-    """share of the tokens, off the tail, kept for validation; unused if the corpus has validation
-    files
+    """share of the tokens, from the end, held out for validation; unused if the corpus has
+    validation files
     """
 
 
@@ -231,13 +227,11 @@ class SpeedConfig(Options):
     ] = "default"
     """mode of torch.compile"""
     flash: ListedSwitch = False
-    """fused scaled_dot_product_attention in place of the T x T matrix"""
+    """fused scaled_dot_product_attention instead of the T x T matrix"""
     fused_adamw: ListedSwitch = False
     """one kernel for the whole AdamW update"""
     fsdp: Switch = False
-    """shard weights, gradients and optimizer state over the processes (FSDP2) rather than keep all
-    of them in each
-    """
+    """shard weights, gradients and optimizer state over the ranks (FSDP2)"""
     recompute: Switch = False
     """activation checkpointing: recompute each block in the backward pass; less memory, more
     arithmetic
@@ -247,7 +241,7 @@ class SpeedConfig(Options):
     memory (default: on for CPUs, at no cost in time)
     """
     residual_bf16: Annotated[Switch, Needs("bf16")] = False
-    """the residual stream too in bfloat16, not in fp32: fewer bytes, rounded at each addition"""
+    """keep the residual stream in bfloat16 too: fewer bytes, but rounded at each addition"""
     loss_chunks: Annotated[Count, Rung()] = 1
     """chunked cross-entropy: compute the loss in this many parts, so that the logits of all tokens
     never exist at once; 8 saves most of their memory
@@ -305,16 +299,16 @@ class RunConfig(Options):
     folder, or a checkpoint
     """
     timeout: Annotated[Count, THIS_CALL] = 600
-    """seconds after which a process gives up waiting for another one"""
+    """seconds after which a rank stops waiting for another one"""
 
 
 class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig):
-    """Hold all options of a training run. Bad values raise pydantic's ValidationError."""
+    """All options of a training run. Bad values raise pydantic's ValidationError."""
 
     @model_validator(mode="before")
     @classmethod
     def _name_the_run(cls, values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        # Files of earlier runs still have these two options, which are commands of check.py now.
+        # Files of earlier runs still have these two options, now commands of check.py.
         values = {n: v for n, v in values.items() if n not in ("estimate", "check") or v != "false"}
         if values.get("run_name") is None:
             return values | {"run_name": (info.context or {}).get("config") or "train"}
@@ -397,17 +391,16 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 "total_batch_tokens",
                 f"total_batch_tokens {total:,} is not a multiple of the {micro_step:,} tokens of "
                 f"one micro-step (batch_size {self.batch_size} x seq_len {self.seq_len} x "
-                f"{world_size} processes); nearest that work: {nearest}",
+                f"{world_size} ranks); nearest that work: {nearest}",
             )
 
     def on_device(self, kind: str, world_size: int) -> Self:
-        """Return the config as it acts on this kind of device: `none` has become a value, and
-        torch.compile has a mode that is safe.
+        """Return the config as it acts on this kind of device: with its defaults for None, and a
+        safe mode of torch.compile.
 
-        Graphs would overwrite accumulated gradients, and need weights that stay where they are.
-        With several ranks or chunks of the loss they are not known to be right:
-        github.com/pytorch/pytorch/issues/140395. Before PyTorch 2.12 the matmuls of max-autotune
-        count the elements of a matrix in 32 bits: github.com/pytorch/pytorch/issues/189054.
+        CUDA graphs would overwrite accumulated gradients, and need weights that stay in place. With
+        several ranks or chunks of the loss they may be wrong:
+        github.com/pytorch/pytorch/issues/140395.
         """
         changed: dict[str, Any] = {}
         if self.recompute_cheap is None:
@@ -415,16 +408,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         alone = world_size == self.loss_chunks == self.accumulation_steps(world_size) == 1
         if kind == "cuda" and not alone:
             changed["compile_mode"] = WITHOUT_GRAPHS.get(self.compile_mode, self.compile_mode)
-        logits = self.batch_size * self.seq_len * self.vocab_size // self.loss_chunks
-        if kind == "cuda" and logits >= 2**31 and "max-autotune" in self.compile_mode:
-            major, minor, *_ = version("torch").split(".")
-            if (int(major), int(minor)) < (2, 12):
-                changed["compile_mode"] = "default"
         return self.model_copy(update=changed)
 
     @property
     def n_vocab(self) -> int:
-        """Number of tokens that exist, as the model counts them (GPTConfig)."""
+        """Number of real tokens, as in GPTConfig."""
         return self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)
 
     def fp32_precision(self) -> str:
@@ -432,7 +420,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return "high" if self.tf32 else self.matmul_precision
 
     def must_match(self) -> dict[str, Any]:
-        """Return the options that have to be the same on all ranks; folders may differ."""
+        """Return the options that must be the same on all ranks; folders may differ."""
         return self.model_dump(mode="json", exclude={"data_dir", "hellaswag_file", "log_dir"})
 
     def accumulation_steps(self, world_size: int) -> int:
@@ -444,7 +432,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return self.total_batch_tokens or self.batch_size * self.seq_len * world_size
 
     def trackers(self) -> list[str]:
-        """List the packages that follow the run."""
+        """List the trackers of the run."""
         return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
 
     @property
@@ -453,7 +441,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return None if self.max_minutes else self.max_steps
 
     def progress(self, step: int, seconds: float) -> float:
-        """Return the share of the run that is over after `step` steps and `seconds`."""
+        """Return the completed share of the run after `step` steps and `seconds`."""
         return seconds / (60 * self.max_minutes) if self.max_minutes else step / self.max_steps
 
     def is_over(self, step: int, seconds: float) -> bool:
@@ -486,8 +474,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         ]
 
     def describe_optimizations(self, world_size: int) -> str:
-        """Return a line on the optimizations that are on, with their values, and on those of the
-        published ladders that are off.
+        """Return a line on the optimizations that are on, with their values, and on the published
+        ladders' optimizations that are off.
         """
         are_on, on, off = self.optimizations_on(), [], []
         for name in self.names_marked(Rung):
@@ -501,7 +489,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off)}"
 
     def notes(self) -> list[str]:
-        """Return a line for each option that has no effect with the others, or a surprising one."""
+        """Return a line for each option with no effect or a surprising one."""
         notes = []
         if self.warmup_steps > self.max_steps and not self.max_minutes:
             reached = self.lr * self.max_steps / self.warmup_steps
@@ -515,9 +503,9 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return notes + self.weight_notes()
 
     def weight_notes(self) -> list[str]:
-        """Return notes on embedding rows without training: positions from seq_len on, and padding.
+        """Return notes on untrained embedding rows: positions from seq_len on, and padding.
 
-        With init_from, those positions may have been trained elsewhere.
+        With init_from, these positions may have been trained before.
         """
         notes, fresh = [], self.init_from == "scratch"
         if fresh and not self.rope and self.seq_len < self.block_size:
@@ -532,11 +520,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return notes
 
     def advice(self) -> dict[str, str]:
-        """Return a message for each kind of failure in runtime/errors.py."""
+        """Return a message for each kind of failure of `runtime.errors.kind_of_failure`."""
         return {
             "compiler": "--compile failed: {reason}; or run without --compile",
             "lost rank": f"another rank has died, or did not answer within --timeout "
-            f"{self.timeout} s ({{reason}}); its own message, if it left one, says why",
+            f"{self.timeout} s ({{reason}}); see its own message, if it left one",
             "memory": f"out of memory at batch_size {self.batch_size}, seq_len {self.seq_len}. "
             f"These lower it: a smaller --batch_size (--total_batch_tokens keeps the step as "
             f"large), --bf16, --flash, --compile, --loss_chunks 8, --recompute_cheap, "
@@ -544,7 +532,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         }
 
     def to_yaml(self) -> str:
-        """Return all options as a YAML file that `--config` takes and that repeats the run."""
+        """Return all options as a YAML file, with which `--config` repeats the run."""
         changed: dict[str, Any] = {"resume": None}  # repeating a run does not resume it
         if self.lr_schedule != "constant":
             changed["min_lr"] = self.final_lr()
@@ -555,8 +543,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
 
 def load_config(config: str | None = None, **values: Any) -> Config:
-    """A training run's `Config` from a YAML file (a path, or a name in configs/) and values that
-    override it.
+    """Load a training run's `Config` from a YAML file (a path, or a name in configs/), overridden
+    by values.
 
     Raises ConfigError.
     """
@@ -565,18 +553,18 @@ def load_config(config: str | None = None, **values: Any) -> Config:
 
 # ---- how long steps take
 
-# The share of a large matmul's rate that training is assumed to reach, and the range of the
-# measured runs in logs/results/*/speedup/results.csv.
+# Assumed share of a large matmul's rate in training, and the range of the measured runs in
+# logs/results/*/speedup/results.csv.
 MFU, LEAST_MFU, MOST_MFU = 0.5, 0.14, 0.77
-# Seconds until the first step, and the ones that torch.compile adds with a warm cache: measured in
-# the quick ladder's runs on two cores of an EPYC (docs/results.md).
+# Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
+# in the quick ladder's runs on two cores of an EPYC (docs/results.md).
 START, COMPILE = 7.0, 8.0
 
 
 def part_flops(config: Config, tokens: int) -> dict[str, float]:
-    """Return the FLOPs of the matmuls in each part: forward, and backward, which has twice as many.
+    """Return the FLOPs of the matmuls in each part of the forward and the backward pass.
 
-    `tokens`: all tokens that pass through the model.
+    The backward pass has twice the FLOPs. `tokens`: all tokens that pass through the model.
     """
     C, L = config.n_embd, config.n_layer
     forward: dict[str, float] = {
@@ -599,9 +587,9 @@ def total_seconds(
     tflops: Mapping[str, float] | None,
     processes: Iterable[Config] = (),
 ) -> float | None:
-    """Estimate the seconds of pairs of a config and a number of its steps; None without rates.
+    """Estimate the seconds of runs, pairs of a config and a number of steps; None without rates.
 
-    `tflops`: see `step_seconds`. `processes`: the configs of processes that have to be started.
+    `tflops`: see `step_seconds`. `processes`: the configs of processes to start.
     """
     if not tflops:
         return None

@@ -1,10 +1,9 @@
-"""Token files to batches. A batch is a pure function of the step: there is no cursor to save or to
-drift.
+"""Token files to batches. A batch is a pure function of the step: there is no cursor to save.
 
 The tokens of a split are cut into windows of `seq_len` (window k reads tokens kT .. kT + T
-inclusive: its inputs and, one further on, its targets); no window crosses the end of a file. A step
-takes a global batch of G = batch_size x world_size x accumulation windows, and which ones depends
-on the step and the seed alone. Processes and micro-steps only divide them up.
+inclusive: its inputs, and its targets one token later); no window crosses the end of a file. A step
+takes a global batch of G = batch_size x world_size x accumulation windows, which depend only on the
+step and the seed. Ranks and micro-steps divide them up.
 """
 
 import hashlib
@@ -25,8 +24,8 @@ from torch import Tensor
 from data.manifest import check_shards
 from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError, split_of
 
-OPENED_AT_ONCE = 32  # files: a disk takes as long for many reads at once as for a few
-READ_AHEAD = 4  # batches, at once: shuffled, each waits for the disk several times
+OPENED_AT_ONCE = 32  # files; a disk serves many reads in the time of a few
+READ_AHEAD = 4  # batches read in parallel: a shuffled one waits for the disk several times
 
 
 class Span(NamedTuple):
@@ -53,17 +52,18 @@ class TokenStream:
         return int(self._firsts[-1])
 
     def describe(self) -> str:
-        """Return how many sequences the tokens make, with the rule that may make them few."""
+        """Return the number of sequences that the tokens make, for a message."""
         rule = " (none crosses the end of a file)" * (len(self.spans) > 1)
         return f"{self.tokens:,} tokens make {len(self)} sequences of {self.seq_len}{rule}"
 
     def read(self, windows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (len(windows), seq_len) int64. Raises TokenFileError for a file
-        that went bad.
+        """Return inputs and targets, each (len(windows), seq_len) int64.
+
+        Raises TokenFileError for a file that went bad.
         """
         rows = np.empty((len(windows), self.seq_len + 1), dtype=np.int64)
-        spans = np.searchsorted(self._firsts, windows, side="right") - 1  # of each window
-        places = (windows - self._firsts[spans]) * self.seq_len  # in its span
+        spans = np.searchsorted(self._firsts, windows, side="right") - 1  # one per window
+        places = (windows - self._firsts[spans]) * self.seq_len  # first token, in its span
         for i in np.unique(spans):
             file, start, _ = self.spans[i]
             here = spans == i
@@ -71,10 +71,10 @@ class TokenStream:
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
     def fingerprint(self) -> str:
-        """Return a hash that tells corpora apart.
+        """Return a hash that distinguishes corpora.
 
-        It covers how many tokens each file holds, and all of them or, of many, samples. Raises
-        TokenFileError for a file that went bad.
+        It covers the number of tokens of each file, and the tokens: all of a small corpus, samples
+        of a large one. Raises TokenFileError for a file that went bad.
         """
         digest = hashlib.sha256()
         for file, start, stop in self.spans:
@@ -89,10 +89,10 @@ def open_corpus(
 
     Validation is the files that `split_of` calls val, or test if there are none; without either,
     the last `val_fraction` of the tokens. Raises TokenFileError for a folder without training
-    files, a file that names no split beside one that names train, a bad file, or one that is
-    missing by the corpus's manifest.
+    files, a file without a split in its name beside one with train, a bad file, or a file that
+    the corpus's manifest lists and the folder lacks.
     """
-    paths = sorted(folder.glob("[!.]*.bin"))  # no hidden ones, as editors and copying leave
+    paths = sorted(folder.glob("[!.]*.bin"))  # no hidden files, which editors leave
     named = {
         split: [path for path in paths if split_of(path) == split]
         for split in ("train", "val", "test", None)
@@ -163,8 +163,8 @@ class DataLoader:
             )
 
     def describe(self, val: TokenStream) -> list[str]:
-        """Return lines on the tokens, with a validation split, on epochs, and on a step; and a note
-        on files that are too short for a sequence.
+        """Return lines on the tokens, the epochs and a step, and a note on files that are too short
+        for a sequence.
         """
         spans, T = self.stream.spans, self.stream.seq_len
         loaded = f"loaded {self.stream.tokens:,} tokens of {spans[0].file.path.parent}"
@@ -196,7 +196,7 @@ class DataLoader:
         assert step >= 1
         assert 0 <= micro_step < self.accumulation
         before = 0 if self.overfit_batch else step - 1  # steps
-        first = (micro_step * self.world_size + self.rank) * self.batch_size  # of the global batch
+        first = (micro_step * self.world_size + self.rank) * self.batch_size  # in the global batch
         places, n = first + np.arange(self.batch_size), len(self.stream)
         if not self.shuffle:
             return self.stream.read(places + before % self.steps_per_epoch * self.global_batch)
@@ -211,15 +211,16 @@ class DataLoader:
 def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the elements at `places` of an epoch's permutation of 0 .. n - 1; both int64.
 
-    The permutation is computed, not stored, by a Feistel network: a number is a pair, left < a and
-    right < b, where a b is n or little more. A round adds a keyed hash of one half to the other,
-    which can be undone: no two numbers become one. A result of n or more goes through again until
-    it is below (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    A Feistel network computes the permutation, so none is stored. A number is a pair, left < a and
+    right < b, with a b equal to n or slightly more. A round adds a keyed hash of one half to the
+    other; this is invertible, so no two numbers collide. Results of n or more are permuted again
+    until they are below n (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002).
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     digest = hashlib.sha512(f"{seed} {epoch}".encode()).digest()
-    keys = np.frombuffer(digest, dtype="<u8")  # 8, each for a round
+    keys = np.frombuffer(digest, dtype="<u8")  # 8, one per round
     numbers, outside = places.astype(np.uint64), np.arange(len(places))
     while outside.size:
         left, right = np.divmod(numbers[outside], np.uint64(b))
@@ -232,21 +233,20 @@ def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _hashed(x: np.ndarray) -> np.ndarray:
-    """Return 63 bits that depend on all bits of each number.
+    """Hash each number to 63 bits, with the finalizer of splitmix64.
 
-    The finalizer of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number
-    generators").
+    Steele et al. 2014, "Fast splittable pseudorandom number generators".
     """
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return (x ^ x >> np.uint64(31)) >> np.uint64(1)  # one bit less: a sum with it does not wrap
+    return (x ^ x >> np.uint64(31)) >> np.uint64(1)  # 63 bits: the sums do not overflow
 
 
 def prefetch(
     loader: DataLoader, device: torch.device, steps: Iterable[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the batches of every micro-step of some steps on the device; threads read ahead."""
-    # From pinned memory a copy to the GPU runs beside the computation. Each batch has its own.
+    # Copies from pinned memory to the GPU overlap with computation. Each batch has its own buffer.
     pin = device.type == "cuda"
 
     def fetch(step: int, micro_step: int) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
-Parameter names are those of OpenAI's and Hugging Face's releases. Shapes in comments: B sequences,
-T tokens, C = n_embd, nh heads of size hs = C / nh, V = vocab_size. Milliseconds in comments are of
-logs/reference/gpu_ms.csv: a step of GPT-2 (124M) on one GPU, before and after.
+Parameters have the names of OpenAI's and Hugging Face's releases. Shapes in comments: B sequences,
+T tokens, C = n_embd, nh heads of size hs = C / nh, V = vocab_size. Milliseconds in comments come
+from logs/reference/gpu_ms.csv: a step of GPT-2 (124M) on one GPU, before and after.
 """
 
 import math
@@ -18,13 +18,13 @@ from kernels.attention import blocked_attention, blocked_is_faster
 from kernels.loss import chunked_cross_entropy, soft_cap
 
 # Computes attention in place of the model's own: layer, q, k, v (B, nh, T, hs) -> (B, nh, T, hs).
-# Generation passes a KV cache's (inference/sampling.py), which adds the tokens read before.
+# Generation passes one with a KV cache (inference/sampling.py), which holds the earlier tokens.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Options of the model; config.py explains each. The defaults are GPT-2 (124M), nothing on."""
+    """Options of the model; config.py explains each. The defaults are the plain GPT-2 (124M)."""
 
     n_layer: int = 12
     n_head: int = 12
@@ -53,14 +53,12 @@ class GPTConfig:
 
     @classmethod
     def of(cls, options: object) -> "GPTConfig":
-        """Take the model's part of a run's options (config.py's Config)."""
+        """Take the model's options from a run's (config.py's Config)."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
     @property
     def n_vocab(self) -> int:
-        """Number of tokens that exist. Rows above GPT-2's 50,257 are padding, unless
-        real_vocab_size says otherwise.
-        """
+        """Number of real tokens: by default at most GPT-2's 50,257. Later rows are padding."""
         return self.real_vocab_size or min(self.vocab_size, 50257)
 
 
@@ -93,10 +91,10 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_i+hs/2) of a head by its angle: RoPE (Su et al. 2021, section 3.4.2).
+    """Rotate each pair (x_i, x_i+hs/2) of a head by its angle: RoPE (Su et al. 2021, sec. 3.4.2).
 
     x is (B, T, nh, hs), `rotation` has the cosines and sines (2, ..., T, 1, hs / 2). Afterwards
-    q @ k depends on how far apart two tokens are, not on where they are.
+    q @ k depends on the distance between two tokens, not on their positions.
     """
     (cos, sin), (a, b) = rotation, x.float().chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).to(x.dtype)
@@ -127,33 +125,33 @@ class CausalSelfAttention(nn.Module):
         rotation: Tensor | None = None,
         attend: Attend | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Let each of the T tokens look at itself and those before it: (B, T, C) to (B, T, C).
+        """Let each of the T tokens attend to itself and earlier tokens: (B, T, C) to (B, T, C).
 
-        Returns the first layer's values too, (B, T, nh, hs), if value_residual needs them.
+        Also returns the first layer's values (B, T, nh, hs) if value_residual needs them.
         """
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (t.view(B, T, self.config.n_head, -1) for t in (q, k, v))  # (B, T, nh, hs)
-        # What newer recipes add to attention, each by its own flag; none of it is in GPT-2.
+        # Additions of newer recipes, each with its own flag. GPT-2 has none of them.
         if self.config.qk_norm:
-            # Scores stay within +-sqrt(hs), so that no large q or k makes softmax a hard choice
-            # (Henry et al. 2020; Dehghani et al. 2023, section 2).
+            # Scores stay within +-sqrt(hs), so softmax cannot saturate from a large q or k (Henry
+            # et al. 2020; Dehghani et al. 2023, section 2).
             q, k = rms_norm(q), rms_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if self.config.value_residual and first_v is None:
             first_v = v
         elif first_v is not None:
-            # Later layers see the first one's values, which are closest to the tokens (Zhou et al.
-            # 2024, section 3.2); each learns how much of them.
+            # Later layers mix in the first layer's values, which are closest to the tokens (Zhou et
+            # al. 2024, section 3.2). Each learns its own share.
             v = torch.lerp(v, first_v, self.value_mix.to(v.dtype))
         # The transpose comes last: compiled code copies the result of a norm or rotation after it.
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         dropout = self.config.dropout if self.training else 0.0
-        # Only for a compiled model on a CPU that multiplies in bf16.
+        # True only in a compiled model, on a CPU with bf16 matmuls.
         blocked = torch.compiler.is_compiling() and blocked_is_faster(q.device, q.dtype, T)
         if self.config.flash and attend is None and (dropout or not blocked):
-            # Flash attention (Dao et al. 2022): computes softmax block by block in the GPU's fast
+            # Flash attention (Dao et al. 2022) computes softmax block by block in the GPU's fast
             # memory and never writes the T x T scores to the slow one. 130 -> 97 ms.
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         elif attend is not None:
@@ -161,7 +159,7 @@ class CausalSelfAttention(nn.Module):
         elif self.config.flash:
             y = blocked_attention(q, k, v)
         else:
-            # The baseline: the T x T scores exist, are masked, and pass through memory four times.
+            # The baseline materializes the T x T scores; they pass through memory four times.
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T)
             scores = scores.masked_fill(~self.mask[:T, :T], float("-inf"))
             y = F.dropout(F.softmax(scores, dim=-1), dropout, self.training) @ v
@@ -170,7 +168,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class SquaredReLU(nn.Module):
-    """relu(x)^2 (So et al. 2021, "Primer", section 4.2): cheaper than GELU, and exactly 0 often."""
+    """relu(x)^2 (So et al. 2021, "Primer", section 4.2): cheaper than GELU, and often exactly 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x).square()
@@ -219,14 +217,15 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Let attention, then the MLP, add to the residual stream: (B, T, C) to (B, T, C).
 
-        `x0`: the embedded tokens; the rest, and the second result, are CausalSelfAttention's.
+        `x0`: the embedded tokens. The other arguments and the second result are as in
+        CausalSelfAttention.
         """
         if x0 is not None:
-            # The tokens themselves stay in reach of every block (modded-nanogpt, 2024-11-06).
+            # Every block can still read the tokens themselves (modded-nanogpt, 2024-11-06).
             keep, add = self.shortcut.to(x.dtype)
             x = keep * x + add * x0
-        # Pre-norm: the residual stream itself is never normalized, so that gradients pass from
-        # the loss to the first block unchanged. GPT-1 normalized after each addition.
+        # Pre-norm: the residual stream itself is never normalized, so gradients flow from the loss
+        # to the first block unchanged. GPT-1 normalized after each addition.
         y, first_v = self.attn(self.ln_1(x), first_v, rotation, attend)
         x = x + y
         return x + self.mlp(self.ln_2(x)), first_v
@@ -242,8 +241,8 @@ class Transformer(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if config.rope:
-            # Pair i of a head turns by position / 10,000^(2i / hs): fast ones tell neighbours
-            # apart, slow ones far places.
+            # Pair i of a head rotates by position / 10,000^(2i / hs): fast pairs distinguish
+            # neighbours, slow pairs distant positions.
             hs = config.n_embd // config.n_head
             speeds = 10_000.0 ** -(torch.arange(0, hs, 2) / hs)
             angles = torch.outer(torch.arange(config.block_size), speeds)
@@ -260,7 +259,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Compute the normalized residual stream (B, T, C) of tokens idx (B, T).
 
-        `positions` (B, T): where the tokens are in their texts; none: at the beginning.
+        `positions` (B, T): positions of the tokens in their texts (default: 0 .. T - 1).
         """
         T = idx.size(1)
         if self.config.block_size < T:
@@ -270,19 +269,19 @@ class Transformer(nn.Module):
             where = slice(T) if positions is None else positions
             rotation = self.rotation[:, where].unsqueeze(-2)  # the same for all heads
         else:
-            # A slice where it suffices: the gradient of a lookup would be a scatter.
+            # Slice if possible: the gradient of a lookup would be a scatter.
             # Tokens and positions share the same C dimensions: they are added, not concatenated.
             x = x + (self.wpe.weight[:T] if positions is None else self.wpe(positions))
         x = self.drop(x)
         if self.config.residual_bf16 and torch.is_autocast_enabled(x.device.type):
-            # Each layer reads the residual stream and writes it again. In bf16 a step moves 12%
-            # fewer bytes (counted, docs/results.md), and each addition is rounded.
+            # Each layer reads and writes the residual stream. In bf16 a step moves 12% fewer bytes
+            # (counted, docs/results.md), but each addition is rounded.
             x = x.to(torch.bfloat16)
-        # Activation checkpointing: a block keeps only its input for the backward pass, which
-        # computes the rest again. A third more arithmetic, activations of one block at a time.
+        # Activation checkpointing: a block keeps only its input; the backward pass recomputes the
+        # rest. A third more arithmetic, but activations of only one block at a time.
         recompute = self.config.recompute and self.training and torch.is_grad_enabled()
         if self.config.embed_shortcut:
-            # At the same size as what the blocks add to it.
+            # Normalized, the embedding is as large as the blocks' outputs.
             x = x0 = rms_norm(x)
         for block in self.h:
             given = (x, x0, first_v, rotation, attend)
@@ -303,13 +302,12 @@ class GPT(nn.Module):
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
-            # 38 of 163 million parameters less, and each of them learns from both of its uses. The
-            # head's tensor is the one kept: nn.Embedding's default init, N(0, 1), would give a
-            # first loss in the hundreds.
+            # Saves 38 of 163 million parameters; the shared matrix learns from both uses. Keep the
+            # head's tensor: nn.Embedding's default init, N(0, 1), would start at a loss in the
+            # hundreds.
             self.transformer.wte.weight = self.lm_head.weight
-        # Padded vocabulary: a matmul with 50,304 columns, a multiple of 128, fills the GPU's tiles,
-        # which 50,257 do not. 97 -> 93 ms. As the head's bias, -inf takes the rows that are no
-        # tokens out of the softmax, at no cost.
+        # Padded vocabulary: 50,304 columns, a multiple of 128, fill the GPU's matmul tiles; 50,257
+        # do not. 97 -> 93 ms. A bias of -inf removes the padding rows from the softmax, at no cost.
         padding = torch.zeros(config.vocab_size)
         padding[config.n_vocab :] = float("-inf")
         is_padded = config.n_vocab < config.vocab_size
@@ -332,8 +330,8 @@ class GPT(nn.Module):
                 if isinstance(module, CausalSelfAttention | MLP):
                     module.c_proj.weight /= math.sqrt(2 * self.config.n_layer)
         if self.config.zero_init:
-            # Each block begins as the identity, and adds only what it has learned (Zhang et al.
-            # 2019, "Fixup"; muP, Yang et al. 2021, for the head).
+            # Each block starts as the identity (Zhang et al. 2019, "Fixup"; muP, Yang et al. 2021,
+            # for the head).
             for module in self.modules():
                 if isinstance(module, CausalSelfAttention | MLP):
                     for p in module.c_proj.parameters():
@@ -350,9 +348,9 @@ class GPT(nn.Module):
         """Return logits (B, T, real vocabulary) for tokens idx (B, T), or with targets (B, T) the
         mean loss in nats per token.
 
-        `where` picks the N tokens whose logits (N, real vocabulary) are wanted: a mask (B, T), or
-        rows and columns. `attend` and `positions` are for generation. Raises ValueError if T is
-        more than block_size.
+        `where` selects N tokens by a mask (B, T) or by rows and columns, and the logits are then
+        (N, real vocabulary). `attend` and `positions` are for generation. Raises ValueError if T
+        is more than block_size.
         """
         x = self.transformer(idx, attend, positions)  # (B, T, C)
         n_vocab, cap = self.config.n_vocab, self.config.logit_softcap
@@ -362,11 +360,11 @@ class GPT(nn.Module):
             # Chunked cross-entropy: the logits of all tokens, the largest tensor, never exist.
             chunks = self.config.loss_chunks
             return chunked_cross_entropy(x, self.lm_head.weight, targets, n_vocab, chunks, cap)
-        # Cross-entropy of a target is -log of the probability that the model gives it. It has to be
-        # in fp32, which autocast sees to on a CPU, but not on CUDA.
+        # Cross-entropy is -log of the target's probability. It needs fp32, which autocast chooses
+        # on a CPU, but not on CUDA.
         logits = F.linear(x, self.lm_head.weight, None if cap else self.padding)  # (B, T, V)
         if cap:
-            # The padding comes after the cap, which would make -inf a probability.
+            # Add the padding after the cap: tanh would make -inf finite.
             logits = soft_cap(logits.float(), cap)
             logits = logits if self.padding is None else logits + self.padding
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -378,9 +376,9 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """Count the floating-point operations of forward and backward per token of a sequence.
 
-        6 per parameter that is multiplied by, 12 n_layer n_embd T for attention (PaLM paper,
-        appendix B). Embeddings are looked up, not multiplied: positions never count, an untied
-        token embedding does not either.
+        6 per parameter of a matmul, 12 n_layer n_embd T for attention (PaLM paper, appendix B).
+        Embeddings are lookups, not matmuls: position embeddings and untied token embeddings do not
+        count.
         """
         lookups = 0 if self.config.rope else self.transformer.wpe.weight.numel()
         if not self.config.tie_weights:

@@ -16,21 +16,22 @@ from kernels.attention import CPU_HAS_BF16
 def make_optimizers(
     model: torch.nn.Module, config: Config, rank: int = 0, world_size: int = 1
 ) -> tuple[list[torch.optim.Optimizer], list[str]]:
-    """Build the optimizers of the config's choice in OPTIMIZERS.
+    """Build the optimizers that OPTIMIZERS has for the config's choice.
 
     Each parameter is in exactly one group, and each group has `lr_factor`, by which the learning
     rate of the step is multiplied. Each rank takes a share of Muon's work. Returns the optimizers,
-    and lines with the number of all parameters, of decayed and of non-decayed ones.
+    and lines with the numbers of all, decayed and non-decayed parameters.
     """
-    of_matrices, of_rest = OPTIMIZERS[config.optimizer]
+    make_for_matrices, make_for_rest = OPTIMIZERS[config.optimizer]
     params = dict(model.named_parameters())  # a tied matrix comes once
-    hidden = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
-    matrices = hidden if of_matrices else {}
+    matrices = {}
+    if make_for_matrices:
+        matrices = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
     rest = [p for name, p in params.items() if name not in matrices]
     rates = {p: rate_of(name, p, config) for name, p in params.items()}
 
-    # Weight decay pulls weights to 0. That regularizes matrices and embeddings; biases and norms
-    # have no reason to be small, so GPT-3 leaves them out.
+    # Weight decay pulls weights towards 0. That regularizes matrices and embeddings; biases and
+    # norms have no reason to be small, so GPT-3 does not decay them.
     decayed_dims = 2 if config.decay_matrices_only else 0
     decayed = [p for p in rest if p.dim() >= decayed_dims]
     plain = [p for p in rest if p.dim() < decayed_dims]
@@ -39,9 +40,9 @@ def make_optimizers(
         for kind, decay in ((decayed, config.weight_decay), (plain, 0.0))
         for rate in dict.fromkeys(rates[p] for p in kind)
     ]
-    optimizers = [of_rest(groups, config)]
-    if of_matrices:
-        optimizers.append(of_matrices(matrices, config, rank, world_size))
+    optimizers = [make_for_rest(groups, config)]
+    if make_for_matrices:
+        optimizers.append(make_for_matrices(matrices, config, rank, world_size))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr_factor"] = group["lr"] / config.lr
@@ -71,13 +72,6 @@ def make_muon(
     return Muon(groups, config.muon_lr, decay, config.compile, rank, world_size)
 
 
-# For each choice of config.optimizer: what updates the matrices in the blocks, if not the same as
-# all other parameters; and what updates the others. config.py has what a choice excludes. The
-# state that an optimizer keeps is found in the optimizer; one whose `defaults["fused"]` is true
-# takes `found_inf` from the device (torch.amp.GradScaler) and skips the update there.
-OPTIMIZERS = {"adamw": (None, make_adamw), "muon": (make_muon, make_adamw)}
-
-
 def rate_of(name: str, p: Tensor, config: Config) -> float:
     """Return a parameter's learning rate: the option of its kind if it is set, else lr."""
     rate = None
@@ -97,14 +91,13 @@ def count_parameters(kind: str, params: Sequence[Tensor]) -> str:
 
 
 class Muon(torch.optim.Optimizer):
-    """Update matrices by their momentum, made orthogonal.
+    """Update matrices by their orthogonalized momentum.
 
-    Jordan et al. 2024, kellerjordan.github.io/posts/muon. For the matrices of the hidden layers. A
-    group's `parts` says how many matrices, one above the other, each of its parameters holds.
-    Momentum is Nesterov's, and rises from 0.85 to 0.95 over the first 300 steps. An update's
-    largest singular value is about lr, times sqrt(rows / columns) for a matrix with more rows than
-    columns, as in that post. All matrices of one shape are made orthogonal at once, by each of
-    several ranks a share of them.
+    Jordan et al. 2024, kellerjordan.github.io/posts/muon. For the matrices of the hidden layers.
+    `parts` of a group: each of its parameters is a stack of this many matrices. The Nesterov
+    momentum rises from 0.85 to 0.95 over the first 300 steps. An update's largest singular value is
+    about lr, times sqrt(rows / columns) for a matrix with more rows than columns, as in the post.
+    Matrices of one shape are orthogonalized together; several ranks share the work.
     """
 
     def __init__(
@@ -125,7 +118,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update every parameter; all must have a gradient."""
-        # by shape: weights, directions, sizes
+        # weights, directions and sizes, grouped by shape
         updates: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
         for group in self.param_groups:
             params, parts = group["params"], group["parts"]
@@ -135,7 +128,7 @@ class Muon(torch.optim.Optimizer):
                 for weights, part in zip(p.chunk(parts), momentum.chunk(parts), strict=True):
                     rows, columns = weights.shape
                     size = group["lr"] * max(1.0, rows / columns) ** 0.5
-                    if rows > columns:  # the matmuls below are smallest with few rows
+                    if rows > columns:  # the matmuls are smaller with fewer rows
                         weights, part = weights.T, part.T
                     updates[weights.shape].append((weights, part, size))
         gathered = [self._directions([part for _, part, _ in each]) for each in updates.values()]
@@ -146,10 +139,10 @@ class Muon(torch.optim.Optimizer):
                 weights.sub_(direction, alpha=size)
 
     def _directions(self, parts: list[Tensor]) -> tuple[Tensor, dist.Work | None]:
-        """Make matrices of one shape orthogonal: (n, rows, columns) or, of several ranks, more.
+        """Orthogonalize matrices of one shape: returns (n, rows, columns), with several ranks more.
 
-        All ranks have the same momentum, so each can take any share, padded to equal size by the
-        last matrix; the result is there after `wait` of the second value.
+        All ranks have the same momentum, so each can take any share; shares are padded to equal
+        size with the last matrix. The result is complete after `wait` on the second value.
         """
         share = -(-len(parts) // self.world_size)  # rounded up
         first = self.rank * share
@@ -162,10 +155,10 @@ class Muon(torch.optim.Optimizer):
         return everyones, dist.all_gather_into_tensor(everyones, directions, async_op=True)
 
     def _momentum(self, params: list[Tensor]) -> Sequence[Tensor]:
-        """Add the gradients to the parameters' momentum; returns Nesterov's look-ahead.
+        """Add the gradients to the momentum of the parameters; returns Nesterov's look-ahead.
 
-        For all parameters at once (foreach): on a GPU, launching small kernels one by one takes
-        longer than running them.
+        All parameters at once (foreach): on a GPU, launching many small kernels takes longer than
+        running them.
         """
         for p in params:
             if not self.state[p]:
@@ -179,12 +172,19 @@ class Muon(torch.optim.Optimizer):
         return torch._foreach_lerp(gradients, averages, momentum)
 
 
+# For each choice of config.optimizer: a separate optimizer for the blocks' matrices, or None; and
+# the optimizer of all other parameters. A checkpoint keeps an optimizer's whole state of every
+# parameter. With `defaults["fused"]` it skips an update itself, on the device, if `found_inf` is 1.
+# EXCLUDED_BY in config.py lists the options that a choice excludes.
+OPTIMIZERS = {"adamw": (None, make_adamw), "muon": (make_muon, make_adamw)}
+
+
 def orthogonalize(x: Tensor) -> Tensor:
     """Move the singular values of matrices (n, rows, columns), rows <= columns, close to 1.
 
-    They end between about 0.7 and 1.2, but for those below about a thousandth of the matrix's
-    norm. Five steps of a Newton-Schulz iteration with the coefficients of the post above, which
-    rise steeply from 0 rather than converge, and bear bfloat16's rounding.
+    They end between about 0.7 and 1.2, except values below a thousandth of the matrix's norm. Five
+    steps of a Newton-Schulz iteration, with the coefficients of the post above: they raise small
+    values quickly instead of converging, and tolerate the rounding of bfloat16.
     """
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # singular values are at most 1
     for _ in range(5):
@@ -194,7 +194,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 def has_bf16_matmuls(device: torch.device) -> bool:
-    """True if the device has instructions for bf16 matmuls, so that they are faster than fp32's."""
+    """True if the device has instructions for bf16 matmuls, which are then faster than in fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and CPU_HAS_BF16
@@ -203,7 +203,7 @@ def has_bf16_matmuls(device: torch.device) -> bool:
 def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:
     """Clip the global gradient norm to `grad_clip`; 0 leaves the gradients as they are.
 
-    Returns the norm before clipping, on the device: reading it here would wait for the device.
+    Returns the norm before clipping, on the device: to read it would wait for the device.
     """
     parameters = list(model.parameters())
     norm = global_norm([p.grad for p in parameters if p.grad is not None])
@@ -221,11 +221,11 @@ def global_norm(tensors: list[Tensor]) -> Tensor:
 def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
     """Return the learning rate of a step, counted from 1, `seconds` after the run's first one.
 
-    Linear warm-up to `lr`, which step `warmup_steps` has, then the schedule. cosine: Loshchilov &
-    Hutter 2017 (SGDR), without restarts, with the published logs' count: the step after the
+    Linear warm-up reaches `lr` at step `warmup_steps`, then the schedule begins. cosine: Loshchilov
+    & Hutter 2017 (SGDR), without restarts. As in the published logs, the first step after the
     warm-up still has the full rate, and step `max_steps` is one short of min_lr. wsd
     (warmup-stable-decay): Hu et al. 2024 (MiniCPM), section 4; step `max_steps` has min_lr. With
-    max_minutes, after the warm-up the share of the time takes the place of the steps'.
+    max_minutes, the schedule follows the elapsed time instead of the steps.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -255,7 +255,7 @@ def describe_rate_change(
 ) -> list[str]:
     """Return a line if a run that resumes after `step` continues at another learning rate.
 
-    `saved`: its options until then. `seconds`: from the run's first step.
+    `saved`: its options until then. `seconds`: time since the run's first step.
     """
     before = config.model_copy(update=dict(saved))
     after = min(step + 1, before.last_step or step + 1)

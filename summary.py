@@ -1,5 +1,5 @@
 """A run's report about itself: notes before the first step, figures while it trains, and
-summary.json after the last.
+summary.json at its end.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from checkpoint.state import State
-from config import MFU, Config, part_flops, step_seconds, total_seconds
+from config import MFU, Config, part_flops, total_seconds
 from kernels.attention import blocked_is_faster
 from runtime.device import (
     check_attention,
@@ -34,7 +34,8 @@ from runtime.world import World
 def describe_options(config: Config, acting: Config, world: World) -> list[str]:
     """Return lines on the device, the optimizations that are on, and options with less effect here.
 
-    `acting`: the options as they act on this device. Raises UserError for what it cannot do.
+    `acting`: the options as they act on this device. Raises UserError for an option that the device
+    does not support.
     """
     device, ranks = world.device, world.world_size
     notes = check_version()
@@ -58,11 +59,12 @@ def describe_options(config: Config, acting: Config, world: World) -> list[str]:
 
 
 def summarize(config: Config, state: State, world: World, folder: RunFolder) -> dict[str, Any]:
-    """Return the figures of summary.json: of the steps, the last one's loss, memory, and the
-    device, whose matmul rate is measured in the run's own dtype.
+    """Return the figures of summary.json: steps, loss, speed, memory and device.
+
+    The matmul rate is measured in the run's dtype.
     """
     seconds, loss, steps_this_call = state.step_seconds, state.last_loss, len(state.step_seconds)
-    if not seconds:  # the run had ended after its last step, without its summary: its log knows
+    if not seconds:  # an earlier call took the last step but wrote no summary: read its log
         seconds, loss = world.broadcast(folder.times_and_loss())
     left_out = min(5, max(len(seconds) - 1, 0) // 2)  # the first steps compile and warm up
     median = statistics.median(seconds[left_out:]) if seconds else None
@@ -71,7 +73,7 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
     dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     peak = peak_memory_mb(world.device)  # before the measurement below adds to it
     rate = matmul_tflops(world.device, dtype, seconds=min(0.5, sum(seconds)))
-    tflop = flops_per_token * tokens_per_step / world.world_size / 1e12  # of a rank's step
+    tflop = flops_per_token * tokens_per_step / world.world_size / 1e12  # a step of one rank
     if seconds and not mfu(tflop / min(seconds), rate):
         rate = None
     return {
@@ -102,7 +104,7 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
 
 
 def announce_long_run(config: Config, state: State, world: World, folder: RunFolder) -> None:
-    """Print how long the run takes, if its FLOPs are minutes of any CPU's time."""
+    """Print the expected duration of a run on a CPU that takes minutes or more."""
     steps = 0 if config.max_minutes else config.max_steps - state.step
     flops = steps * sum(part_flops(config, config.tokens_per_step(1)).values())
     if world.device.type == "cuda" or flops < 3e13:
@@ -111,15 +113,13 @@ def announce_long_run(config: Config, state: State, world: World, folder: RunFol
     shorter = "--max_steps 5, or --config quickstart.yaml; check.py --estimate computes the memory"
     seconds = total_seconds([(config, steps)], rates)
     folder.message(describe_duration(seconds, MFU, shorter))
-    if rates:
-        folder.expect(step_seconds(config, rates, world.world_size))
 
 
 def mfu(reached: float, matmul: float | None) -> float | None:
-    """Return the share that training reaches of the matmul rate, both in TFLOP/s of one rank.
+    """Return training's share of the matmul rate, both in TFLOP/s of one rank.
 
-    MFU as in the PaLM paper (Chowdhery et al. 2022, appendix B), but over the measured rate. None
-    if that is not known, or below `reached`: the matmul was timed in a busy moment.
+    MFU as in the PaLM paper (Chowdhery et al. 2022, appendix B), but relative to the measured rate.
+    None if that rate is unknown, or below `reached`: other programs slowed its measurement.
     """
     return reached / matmul if matmul and reached <= matmul else None
 
@@ -129,13 +129,13 @@ def live_figures(
 ) -> Callable[[float], dict[str, float | None]]:
     """Return a function from a step's tokens/s to its MFU and the peak memory.
 
-    Measures the device now, for half a second.
+    First measures the device, for half a second.
     """
     rate = matmul_tflops(world.device, matmul_dtype(bf16=config.bf16, fp16=config.fp16))
     tflop_per_token = state.model.flops_per_token(config.seq_len) / world.world_size / 1e12
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(world.device)  # the matmuls' matrices are not the run's
+        torch.cuda.reset_peak_memory_stats(world.device)  # forget the measurement's matrices
     return lambda tokens_per_sec: {
         "utilization": mfu(tflop_per_token * tokens_per_sec, rate),
         "memory_mb": peak_memory_mb(world.device),

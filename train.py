@@ -75,16 +75,16 @@ def setup(
     """Build everything for a training step; each optimization is switched on here.
 
     `resumed`: the checkpoint to resume from. `batches`: inputs and targets (B, T) of
-    every micro-step, on the device; None: the config's corpus. The config of the result has
-    the architecture of the weights in `init_from`. Raises UserError for what this device
-    cannot do, and for weights and tokens that cannot be had.
+    every micro-step, on the device (default: from the config's corpus). The config of the result
+    has the architecture of the weights in `init_from`. Raises UserError for an option that the
+    device does not support, and for weights or tokens that are missing.
     """
-    # The same seed gives the same run: weights, order of the data and dropout come from it.
+    # The seed decides weights, order of the data and dropout: the same seed gives the same run.
     device, memory_before = world.device, memory_before_mb(world.device)
     make_repeatable(device)
     torch.manual_seed(config.seed)
     config, model = world.raise_on_all(lambda: build_model(config, resumed is not None))
-    torch.manual_seed(config.seed + world.rank)  # from here on for dropout: one seed a rank
+    torch.manual_seed(config.seed + world.rank)  # dropout differs between ranks
     # The options as they act on this device and number of ranks.
     acting = config.on_device(device.type, world.world_size)
     notes = describe_options(config, acting, world)
@@ -92,52 +92,52 @@ def setup(
     # The times below come from logs/reference/gpu_ms.csv: GPT-2 (124M) on one GPU, each
     # optimization on top of the ones before it. ladder.py measures their worth on this machine.
 
-    # TF32 (`high`): the tensor cores multiply fp32 numbers, rounded to 10 bits of mantissa, and add
-    # up in fp32. 1000 -> 333 ms a step. `medium` does the same with bf16 on CPUs that have AMX.
+    # TF32 (`high`): the tensor cores multiply fp32 numbers, rounded to 10 bits of mantissa, and sum
+    # in fp32. 1000 -> 333 ms a step. `medium` does the same with bf16 on CPUs that have AMX.
     # PyTorch keeps this setting for the whole process, so it is set in every run.
     torch.set_float32_matmul_precision(usable_precision(device, config.fp32_precision()))
 
-    # Mixed precision: forward and loss do their matmuls in bf16, which has fp32's range with half
-    # the bytes to move. 333 -> 300 ms. Softmax, norms and the loss add up many small numbers and
-    # stay in fp32, and so do weights, gradients and optimizer state.
+    # Mixed precision: forward and loss do their matmuls in bf16: the range of fp32 in half
+    # the bytes. 333 -> 300 ms. Softmax, norms and the loss sum many small numbers and stay in fp32,
+    # as do weights, gradients and optimizer state.
     dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
     autocast = functools.partial(
         torch.autocast, device.type, dtype=dtype, enabled=dtype != torch.float32
     )
     # fp16 has less range: small gradients would be 0, so the scaler multiplies the loss, divides
-    # the gradients, and leaves a step out whose gradients overflow.
+    # the gradients, and skips steps whose gradients overflow.
     scaler = torch.amp.GradScaler(device.type, enabled=config.fp16)
 
     trained: Any = model
     if config.fsdp and world.distributed:
         from torch.distributed.fsdp import fully_shard
 
-        # FSDP2: each rank keeps 1/N of weights, gradients and optimizer state. A block is whole
-        # only while it computes; what is in no block, such as the output head, from the forward
-        # pass to its gradients. Blocks are compiled one by one: FSDP gathers weights between them.
+        # FSDP2: each rank keeps 1/N of weights, gradients and optimizer state. A block is gathered
+        # only while it computes; parameters outside the blocks, such as the output head, from the
+        # forward pass to their gradients. Blocks are compiled one by one, as FSDP gathers weights
+        # between them.
         options = fsdp_options(device, world.world_size, bf16=config.bf16)
         for block in model.transformer.h:
             if config.compile:
                 block.compile(mode=acting.compile_mode)
             fully_shard(block, **options)
-        fully_shard(model, mesh=options["mesh"])  # last: it takes what no block has
+        fully_shard(model, mesh=options["mesh"])  # last: parameters outside the blocks
     else:
         if model.lm_head.weight.device.type != device.type:  # fake tensors cannot be moved
             model.to(device)
-        # torch.compile: all operations between two matmuls become one kernel, so that data passes
-        # through memory once; and Python is out of the step. 300 -> 130 ms, the most of any rung.
-        # HellaSwag, sampling and checkpoints use the plain module, which shares its weights:
-        # nothing is compiled again for their shapes, and names stay plain. The validation loss has
-        # a graph of its own (inference/evaluation.py).
+        # torch.compile fuses all operations between two matmuls into one kernel, so that data
+        # passes through memory once, and takes Python out of the step. 300 -> 130 ms, the most of
+        # any rung. HellaSwag, sampling and checkpoints use the plain module, which shares its
+        # weights: nothing is recompiled for their shapes, and names stay plain. The validation loss
+        # has its own graph (inference/evaluation.py).
         if config.compile:
             trained = torch.compile(model, mode=acting.compile_mode)
         # DDP: each rank computes its share of the batch. Gradients are averaged over the ranks,
         # bucket by bucket, while the backward pass still computes the next ones.
         if world.distributed:
             trained = DistributedDataParallel(trained, **ddp_options(device))
-    # Activation checkpointing of what costs little: a compiled backward pass recomputes norms,
-    # GELU and casts instead of keeping their results. (--recompute, of whole blocks, is in
-    # model.py.)
+    # Activation checkpointing of cheap operations: a compiled backward pass recomputes norms, GELU
+    # and casts instead of keeping their results. (--recompute, of whole blocks, is in model.py.)
     recompute_cheap_operations(acting.recompute_cheap)
 
     # AdamW with its weight-decay groups; with fused_adamw one kernel updates all parameters,
@@ -147,8 +147,8 @@ def setup(
     state = State(model, optimizers, scaler, memory_before)
     notes += counts
 
-    # Batches: threads read the next ones while the device computes. Which sequences a batch has
-    # is a pure function of the step, so a resumed run only needs to know its step.
+    # Batches: threads read ahead while the device computes. The sequences of a batch are a pure
+    # function of the step, so a resumed run only needs its step.
     val = TokenStream([], config.seq_len)
     if batches is None:
         loader, val = open_data(config, world, model.config.n_vocab)
@@ -181,32 +181,32 @@ def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, T
 def train_step(run: Run, step: int) -> Figures[Tensor]:
     """Take one step of the run; steps count from 1.
 
-    Returns its figures on the device, which may not have computed them yet: reading one waits for
-    it. If the loss or the norm is not finite, no weight changes.
+    Returns its figures on the device, which may still compute them: reading one waits for it. If
+    the loss or the norm is not finite, the weights stay unchanged.
     """
     config, state, losses = run.config, run.state, []
     accumulation = config.accumulation_steps(run.world.world_size)
-    # Gradient accumulation: the gradients of all micro-steps add up before the one update, so a
-    # batch may be larger than memory.
+    # Gradient accumulation: sum the gradients of all micro-steps before one update, so the batch
+    # may be larger than fits in memory.
     for micro_step in range(accumulation):
         x, y = next(run.batches)  # (B, T) each
         with no_sync(run.model, micro_step < accumulation - 1):
             with run.autocast():
                 loss = run.model(x, y) / accumulation  # the sum of the gradients is then a mean
             state.scaler.scale(loss).backward()
-        losses.append(loss.detach())  # stays on the device: reading it would wait for it
+        losses.append(loss.detach())  # not read here: that would wait for the device
 
-    # Only with fp16 the gradients are scaled; they have to be as they are before clipping.
+    # fp16 only: undo the loss scaling before clipping.
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # Clipping: the gradient of a bad batch is scaled down to a norm of grad_clip, so that it
-    # cannot throw the weights far off.
+    # Clipping scales the gradient of a bad batch down to a norm of grad_clip, so that it cannot
+    # throw the weights far off.
     total_norm = clip_gradients(state.model, config.grad_clip)
     loss, norm = run.world.all_reduce_metrics(torch.stack(losses).sum(), total_norm)
 
-    # Warm-up and schedule: the learning rate of this step, in each group times its own factor.
+    # Warm-up and schedule: the learning rate of this step, times each group's own factor.
     lr = learning_rate(step, config, state.seconds)
-    updates = state.begin_update(loss, norm, config)  # unless not finite, or a spike
+    updates = state.begin_update(loss, norm, config)  # False: not finite, or a spike
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
@@ -218,14 +218,14 @@ def train_step(run: Run, step: int) -> Figures[Tensor]:
 
 
 def take_step(run: Run, stop: StopRequest | None = None) -> None:
-    """Take the next step. A GPU is not waited for: `State.settle` reads the step's figures."""
+    """Take the next step without waiting for a GPU: `State.settle` reads its figures later."""
     config, state, device = run.config, run.state, run.world.device
     trim_memory_if_short(device.type)
     step = state.begin_step(device)
     lr = learning_rate(step, config, state.seconds)
     start = mark_time(device)
     figures = train_step(run, step)
-    # With the figures every rank learns whether any was asked to stop.
+    # All ranks learn together with the figures whether any of them was asked to stop.
     asked = torch.full((), bool(stop and stop.received), device=device)
     state.end_step(lr, figures, run.world.all_reduce_metrics(asked)[0], start)
     if device.type != "cuda":
@@ -233,7 +233,7 @@ def take_step(run: Run, stop: StopRequest | None = None) -> None:
 
 
 def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
-    """Log; save, evaluate and sample if it is due: before the first step and after every one.
+    """Log; save, evaluate and sample if due. Called before the first step and after each step.
 
     Raises TrainingError if the last step was left out.
     """
@@ -241,7 +241,7 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
     step, last = state.step, state.is_over(config)
     every = (config.checkpoint_every, config.eval_every, config.hellaswag_every)
     if last or state.stopping or any(is_due(n, step, last) for n in (*every, config.sample_every)):
-        state.settle(config)  # otherwise a GPU already computes the next step by then
+        state.settle(config)  # normally later, while a GPU already computes the next step
     problem = log_steps(folder, state, config, world)
     stopping = state.stopping and not last  # the last step ends the run anyway
     # A run that ends always saves, so that no step is lost.
@@ -252,7 +252,7 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
         save_if_best(val_loss, folder, state, config, world)
         evaluation.score_hellaswag(step, last)
         evaluation.sample(step, last)
-    # Saved, but not done: the exit status has to show that.
+    # The run is saved, but its last update is missing: the exit status has to show that.
     if last and problem:
         raise TrainingError(
             f"step {step}, the last one, was left out: {problem}; resume with a larger --max_steps"
@@ -263,9 +263,9 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
 def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
     """Run the config to its last step, or until `stop` is asked for; returns summary.json.
 
-    Raises UserError for what cannot be trained, before anything is written unless a corpus goes
-    bad or a checkpoint cannot be saved later on; TrainingError at a loss, norm or weight that is
-    not finite, or if the last step was left out; Stopped at a signal before the first step.
+    Raises UserError for a run that cannot start, before anything is written, and later for a corpus
+    that went bad or a checkpoint that cannot be saved; TrainingError for a loss, norm or weight
+    that is not finite, or if the last step was left out; Stopped at a signal before the first step.
     """
     stop = stop or StopRequest()
     resumed, config, notes = find_checkpoint(config, world)
@@ -281,8 +281,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     folder.message(*run.notes)
     announce_long_run(config, state, world, folder)
 
-    # Until here nothing is written. From here on the folder is this run's alone, a signal ends
-    # the run after its step, and what fails is saved first.
+    # Nothing is written until here. From here on, only this run writes the folder, a signal ends
+    # the run after its step, and a failing run is saved first.
     with folder, stop, emergency_save(folder, state, config, world):
         notes += [*config.notes(), *open_run(folder, config, resumed, world)]
         folder.message(*(f"note: {note}" for note in notes))

@@ -41,16 +41,6 @@ REQUIRED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
 }
-# Other forms than WEIGHTS, by a file that a folder of each has; and Python that loads it
-OTHER_FORMS = {
-    f"{WEIGHTS}.index.json": ("weights in several files", "transformers.AutoModelForCausalLM", ""),
-    "pytorch_model.bin*": ("weights as a pickle", "transformers.AutoModelForCausalLM", ""),
-    "adapter_config.json": (
-        "an adapter, without its base model's weights",
-        "peft.AutoPeftModelForCausalLM",
-        ".merge_and_unload()",
-    ),
-}
 
 
 def download(name: str) -> Path:
@@ -70,8 +60,8 @@ def download(name: str) -> Path:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """True if a path is a Hugging Face folder of a model or of an adapter."""
-    return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    """True if a path is a Hugging Face folder of a model."""
+    return (path / "config.json").is_file()
 
 
 def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
@@ -80,7 +70,7 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     Raises CheckpointError, also for a model that differs from GPT-2.
     """
     file = folder / "config.json"
-    theirs = read_json(file) if file.exists() else {}  # an adapter may have none
+    theirs = read_json(file)
     required = dict[str, Any](REQUIRED)
     if theirs.get("n_inner") is not None:
         with reading(file):
@@ -93,13 +83,12 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
         raise CheckpointError(
             f"{folder}: not a GPT-2 that this project can load: {', '.join(wrong)}"
         )
-    for pattern, (form, loader, merged) in OTHER_FORMS.items():
-        if any(folder.glob(pattern)) and not (folder / WEIGHTS).exists():
-            raise CheckpointError(
-                f"{folder}: {form}, not one {WEIGHTS}; write that to another folder in Python: "
-                f"{loader}.from_pretrained({str(folder)!r}){merged}.save_pretrained('NEW', "
-                f"max_shard_size='100GB')"
-            )
+    if not (folder / WEIGHTS).exists():  # weights in several files, or in a pickle
+        raise CheckpointError(
+            f"{folder}: has no {WEIGHTS}; write it to another folder in Python: "
+            f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+            f".save_pretrained('NEW', max_shard_size='100GB')"
+        )
     activation = str(theirs.get("activation_function", "gelu_new"))
     # transformers' defaults are GPT-2 (124M)'s, like GPTConfig's, except for these two.
     options = {"tie_weights": True, "activation": ACTIVATIONS.get(activation, activation)}

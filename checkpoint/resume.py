@@ -73,11 +73,11 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     run = Path(f"{config.log_dir}/{config.run_name}")
     saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config))
     folder = saved.folder if saved else run / "checkpoints"
-    if others := _others(bool(config.resume) and folder.is_dir(), world):
+    if others := ranks_that_differ(bool(config.resume) and folder.is_dir(), world):
         raise CheckpointError(
-            f"{folder} is there for rank 0 but not for {describe_ranks(others)}, or the other "
-            f"way round: a run on several machines resumes where all see its folder; put --log_dir "
-            f"on a file system that they share, at the same path, or copy it to each"
+            f"{folder} is there for rank 0 but not for {describe_ranks(others)}, or vice versa: to "
+            f"resume, all machines have to see the run's folder; put --log_dir on a file system "
+            f"that they share, at the same path, or copy it to each"
         )
     notes = [*world.notes, *skipped]
     if saved:
@@ -139,15 +139,15 @@ def check_same_tokens(folder: str, corpus: str, world: World) -> None:
 
     `corpus`: the training tokens' fingerprint.
     """
-    if others := _others(corpus, world):
+    if others := ranks_that_differ(corpus, world):
         raise UserError(
             f"{folder}: {describe_ranks(others)} did not find the same tokens there as rank 0; "
             f"copy one corpus to all machines"
         )
 
 
-def _others(value: object, world: World) -> list[int]:
-    """Return the ranks that have another value than rank 0."""
+def ranks_that_differ(value: object, world: World) -> list[int]:
+    """Return the ranks whose value differs from rank 0's."""
     values = world.gather(value)
     return [rank for rank, theirs in enumerate(values) if theirs != values[0]]
 
@@ -221,17 +221,10 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     All ranks have to call this. Raises UserError if another run is writing to the folder. A new
     run that cannot be written leaves everything as it was.
     """
-    notes = world.on_rank0(lambda: _open_run(run, config, saved, world))
-    if others := _others((run.path / "config.yaml").exists(), world):
-        problem = (
-            f"{run.path} is not there for {describe_ranks(others)}; put --log_dir on a file system "
-            f"that all machines share"
-        )
-        notes.append(f"{problem}, else the run cannot resume after a fault")
-    return notes
+    return world.on_rank0(lambda: _open_run(run, config, saved))
 
 
-def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
+def _open_run(run: RunFolder, config: Config, saved: SavedState | None) -> list[str]:
     if saved:
         run.resume(saved.step, saved.folder, config.keep_last)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]

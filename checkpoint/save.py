@@ -236,7 +236,7 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
                     error.add_note(
                         f"the state after step {state.step} could not be saved: {another}"
                     )
-        if state.before_step:  # else no step has begun, so there is nothing to resume
+        if state.before_step:  # a step has begun, so there may be something to resume
             if state.checkpoint:
                 error.add_note(run.how_to_resume())
             if isinstance(error, UserError):

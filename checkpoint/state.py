@@ -68,8 +68,8 @@ class TakenStep(NamedTuple):
 class State:
     """Everything that changes from step to step, except the random states of the process.
 
-    A step changes it from `begin_update` to `end_step`. On CUDA the figures of a step are read
-    later, by `settle`: in the next step's `begin_update`, or at once if they are needed.
+    From `begin_update` to `end_step` it is inconsistent; before, it is the previous step's. On CUDA
+    `settle` reads a step's figures later: in the next `begin_update`, or earlier if needed.
     """
 
     model: GPT  # without torch.compile and DDP; sharded, with FSDP
@@ -275,7 +275,7 @@ def put_random_state(state: dict[str, Any], device: torch.device) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(_decode(state["torch_cpu"]))
     gpu = _generator(device)
-    if gpu and state["device"] == device.type:  # else the state is of another kind of device
+    if gpu and state["device"] == device.type:  # it may come from another kind of device
         gpu.set_rng_state(_decode(state["torch_device"]))
 
 

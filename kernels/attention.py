@@ -1,15 +1,16 @@
 """Blocked causal attention for CPUs with bfloat16 instructions: large matmuls over blocks of
-queries, and between them code that torch.compile fuses.
+queries, and elementwise code between them, fused by torch.compile.
 
-PyTorch's flash kernel for CPUs multiplies small tiles, at a fifth of the speed that large matmuls
-reach there. Here a block of queries meets all keys up to its end at once. As in flash attention
+PyTorch's flash kernel for CPUs multiplies small tiles, at a fifth of the speed of large matmuls.
+Here one matmul multiplies a block of queries with all keys up to its end. As in flash attention
 (Dao et al. 2022), the scores of all queries never exist at once: the forward pass keeps two numbers
-for each query, and the backward pass computes the scores again.
+per query, and the backward pass recomputes the scores.
 
 A matmul's result is rounded to bfloat16: a score of 20 is off by up to 0.06, and its weight by 6%.
-So the matmul itself subtracts each query's largest score: queries get columns with its negative,
-keys columns of ones. The scores that count are then near zero, where bfloat16 is fine. In the
-backward pass the gradients of the weights are centred in the same way.
+So the matmul itself subtracts each query's largest score: queries get columns with the negated
+score, keys get columns of ones, and q' k'^T = q k^T - score. The scores that matter are then near
+zero, so bfloat16 is precise enough. The backward pass centres the gradients of the weights in the
+same way.
 """
 
 import functools
@@ -20,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK, SEQUENCES = 256, 2  # queries in a block, sequences whose blocks are computed together
-# Instructions for matmuls in bfloat16; without them a CPU emulates it.
+BLOCK, SEQUENCES = 256, 2  # queries per block, sequences per matmul
+# Without instructions for matmuls in bfloat16 a CPU emulates them.
 CPU_HAS_BF16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def blocked_is_faster(device: torch.device, dtype: torch.dtype, T: int) -> bool:
-    """True if a compiled model attends over T tokens faster in blocks than by PyTorch's kernel."""
+    """True if blocked attention over T tokens beats PyTorch's kernel in a compiled model."""
     return device.type == "cpu" and dtype == torch.bfloat16 and T > BLOCK and CPU_HAS_BF16
 
 
@@ -36,24 +37,24 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y
 
 
-# One operator to torch.compile. Its caches on disk know the operator by its name: rename it when
-# what it computes changes.
+# torch.compile treats this as one operator. Its caches on disk identify the operator by name:
+# rename it when its computation changes.
 @torch.library.custom_op("gpt2::causal_attention", mutates_args=())
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and for each query (B, nh, T, 1) its largest score, before scaling, and the sum
-    that its weights are divided by.
+    """Return y, and for each query (B, nh, T, 1) its largest score, before scaling, and its sum of
+    weights, the softmax's denominator.
     """
     _, nh, T, hs = q.shape
     y, largest, sums = _results(q, k, v, compiled)
     for part, (qs, ks, vs) in parts(q, k, v):
-        keys, space = with_ones(ks), q.new_empty(len(qs) * BLOCK * T)
+        keys, space = append_ones(ks), q.new_empty(len(qs) * BLOCK * T)
         for rows in blocks(T):
             seen = slice(rows.stop)
             scores = matmul_into(space, qs[:, rows], ks[:, seen].mT)
             top = fused(largest_score, compiled)(scores)
-            weights = matmul_into(space, with_minus(qs[:, rows], top), keys[:, seen].mT)
+            weights = matmul_into(space, append_negated(qs[:, rows], top), keys[:, seen].mT)
             total = fused(to_weights, compiled)(weights, 1 / math.sqrt(hs))
             for kept, new in (y, weights @ vs[:, seen] / total), (largest, top), (sums, total):
                 kept[part, :, rows] = new.unflatten(0, (-1, nh))
@@ -75,8 +76,8 @@ def attention_backward(
     _, nh, T, hs = q.shape
     q_grad, k_grad, v_grad = _gradients(y_grad, q, k, v, y, largest, sums, compiled)
     for part, (gs, qs, ks, vs, ys, top, totals) in parts(y_grad, q, k, v, y, largest, sums):
-        queries, keys, values = with_minus(qs, top), with_ones(ks), with_ones(vs)
-        centred = with_minus(gs, (gs.float() * ys).sum(-1, keepdim=True))
+        queries, keys, values = append_negated(qs, top), append_ones(ks), append_ones(vs)
+        centred = append_negated(gs, (gs.float() * ys).sum(-1, keepdim=True))
         ks_grad, vs_grad = (torch.zeros_like(x, dtype=torch.float32) for x in (ks, vs))
         spaces = q.new_empty(2, len(qs) * BLOCK * T)
         for rows in blocks(T):
@@ -94,8 +95,8 @@ def attention_backward(
 
 
 def parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Cut tensors (B, nh, T, _) into a few sequences each: yields their slice of B, and each
-    tensor's part (N, T, _), N being sequences times heads.
+    """Split tensors (B, nh, T, _) into a few sequences each: yields the slice of B, and each
+    tensor's part (N, T, _), with N = sequences x heads.
     """
     for start in range(0, len(tensors[0]), SEQUENCES):
         part = slice(start, start + SEQUENCES)
@@ -108,35 +109,35 @@ def blocks(T: int) -> list[slice]:
 
 
 def matmul_into(space: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute a b (N, R, S) in the buffer `space`, which is large enough: new buffers of each
-    block's size would fragment the memory.
+    """Compute a b (N, R, S) in the larger buffer `space`: a new buffer per block size would
+    fragment the memory.
     """
     N, R, S = len(a), a.size(1), b.size(2)
     return torch.bmm(a, b, out=space[: N * R * S].view(N, R, S))
 
 
-def with_minus(x: Tensor, subtracted: Tensor) -> Tensor:
-    """Append two columns whose sum is `-subtracted`; one bfloat16 alone would be too coarse."""
+def append_negated(x: Tensor, subtracted: Tensor) -> Tensor:
+    """Append two columns whose sum is `-subtracted`; one bfloat16 column would be too coarse."""
     first = -subtracted.to(x.dtype)
     return torch.cat((x, first, -(subtracted + first.float()).to(x.dtype)), dim=-1)
 
 
-def with_ones(x: Tensor) -> Tensor:
-    """Append two columns of ones, which meet those of `with_minus`."""
+def append_ones(x: Tensor) -> Tensor:
+    """Append two columns of ones, the counterparts of `append_negated` in a matmul."""
     return torch.cat((x, x.new_ones(*x.shape[:2], 2)), dim=-1)
 
 
-# ---- between the matmuls; scores (N, R, S) are those of the last R of S tokens
+# ---- between the matmuls; scores are (N, R, S), for the last R of S tokens
 
 
 @functools.cache
 def fused(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """Compile the function, if wanted, for blocks of any length."""
+    """Compile the function for blocks of any length if `compiled`."""
     return torch.compile(function, dynamic=True) if compiled else function
 
 
 def later(scores: Tensor) -> Tensor:
-    """Return a mask (R, S), True where a key comes after the query."""
+    """Return a mask (R, S), True for keys after the query."""
     R, S = scores.shape[1:]
     return (
         torch.arange(S, device=scores.device)
@@ -159,7 +160,7 @@ def to_weights(scores: Tensor, scale: float) -> Tensor:
 def to_weights_and_gradients(
     scores: Tensor, weights_grad: Tensor, sums: Tensor, scale: float
 ) -> None:
-    """Turn scores into weights, and the weights' gradients into those of the scores, in place."""
+    """Turn scores into weights, and gradients of weights into gradients of scores, in place."""
     weights = (scores.float() * scale).exp().masked_fill(later(scores), 0.0) / sums
     weights_grad.copy_(weights * weights_grad.float() * scale)
     scores.copy_(weights)
@@ -169,8 +170,8 @@ def to_weights_and_gradients(
 
 
 def _joined(x: Tensor) -> Tensor:
-    """Make an empty tensor of the shape of x (B, nh, T, hs), with a token's heads side by side in
-    memory, as the layers before and after have them.
+    """Allocate a tensor of the shape of x (B, nh, T, hs), with a token's heads adjacent in memory,
+    as in the layers before and after.
     """
     B, nh, T, hs = x.shape
     return x.new_empty(B, T, nh, hs).transpose(1, 2)
@@ -178,7 +179,7 @@ def _joined(x: Tensor) -> Tensor:
 
 @attention_forward.register_fake
 def _results(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Make empty results; their shapes and strides are also what the compiler is told."""
+    """Allocate the results; torch.compile takes their shapes and strides from here too."""
     B, nh, T, _ = q.shape
     return _joined(q), q.new_empty(B, nh, T, 1), q.new_empty(B, nh, T, 1, dtype=torch.float32)
 
@@ -199,7 +200,7 @@ def _gradients(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, ctx.compiled = inputs
-    ctx.set_materialize_grads(False)  # of the results that have none
+    ctx.set_materialize_grads(False)  # only y gets a gradient
     ctx.save_for_backward(q, k, v, *output)
 
 

@@ -1,9 +1,8 @@
-"""Chunked cross-entropy: the logits of a few tokens at a time, so that those of all tokens, (B, T,
-V), never exist at once.
+"""Chunked cross-entropy: the logits of a few tokens at a time, so that all logits (B, T, V) never
+exist at once.
 
-The forward pass computes the gradients of each chunk as soon as it has the chunk's logits; the
-backward pass only scales them. So nothing is computed twice; recomputing the logits instead would
-cost a tenth of a step's arithmetic.
+The forward pass computes the gradients of each chunk together with its logits, and the backward
+pass only scales them. To recompute the logits instead would cost a tenth of a step's arithmetic.
 """
 
 import functools
@@ -16,7 +15,7 @@ from torch import Tensor
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """Keep logits within +-cap, smoothly (Gemma 2, Gemma Team 2024, section 2); 0: as they are."""
+    """Keep logits within +-cap, smoothly (Gemma 2, Gemma Team 2024, section 2); 0 is off."""
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
@@ -26,9 +25,8 @@ def chunked_cross_entropy(
     """Return the mean loss in nats per token of the last layer's output x (B, T, C), given the
     head's weight (V, C) and targets (B, T).
 
-    The tokens are cut into `chunks` equal chunks; where they do not divide, the last one is
-    smaller, and there may be fewer. Rows of the head from n_vocab on are padding. `cap`: that of
-    `soft_cap`. Matmuls run in autocast's dtype.
+    The tokens are split into `chunks` chunks of one size; the last one may be smaller. Rows of the
+    head from n_vocab on are padding. `cap`: see `soft_cap`. Matmuls run in autocast's dtype.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -45,9 +43,8 @@ def chunked_cross_entropy(
     return total / targets.numel()
 
 
-# One operator to torch.compile, which would otherwise keep all chunks' logits for the backward
-# pass. Its caches on disk know the operator by its name: rename it when what `_backward` computes
-# changes.
+# torch.compile treats this as one operator; otherwise it would keep all logits for the backward
+# pass. Its caches on disk identify the operator by name: rename it when its computation changes.
 @torch.library.custom_op("gpt2::summed_loss", mutates_args=())
 def summed_loss(
     x: Tensor,
@@ -60,7 +57,7 @@ def summed_loss(
     compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses of N tokens, and its gradients with respect to x (N, C) and
-    weight (V, C), empty if not wanted.
+    weight (V, C), which are empty without `with_gradients`.
     """
     of_chunk = compiled_chunk() if compiled else loss_of_chunk
     total = torch.zeros((), device=x.device)
@@ -71,8 +68,8 @@ def summed_loss(
         total += loss
         if gradient is not None:
             x_grads.append(gradient @ cast_weight)
-            weight_grad += gradient.t() @ chunk  # adds up in fp32
-        del gradient  # before the next chunk's exists
+            weight_grad += gradient.t() @ chunk  # sums in fp32
+        del gradient  # free it before the next chunk
     return total, torch.cat(x_grads) if with_gradients else x.new_empty(0), weight_grad
 
 
@@ -82,7 +79,7 @@ def loss_of_chunk(
     """Return the sum of the losses of R tokens, and its gradient with respect to their logits (R,
     V), in the dtype of x (R, C).
     """
-    rows = torch.arange(weight.size(0), device=x.device)  # of the head
+    rows = torch.arange(weight.size(0), device=x.device)  # rows of the head
     capped = soft_cap((x @ weight.t()).float(), cap)
     log_p = F.log_softmax(capped.masked_fill(rows >= n_vocab, float("-inf")), dim=-1)
     loss = F.nll_loss(log_p, targets, reduction="sum")
@@ -90,13 +87,15 @@ def loss_of_chunk(
         return loss, None
     gradient = log_p.exp() - (rows == targets[:, None]).float()
     if cap:
-        gradient = gradient * (1 - (capped / cap) ** 2)  # that of tanh
-    return loss, gradient.to(x.dtype)  # not yet over the number of tokens: float16 would lose it
+        gradient = gradient * (1 - (capped / cap) ** 2)  # derivative of tanh
+    return loss, gradient.to(
+        x.dtype
+    )  # divided by the number of tokens later: float16 would underflow
 
 
 @functools.cache
 def compiled_chunk() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Compile `loss_of_chunk`: all that comes after the matmul is fused."""
+    """Compile `loss_of_chunk`, which fuses everything after the matmul."""
     return torch.compile(loss_of_chunk, dynamic=False)
 
 
