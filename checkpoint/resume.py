@@ -221,10 +221,17 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     All ranks have to call this. Raises UserError if another run is writing to the folder. A new
     run that cannot be written leaves everything as it was.
     """
-    return world.on_rank0(lambda: _open_run(run, config, saved))
+    notes = world.on_rank0(lambda: _open_run(run, config, saved, world))
+    if others := _others((run.path / "config.yaml").exists(), world):
+        problem = (
+            f"{run.path} is not there for {describe_ranks(others)}; put --log_dir on a file system "
+            f"that all machines share"
+        )
+        notes.append(f"{problem}, else the run cannot resume after a fault")
+    return notes
 
 
-def _open_run(run: RunFolder, config: Config, saved: SavedState | None) -> list[str]:
+def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
     if saved:
         run.resume(saved.step, saved.folder, config.keep_last)
         notes = [f"resumes from {saved.folder}, after step {saved.step}"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import math
 import re
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.parallel import DistributedDataParallel
 
 from runtime.errors import UserError
 from runtime.launch import Launch, launch
@@ -162,10 +164,12 @@ def ddp_options(device: torch.device) -> dict[str, Any]:
     """Return DistributedDataParallel's arguments for a model on the device.
 
     Gradients are views of the buckets, which saves a copy of them. Buffers are constants and need
-    no broadcast.
+    no broadcast; that option has a new name since PyTorch 2.13.
     """
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     ids = [device.index] if device.type == "cuda" else None
-    return {"device_ids": ids, "gradient_as_bucket_view": True, "forward_sync_buffers": False}
+    return {"device_ids": ids, "gradient_as_bucket_view": True, buffers: False}
 
 
 def fsdp_options(device: torch.device, ranks: int, *, bf16: bool) -> dict[str, Any]:
@@ -265,10 +269,14 @@ def check_compiler(
     if mode == "reduce-overhead" and device.type != "cuda":
         notes.append(f"compile_mode {mode} has no effect without CUDA: it records CUDA graphs")
     if effective_mode not in ("", mode):
-        notes.append(
-            f"compile_mode {mode} runs as {effective_mode}: CUDA graphs are for one rank, one "
-            f"micro-step and one chunk of the loss"
-        )
+        reason = "CUDA graphs are for one rank, one micro-step and one chunk of the loss"
+        if mode.startswith("max-autotune") and effective_mode == "default":
+            reason = (
+                "PyTorch before 2.12 may compute 2^31 and more logits wrongly otherwise "
+                "(github.com/pytorch/pytorch/issues/189054); a smaller batch_size or more "
+                "loss_chunks avoid that"
+            )
+        notes.append(f"compile_mode {mode} runs as {effective_mode}: {reason}")
     return notes
 
 

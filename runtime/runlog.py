@@ -27,7 +27,7 @@ from runtime.files import (
     sole_writer,
     write_atomic,
 )
-from runtime.report import flops_rate
+from runtime.report import about, flops_rate
 from runtime.signals import Stopped
 from runtime.track import Trackers
 
@@ -49,6 +49,7 @@ class LogRow(NamedTuple):
 LOG_COLUMNS = LogRow._fields
 EVAL_COLUMNS = ("step", "val_loss")  # then one for each HellaSwag score of the run
 COLUMNS = {"log.csv": LOG_COLUMNS, "eval.csv": EVAL_COLUMNS, "metrics.csv": ("step",)}
+FAR_OFF = 1.5  # factor between announced and measured step times that is worth a line
 FORMATS = {"step": ".0f", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # the rest keep all digits
 
 
@@ -74,6 +75,7 @@ class RunFolder:
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._trackers = Trackers(trackers if rank == 0 else (), self.message)
         self._extra_metrics: ExtraMetrics = lambda tokens_per_sec: {}
+        self._expected: float | None = None  # seconds of a step, as announced
         self._resumed_after = 0
         self._timed_from: tuple[int, float] | None = None  # a step, and when it was logged
         self._metric_columns: list[str] = []  # metrics.csv's, once this process has written it
@@ -189,6 +191,10 @@ class RunFolder:
 
     # ---- writing, on all ranks
 
+    def expect(self, step_seconds: float) -> None:
+        """Take the step time that an announcement assumed; `log` corrects it if it is far off."""
+        self._expected = step_seconds
+
     def open_trackers(
         self, config: Mapping[str, Any], extra_metrics: Callable[[], ExtraMetrics]
     ) -> None:
@@ -255,6 +261,8 @@ class RunFolder:
                 self._log_metrics({"step": row.step, **further})
         figures = {**logged, **further, **self._extra_metrics(row.tokens_per_sec)}
         self._trackers.log(row.step, figures, "train")
+        if time_left and each and row.step >= 4:  # three steps after the first, which compiles
+            self._correct_announcement(each, left)
 
     def _log_metrics(self, row: Mapping[str, float]) -> None:
         path, step = self.path / "metrics.csv", int(row["step"])
@@ -270,6 +278,16 @@ class RunFolder:
         self._timed_from = self._timed_from or (step, time.monotonic())
         first, begun = self._timed_from
         return (time.monotonic() - begun) / (step - first) if step > first else None
+
+    def _correct_announcement(self, step_seconds: float, steps_left: int) -> None:
+        """Print once how long the run takes, if it was announced and is far from that."""
+        factor = step_seconds / (self._expected or step_seconds)
+        self._expected = None
+        if not 1 / FAR_OFF < factor < FAR_OFF:
+            self.message(
+                f"takes about {about(step_seconds * steps_left)} more, by its first steps: they "
+                f"are {factor:.2g} times as long as announced"
+            )
 
     def log_evaluation(self, step: int, last_step: int | None, **figures: float) -> None:
         """Print figures of an evaluation and add them to the step's row of eval.csv."""

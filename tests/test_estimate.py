@@ -119,6 +119,21 @@ def test_a_long_run_says_how_long_it_takes(tiny_config, monkeypatch, capsys):
     announce_long_run(load_config("baseline"), state, ALONE, folder)
     (line,) = folder.message.call_args.args
     assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)
+    assert folder.expect.call_args.args[0] == pytest.approx(15 * 60 / 50, rel=0.05)
+
+
+@pytest.mark.parametrize(("announced", "factor"), [(1e-9, r"[\d.e+]+"), (1e9, r"[\d.e-]+")])
+def test_an_announced_time_is_corrected_once_by_the_first_steps(
+    announced, factor, tiny_config, monkeypatch, capsys
+):
+    monkeypatch.setattr("train.announce_long_run", lambda *args: args[-1].expect(announced))
+    train(tiny_config(max_steps=8), ALONE)
+    out = capsys.readouterr().out
+    line = rf"^takes about 0 minutes more, by its first steps: they are {factor} times as long"
+    assert len(re.findall(line, out, re.MULTILINE)) == 1
+    before, _, _ = out.partition("takes about")
+    assert "step 4/8" in before
+    assert "step 5/8" not in before
 
 
 def test_an_estimate_without_a_steady_matmul_gives_no_hours(tiny_config, monkeypatch, capsys):

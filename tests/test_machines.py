@@ -91,13 +91,17 @@ def test_other_tokens_are_an_error_with_the_ranks_that_have_them(monkeypatch):
         check_same_tokens("data/mine", "one", World(CPU, 0, 4))
 
 
-def test_a_machine_that_does_not_see_the_runs_folder_cannot_resume(tiny_config, tmp_path):
+def test_a_machine_that_does_not_see_the_runs_folder_gets_a_line_and_cannot_resume(
+    tiny_config, tmp_path
+):
     (tmp_path / "elsewhere").mkdir()
     apart = 'os.chdir("elsewhere")'
     options = [*flags(tiny_config(max_steps=2)), "--log_dir", "logs"]
     resume = [*options, "--max_steps", "4", "--resume", "auto"]
     for done in run_different(apart, *options, "--fsdp", cwd=tmp_path):  # rank 0 alone saves
         assert (done.returncode, done.stderr) == (0, "")
+    console = (tmp_path / "logs/train/console.log").read_text()
+    assert "note: logs/train is not there for rank 1; put --log_dir on a file system" in console
     (line,) = refused(apart, *resume, cwd=tmp_path)
     assert line.startswith("error: logs/train/checkpoints/step_000002 is there for rank 0 but not ")
 
