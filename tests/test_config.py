@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import pickle
 import re
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,6 @@ import yaml
 from config import (
     ARCHITECTURE,
     FIXED,
-    INITIAL,
     Config,
     DataConfig,
     ModelConfig,
@@ -30,7 +28,6 @@ from model import GPTConfig
 from runtime.cli import (
     CONFIG_DIR,
     ConfigError,
-    ContradictionError,
     load,
     parse,
     sections,
@@ -293,12 +290,6 @@ SEVERAL_MISTAKES = """
 def test_all_mistakes_are_reported_at_once(given, blamed, mistakes):
     write("f.yaml", "batchsize: 4\nn_layer: 0\nbetas: [2, x]")
     assert sorted(line.partition(":")[0] for line in mistakes(*given.split())) == blamed.split()
-
-
-def test_contradictions_can_be_sent_to_another_process():
-    error = ContradictionError([("lr", "too high"), ("min_lr", "too low")])
-    again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.problems) == ("too high; too low", error.problems)
 
 
 def test_indivisible_total_batch_counts_the_processes_that_torchrun_started(mistakes, monkeypatch):
@@ -599,10 +590,8 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
     recipe, name, shape, lr, steps
 ):
     config, model = load_config(recipe), load_config(f"model/{name}")
-    assert (model.n_layer, model.n_head, model.n_embd) == shape
-    assert (model.tie_weights, model.residual_scaling, model.init) == (True, True, "gpt2")
-    of_the_model = Config.names_marked(ARCHITECTURE) + Config.names_marked(INITIAL)
-    assert not changes(config, model).keys() & {*of_the_model}
+    assert (config.n_layer, config.n_head, config.n_embd) == shape
+    assert not changes(config, model).keys() & {*Config.names_marked(ARCHITECTURE)}
     assert (config.lr, config.final_lr(), config.max_steps) == (lr, lr / 10, steps)
     tokens = config.tokens_per_step(1)
     assert steps * tokens == pytest.approx(10e9, rel=1e-4)

@@ -38,7 +38,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fused_adamw and micro-steps": {"fused_adamw": True, "total_batch_tokens": 256},
     "fused_adamw and skip_spikes": {"fused_adamw": True, "skip_spikes": 1},
     "loss_chunks": {"loss_chunks": 4, "tie_weights": True, "bf16": True},
-    "recompute": {"recompute": True},
     "without flash": {"flash": False},
     "muon": {"optimizer": "muon"},
     "grad_clip": {"grad_clip": 0.1},

@@ -214,7 +214,6 @@ def test_val_fraction_cuts_disjoint_splits_of_the_right_size_also_across_shards(
         (["train"], ["val"], []),  # nanoGPT's names
         (["x_train_0"], ["x_validation_0"], ["x_test_0"]),
         (["train-00000-of-00002", "train-00001-of-00002"], ["valid-00000-of-00001"], ["test"]),
-        (["x.train"], ["x.Dev"], []),
         (["train"], ["test"], []),
         (["a", "trainable", "devil", "retest"], ["b-val"], []),  # no word between separators
         (["my_test_train_000000", "dev-train"], ["my_test_val_000000", "train_val"], []),
@@ -335,22 +334,6 @@ def test_the_order_of_a_huge_corpus_repeats_no_window_and_stays_within_it():
         assert abs(windows.mean() / n - 0.5) < 0.01
 
 
-def surprise(counts, expected, freedom):
-    """By how many standard deviations a chi-square is off what it is for counts of chance."""
-    return abs(float(((counts - expected) ** 2 / expected).sum()) - freedom) / (2 * freedom) ** 0.5
-
-
-@pytest.mark.parametrize("n", [100_003, 2**17])
-def test_an_order_looks_like_chance(n):
-    windows, bins, in_order = order(n), 64, np.arange(n)
-    for before, after in (in_order, windows), (windows[:-1], windows[1:]):
-        squares = np.histogram2d(before, after, bins=bins)[0]
-        assert surprise(squares, len(before) / bins**2, (bins - 1) ** 2) < 5
-    others = (order(n, *other) for other in ((1337, 1), (1338, 0), (1337 + 2**32, 0)))
-    for other in (in_order, *others):  # neither the text's order nor an epoch or seed tells another
-        assert (windows == other).sum() < 10  # 1 by chance
-
-
 @each_order
 def test_overfit_batch_is_step_1s_batch_for_ever_with_all_its_micro_steps(shuffle):
     loader = DataLoader(make_stream(401), 2, accumulation=3, shuffle=shuffle)
@@ -365,7 +348,7 @@ def test_a_corpus_too_small_for_one_step_says_how_many_tokens_one_takes():
     DataLoader(make_stream(129), 2, world_size=4, accumulation=4)
 
 
-def test_files_shorter_than_a_sequence_are_told_as_no_sequence_crosses_the_end_of_a_file():
+def test_files_shorter_than_a_sequence_are_noted_as_no_sequence_crosses_the_end_of_a_file():
     with refused(
         r"9 tokens make 1 sequences of 4 \(none crosses the end of a file\), but one step"
     ):

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import runtime.world
 from checkpoint.resume import check_same_tokens
 from runtime.errors import UserError
 from runtime.signals import StopRequest, end_unfinished
@@ -72,14 +71,6 @@ def test_ranks_with_other_options_code_or_pytorch_do_not_train_together(tiny_con
     assert version.endswith(f"it is {torch.__version__} on rank 0 and 2.11.0 on rank 1")
     assert re.fullmatch(r"error: hash of the code: .* \w{8} on rank 0 and another on rank 1", code)
     assert not Path(tiny_config().log_dir).exists()
-
-
-def test_ranks_on_other_gpus_train_together_with_a_note(monkeypatch):
-    monkeypatch.setattr(World, "gather", lambda _, own: [own, (own[0], "NVIDIA H100")])
-    (note,) = runtime.world._check_match(World(CPU, 0, 2), {}).notes
-    assert (
-        note == "the ranks have different GPUs (NVIDIA H100, cpu): each step waits for the slowest"
-    )
 
 
 def test_other_tokens_are_an_error_with_the_ranks_that_have_them(monkeypatch):

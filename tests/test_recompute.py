@@ -96,8 +96,5 @@ def test_compiled_runs_that_recompute_cheap_operations_as_on_a_cpu_or_blocks_are
     for device, by_default in (("cpu", True), ("cuda", False)):
         for wanted, recomputes in ((None, by_default), (not by_default, not by_default)):
             config = load_config(recompute_cheap=wanted, compile=True).on_device(device, 1)
-            assert ("recompute_cheap" in config.describe_optimizations(1).split("; off")[0]) == (
-                recomputes
-            )
             recompute_cheap_operations(bool(config.recompute_cheap))
             assert [getattr(functorch_config, name) for name in BANS] == [not recomputes] * 2

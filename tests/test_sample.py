@@ -52,7 +52,6 @@ def options(*words):
     "settings",
     [
         {},
-        {"top_k": 5},
         {"top_k": 10**6, "top_p": 1e-9},
         {"top_p": 0.7, "temperature": 0.3},
         {"temperature": 1.7, "top_k": 40, "top_p": 0.9, "repetition_penalty": 0.5},
@@ -327,13 +326,3 @@ def test_after_the_end_of_a_document_a_line_begins_another(conversation, monkeyp
     monkeypatch.setattr(inference.sampling, "draw", lambda *_: END_OF_TEXT)
     _, contexts, _ = conversation(b"One\nTwo\n")
     assert contexts == [encoded("One"), [*encoded("One"), END_OF_TEXT, *encoded("Two")]]
-
-
-def test_ctrl_c_at_the_prompt_ends_a_conversation(conversation, monkeypatch):
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.input", interrupted)
-    said, contexts, _ = conversation(b"")
-    assert contexts == []
-    assert said.err == "0 tokens in 0.00 s: 0.0 tokens/s\n"

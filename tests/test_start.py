@@ -155,7 +155,7 @@ def test_the_memory_that_is_left_is_the_machines_or_the_containers(tmp_path):
     put("sys/fs/cgroup/job/memory.stat", "inactive_file 0\n")
     put("sys/fs/cgroup/job/memory.current", "1000\n")
     put("sys/fs/cgroup/job/memory.max", "5000\n")
-    assert memory_left(tmp_path) == 4000
+    assert memory_left(tmp_path) == 4000, "the smallest limit counts"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ OLD = (
         ("13.0", None, rf"NVIDIA's driver, {OLD}"),
         (None, None, r"this PyTorch \(.*\) is built without CUDA; install a build with CUDA"),
     ],
-    ids=["old driver", "old open driver", "driver of another kind", "PyTorch for CPUs"],
+    ids=["old open driver", "driver of another kind", "PyTorch for CPUs"],
 )
 def test_a_gpu_that_pytorch_cannot_use_is_an_error_and_not_a_run_on_the_cpu(
     device, cuda, driver, message, monkeypatch

@@ -161,8 +161,6 @@ def test_tf32_sets_the_precision_of_the_process_in_every_run_where_the_device_ha
     assert precision(tf32=True) == "highest"  # a CPU has none
     has_bf16 = {"amx_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has_bf16)
-    assert precision(matmul_precision="medium") == "medium"
-    has_bf16 |= {"amx_bf16": False, "avx512_bf16": True}
     assert [precision(matmul_precision="medium"), precision(tf32=True)] == ["medium", "highest"]
     assert "medium makes them faster here" in check_precision(CPU, matmul_precision="high")[0]
     has_bf16.clear()
@@ -317,10 +315,6 @@ def test_a_run_whose_last_step_overflows_in_fp16_is_saved_and_not_done(
     weights = read_tensors(saved / "model.safetensors")
     assert all(torch.equal(weights[name], first[name]) for name in weights)
     assert read_state(saved).skipped_steps == 2
-    straight, resumed = (
-        run(tiny_config(fp16=True, **how)) for how in ({"run_name": "b"}, {"resume": "auto"})
-    )
-    assert resumed["skipped_steps"] == straight["skipped_steps"] > 2
 
 
 @pytest.mark.usefixtures("large_scale")
@@ -415,8 +409,6 @@ def test_a_run_has_files_of_a_fixed_form_and_says_what_runs_before_its_first_ste
         "num decayed parameter tensors: 29, with",
         "num non-decayed parameter tensors: 0, with 0",
         "optimizations on: init gpt2, warmup_steps 50, tf32, flash; off: padded vocabulary, ",
-        "note: tf32 has no effect on cpu",
-        "note: flash runs PyTorch's flash_attention",
         "note: warmup_steps 50 > max_steps 6",
         "step 0/6 | validation loss",
     ):

@@ -9,14 +9,12 @@ should say nothing.
 """
 
 import contextlib
-import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from runtime.cli import Name, Options, Positive, ZeroIsOff
-from runtime.start import cores, start
+from runtime.start import start
 
 
 class MistakesOptions(Options):
@@ -33,8 +31,6 @@ class MistakesOptions(Options):
 
     seeds: ZeroIsOff = 20
     """clean runs"""
-    jobs: Positive = 1
-    """runs at a time, which share the cores"""
     curve: bool = False
     """write the curve from these runs"""
     mistake: Name | None = None
@@ -140,19 +136,12 @@ def plant(name: str, folder: str, steps: int) -> None:
         train.train(config, World(torch.device("cpu")))
 
 
-def run_all(commands: dict[str, list[str]], folder: Path, jobs: int) -> Iterator[str]:
-    """Run commands, so many at a time; yields the name of each that is done, in their order."""
-    threads = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))}
-
-    def run(name: str) -> str:
-        command = [sys.executable, *commands[name], f"--log_dir={folder / name}"]
-        ran = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
-        if ran.returncode:
-            raise RuntimeError(f"{name}: {ran.stderr}")
-        return name
-
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(run, commands)
+def run_all(commands: dict[str, list[str]], folder: Path) -> Iterator[str]:
+    """Run commands one after the other; yields the name of each that is done."""
+    for name, words in commands.items():
+        command = [sys.executable, *words, f"--log_dir={folder / name}"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        yield name
 
 
 def verdicts_of(run: Path) -> list[str]:
@@ -201,12 +190,12 @@ def main(options: MistakesOptions) -> None:
         planted = (
             {} if options.curve else {name: [__file__, f"--mistake={name}"] for name in MISTAKES}
         )
-        for name in run_all(planted, folder, options.jobs):
+        for name in run_all(planted, folder):
             told = verdicts_of(folder / name)
             print("\n    ".join([f"{name}: {'TOLD' if told else 'not told'}", *told]))
             print(f"    validation losses {losses_of(folder / name)}", flush=True)
         alarms, curves = 0, list[dict[int, float]]()
-        for name in run_all(clean, folder, options.jobs):
+        for name in run_all(clean, folder):
             curves.append(losses_of(folder / name))
             told = verdicts_of(folder / name)
             alarms += bool(told)
