@@ -1,4 +1,4 @@
-"""Options: what a mistake prints, what overrides what, `--help`, and the YAML files in configs/."""
+"""Options: messages for mistakes, precedence, `--help`, and the YAML files in configs/."""
 
 import dataclasses
 import itertools
@@ -71,7 +71,7 @@ lr_schedule: constant|cosine|wsd
 compile_mode: default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs
 device: auto|cuda|mps|cpu
 """)
-# what each stage of the speedup ladder changes relative to the one before, the first to baseline
+# changes of each stage of the speedup ladder relative to the one before; the first, to baseline
 LADDER = {
     "speedup1": {"tie_weights": True},
     "speedup2": {"tf32": True},
@@ -134,7 +134,7 @@ def loaded(text: str, **options) -> Config:
 
 
 def cases(table: str) -> list[list[str]]:
-    """What is given and what is said of it, line by line of `given => said`."""
+    """Split lines of the form `input => expected message`."""
     return [line.split(" => ") for line in table.strip().splitlines()]
 
 
@@ -150,7 +150,7 @@ def changes(config: Config, base: Config) -> dict[str, object]:
     }
 
 
-# ---- mistakes: one line each, with where it came from, what is allowed and the nearest name
+# ---- mistakes: one line each, with the file or flag, the allowed values and the nearest name
 
 FLAG_MISTAKES = """
 --zzz 9 => --zzz: unknown option .. --help
@@ -494,7 +494,7 @@ def test_an_option_without_effect_is_noted_and_one_with_an_effect_is_not(given, 
 def test_the_contracts_names_and_defaults_are_there(section):
     defaults = SECTIONS[section]().model_dump(mode="json")
     contract = CONTRACT[section]
-    # as JSON, which tells 0, 0.0 and false apart
+    # JSON distinguishes 0, 0.0 and false
     assert json.dumps({name: defaults[name] for name in contract}) == json.dumps(contract)
 
 
@@ -528,7 +528,7 @@ def test_every_option_belongs_to_one_section_and_has_help():
 
 def test_the_models_own_options_are_those_of_the_command_line_so_the_two_lists_cannot_drift():
     ours = ModelConfig().model_dump()
-    ours.pop("init_from")  # where weights come from, not what the model is
+    ours.pop("init_from")  # the source of the weights, not part of the model
     for name in ("flash", "residual_bf16", "loss_chunks", "recompute"):
         ours[name] = SpeedConfig.model_fields[name].default
     assert dataclasses.asdict(GPTConfig()) == ours
@@ -600,7 +600,7 @@ def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion
     assert config.describe_optimizations(1).partition("; off: ")[2] == "several ranks"
 
 
-# ---- what is derived from the marks on fields
+# ---- derived from the marks on fields
 
 
 class Extended(Config):

@@ -30,8 +30,8 @@ VAL_SHARD = C / "c_val_000000.bin"
 
 
 def write_shards(*sizes):
-    """Token files with the tokens 0, 1, 2, ... counted on from file to file, so that a token tells
-    its place.
+    """Token files with the tokens 0, 1, 2, ... counted on from file to file: each token is its
+    place.
     """
     C.mkdir(exist_ok=True)
     for i, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
@@ -98,7 +98,7 @@ def test_a_file_that_is_not_a_whole_token_file_is_refused_not_trained_on(case):
 
 
 def test_a_folder_without_training_files_says_how_to_write_some():
-    hidden = C / ".c_train_000000.bin"  # as editors and copying leave
+    hidden = C / ".c_train_000000.bin"  # editors and copying leave such files
     files = (lambda path=path: write_token_file(path, [range(50)]) for path in (VAL_SHARD, hidden))
     for prepare in (lambda: None, C.mkdir, *files):
         prepare()
@@ -140,7 +140,7 @@ def test_a_bad_id_deep_in_a_file_is_refused_when_its_batch_is_read(by_samples):
     write_corpus(C, [[*range(60), 500, *range(40)]])
     loader = DataLoader(split(128)[0], batch_size=1)
     loader.batch(14)  # tokens 52 to 56
-    for step in (15, 16):  # as a target, as an input
+    for step in (15, 16):  # first as a target, then as an input
         with refused(rf"{SHARD}: token 60 has the id 500.* 128"):
             loader.batch(step)
     loader.batch(17)

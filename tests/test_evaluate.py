@@ -41,7 +41,7 @@ WORDS = (
     "the a man dog roof water is sits throws shows how to rope slowly then 3.5 naïve 日本語 😀 Ça "
     "don't [title] [step] (x) , ."
 )
-CONTEXT = 64  # of the models here
+CONTEXT = 64  # block_size of the models in this file
 
 
 def item(seed: int = 0, **changes) -> dict:
@@ -78,7 +78,7 @@ ODD = [
         endings=["Ça va 😀😀😀", "café", "日本語日本語", "a\u0085b"],
     ),
     item(105, activity_label="[a", ctx_a="b]", ctx_b=""),  # nothing is left of the context
-    item(106, ctx_a="It ends in a mark [step]"),  # and then in a space
+    item(106, ctx_a="It ends in a mark [step]"),  # and a space follows
 ]
 
 
@@ -109,7 +109,7 @@ def their_tokenizer():
 
 @torch.no_grad()
 def their_loss(theirs, context: list[int], ending: list[int]) -> float:
-    """transformers' loss of an ending; the text is cut from the left to what the model can read."""
+    """transformers' loss of an ending; the text is cut from the left to the model's context."""
     tokens = (context + ending)[-CONTEXT - 1 :]
     logits = theirs(torch.tensor([tokens[:-1]])).logits[0]
     losses = F.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
@@ -140,11 +140,11 @@ def test_losses_equal_those_of_transformers_whatever_the_batches(pair, file, the
         assert [losses[row] for row in rows_in(file)] == pytest.approx(expected, abs=1e-4)
 
 
-# ---- what is scored
+# ---- scored texts
 
 
 def texts_of(row: Row) -> tuple[str, str]:
-    """What a row has before the ending, and the ending."""
+    """Return a row's context and its ending."""
     tokens = torch.frombuffer(bytearray(row.tokens), dtype=torch.uint16).tolist()
     decode = get_encoding().decode
     return decode(tokens[: -row.scored]), decode(tokens[-row.scored :])

@@ -1,4 +1,4 @@
-"""Several machines: the ranks of a run meet, agree, and go on after some were lost, with the
+"""Several machines: the ranks of a run meet, agree, and continue after some were lost, with the
 numbers of a run that lost none.
 """
 
@@ -173,7 +173,7 @@ def is_agent() -> None:
 
 
 class Run:
-    """A run on agents that stand for machines, each of one rank and working in its own folder."""
+    """A run on agents in place of machines, each with one rank and a folder of its own."""
 
     def __init__(self, place: Path):
         self.place = place
@@ -213,7 +213,7 @@ class Run:
             )
 
     def console(self) -> str:
-        """Return what the run has printed; an earlier one of its name has been moved aside."""
+        """Return the run's console.log; an earlier run of its name has been moved aside."""
         path = self.place / "logs/run/console.log"
         return path.read_text() if path.exists() else ""
 
@@ -222,8 +222,8 @@ class Run:
         return [int(n) for n in re.findall(r"^device: .*ranks: (\d+)", self.console(), re.M)]
 
     def until(self, step: int, attempts: int = 1, world: int = 2) -> None:
-        """Let the run go on until this step is logged, at the so many-th attempt or a later one,
-        which has so many ranks. An agent that starts early may log the step before the other joins.
+        """Let the run continue until this step is logged by `world` ranks, after `attempts` starts
+        or more. An agent that starts early may log the step before the other joins.
         """
         self.let_through(step)
         logged = f"step {step:2d}/{STEPS} | loss"
@@ -259,7 +259,7 @@ def is_preempted(run: Run) -> None:
 
 
 def leaves_and_comes_back(run: Run) -> None:
-    """--nnodes=1:2, a machine loses its power; the other goes on alone, and then with a new one."""
+    """--nnodes=1:2: a machine loses its power; the other continues alone, then with a new one."""
     run.start("ab", "1:2")
     run.until(5)
     kill_all(working_in(run.place / "b"))

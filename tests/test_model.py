@@ -400,7 +400,7 @@ def test_compiled_models_attend_in_blocks_where_a_cpu_has_bf16_instructions(
 # ---- chunked cross-entropy
 
 
-@pytest.mark.parametrize("chunks", [2, 5, 8, 1000])  # of 30 tokens, 5 divide them, 8 do not
+@pytest.mark.parametrize("chunks", [2, 5, 8, 1000])  # 30 tokens: 5 divides them, 8 does not
 @pytest.mark.parametrize(
     "options",
     [{}, {"real_vocab_size": 100, "tie_weights": True}, {"dropout": 0.1, "flash": True}],

@@ -1,4 +1,4 @@
-"""The flags of newer recipes: each computes what its paper says, and works with everything else."""
+"""The flags of newer recipes: each computes its paper's formula, and works with everything else."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def shaken(tiny_model):
     return build
 
 
-# ---- each is what its paper says
+# ---- each computes its paper's formula
 
 
 def test_a_rotation_is_a_multiplication_of_complex_numbers():
@@ -127,7 +127,7 @@ def test_a_text_grows_by_the_kv_cache_as_without_together_as_alone_and_past_the_
 ):
     model = shaken(**flags)
     greedy = {"temperature": 0, "top_k": None}
-    prompts = PROMPTS[1:4]  # of 1, 20 and 31 tokens
+    prompts = PROMPTS[1:4]  # 1, 20 and 31 tokens
     together = grown(model, prompts, 14, **greedy)
     assert together == [alone(model, prompt, 14, **greedy) for prompt in prompts]
     idx = tokens(T=25)

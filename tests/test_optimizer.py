@@ -175,16 +175,16 @@ def muon_of(p, parts=1):
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
 def test_muon_makes_the_update_that_pytorchs_own_makes(shape):
     torch.manual_seed(0)
-    given, momentum = torch.randn(2, *shape), 0.85 + 0.1 / 300  # of the first step
+    given, momentum = torch.randn(2, *shape), 0.85 + 0.1 / 300  # the first step's
     pytorchs = functools.partial(torch.optim.Muon, lr=0.02, weight_decay=0.0, momentum=momentum)
     ours, theirs = update(muon_of, *given), update(lambda p: pytorchs([p]), *given)
-    assert (ours - theirs).norm() / theirs.norm() < 0.06  # theirs is in bfloat16
+    assert (ours - theirs).norm() / theirs.norm() < 0.06  # PyTorch's is in bfloat16
 
 
 def test_muon_makes_queries_keys_and_values_orthogonal_each_by_itself():
     torch.manual_seed(0)
     weight, gradient = torch.randn(2, 3 * 16, 16)
-    gradient[:16] *= 1000  # of the queries: as one matrix, they would leave nothing of the others
+    gradient[:16] *= 1000  # the queries: as one matrix, they would leave nothing of the others
     together = update(lambda p: muon_of(p, parts=3), weight, gradient)
     each = [update(muon_of, *pair) for pair in zip(weight.chunk(3), gradient.chunk(3), strict=True)]
     torch.testing.assert_close(together, torch.cat(each), rtol=1e-4, atol=1e-5)

@@ -83,7 +83,7 @@ def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice
 def test_compiled_runs_that_recompute_cheap_operations_as_on_a_cpu_or_blocks_are_the_same_run(
     tiny_config, monkeypatch
 ):
-    for name in BANS:  # as before at the end
+    for name in BANS:  # restored at the end
         monkeypatch.setattr(functorch_config, name, getattr(functorch_config, name))
     kinds = ({"recompute_cheap": None}, {"recompute_cheap": False}, {"recompute": True})
     options = COMPILED | {"flash": True, "bf16": True, "max_steps": 3}

@@ -119,7 +119,7 @@ WAYS = {
 def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     way, tiny_config, go, stop_at, monkeypatch
 ):
-    # so that the loss scale grows between the two stops
+    # the loss scale then grows between the two stops
     scaler = functools.partial(torch.amp.GradScaler, growth_interval=4)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     straight, twice = (
@@ -307,7 +307,7 @@ def test_a_run_that_begins_anew_keeps_its_config_files_name(option, go, here, tm
     assert read_state(newest(here.with_name("mine"))).step == 1
 
 
-# ---- which checkpoints are kept, and what is in them
+# ---- the checkpoints that are kept, and their content
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept_also_after_a_resume(go, here, monkeypatch):

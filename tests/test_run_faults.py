@@ -1,5 +1,5 @@
-"""What goes wrong in the middle of a run, or before its first step: nothing is lost, and one line
-says how to resume.
+"""Faults in the middle of a run, or before its first step: nothing is lost, and one line has the
+command that resumes.
 """
 
 import errno
@@ -283,7 +283,7 @@ def test_a_signal_before_the_first_step_leaves_everything_as_it_was(
     before = log(here), newest(here)
     stopped_early(monkeypatch, place, config)  # a new one of its name
     assert (log(here), newest(here)) == before
-    (here / "eval.csv").unlink()  # so it evaluates before its first step
+    (here / "eval.csv").unlink()  # the run then evaluates before its first step
     resumed = config.model_copy(update={"resume": "auto"})
     stopped_early(monkeypatch, place, resumed)  # one that resumes
     assert (log(here), newest(here)) == before
@@ -296,7 +296,7 @@ def test_a_signal_to_one_of_several_ranks_before_the_first_step_ends_all_togethe
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with StopRequest() as stop:
-        signal.raise_signal(signal.SIGTERM)  # goes on: the others wait for this one
+        signal.raise_signal(signal.SIGTERM)  # this rank continues: the others wait for it
         stop.end_early(0)
         with pytest.raises(Stopped):
             stop.end_early(1)
@@ -418,7 +418,7 @@ def test_why_another_process_did_not_answer_is_told_without_the_place_in_pytorch
     assert kind_of_failure(error) == ("lost rank", said)
 
 
-# ---- what comes from Python rather than from the command line
+# ---- options from Python
 
 
 def test_a_config_made_in_python_names_its_run(tiny_config, go, here):

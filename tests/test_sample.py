@@ -142,7 +142,7 @@ def test_a_model_of_weights_that_are_no_numbers_is_an_error_of_the_user(tiny_mod
 
 @pytest.fixture
 def printed(run_folder, capsys, monkeypatch):
-    """Runs the command; returns what it printed on stdout and stderr."""
+    """Runs the command; returns its stdout and stderr."""
     monkeypatch.chdir(run_folder)
 
     def call(*words):
@@ -196,7 +196,7 @@ def test_a_file_of_prompts_that_cannot_be_used_is_an_error_that_names_it(
         (["--top_k", "0"], "--top_k: input should be greater than or equal to 1"),
         (["--temperature", "nan"], "--temperature: .*finite"),
         (["--promt", "y"], r"--promt: unknown option; did you mean --prompt\?"),
-        # so small that the penalized logits, and then the probabilities, would overflow
+        # with it, the penalized logits and then the probabilities would overflow
         (["--repetition_penalty", "1e-40"], "--repetition_penalty: input should be greater than"),
     ],
 )
@@ -271,8 +271,8 @@ def test_compiled_text_is_the_plain_one_and_decoding_is_compiled_once(
 
 @pytest.fixture
 def conversation(printed, monkeypatch):
-    """Drives --interactive with lines of input: returns what it printed, and the context and the
-    tokens of each answer.
+    """Drives --interactive with lines of input: returns its output, and the context and the tokens
+    of each answer.
 
     Ctrl-C comes when `stop_at` pieces of text have been shown.
     """

@@ -1,4 +1,4 @@
-"""Following a run in TensorBoard and Weights & Biases: they have what the logs have, whatever
+"""Following a run in TensorBoard and Weights & Biases: they have the figures of the logs, whatever
 happens.
 """
 

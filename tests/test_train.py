@@ -1,6 +1,4 @@
-"""The training loop, in process: what a step computes, what a run logs and leaves behind, and what
-stops it.
-"""
+"""The training loop, in process: a step's arithmetic, a run's log and files, and its ends."""
 
 import csv
 import functools
@@ -148,7 +146,7 @@ def test_fp16_gradients_are_unscaled_before_clipping(one_step):
     assert step.gradient.norm().item() == pytest.approx(0.05, rel=1e-2)
 
 
-# ---- flags reach what they switch
+# ---- flags reach their switches
 
 
 def test_tf32_sets_the_precision_of_the_process_in_every_run_where_the_device_has_it(
@@ -230,7 +228,7 @@ def test_training_compiles_once_and_validation_once_if_its_whole_batches_are_man
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
-    # as sample_text does, with a vocabulary that shares the other tests' compilation
+    # sample_text needs GPT-2's vocabulary; this one shares the other tests' compilation
     def sample(model, prompt, tokens, *_):
         return f"a text of {generate(model, torch.ones(1, 3, dtype=torch.long), tokens).shape}"
 
@@ -498,7 +496,7 @@ def test_every_stage_and_recipe_runs_to_its_end_on_a_tiny_model_with_its_own_voc
     (corpus / "hellaswag").mkdir()
     (corpus / "hellaswag/hellaswag_val.jsonl").write_text(ITEM)
     options = SMALL | {"data_dir": str(corpus), "log_dir": str(tmp_path)} | fast_precision()
-    if stage == "finetune":  # another run's weights stand for OpenAI's
+    if stage == "finetune":  # another run's weights in place of OpenAI's
         run(load_config("gpt2_124m", **options, run_name="first"))
         options["init_from"] = "first"
     config = load_config(stage, **options)

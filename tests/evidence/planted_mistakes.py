@@ -1,11 +1,11 @@
-"""Does a run tell that it is off its curve? Plant ten usual mistakes in the quickstart, one at a
+"""Does a run note that it is off its curve? Plant ten usual mistakes in the quickstart, one at a
 time, and train the unchanged quickstart with many seeds.
 
     python tests/evidence/planted_mistakes.py --seeds 20             ten mistakes, and 20 clean runs
     python tests/evidence/planted_mistakes.py --seeds 10 --curve     writes the curve that judges
 
-A mistake is told if a note or, in the first half of the run, an evaluation says so; a clean run
-should say nothing.
+A mistake counts as found if the run prints a note or, in its first half, an evaluation that is off
+the curve. A clean run should print neither.
 """
 
 import contextlib
@@ -55,13 +55,13 @@ from inference.reference import CURVES
 from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 from runtime.world import World
 
-FIRST_OF_CURVE, FIRST_CLEAN = 1000, 2000  # seeds: the curve's own are not those that it judges
+FIRST_OF_CURVE, FIRST_CLEAN = 1000, 2000  # seeds: the curve judges other runs than its own
 SIGMAS = 5.0  # a curve's tolerance, in standard deviations over its seeds
 Patch = contextlib.AbstractContextManager[Any]
 
 
 def training_batches(change: Callable[..., tuple[Tensor, Tensor]]) -> Patch:
-    """Change what the loader returns for training; validation reads the stream itself."""
+    """Change the batches of training; validation reads the stream itself."""
     original = DataLoader.batch
 
     def batch(self: DataLoader, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ def run_all(commands: dict[str, list[str]], folder: Path) -> Iterator[str]:
 
 
 def verdicts_of(run: Path) -> list[str]:
-    """Return what a run says of its options, and of evaluations that are not on track."""
+    """Return a run's notes on its options and on evaluations that are not on track."""
     console = (run / "quickstart" / "console.log").read_text()
     said = r"^note: not the recipe.*$|^step \d+: (?:ahead|behind).*$"
     return re.findall(said, console, re.MULTILINE)
@@ -175,7 +175,7 @@ def write_curve(runs: list[dict[int, float]]) -> None:
 
 
 def main(options: MistakesOptions) -> None:
-    """Train, and print what each run says of itself."""
+    """Train, and print the notes of each run."""
     if options.mistake:
         plant(options.mistake, options.log_dir, options.steps)
         return
