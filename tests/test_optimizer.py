@@ -198,6 +198,7 @@ def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):
     params = [p for group in muon.param_groups for p in group["params"]]
     for p in params:
         p.grad = torch.ones_like(p)
+    p = params[0]
     expected = 0.0
     for step, momentum in ((0, 0.85 + 0.1 / 300), (1, 0.85 + 0.2 / 300), (1000, 0.95)):
         if step:
