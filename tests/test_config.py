@@ -190,6 +190,7 @@ FLAG_MISTAKES = """
 --total_batch_tokens 0 => --total_batch_tokens: .. greater than or equal to 1
 --n_head 7 => --n_head: .. n_embd 768 .. 7 heads .. must divide
 --seq_len 2048 => --seq_len: .. 2048 .. block_size 1024
+--rope --n_embd 36 => --rope: rope needs heads of an even size, not 3
 --bf16 --fp16 => --fp16: .. bf16 and fp16 .. choose one
 --optimizer muon --fp16 => --optimizer: muon excludes fp16 .. use bf16
 --optimizer=muon --fsdp => --optimizer: muon excludes fsdp .. DDP, or adamw

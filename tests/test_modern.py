@@ -113,11 +113,6 @@ def test_the_embedding_shortcut_adds_the_tokens_again_before_a_block(shaken):
     assert fresh.shortcut.tolist() == [1, 0]
 
 
-def test_rope_needs_an_even_head(tiny_config):
-    with refused("rope needs heads of an even size, not 3"):
-        tiny_config(n_embd=6, rope=True)
-
-
 # ---- all work with everything else
 
 

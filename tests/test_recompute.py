@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 from torch._functorch import config as functorch_config
 
@@ -14,14 +13,6 @@ from tests.test_resume import folder_of, log
 from train import train
 
 BANS = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
-ALL = {
-    "dropout": 0.2,
-    "batch_size": 2,
-    "total_batch_tokens": 256,
-    "grad_clip": 0.5,
-    "tie_weights": True,
-    "real_vocab_size": 100,
-}
 
 
 def same(one, other):
@@ -29,23 +20,6 @@ def same(one, other):
     weights = [load_model(str(folder_of(config))).state_dict() for config in (one, other)]
     assert log(one) == log(other)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [ALL, ALL | {"dropout": 0.0, "flash": True}],
-    ids=["dropout", "flash"],
-)
-def test_a_run_that_recomputes_is_the_same_run(options, tiny_config, capsys):
-    kept, again = (
-        tiny_config(**options, max_steps=4, run_name=str(recompute), recompute=recompute)
-        for recompute in (False, True)
-    )
-    for config in (kept, again):
-        train(config, ALONE)
-        on = capsys.readouterr().out.partition("optimizations on: ")[2].partition("; off: ")[0]
-        assert ("recompute" in on.split(", ")) == config.recompute
-    same(kept, again)
 
 
 def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice_elsewhere(
