@@ -350,7 +350,7 @@ def test_a_run_whose_corpus_was_changed_or_deleted(tiny_config, corpus, file, ca
     evaluate_run()
     said = f"note: {corpus}/tiny is not the corpus that the run trained on"
     assert said in capsys.readouterr().out
-    shutil.rmtree(corpus)
+    shutil.rmtree(corpus / "tiny")
     with pytest.raises(UserError, match="no such corpus"):
         evaluate_run()
     assert "validation" not in evaluate_run(hellaswag=str(file))
