@@ -1,5 +1,5 @@
-"""What the tests share: a tiny model, a tiny corpus, one training step under a lens, and the
-commands as processes.
+"""Shared by the tests: a tiny model, a tiny corpus, hooks into a training step, and commands as
+processes.
 """
 
 import contextlib
@@ -69,13 +69,12 @@ MODERN: dict[str, Any] = {
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# torch.compile in the tests and in what they start, unless said otherwise: neither try out which
-# instructions the compiler knows, nor start processes that compile beside this one; each takes
-# longer than a tiny model's kernels
+# Unless a test sets them: torch.compile neither tries out which instructions the compiler knows nor
+# starts processes that compile, as each takes longer than a tiny model's kernels.
 for name in ("TORCHINDUCTOR_VEC_ISA_OK", "TORCHINDUCTOR_COMPILE_THREADS"):
     os.environ.setdefault(name, "1")
 
-# A tiny model gains nothing from more, and loses much where another program takes a core.
+# A tiny model gains nothing from more, and loses much if another program takes a core.
 torch.set_num_threads(1)
 
 
@@ -99,9 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def fast_precision() -> dict[str, bool]:
-    """Options that switch bfloat16 off where it is emulated, for a config in which it stands but is
-    not the subject.
-    """
+    """Options that switch bfloat16 off if it is emulated, for tests of something else."""
     return {} if bf16_slowdown(CPU) <= NOTED_SLOWDOWN else {"bf16": False}
 
 
@@ -128,9 +125,7 @@ def tiny_model() -> Callable[..., GPT]:
 
 
 def transformers_pair(folder: Path, **sizes: Any) -> tuple[GPT, Any]:
-    """transformers' GPT-2 with random weights, written to the folder, and ours before it, with the
-    same, read from there.
-    """
+    """Our GPT-2 and transformers', with the same random weights, which went through a folder."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -197,8 +192,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> 
     """Call `act(call, model)` in every step of the next runs, `call` counting from 1, once its
     gradients are there and clipped.
 
-    The norm that the step goes on with is what `act` returns, if it returns one. Returns what ends
-    this.
+    If `act` returns a norm, the step uses it. Returns a function that ends this.
     """
     import train as train_module
 
@@ -245,8 +239,8 @@ def fork_server() -> Any:
         ]
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))  # where it finds the last two
-        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as runtime/start.py does
+        patch.setenv("PYTHONPATH", str(ROOT))  # to find the last two modules
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # runtime/start.py sets it too
         patch.setattr(tempfile, "tempdir", "/tmp")  # the name of a socket has at most 107 letters
         multiprocessing.forkserver._forkserver.ensure_running()
     return context
@@ -259,8 +253,8 @@ def _be(
     streams: Mapping[int, Connection],
     before: Sequence[Callable[[], None]],
 ) -> None:
-    """Become the command `python <command>`: a script, `-m module` or `-c code`. `streams`: what
-    the descriptors 0 to 2 are.
+    """Become the command `python <command>`: a script, `-m module` or `-c code`. `streams`: the
+    files of the descriptors 0 to 2.
     """
     for descriptor, file in streams.items():
         os.dup2(file.fileno(), descriptor)
@@ -331,7 +325,7 @@ class Forked(subprocess.Popen):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _wait(self, timeout: float | None) -> int:
-        """As that of Popen, which waits for children only."""
+        """Popen's own method waits for children only."""
         if self.process is None:
             return super()._wait(timeout)  # type: ignore[misc]
         self.process.join(timeout)
@@ -348,8 +342,8 @@ class Forked(subprocess.Popen):
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands of Python that this test's code starts, and those that they start, begin with
-    PyTorch imported.
+    """Commands of Python that this test's code starts, and their own children, begin with PyTorch
+    imported.
     """
     monkeypatch.setattr(subprocess, "Popen", Forked)
 
@@ -362,7 +356,7 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Started(Forked):
-    """A script's process, forked; what it prints is in the files `out` and `err`."""
+    """A script's process, forked; its output is in the files `out` and `err`."""
 
     def __init__(
         self,
@@ -378,7 +372,7 @@ class Started(Forked):
             super().__init__([sys.executable, *words], cwd=cwd, env=env, stdout=out, stderr=err)
 
     def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[str, str]:
-        """What it has printed on stdout and stderr, once it has ended."""
+        """Return all of stdout and stderr once the process has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(timeout)
         out, err = (path.read_text(errors="replace") for path in (self.out, self.err))

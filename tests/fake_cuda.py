@@ -1,6 +1,6 @@
 """A `cuda:0` for PyTorch's CPU build, so that code takes its CUDA branches without a GPU.
 
-Its tensors say that they are on cuda:0 and compute on the CPU: numbers are real. It notes each
+The `device` of its tensors is cuda:0, and they compute on the CPU: numbers are real. It notes each
 time that the host would wait for the device, and refuses operations across devices, as CUDA does.
 The process has to be started with `environment(...)`.
 """
@@ -29,7 +29,7 @@ COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 def environment(folder: Path) -> dict[str, str] | None:
-    """Compile the guard; returns what a process with the fake device needs. None: no compiler."""
+    """Compile the guard; returns the environment for the fake device. None: no compiler."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))), None)
     if not compiler:
         return None
@@ -42,7 +42,7 @@ def environment(folder: Path) -> dict[str, str] | None:
 
 
 class OnGPU(Tensor):
-    """A tensor that says it is on cuda:0, and is on the CPU."""
+    """A tensor on the CPU whose `device` is cuda:0."""
 
     on_cpu: Tensor
 
@@ -80,7 +80,7 @@ class OnGPU(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute outside of the mode, where waits are not counted."""
+        """Compute outside of the mode, which alone counts waits."""
         return compute(func, args, kwargs or {})
 
 
@@ -93,7 +93,7 @@ class CountWaits(TorchDispatchMode):
         self.queued = 0  # operations that the device was given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Leave DTensors to their own class, which computes with those that they consist of."""
+        """Leave DTensors to their own class, which computes with their local tensors."""
         if any(kind not in (Tensor, torch.nn.Parameter, OnGPU) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -198,7 +198,7 @@ def answering(**answers: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def fake_h200() -> contextlib.AbstractContextManager[Any]:
-    """Make torch.cuda tell of one H200."""
+    """Make torch.cuda find one H200."""
     properties = SimpleNamespace(
         name=NAME,
         major=9,
@@ -256,7 +256,7 @@ def fake_cuda() -> Iterator[list[str]]:
         stack.enter_context(patch.multiple(torch, compile=lambda function, **_: function))
         kinds.append(OnGPU)
         stack.callback(kinds.remove, OnGPU)
-        torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device) copies
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device) then copies
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
         stack.enter_context(mode)
         yield mode.waits

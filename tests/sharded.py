@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_fsdp.py do: actions, one after the other in one process group."""
+"""Actions of the ranks of tests/test_fsdp.py, one after the other in one process group."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from train import setup, train
 
 
 def acts() -> None:
-    """Do the actions on the command line; rank 0 writes down what they return."""
+    """Do the actions on the command line; rank 0 writes their results to a file."""
     summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than the runs
     with (
         reported("here", advice={"lost rank": "another process died"}),
@@ -102,7 +102,7 @@ def graphs(config: Config, world: World) -> int:
 
 
 def not_saved(config: Config, world: World) -> str:
-    """What rank 1 says of a run whose save of step 4 fails on rank 0, as for a full disk."""
+    """Return rank 1's error if saving step 4 fails on rank 0, as on a full disk."""
     real = checkpoint.save.sha256
 
     def sha256(path: Path) -> str:

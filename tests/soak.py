@@ -5,8 +5,8 @@ to end like an undisturbed one.
     python tests/soak.py --kills 50 --ranks 2 --fsdp
 
 A tiny model, shuffled data, dropout, and a checkpoint after every step, so that many kills fall
-into a write. Several ranks are torchrun's, which starts all of them again when one dies. Where
-torchrun is killed, the same command goes on.
+into a write. Several ranks are torchrun's, which starts all of them again when one dies. If
+torchrun is killed, the same command is started again.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ EARLY = 0.25
 # seconds without a step after which a run hangs; fewer than the 600 of a rank that waits for
 # another
 PATIENCE = 500.0
-# what is killed of several ranks: how many of them, and whether torchrun is
+# victims among several ranks: how many ranks, and whether torchrun is killed
 KINDS = {
     "one rank": (1, False),
     "all ranks": (sys.maxsize, False),
@@ -59,7 +59,7 @@ class SoakOptions(Options):
     fsdp: bool = False
     """shard the model over the ranks"""
     seed: ZeroIsOff = 0
-    """seed of the moments, and of what is killed"""
+    """seed of the moments and of the victims"""
     longest_life: float = 2.0
     """seconds after which each process is killed at the latest; several ranks mostly count them
     from their first step on
@@ -73,12 +73,14 @@ class Run:
 
     def __init__(self, config: Config, options: SoakOptions):
         self.path = Path(config.log_dir) / str(config.run_name)
-        self.n_ranks = options.ranks if options.ranks > 1 else 0  # that torchrun starts
+        self.n_ranks = (
+            options.ranks if options.ranks > 1 else 0
+        )  # ranks of torchrun; 0 without torchrun
         torchrun = [*TORCHRUN, f"--nproc_per_node={options.ranks}"]
         torchrun += [f"--max_restarts={options.kills}", str(ROOT / "train.py")]
         self.command = [*(torchrun if self.n_ranks else ["train.py"]), *flags(config)]
         self.process: Any = None  # torchrun's, or the only one
-        # of this life: the numbers of torchrun's ranks; the half-written checkpoints that it found
+        # since the last start: process ids of torchrun's ranks; half-written checkpoints found then
         self.ranks, self.left = list[int](), set[Path]()
 
     def begin(self) -> bool:
@@ -105,7 +107,7 @@ class Run:
         return {*self.path.glob("checkpoints/.*.unfinished")}
 
     def newest(self) -> list[Path]:
-        """Return the newest checkpoint, if there is one."""
+        """Return the newest checkpoint; empty before the first."""
         return all_checkpoints(self.path)[-1:]
 
     def wait(self, condition: Callable[[], bool]) -> bool:
@@ -127,7 +129,7 @@ class Run:
         return self.wait(lambda: time.monotonic() > until) and self.alive() == self.ranks
 
     def wait_for_its_end(self) -> None:
-        """Wait until the run has ended by itself."""
+        """Wait until the run has ended."""
         if self.wait(lambda: not {*self.alive()} <= {*self.ranks}):
             self.fail("was started again by torchrun, and nothing had been killed")
 
@@ -219,7 +221,7 @@ def main(options: SoakOptions) -> int:
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = str(ROOT)  # where the fork server finds the tests
+    os.environ["PYTHONPATH"] = str(ROOT)  # the fork server imports the tests
     begun = time.monotonic()
     OPTIONS = parse_command_line(SoakOptions, description=__doc__)
     status = main(OPTIONS)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from runtime.runlog import read_rows
 from tests.conftest import (
@@ -112,23 +111,10 @@ def failure(*command, cwd, status=2, **env):
     return line
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_cuda_where_there_is_none(tmp_path):
-    line = failure("train.py", *SMALL, "--device", "cuda", cwd=tmp_path)
-    assert "--device cuda: not available to this PyTorch" in line
-
-
 def test_a_corpus_that_is_not_there_names_the_nearest_and_what_to_run(tmp_path):
     line = failure("train.py", *SMALL, "--dataset", "shakespear", cwd=tmp_path)
     assert "did you mean shakespeare?" in line
     assert "python data/text.py FILE --name shakespear" in line
-
-
-def test_no_corpus_and_no_network_says_how_to_get_it(tmp_path):
-    command = ["train.py", *SMALL, "--dataset", "shakespeare"]
-    line = failure(*command, cwd=tmp_path, https_proxy="http://127.0.0.1:9")
-    assert "tiny Shakespeare could not be read from http" in line
-    assert "python data/shakespeare.py --source FILE" in line
 
 
 @pytest.mark.parametrize(
@@ -146,7 +132,6 @@ def test_no_corpus_and_no_network_says_how_to_get_it(tmp_path):
             2,
             "no C++ compiler found",
         ),
-        ({"vocab_size": 90}, {}, 2, "beyond the model's vocabulary of 90"),
         (
             {"n_layer": 1, "n_head": 1, "n_embd": 10**11},  # 40 TB of embedding
             {},
@@ -154,7 +139,7 @@ def test_no_corpus_and_no_network_says_how_to_get_it(tmp_path):
             "out of memory at batch_size 4, seq_len 32. These lower it: a smaller --batch_size",
         ),
     ],
-    ids=["small corpus", "no compiler", "other tokens", "memory"],
+    ids=["small corpus", "no compiler", "memory"],
 )
 def test_a_run_that_cannot_start_here_says_why(
     options, env, status, message, tiny_config, tmp_path
@@ -177,11 +162,6 @@ def test_mistakes_under_torchrun_are_printed_once_and_nobody_hangs(tmp_path):
     assert printed.count("--n_layr: unknown option; did you mean --n_layer?") == 1
     assert printed.count("12,288 is not a multiple of the 8,192 tokens") == 1
     assert "nearest that work: 8,192 or 16,384" in printed
-
-
-def test_sampling_from_a_run_that_is_not_there(tmp_path):
-    line = failure("sample.py", "missing", cwd=tmp_path)
-    assert "missing: no such run with a checkpoint" in line
 
 
 def test_sampling_from_a_model_of_another_vocabulary_is_refused(tiny_config, tmp_path):

@@ -27,7 +27,7 @@ CONTAINER = JOB["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["co
 
 
 def commands():
-    """Return the words of every call of torchrun; what the shell puts in is 2."""
+    """Return the words of every call of torchrun; each shell variable is 2."""
     found = []
     for text in [*SHELL, SKY["run"]]:
         calls = re.findall(r"torchrun (--.*)", text.replace("\\\n", " "))
@@ -60,7 +60,7 @@ def test_machines_can_come_back(text):
 
 
 def test_the_slurm_script_saves_and_requeues_at_the_signal(tmp_path):
-    """srun, torchrun and scontrol are stand-ins here, srun one that becomes its command."""
+    """srun, torchrun and scontrol are faked here; srun becomes its command."""
     for name, script in {
         "srun": 'exec "$@"',
         "scontrol": 'echo "$@" >> requeued; [ "$1" = show ] && echo node-a || true',

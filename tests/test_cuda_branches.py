@@ -38,7 +38,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fused_adamw and micro-steps": {"fused_adamw": True, "total_batch_tokens": 256},
     "fused_adamw and skip_spikes": {"fused_adamw": True, "skip_spikes": 1},
     "loss_chunks": {"loss_chunks": 4, "tie_weights": True, "bf16": True},
-    "recompute": {"recompute": True},
     "without flash": {"flash": False},
     "muon": {"optimizer": "muon"},
     "grad_clip": {"grad_clip": 0.1},
@@ -99,8 +98,8 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[int, GPT], Any]]] = {
 def run_all(place: Path) -> dict[str, Any]:
     """Train with each set of options on the CPU and on the fake GPU.
 
-    Returns the error, or the host waits of a step and the losses on both; of FAULTS, what each run
-    left behind; of `stop`, what a signal in the second step left.
+    Returns the error, or the host waits of a step and the losses on both; of FAULTS, the logs and
+    checkpoints of each run; of `stop`, the same after a signal in the second step.
     """
     write_tiny_corpus(place)
     options = OPTIONS | {"resume": {"optimizer": "muon", "dropout": 0.1, "flash": False}}

@@ -30,8 +30,8 @@ VAL_SHARD = C / "c_val_000000.bin"
 
 
 def write_shards(*sizes):
-    """Token files with the tokens 0, 1, 2, ... counted on from file to file, so that a token tells
-    its place.
+    """Token files with the tokens 0, 1, 2, ... counted on from file to file: each token is its
+    place.
     """
     C.mkdir(exist_ok=True)
     for i, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
@@ -98,7 +98,7 @@ def test_a_file_that_is_not_a_whole_token_file_is_refused_not_trained_on(case):
 
 
 def test_a_folder_without_training_files_says_how_to_write_some():
-    hidden = C / ".c_train_000000.bin"  # as editors and copying leave
+    hidden = C / ".c_train_000000.bin"  # editors and copying leave such files
     files = (lambda path=path: write_token_file(path, [range(50)]) for path in (VAL_SHARD, hidden))
     for prepare in (lambda: None, C.mkdir, *files):
         prepare()
@@ -122,10 +122,10 @@ def test_ids_that_do_not_fit_uint16_and_failures_half_way_leave_nothing_behind(b
 @pytest.mark.parametrize("path", [SHARD, VAL_SHARD], ids=["train", "val"])
 def test_an_id_beyond_the_models_vocabulary_is_refused_at_opening(path):
     write_shards(50)
-    write_token_file(path, [[*range(100), 128, 5, 300]])
+    write_token_file(path, [[*range(100), 128, 5]])
     with refused(rf"{path}: token 100 has the id 128, beyond .* 128;.*vocab_size"):
         split(128)
-    split(301)
+    split(129)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_bad_id_deep_in_a_file_is_refused_when_its_batch_is_read(by_samples):
     write_corpus(C, [[*range(60), 500, *range(40)]])
     loader = DataLoader(split(128)[0], batch_size=1)
     loader.batch(14)  # tokens 52 to 56
-    for step in (15, 16):  # as a target, as an input
+    for step in (15, 16):  # first as a target, then as an input
         with refused(rf"{SHARD}: token 60 has the id 500.* 128"):
             loader.batch(step)
     loader.batch(17)
@@ -214,7 +214,6 @@ def test_val_fraction_cuts_disjoint_splits_of_the_right_size_also_across_shards(
         (["train"], ["val"], []),  # nanoGPT's names
         (["x_train_0"], ["x_validation_0"], ["x_test_0"]),
         (["train-00000-of-00002", "train-00001-of-00002"], ["valid-00000-of-00001"], ["test"]),
-        (["x.train"], ["x.Dev"], []),
         (["train"], ["test"], []),
         (["a", "trainable", "devil", "retest"], ["b-val"], []),  # no word between separators
         (["my_test_train_000000", "dev-train"], ["my_test_val_000000", "train_val"], []),
@@ -335,22 +334,6 @@ def test_the_order_of_a_huge_corpus_repeats_no_window_and_stays_within_it():
         assert abs(windows.mean() / n - 0.5) < 0.01
 
 
-def surprise(counts, expected, freedom):
-    """By how many standard deviations a chi-square is off what it is for counts of chance."""
-    return abs(float(((counts - expected) ** 2 / expected).sum()) - freedom) / (2 * freedom) ** 0.5
-
-
-@pytest.mark.parametrize("n", [100_003, 2**17])
-def test_an_order_looks_like_chance(n):
-    windows, bins, in_order = order(n), 64, np.arange(n)
-    for before, after in (in_order, windows), (windows[:-1], windows[1:]):
-        squares = np.histogram2d(before, after, bins=bins)[0]
-        assert surprise(squares, len(before) / bins**2, (bins - 1) ** 2) < 5
-    others = (order(n, *other) for other in ((1337, 1), (1338, 0), (1337 + 2**32, 0)))
-    for other in (in_order, *others):  # neither the text's order nor an epoch or seed tells another
-        assert (windows == other).sum() < 10  # 1 by chance
-
-
 @each_order
 def test_overfit_batch_is_step_1s_batch_for_ever_with_all_its_micro_steps(shuffle):
     loader = DataLoader(make_stream(401), 2, accumulation=3, shuffle=shuffle)
@@ -365,7 +348,7 @@ def test_a_corpus_too_small_for_one_step_says_how_many_tokens_one_takes():
     DataLoader(make_stream(129), 2, world_size=4, accumulation=4)
 
 
-def test_files_shorter_than_a_sequence_are_told_as_no_sequence_crosses_the_end_of_a_file():
+def test_files_shorter_than_a_sequence_are_noted_as_no_sequence_crosses_the_end_of_a_file():
     with refused(
         r"9 tokens make 1 sequences of 4 \(none crosses the end of a file\), but one step"
     ):

@@ -45,8 +45,8 @@ TRAIN = """if True:
     [*((n, ("in order", "shuffled")) for n in (1, 2, 3, 4)), (2, ["compiled"])],
 )
 def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(processes, kinds, tmp_path):
-    """Every accumulation that makes 12 sequences on so many processes, with the loss whole and in
-    parts; compiled, the one that makes 48 of 4 at a time.
+    """Every accumulation that makes 12 sequences on this number of ranks, with the loss whole and
+    in parts; compiled, the one that makes 48 of 4 at a time.
     """
     write_tiny_corpus(tmp_path)
     sequences, runs = 48 if kinds == ["compiled"] else 12, []
@@ -71,7 +71,7 @@ def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(processes, k
 
 
 # notes how often all gradients had been averaged when each step ended, and by micro-step a hash and
-# the share of what was dropped
+# the dropped share
 LOOK = """if True:
     import hashlib, json, sys
     from pathlib import Path

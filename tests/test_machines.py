@@ -1,4 +1,4 @@
-"""Several machines: the ranks of a run meet, agree, and go on after some were lost, with the
+"""Several machines: the ranks of a run meet, agree, and continue after some were lost, with the
 numbers of a run that lost none.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import runtime.world
 from checkpoint.resume import check_same_tokens
 from runtime.errors import UserError
 from runtime.signals import StopRequest, end_unfinished
@@ -72,14 +71,6 @@ def test_ranks_with_other_options_code_or_pytorch_do_not_train_together(tiny_con
     assert version.endswith(f"it is {torch.__version__} on rank 0 and 2.11.0 on rank 1")
     assert re.fullmatch(r"error: hash of the code: .* \w{8} on rank 0 and another on rank 1", code)
     assert not Path(tiny_config().log_dir).exists()
-
-
-def test_ranks_on_other_gpus_train_together_with_a_note(monkeypatch):
-    monkeypatch.setattr(World, "gather", lambda _, own: [own, (own[0], "NVIDIA H100")])
-    (note,) = runtime.world._check_match(World(CPU, 0, 2), {}).notes
-    assert (
-        note == "the ranks have different GPUs (NVIDIA H100, cpu): each step waits for the slowest"
-    )
 
 
 def test_other_tokens_are_an_error_with_the_ranks_that_have_them(monkeypatch):
@@ -182,7 +173,7 @@ def is_agent() -> None:
 
 
 class Run:
-    """A run on agents that stand for machines, each of one rank and working in its own folder."""
+    """A run on agents in place of machines, each with one rank and a folder of its own."""
 
     def __init__(self, place: Path):
         self.place = place
@@ -222,7 +213,7 @@ class Run:
             )
 
     def console(self) -> str:
-        """Return what the run has printed; an earlier one of its name has been moved aside."""
+        """Return the run's console.log; an earlier run of its name has been moved aside."""
         path = self.place / "logs/run/console.log"
         return path.read_text() if path.exists() else ""
 
@@ -231,8 +222,8 @@ class Run:
         return [int(n) for n in re.findall(r"^device: .*ranks: (\d+)", self.console(), re.M)]
 
     def until(self, step: int, attempts: int = 1, world: int = 2) -> None:
-        """Let the run go on until this step is logged, at the so many-th attempt or a later one,
-        which has so many ranks. An agent that starts early may log the step before the other joins.
+        """Let the run continue until this step is logged by `world` ranks, after `attempts` starts
+        or more. An agent that starts early may log the step before the other joins.
         """
         self.let_through(step)
         logged = f"step {step:2d}/{STEPS} | loss"
@@ -268,7 +259,7 @@ def is_preempted(run: Run) -> None:
 
 
 def leaves_and_comes_back(run: Run) -> None:
-    """--nnodes=1:2, a machine loses its power; the other goes on alone, and then with a new one."""
+    """--nnodes=1:2: a machine loses its power; the other continues alone, then with a new one."""
     run.start("ab", "1:2")
     run.until(5)
     kill_all(working_in(run.place / "b"))

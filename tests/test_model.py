@@ -213,14 +213,13 @@ def test_the_residual_stream_is_in_bf16_only_where_that_is_asked_for_under_autoc
 ):
     streams = []
     for residual_bf16 in (False, True):
-        model = tiny_model(residual_bf16=residual_bf16, recompute=recompute)
-        for block in model.transformer.h:
-            block.register_forward_hook(lambda _, inputs, output: streams.append(output[0].dtype))
+        model = tiny_model(residual_bf16=residual_bf16, recompute=recompute, n_layer=1)
+        block = model.transformer.h[0]
+        block.register_forward_hook(lambda _, inputs, output: streams.append(output[0].dtype))
         for autocast in (False, True):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 model(tokens(), tokens(seed=1))
-    layers = [torch.float32] * model.config.n_layer
-    assert streams == layers * 3 + [torch.bfloat16] * model.config.n_layer
+    assert streams == [torch.float32] * 3 + [torch.bfloat16]
 
 
 @pytest.mark.parametrize(
@@ -372,12 +371,7 @@ def test_what_is_between_the_matmuls_is_the_same_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        *({"flash": False}, {"dropout": 0.1}, {"bf16": False}, {"T": 16}, {"has_bf16": False}),
-    ],
-    ids=str,
+    "change", [{}, {"dropout": 0.1}, {"bf16": False}, {"T": 16}, {"has_bf16": False}], ids=str
 )
 def test_compiled_models_attend_in_blocks_where_a_cpu_has_bf16_instructions(
     tiny_model, monkeypatch, change
@@ -402,7 +396,7 @@ def test_compiled_models_attend_in_blocks_where_a_cpu_has_bf16_instructions(
 # ---- chunked cross-entropy
 
 
-@pytest.mark.parametrize("chunks", [2, 5, 8, 1000])  # of 30 tokens, 5 divide them, 8 do not
+@pytest.mark.parametrize("chunks", [2, 5, 8, 1000])  # 30 tokens: 5 divides them, 8 does not
 @pytest.mark.parametrize(
     "options",
     [{}, {"real_vocab_size": 100, "tie_weights": True}, {"dropout": 0.1, "flash": True}],

@@ -1,4 +1,4 @@
-"""The notebook is run as it stands: it clones this repository, climbs, and shows the page."""
+"""The notebook is run unchanged: it clones this repository, climbs, and shows the page."""
 
 import shutil
 

@@ -61,12 +61,6 @@ JUMPS = {
         100,
         "0.00055, it was 0.0001 at step 100 (max_steps 100 -> 200 stretches cosine)",
     ),
-    "cosine, stretched in the middle": (
-        {"lr_schedule": "cosine", "max_steps": 100},
-        {"max_steps": 200},
-        50,
-        "0.000868, it was 0.000564 at step 50 (max_steps 100 -> 200 stretches cosine)",
-    ),
     "wsd, after its decay": (
         {"lr_schedule": "wsd", "max_steps": 100, "wsd_decay_fraction": 0.3},
         {"max_steps": 200},
@@ -82,7 +76,6 @@ JUMPS = {
         "0.00055, it was 0.0001 at step 100 (max_minutes 1.0 -> 2.0 stretches cosine)",
     ),
     "another rate": ({}, {"lr": 5e-4}, 10, "0.0005, it was 0.001 at step 10"),
-    "a constant rate": ({"max_steps": 100}, {"max_steps": 200}, 100, ""),
     "in the warm-up": ({"warmup_steps": 50, "lr_schedule": "cosine"}, {"log_every": 5}, 1, ""),
 }
 
@@ -125,13 +118,11 @@ def test_embeddings_head_and_scalars_have_learning_rates_of_their_own(tiny_model
     model = tiny_model()
     config = load_config(lr=1e-3, embed_lr=0.3, head_lr=0.02, scalar_lr=0.01, weight_decay=0.1)
     (adamw,), _ = make_optimizers(model, config)
-    rates = {p: group["lr"] for group in adamw.param_groups for p in group["params"]}
     factors = {p: group["lr_factor"] for group in adamw.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         kind = next((kind for kind in ("wte", "wpe", "lm_head") if kind in name), p.dim() < 2)
         expected = {"wte": 0.3, "wpe": 0.3, "lm_head": 0.02, True: 0.01, False: 1e-3}[kind]
-        assert rates[p] == expected, name
-        assert factors[p] == pytest.approx(expected / 1e-3)
+        assert factors[p] == pytest.approx(expected / 1e-3), name
     (adamw,), _ = make_optimizers(tiny_model(tie_weights=True), config)
     assert {group["lr"] for group in adamw.param_groups} == {0.3, 1e-3, 0.01}
 
@@ -141,7 +132,6 @@ def test_adamw_gets_its_options_and_the_fused_flag_which_makes_the_same_update(t
     for fused in (False, True):
         model = tiny_model()
         (adamw,), _ = make_optimizers(model, load_config(fused_adamw=fused, **options))
-        assert isinstance(adamw, torch.optim.AdamW)
         assert bool(adamw.defaults["fused"]) is fused
         (group,) = adamw.param_groups
         assert options.items() <= group.items()
@@ -185,16 +175,16 @@ def muon_of(p, parts=1):
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
 def test_muon_makes_the_update_that_pytorchs_own_makes(shape):
     torch.manual_seed(0)
-    given, momentum = torch.randn(2, *shape), 0.85 + 0.1 / 300  # of the first step
+    given, momentum = torch.randn(2, *shape), 0.85 + 0.1 / 300  # the first step's
     pytorchs = functools.partial(torch.optim.Muon, lr=0.02, weight_decay=0.0, momentum=momentum)
     ours, theirs = update(muon_of, *given), update(lambda p: pytorchs([p]), *given)
-    assert (ours - theirs).norm() / theirs.norm() < 0.06  # theirs is in bfloat16
+    assert (ours - theirs).norm() / theirs.norm() < 0.06  # PyTorch's is in bfloat16
 
 
 def test_muon_makes_queries_keys_and_values_orthogonal_each_by_itself():
     torch.manual_seed(0)
     weight, gradient = torch.randn(2, 3 * 16, 16)
-    gradient[:16] *= 1000  # of the queries: as one matrix, they would leave nothing of the others
+    gradient[:16] *= 1000  # the queries: as one matrix, they would leave nothing of the others
     together = update(lambda p: muon_of(p, parts=3), weight, gradient)
     each = [update(muon_of, *pair) for pair in zip(weight.chunk(3), gradient.chunk(3), strict=True)]
     torch.testing.assert_close(together, torch.cat(each), rtol=1e-4, atol=1e-5)
@@ -205,9 +195,10 @@ def test_muons_momentum_warms_up_and_its_rate_follows_the_schedule(tiny_model):
     adamw, muon = make_optimizers(tiny_model(), config)[0]
     factors = [group["lr_factor"] for group in adamw.param_groups + muon.param_groups]
     assert factors == pytest.approx([1, 50, 50])
-    p, *others = [p for group in muon.param_groups for p in group["params"]]
-    for each in (p, *others):
-        each.grad = torch.ones_like(each)
+    params = [p for group in muon.param_groups for p in group["params"]]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    p = params[0]
     expected = 0.0
     for step, momentum in ((0, 0.85 + 0.1 / 300), (1, 0.85 + 0.2 / 300), (1000, 0.95)):
         if step:

@@ -1,4 +1,4 @@
-"""What goes wrong among the ranks of one run: one says so, all end, and nobody waits for ever."""
+"""Faults among the ranks of one run: one rank prints the error, and all end."""
 
 import re
 import socket

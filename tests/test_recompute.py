@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 from torch._functorch import config as functorch_config
 
@@ -14,14 +13,6 @@ from tests.test_resume import folder_of, log
 from train import train
 
 BANS = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
-ALL = {
-    "dropout": 0.2,
-    "batch_size": 2,
-    "total_batch_tokens": 256,
-    "grad_clip": 0.5,
-    "tie_weights": True,
-    "real_vocab_size": 100,
-}
 
 
 def same(one, other):
@@ -29,23 +20,6 @@ def same(one, other):
     weights = [load_model(str(folder_of(config))).state_dict() for config in (one, other)]
     assert log(one) == log(other)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [ALL, ALL | {"dropout": 0.0, "flash": True}],
-    ids=["dropout", "flash"],
-)
-def test_a_run_that_recomputes_is_the_same_run(options, tiny_config, capsys):
-    kept, again = (
-        tiny_config(**options, max_steps=4, run_name=str(recompute), recompute=recompute)
-        for recompute in (False, True)
-    )
-    for config in (kept, again):
-        train(config, ALONE)
-        on = capsys.readouterr().out.partition("optimizations on: ")[2].partition("; off: ")[0]
-        assert ("recompute" in on.split(", ")) == config.recompute
-    same(kept, again)
 
 
 def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice_elsewhere(
@@ -83,7 +57,7 @@ def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice
 def test_compiled_runs_that_recompute_cheap_operations_as_on_a_cpu_or_blocks_are_the_same_run(
     tiny_config, monkeypatch
 ):
-    for name in BANS:  # as before at the end
+    for name in BANS:  # restored at the end
         monkeypatch.setattr(functorch_config, name, getattr(functorch_config, name))
     kinds = ({"recompute_cheap": None}, {"recompute_cheap": False}, {"recompute": True})
     options = COMPILED | {"flash": True, "bf16": True, "max_steps": 3}
@@ -96,8 +70,5 @@ def test_compiled_runs_that_recompute_cheap_operations_as_on_a_cpu_or_blocks_are
     for device, by_default in (("cpu", True), ("cuda", False)):
         for wanted, recomputes in ((None, by_default), (not by_default, not by_default)):
             config = load_config(recompute_cheap=wanted, compile=True).on_device(device, 1)
-            assert ("recompute_cheap" in config.describe_optimizations(1).split("; off")[0]) == (
-                recomputes
-            )
             recompute_cheap_operations(bool(config.recompute_cheap))
             assert [getattr(functorch_config, name) for name in BANS] == [not recomputes] * 2

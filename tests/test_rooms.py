@@ -1,4 +1,4 @@
-"""Where things live: what each room may import, and what the recipe looks like."""
+"""Rooms: the imports that each may have, and the torch calls that the recipe shows."""
 
 import ast
 import functools
@@ -10,7 +10,7 @@ import pytest
 from runtime.report import ROOMS, project_files
 from tests.conftest import ROOT, run_from_nothing
 
-# What each file or folder may import of this project; third-party packages are not listed.
+# Imports of each file or folder from this project; third-party packages are not listed.
 PARTS = "checkpoint config data dataloader kernels model optimizer runtime "
 MAY_IMPORT = {
     "model.py": "kernels",
@@ -107,7 +107,7 @@ def test_options_errors_reports_and_the_ladder_do_without_torch():
     assert ran.returncode == 0, ran.stderr
 
 
-# The torch call of each optimization, where a reader of nanoGPT looks for it.
+# The torch call of each optimization, in the file in which a reader of nanoGPT looks for it.
 RUNGS = {
     "train.py": [
         "torch.set_float32_matmul_precision(",

@@ -1,5 +1,5 @@
-"""What goes wrong in the middle of a run, or before its first step: nothing is lost, and one line
-says how to resume.
+"""Faults in the middle of a run, or before its first step: nothing is lost, and one line has the
+command that resumes.
 """
 
 import errno
@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -111,7 +110,6 @@ EVALUATES = {
         (None, "step", ValueError("failed"), {"batch_size": 2, "total_batch_tokens": 256}),
         (None, "step", TokenFileError("failed"), {"fp16": True, "dropout": 0.3}),
         (inference.evaluation, "validation_loss", RuntimeError("failed"), EVALUATES),
-        (runtime.runlog, "append_row", OSError(errno.ENOSPC, "failed", "a file"), EVALUATES),
         (runtime.runlog, "write_rows", OSError(errno.ENOSPC, "failed", "a file"), EVALUATES),
     ],
 )
@@ -119,13 +117,11 @@ def test_a_fault_in_or_after_a_step_saves_what_is_whole_and_the_run_goes_on_exac
     module, name, error, options, go, here, monkeypatch
 ):
     straight = here.with_name("straight")
-    # after step 3: in log.csv are two rows while the third is written, then three
-    logged = 2 if name == "append_row" else 3
     with monkeypatch.context() as patched:
         if name == "step":
             failing(patched, 4, error)
         else:
-            inject(patched, module, name, error, lambda *_: has_rows(here, logged))
+            inject(patched, module, name, error, lambda *_: has_rows(here, 3))
         with pytest.raises(type(error), match="failed"):
             go(**options)
     assert read_state(newest(here)).step == 3
@@ -133,9 +129,6 @@ def test_a_fault_in_or_after_a_step_saves_what_is_whole_and_the_run_goes_on_exac
     summary = go(**options, resume="auto")
     assert (summary["resumed_after_step"], summary["steps"]) == (3, 6)
     go(**options, run_name="straight")
-    if name == "append_row":  # the row that could not be written is lost, and no step
-        assert log(here) == [*log(straight)[:2], *log(straight)[3:]]
-        shutil.copy(straight / "log.csv", here)
     same_end(here, straight)
     assert options is not EVALUATES or evals(here) == evals(straight)
 
@@ -230,10 +223,8 @@ def test_output_that_nobody_reads_does_not_end_a_run(unread, why, tiny_config, h
     done = run("train.py", *flags(tiny_config()), cwd=tmp_path, before=unread)
     assert (done.returncode, done.stderr) == (0, "")
     console = (here / "console.log").read_text()
-    (note,) = (line for line in console.splitlines() if line.startswith("note: nothing"))
-    assert note.startswith(f"note: nothing can be printed any more ({why}); the run continues")
+    assert console.count(f"note: nothing can be printed any more ({why}); the run continues") == 1
     assert "done: 6 steps" in console
-    assert read_state(newest(here)).step == 6
 
 
 @pytest.mark.parametrize(
@@ -292,8 +283,7 @@ def test_a_signal_before_the_first_step_leaves_everything_as_it_was(
     before = log(here), newest(here)
     stopped_early(monkeypatch, place, config)  # a new one of its name
     assert (log(here), newest(here)) == before
-    assert [path.name for path in here.parent.glob("[!.]*")] == ["train"]
-    (here / "eval.csv").unlink()  # so it evaluates before its first step
+    (here / "eval.csv").unlink()  # the run then evaluates before its first step
     resumed = config.model_copy(update={"resume": "auto"})
     stopped_early(monkeypatch, place, resumed)  # one that resumes
     assert (log(here), newest(here)) == before
@@ -306,7 +296,7 @@ def test_a_signal_to_one_of_several_ranks_before_the_first_step_ends_all_togethe
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with StopRequest() as stop:
-        signal.raise_signal(signal.SIGTERM)  # goes on: the others wait for this one
+        signal.raise_signal(signal.SIGTERM)  # this rank continues: the others wait for it
         stop.end_early(0)
         with pytest.raises(Stopped):
             stop.end_early(1)
@@ -428,7 +418,7 @@ def test_why_another_process_did_not_answer_is_told_without_the_place_in_pytorch
     assert kind_of_failure(error) == ("lost rank", said)
 
 
-# ---- what comes from Python rather than from the command line
+# ---- options from Python
 
 
 def test_a_config_made_in_python_names_its_run(tiny_config, go, here):

@@ -1,4 +1,4 @@
-"""What a process sets before torch is imported."""
+"""Settings of a process before torch is imported."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from tests.fake_cuda import answering
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Set what a user or torchrun has set, and nothing else that this module reads."""
+    """Set the variables of a user or of torchrun, and unset all others that this module reads."""
 
     def put(**given):
         for name in (
@@ -32,7 +32,7 @@ def environment(monkeypatch):
             "PYTORCH_ALLOC_CONF",
             "PYTORCH_CUDA_ALLOC_CONF",
         ):
-            monkeypatch.setenv(name, "")  # so that it is as it was after the test
+            monkeypatch.setenv(name, "")  # restored after the test
             monkeypatch.delenv(name)
         monkeypatch.setenv("GLIBC_TUNABLES", "")  # leaves this process's allocator as it is
         for name, value in given.items():
@@ -76,7 +76,9 @@ def test_buffers_that_a_step_frees_are_not_faulted_in_again_by_the_next():
     assert printed_by(CHURN, "settled", MALLOC_TRIM_THRESHOLD_="131072") > 1000, (
         "what the user has set stands"
     )
-    smaller_caches = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}  # as docs/running.md has it
+    smaller_caches = {
+        "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"
+    }  # an example of docs/running.md
     assert printed_by(CHURN, "settled", **smaller_caches) < 100
 
 
@@ -106,8 +108,8 @@ def test_a_gpus_allocator_grows_its_segments_and_a_cpus_keeps_what_is_freed(
     assert {name: os.environ[name] for name in GROWS if name in os.environ} == found
 
 
-# MB that the process has beyond what it began with, once 64 buffers of 4 MB have been freed but for
-# the newest, after a step
+# MB that the process has gained after a step, once 64 buffers of 4 MB have been freed except the
+# newest
 FREED = """
 import sys
 import runtime.start as start
@@ -146,7 +148,7 @@ def test_the_memory_that_is_left_is_the_machines_or_the_containers(tmp_path):
     assert memory_left(tmp_path) == math.inf, "a system that does not tell"
     put("proc/meminfo", "MemFree:        1000 kB\nMemAvailable:   3000 kB\n")
     assert memory_left(tmp_path) == 3000 * 1024
-    put("proc/self/cgroup", "1:cpu:/\n0::/job/step\n")  # of which nothing else is known here
+    put("proc/self/cgroup", "1:cpu:/\n0::/job/step\n")  # a group without files here
     put("sys/fs/cgroup/memory.stat", "anon 5\ninactive_file 1000000\n")
     put("sys/fs/cgroup/memory.current", "3000000\n")
     for limit, left in (("max", 3000 * 1024), ("9000000", 3000 * 1024), ("4000000", 2_000_000)):
@@ -155,7 +157,7 @@ def test_the_memory_that_is_left_is_the_machines_or_the_containers(tmp_path):
     put("sys/fs/cgroup/job/memory.stat", "inactive_file 0\n")
     put("sys/fs/cgroup/job/memory.current", "1000\n")
     put("sys/fs/cgroup/job/memory.max", "5000\n")
-    assert memory_left(tmp_path) == 4000
+    assert memory_left(tmp_path) == 4000, "the smallest limit counts"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ OLD = (
         ("13.0", None, rf"NVIDIA's driver, {OLD}"),
         (None, None, r"this PyTorch \(.*\) is built without CUDA; install a build with CUDA"),
     ],
-    ids=["old driver", "old open driver", "driver of another kind", "PyTorch for CPUs"],
+    ids=["old open driver", "driver of another kind", "PyTorch for CPUs"],
 )
 def test_a_gpu_that_pytorch_cannot_use_is_an_error_and_not_a_run_on_the_cpu(
     device, cuda, driver, message, monkeypatch
@@ -250,7 +252,7 @@ OF_8_CORES = """if True:
     start.set_up_process()
     print(os.environ["OMP_NUM_THREADS"])
 """
-# as torchrun does, which sets one thread where the user has set nothing
+# torchrun sets one thread unless the user has set a number
 STARTS = """OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCHELASTIC_RUN_ID=any "$0" -c "$1"; true"""
 
 

@@ -1,4 +1,4 @@
-"""Following a run in TensorBoard and Weights & Biases: they have what the logs have, whatever
+"""Following a run in TensorBoard and Weights & Biases: they have the figures of the logs, whatever
 happens.
 """
 
@@ -91,13 +91,9 @@ def test_tensorboard_has_every_figure_of_the_logs_and_samples_and_options(
     curves, texts = tensorboard(here)
     same(curves, here)
     assert curves["train/memory_mb"].keys() == curves["train/utilization"].keys() == {*range(1, 10)}
-    printed = capsys.readouterr().out
-    assert f"tensorboard --logdir {here.parent}" in printed
+    assert f"tensorboard --logdir {here.parent}" in capsys.readouterr().out
     assert texts["sample"].keys() == {4, 8, 9}
-    for step, text in texts["sample"].items():
-        assert text.startswith("    The")
-        indented = "".join(f"    {line}\n" for line in printed.splitlines())
-        assert f"sample after step {step}: {text[4:]}" in indented
+    assert all(text.startswith("    The") for text in texts["sample"].values())
     assert "    max_steps: 9\n" in texts["config"][0]
 
 

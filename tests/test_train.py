@@ -1,6 +1,4 @@
-"""The training loop, in process: what a step computes, what a run logs and leaves behind, and what
-stops it.
-"""
+"""The training loop, in process: a step's arithmetic, a run's log and files, and its ends."""
 
 import csv
 import functools
@@ -148,7 +146,7 @@ def test_fp16_gradients_are_unscaled_before_clipping(one_step):
     assert step.gradient.norm().item() == pytest.approx(0.05, rel=1e-2)
 
 
-# ---- flags reach what they switch
+# ---- flags reach their switches
 
 
 def test_tf32_sets_the_precision_of_the_process_in_every_run_where_the_device_has_it(
@@ -161,8 +159,6 @@ def test_tf32_sets_the_precision_of_the_process_in_every_run_where_the_device_ha
     assert precision(tf32=True) == "highest"  # a CPU has none
     has_bf16 = {"amx_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has_bf16)
-    assert precision(matmul_precision="medium") == "medium"
-    has_bf16 |= {"amx_bf16": False, "avx512_bf16": True}
     assert [precision(matmul_precision="medium"), precision(tf32=True)] == ["medium", "highest"]
     assert "medium makes them faster here" in check_precision(CPU, matmul_precision="high")[0]
     has_bf16.clear()
@@ -232,7 +228,7 @@ def test_training_compiles_once_and_validation_once_if_its_whole_batches_are_man
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
-    # as sample_text does, with a vocabulary that shares the other tests' compilation
+    # sample_text needs GPT-2's vocabulary; this one shares the other tests' compilation
     def sample(model, prompt, tokens, *_):
         return f"a text of {generate(model, torch.ones(1, 3, dtype=torch.long), tokens).shape}"
 
@@ -317,10 +313,6 @@ def test_a_run_whose_last_step_overflows_in_fp16_is_saved_and_not_done(
     weights = read_tensors(saved / "model.safetensors")
     assert all(torch.equal(weights[name], first[name]) for name in weights)
     assert read_state(saved).skipped_steps == 2
-    straight, resumed = (
-        run(tiny_config(fp16=True, **how)) for how in ({"run_name": "b"}, {"resume": "auto"})
-    )
-    assert resumed["skipped_steps"] == straight["skipped_steps"] > 2
 
 
 @pytest.mark.usefixtures("large_scale")
@@ -415,8 +407,6 @@ def test_a_run_has_files_of_a_fixed_form_and_says_what_runs_before_its_first_ste
         "num decayed parameter tensors: 29, with",
         "num non-decayed parameter tensors: 0, with 0",
         "optimizations on: init gpt2, warmup_steps 50, tf32, flash; off: padded vocabulary, ",
-        "note: tf32 has no effect on cpu",
-        "note: flash runs PyTorch's flash_attention",
         "note: warmup_steps 50 > max_steps 6",
         "step 0/6 | validation loss",
     ):
@@ -506,7 +496,7 @@ def test_every_stage_and_recipe_runs_to_its_end_on_a_tiny_model_with_its_own_voc
     (corpus / "hellaswag").mkdir()
     (corpus / "hellaswag/hellaswag_val.jsonl").write_text(ITEM)
     options = SMALL | {"data_dir": str(corpus), "log_dir": str(tmp_path)} | fast_precision()
-    if stage == "finetune":  # another run's weights stand for OpenAI's
+    if stage == "finetune":  # another run's weights in place of OpenAI's
         run(load_config("gpt2_124m", **options, run_name="first"))
         options["init_from"] = "first"
     config = load_config(stage, **options)

@@ -1,22 +1,20 @@
-"""Does a run tell that it is off its curve? Plant ten usual mistakes in the quickstart, one at a
+"""Does a run note that it is off its curve? Plant ten usual mistakes in the quickstart, one at a
 time, and train the unchanged quickstart with many seeds.
 
     python tests/evidence/planted_mistakes.py --seeds 20             ten mistakes, and 20 clean runs
     python tests/evidence/planted_mistakes.py --seeds 10 --curve     writes the curve that judges
 
-A mistake is told if a note or, in the first half of the run, an evaluation says so; a clean run
-should say nothing.
+A mistake counts as found if the run prints a note or, in its first half, an evaluation that is off
+the curve. A clean run should print neither.
 """
 
 import contextlib
-import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from runtime.cli import Name, Options, Positive, ZeroIsOff
-from runtime.start import cores, start
+from runtime.start import start
 
 
 class MistakesOptions(Options):
@@ -33,8 +31,6 @@ class MistakesOptions(Options):
 
     seeds: ZeroIsOff = 20
     """clean runs"""
-    jobs: Positive = 1
-    """runs at a time, which share the cores"""
     curve: bool = False
     """write the curve from these runs"""
     mistake: Name | None = None
@@ -59,13 +55,13 @@ from inference.reference import CURVES
 from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 from runtime.world import World
 
-FIRST_OF_CURVE, FIRST_CLEAN = 1000, 2000  # seeds: the curve's own are not those that it judges
+FIRST_OF_CURVE, FIRST_CLEAN = 1000, 2000  # seeds: the curve judges other runs than its own
 SIGMAS = 5.0  # a curve's tolerance, in standard deviations over its seeds
 Patch = contextlib.AbstractContextManager[Any]
 
 
 def training_batches(change: Callable[..., tuple[Tensor, Tensor]]) -> Patch:
-    """Change what the loader returns for training; validation reads the stream itself."""
+    """Change the batches of training; validation reads the stream itself."""
     original = DataLoader.batch
 
     def batch(self: DataLoader, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
@@ -140,23 +136,16 @@ def plant(name: str, folder: str, steps: int) -> None:
         train.train(config, World(torch.device("cpu")))
 
 
-def run_all(commands: dict[str, list[str]], folder: Path, jobs: int) -> Iterator[str]:
-    """Run commands, so many at a time; yields the name of each that is done, in their order."""
-    threads = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))}
-
-    def run(name: str) -> str:
-        command = [sys.executable, *commands[name], f"--log_dir={folder / name}"]
-        ran = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
-        if ran.returncode:
-            raise RuntimeError(f"{name}: {ran.stderr}")
-        return name
-
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(run, commands)
+def run_all(commands: dict[str, list[str]], folder: Path) -> Iterator[str]:
+    """Run commands one after the other; yields the name of each that is done."""
+    for name, words in commands.items():
+        command = [sys.executable, *words, f"--log_dir={folder / name}"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        yield name
 
 
 def verdicts_of(run: Path) -> list[str]:
-    """Return what a run says of its options, and of evaluations that are not on track."""
+    """Return a run's notes on its options and on evaluations that are not on track."""
     console = (run / "quickstart" / "console.log").read_text()
     said = r"^note: not the recipe.*$|^step \d+: (?:ahead|behind).*$"
     return re.findall(said, console, re.MULTILINE)
@@ -186,7 +175,7 @@ def write_curve(runs: list[dict[int, float]]) -> None:
 
 
 def main(options: MistakesOptions) -> None:
-    """Train, and print what each run says of itself."""
+    """Train, and print the notes of each run."""
     if options.mistake:
         plant(options.mistake, options.log_dir, options.steps)
         return
@@ -201,12 +190,12 @@ def main(options: MistakesOptions) -> None:
         planted = (
             {} if options.curve else {name: [__file__, f"--mistake={name}"] for name in MISTAKES}
         )
-        for name in run_all(planted, folder, options.jobs):
+        for name in run_all(planted, folder):
             told = verdicts_of(folder / name)
             print("\n    ".join([f"{name}: {'TOLD' if told else 'not told'}", *told]))
             print(f"    validation losses {losses_of(folder / name)}", flush=True)
         alarms, curves = 0, list[dict[int, float]]()
-        for name in run_all(clean, folder, options.jobs):
+        for name in run_all(clean, folder):
             curves.append(losses_of(folder / name))
             told = verdicts_of(folder / name)
             alarms += bool(told)
