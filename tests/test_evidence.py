@@ -18,3 +18,8 @@ def test_an_a100_is_predicted():
     done = run("-m", "tests.evidence.predict_a100", "gpu_ms", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("factors are within 25% of the published ones.\n")
+
+
+def test_a_comparison_with_nanochat_asks_for_its_file():
+    done = run("-m", "tests.evidence.against_nanochat", "none.py", cwd=ROOT)
+    assert done.stderr == "error: none.py: no such file; give nanochat's gpt.py\n"
