@@ -222,7 +222,7 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     run that cannot be written leaves everything as it was.
     """
     notes = world.on_rank0(lambda: _open_run(run, config, saved, world))
-    if others := _others((run.path / "config.yaml").exists(), world):
+    if others := ranks_that_differ((run.path / "config.yaml").exists(), world):
         problem = (
             f"{run.path} is not there for {describe_ranks(others)}; put --log_dir on a file system "
             f"that all machines share"
