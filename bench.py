@@ -2,6 +2,7 @@
 
 python bench.py                              the published profile: two sizes, with and without
                                              warm-up and mixed precision
+python bench.py --no-bf16 --batch_size 8     any options of train.py, for the models that are timed
 python bench.py --config speedup7.yaml       the model, batch and precision of a training stage
 python bench.py --breakdown                  the parts of a training step
 python bench.py --scan batch_size=1,2,4,8    tokens/s and memory, up to out of memory
@@ -15,23 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from config import WITHOUT_GRAPHS, Config, Count, ZeroIsOff, load_config
-from measure.interleaved.options import given, optional_fields
+from config import WITHOUT_GRAPHS, Config, Count, RunConfig, ZeroIsOff, load_config
 from measure.interleaved.ratio import FEWEST
 from runtime.cli import ContradictionError, Name, Options, Positive
 from runtime.start import start
 
 Size = Literal["small", "medium", "large", "xl"]  # of configs/timeit/
 Computation = Literal["forward", "backward", "forward_backward", "training_step"]
-Overrides: Any = optional_fields(
-    Config,
-    *("batch_size", "seq_len", "total_batch_tokens", "compile", "flash", "loss_chunks"),
-    *("device", "seed"),
-    title="of the model that is timed",
-    none="as the config or the profile says",
-)
 
 
 class WhatOptions(Options):
@@ -49,10 +42,6 @@ class WhatOptions(Options):
     warmup_steps: tuple[ZeroIsOff, ...] = (0, 1)
     """untimed passes before the timed ones, each number its own row; with CUDA graphs, which the
     second pass begins to record, 0 or at least 3
-    """
-    mixed_precision: bool | None = None
-    """only with, or only without, autocast to bf16, or to fp16 on a GPU without bf16 (none: both;
-    with --config: as it says)
     """
     steps: Count = 5
     """timed passes"""
@@ -85,10 +74,17 @@ class HowOptions(Options):
 
 INSPECT = ("breakdown", "trace", "memory")
 MODES = (*INSPECT, "scan", "scaling")
+WITHOUT_EFFECT = {*RunConfig.model_fields, "max_steps", "max_minutes"} - {
+    "device",
+    "seed",
+    "log_dir",
+}
 
 
-class BenchOptions(HowOptions, Overrides, WhatOptions):
-    """All options of a benchmark."""
+class BenchOptions(HowOptions, WhatOptions):
+    """All options of a benchmark; `model_extra` has the given flags of train.py."""
+
+    model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -111,6 +107,7 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
             for other in others
             if getattr(self, other)
         }
+        reasons |= dict.fromkeys(WITHOUT_EFFECT, "in a benchmark")
         if not self.scaling:
             reasons |= dict.fromkeys(("total_batch_tokens", "rounds"), "without scaling")
         problems = [
@@ -129,7 +126,7 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
 
 
 if __name__ == "__main__":
-    OPTIONS = start(BenchOptions, description=__doc__)
+    OPTIONS = start(BenchOptions, description=__doc__, others=Config)
 
 from config import MFU, total_seconds
 from measure.profile.breakdown import inspect_models
@@ -158,29 +155,21 @@ from runtime.report import describe_duration
 # ---- what is timed
 
 
-def overrides(options: BenchOptions) -> dict[str, Any]:
-    """Return the options of the model that are given on the command line."""
-    values = given(options, Overrides)
-    if options.mixed_precision is not None:
-        values |= {"bf16": options.mixed_precision, "fp16": False}
-    return values
-
-
 def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
     """Return name and config of each model to time, with and without mixed precision.
 
     Raises UserError.
     """
-    values = overrides(options)
+    values = options.model_extra or {}
     if options.config:
-        values |= {"total_batch_tokens": None}  # a pass is one micro-step
+        values = values | {"total_batch_tokens": None}  # a pass is one micro-step
         return [(Path(options.config).stem, load_config(options.config, **values))]
-    if options.seq_len:
-        values |= {"block_size": options.seq_len}
-    both = (False, True) if options.mixed_precision is None else (options.mixed_precision,)
+    if "seq_len" in values:
+        values = {"block_size": values["seq_len"]} | values
+    both: list[dict[str, Any]] = [{"bf16": False}, {"bf16": True}]
     return [
-        (size, load_config(f"timeit/{size}", **(values | {"bf16": mixed})))
-        for size, mixed in itertools.product(options.size, both)
+        (size, load_config(f"timeit/{size}", **(precision | values)))
+        for size, precision in itertools.product(options.size, both)
     ]
 
 
@@ -305,7 +294,7 @@ def scan(name: str, jobs: Sequence[Job], folder: Path) -> None:
 def main(options: BenchOptions) -> None:
     """Measure. Raises UserError, for a mistake before anything is measured, and OSError."""
     if options.scaling:
-        name, values = str(options.config), overrides(options)
+        name, values = str(options.config), options.model_extra or {}
         measure_scaling(name, values, options.scaling, options.rounds, options.log_dir)
         return
     jobs = jobs_of(options)

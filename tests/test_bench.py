@@ -11,7 +11,7 @@ import torch
 
 import bench
 from bench import BenchOptions
-from config import load_config, part_flops, total_seconds
+from config import Config, load_config, part_flops, total_seconds
 from measure.interleaved import process
 from measure.profile import breakdown, timing
 from measure.profile.breakdown import break_down
@@ -48,7 +48,7 @@ def in_this_process(monkeypatch):
 
 def command_line(*arguments):
     """What bench.py does with these arguments."""
-    bench.main(parse(BenchOptions, [str(argument) for argument in arguments]))
+    bench.main(parse(BenchOptions, [str(argument) for argument in arguments], others=Config))
 
 
 def tiny_job(computation="forward_backward", warmup_steps=(0, 2), steps=3, **options):
@@ -217,11 +217,30 @@ def test_the_default_is_the_published_profile():
 
 
 def test_a_training_config_gives_model_batch_and_precision():
-    given = {"batch_size": 2, "compile": False, "loss_chunks": 8}
-    options = BenchOptions(config="speedup7", **given, mixed_precision=False)
-    ((name, config),) = bench.job_configs(options)
+    words = (
+        "--config=speedup7 --batch_size=2 --no-compile --loss_chunks=8 --no-bf16 --betas 0.9 0.95"
+    )
+    ((name, config),) = bench.job_configs(parse(BenchOptions, words.split(), others=Config))
     assert name == "speedup7"
-    assert config == load_config("speedup7", **given, bf16=False, total_batch_tokens=None)
+    given = {
+        "batch_size": 2,
+        "compile": False,
+        "loss_chunks": 8,
+        "bf16": False,
+        "betas": (0.9, 0.95),
+    }
+    assert config == load_config("speedup7", **given, total_batch_tokens=None)
+
+
+def test_the_profile_takes_options_of_training_and_a_precision_is_the_only_one():
+    words = "--size=small --no-bf16 --seq_len=64 --warmup_steps=2"
+    ((_, config),) = {*bench.job_configs(parse(BenchOptions, words.split(), others=Config))}
+    assert (config.bf16, config.seq_len, config.block_size, config.warmup_steps) == (
+        False,
+        64,
+        64,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,12 +314,14 @@ def test_every_command_answers_help_without_torch():
         ("--compare=x.csv --breakdown", "compare has no effect with breakdown; leave it out"),
         ("--steps=3 --trace", "steps has no effect with trace"),
         ("--scan=batch_size=1 --warmup_steps=0,1", "scan takes one number of warm-up steps"),
-        ("--loss_chunks=0", "--loss_chunks: input should be greater than or equal to 1"),
+        ("--max_steps=9", "--max_steps: max_steps has no effect in a benchmark"),
+        ("--brekdown", "--brekdown: unknown option; did you mean --breakdown?"),
+        ("--batch_sise=1", "--batch_sise: unknown option; did you mean --batch_size?"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        parse_command_line(BenchOptions, arguments.split(" "))
+        parse_command_line(BenchOptions, arguments.split(" "), others=Config)
     assert ended.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert any(message in line for line in lines), lines
