@@ -11,7 +11,6 @@ python bench.py --compare logs/reference/timeit.csv       beside earlier or publ
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -67,7 +66,7 @@ class HowOptions(Options):
     rounds: int = Field(20, ge=FEWEST)
     """rounds of --scaling at most; fewer where every interval is narrower than 2%"""
     compare: str | None = None
-    """results.json or results.csv of an earlier call, or logs/reference/timeit.csv"""
+    """results.csv of an earlier call, or logs/reference/timeit.csv"""
     log_dir: Name = "logs"
     """results go to bench/<time>/ in this folder"""
 
@@ -131,23 +130,18 @@ if __name__ == "__main__":
 from config import MFU, total_seconds
 from measure.profile.breakdown import inspect_models
 from measure.profile.scaling import measure_scaling
-from measure.profile.timing import FLOPS_SHARE, Job, empty_row, settings, time_job
-from measure.report.tables import (
+from measure.profile.tables import (
     COLUMNS,
     Means,
-    Row,
-    about_machine,
     compare,
-    describe_row,
     draw_scan,
     draw_times,
-    key_of,
-    new_folder,
     read_results,
     scan_columns,
-    write_report,
     write_results,
 )
+from measure.profile.timing import FLOPS_SHARE, Job, Timing, settings, time_job
+from measure.report.tables import Row, about_machine, new_folder, write_report
 from runtime.device import choose_device, matmul_rates
 from runtime.errors import TrainingError, UserError, reported
 from runtime.report import describe_duration
@@ -204,14 +198,14 @@ def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(max(n, 3) if n and has_graphs else n for n in passes))
 
 
-def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
-    """Time the jobs one after the other; what has failed is not tried in a larger batch.
+def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Timing], list[str]]:
+    """Time the jobs one after the other; after a failure, skip that model's larger batches.
 
-    Writes the results after each, so that what is measured stays. Raises TrainingError if nothing
-    could be measured.
+    Returns the finished timings, and a line for each failure. Writes the results after each job, so
+    that an interrupted call keeps them. Raises TrainingError if no job can be measured.
     """
-    rows: list[Row] = []
-    failed: set[str] = set()
+    timings: list[Timing] = []
+    failed: dict[str, str] = {}  # line by label
     rates = matmul_rates(choose_device(jobs[0].config.device))
     work = [
         (job.config, FLOPS_SHARE[job.computation] * (max(job.warmup_steps) + job.steps))
@@ -220,45 +214,49 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
     shorter = "--size small, --computation training_step, --steps 2"
     print(describe_duration(total_seconds(work, rates), MFU, shorter), flush=True)
     for job in jobs:
-        label, config = describe_row(empty_row(job, 0)), job.config
-        if label in failed:
+        if job.label in failed:
             continue
-        rows += time_job(job)
-        write_results(rows, folder)
-        figures = f"stopped: {rows[-1]['error']}"
-        if rows[-1]["error"]:
-            failed.add(label)
-        else:
-            figures = "{tokens_per_sec:,.0f} tokens/s, {peak_memory_mb:,.0f} MB".format(**rows[-1])
-        print(f"{label}, {config.batch_size} x {config.seq_len}: {figures}", flush=True)
-    if all(row["error"] for row in rows):
-        raise TrainingError(f"nothing could be measured: {rows[0]['error']}")
-    return rows
+        timings += time_job(job)
+        write_results(timings, folder)
+        row = timings[-1].row()
+        figures = row["error"] or (
+            "{tokens_per_sec:,.0f} tokens/s, {peak_memory_mb:,.0f} MB".format(**row)
+        )
+        line = f"{job.label}, {job.config.batch_size} x {job.config.seq_len}: {figures}"
+        print(line, flush=True)
+        if row["error"]:
+            failed[job.label] = line
+    measured = [timing for timing in timings if not timing.error]
+    if not measured:
+        raise TrainingError(f"nothing could be measured: {timings[0].error}")
+    return measured, [*failed.values()]
 
 
 # ---- the grid: every size, computation, warm-up and precision
 
 
 def time_grid(
-    options: BenchOptions, jobs: Sequence[Job], folder: Path, theirs: Means, about_them: Row
+    options: BenchOptions, jobs: Sequence[Job], folder: Path, means: Means, first: Row
 ) -> None:
-    """Write the table of times and its picture, beside the rows of an earlier call, `theirs`."""
-    rows = sorted(time_jobs(jobs, folder), key=lambda row: row["mean_s"] or math.inf)
-    measured = [row for row in rows if not row["error"]]
-    write_results(rows, folder)
+    """Write the table of times and its picture, beside the `means` of an earlier call."""
+    measured, failed = time_jobs(jobs, folder)
+    measured.sort(key=lambda timing: timing.mean_s)
+    rows = [timing.row() for timing in measured]
     draw_times(measured, folder / "times.png")
     beside = ""
     if options.compare:
-        profile = settings(load_config("timeit/small"))  # whose published file does not say it
-        beside = compare(measured, options.compare, theirs, profile | about_them)
+        # the published file lacks the settings of its profile
+        profile = settings(load_config("timeit/small"))
+        beside = compare(measured, options.compare, means, profile | first)
+    notes = sorted({row["notes"] for row in rows} - {""})
     write_report(
         folder / "report.md",
         "Seconds per pass: forward, backward and both",
         COLUMNS,
         rows,
-        [f"note: {note}" for note in sorted({row["notes"] for row in measured} - {""})],
-        about_machine(measured[0]),
-        "Rows that differ in warm-up only are of the same passes: one leaves out the first of "
+        [*(f"note: {note}" for note in notes), *failed],
+        about_machine(rows[0]),
+        "Rows that differ only in warm-up come from the same passes: one leaves out the first of "
         "them. std: the population's. MFU: against the measured matmul rate. MB: peak memory, of "
         "the GPU's tensors on CUDA, else of the process.",
         "![seconds per pass](times.png)",
@@ -274,16 +272,17 @@ def scan(name: str, jobs: Sequence[Job], folder: Path) -> None:
 
     Raises TrainingError if nothing can be measured.
     """
-    rows = time_jobs(jobs, folder)
-    measured = sorted((row for row in rows if not row["error"]), key=describe_row)
+    measured, failed = time_jobs(jobs, folder)
+    measured.sort(key=lambda timing: timing.job.label)
+    rows = [timing.row() for timing in measured]
     draw_scan(name, measured, folder / "scan.png")
     write_report(
         folder / "scan.md",
         f"Over {name}",
         scan_columns(name),
-        measured,
-        [f"{describe_row(row)}: {row['error']} at {row[name]}." for row in rows if row["error"]],
-        about_machine(measured[0]),
+        rows,
+        failed,
+        about_machine(rows[0]),
         "![over the values](scan.png)",
     )
 
@@ -301,9 +300,9 @@ def main(options: BenchOptions) -> None:
     device = choose_device(jobs[0].config.device)
     if options.memory and device.type != "cuda":
         raise UserError(f"--memory: needs CUDA, the device is {device.type}; leave it out")
-    theirs, about_them = read_results(Path(options.compare)) if options.compare else ({}, {})
-    wanted = {key_of(empty_row(job, warmup)) for job in jobs for warmup in job.warmup_steps}
-    if options.compare and not wanted & theirs.keys():
+    means, first = read_results(Path(options.compare)) if options.compare else ({}, {})
+    wanted = {job.key(warmup) for job in jobs for warmup in job.warmup_steps}
+    if options.compare and not wanted & means.keys():
         raise UserError(f"{options.compare}: has none of the rows to be measured")
     folder = new_folder(options.log_dir)
     inspected = [name for name in INSPECT if getattr(options, name)]
@@ -313,7 +312,7 @@ def main(options: BenchOptions) -> None:
     if options.scan:
         scan(options.scan.partition("=")[0], jobs, folder)
     elif not inspected:
-        time_grid(options, jobs, folder, theirs, about_them)
+        time_grid(options, jobs, folder, means, first)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 

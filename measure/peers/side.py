@@ -42,10 +42,9 @@ from checkpoint.weights import read_weights
 from dataloader import DataLoader, prefetch
 from measure.interleaved.options import without_end
 from measure.interleaved.side import serve, take_stdout
-from measure.profile.timing import time_passes
 from optimizer import make_optimizers
 from runtime import errors
-from runtime.device import choose_device, peak_memory_mb, usable_precision
+from runtime.device import choose_device, peak_memory_mb, timed, usable_precision
 from runtime.errors import UserError, reported
 from runtime.world import World
 from train import open_data
@@ -166,7 +165,7 @@ def train_peer(options: PeerConfig, answers: TextIO) -> None:
     batches = prefetch(loader, device, range(1, options.max_steps))
     losses: list[float] = []
 
-    def training_step(nothing: None) -> None:
+    def training_step() -> None:
         loss = torch.zeros((), device=device)
         for _ in range(loader.accumulation):
             x, y = next(batches)
@@ -182,7 +181,7 @@ def train_peer(options: PeerConfig, answers: TextIO) -> None:
 
     def take_steps(count: int) -> dict[str, Any]:
         return {
-            "seconds": time_passes(lambda: None, training_step, count, device),
+            "seconds": [timed(training_step, device) for _ in range(count)],
             "tokens": count * options.tokens_per_step(1),
             "loss": losses[-1],
             "peak_memory_mb": peak_memory_mb(device),

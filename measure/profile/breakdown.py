@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from config import Config
 from data.token_file import TokenFileError
 from measure.interleaved.process import in_fresh_process
-from measure.profile.timing import is_mixed, set_up
-from measure.report.tables import FLOP_RATE, Row, about_machine, precision, show_table
+from measure.profile.timing import precision, set_up
+from measure.report.tables import FLOP_RATE, Row, about_machine, show_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_atomic
@@ -175,7 +175,7 @@ def inspect_models(
     """
     lines = ["# Where a training step's time goes", ""]
     for name, config in models:
-        bits = precision(is_mixed(config))
+        bits = precision(config)
         title = f"{name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens"
         print(title, flush=True)
         call = "measure.profile.breakdown:inspect_model"
