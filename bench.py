@@ -1,4 +1,4 @@
-"""Time forward, backward and both of a model, and show where the time goes.
+"""Time a model's forward and backward passes, and break its training step down.
 
 python bench.py                              the published profile: two sizes, with and without
                                              warm-up and mixed precision
@@ -22,12 +22,12 @@ from measure.interleaved.ratio import FEWEST
 from runtime.cli import ContradictionError, Name, Options, Positive
 from runtime.start import start
 
-Size = Literal["small", "medium", "large", "xl"]  # of configs/timeit/
+Size = Literal["small", "medium", "large", "xl"]  # configs/timeit/ has these
 Computation = Literal["forward", "backward", "forward_backward", "training_step"]
 
 
 class WhatOptions(Options):
-    """what to time (by default: the published profile)"""
+    """models and passes (default: the published profile)"""
 
     config: str | None = None
     """time the model, batch and precision of this training config instead: a path, or a name in
@@ -47,7 +47,7 @@ class WhatOptions(Options):
 
 
 class HowOptions(Options):
-    """what to do with it (by default: a table of times)"""
+    """measurements (default: a table of times)"""
 
     breakdown: bool = False
     """time the parts of a training step"""
@@ -64,7 +64,7 @@ class HowOptions(Options):
     efficiency
     """
     rounds: int = Field(20, ge=FEWEST)
-    """rounds of --scaling at most; fewer where every interval is narrower than 2%"""
+    """rounds of --scaling at most; fewer once every interval is narrower than 2%"""
     compare: str | None = None
     """results.csv of an earlier call, or logs/reference/timeit.csv"""
     log_dir: Name = "logs"
@@ -146,7 +146,7 @@ from runtime.device import choose_device, matmul_rates
 from runtime.errors import TrainingError, UserError, reported
 from runtime.report import describe_duration
 
-# ---- what is timed
+# ---- the jobs
 
 
 def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:

@@ -1,4 +1,4 @@
-"""Compare how fast this project trains GPT-2 with what people would take instead, interleaved.
+"""Compare how fast this project and other trainers train GPT-2, interleaved.
 
 python -m measure.peers                               the best rung and transformers
 python -m measure.peers --peer ../nanoGPT/model.py    ... and any nanoGPT-like file
@@ -62,7 +62,7 @@ NEEDED: dict[str, Any] = {
 
 
 class WhatOptions(Options):
-    """what to compare"""
+    """sides"""
 
     peer: tuple[str, ...] = ()
     """nanoGPT-like Python files, which have GPT and GPTConfig"""
@@ -147,8 +147,8 @@ def check_peers(peers: Mapping[str, str], config: Config, place: Path) -> None:
 
 
 def compare_losses(name: str, loss: float, ours: float, config: Config, tolerance: float) -> None:
-    """Raise SideError if a side's first loss is not ours."""
-    # rows of padding take part in the softmax of models that do not leave them out, as ours does
+    """Raise SideError if a side's first loss differs from our side's."""
+    # our model leaves padding rows out of its softmax, a peer's may include them
     padding = math.log(config.vocab_size / config.n_vocab)
     if not -tolerance <= loss - ours <= tolerance + padding:
         raise SideError(
@@ -285,7 +285,7 @@ def report(
 
 
 def main(options: PeersOptions) -> None:
-    """Compare with what the options name. Raises UserError."""
+    """Compare our side with each peer. Raises UserError."""
     config = our_config(options)
     peers = peer_paths(options)
     folder = Path(options.log_dir) / "peers"

@@ -42,7 +42,7 @@ def precision(config: Config) -> str:
 class Job:
     """A computation of a model, timed in a process of its own."""
 
-    size: str  # of the profile, or the config's name
+    size: str  # a size of the published profile, or the config's name
     config: Config
     computation: str  # forward, backward, forward_backward or training_step
     warmup_steps: tuple[int, ...]
@@ -65,9 +65,9 @@ class Timing:
 
     job: Job
     warmup_steps: int  # passes before the timed ones
-    seconds: Sequence[float] = ()  # of each timed pass
-    flops: float = 0.0  # of a pass
-    matmul_tflops: float | None = None  # of a large matmul in the same precision on this device
+    seconds: Sequence[float] = ()  # one entry per timed pass
+    flops: float = 0.0  # per pass
+    matmul_tflops: float | None = None  # rate of a large matmul in this precision on this device
     peak_memory_mb: float = 0.0
     about: Row = dataclasses.field(default_factory=dict)  # the model and the device
     error: str = ""
@@ -94,7 +94,7 @@ class Timing:
             row |= {
                 "mean_s": self.mean_s,
                 "median_s": statistics.median(self.seconds),
-                "std_s": statistics.pstdev(self.seconds),  # as in the published profile
+                "std_s": statistics.pstdev(self.seconds),  # the published profile has it too
                 "min_s": min(self.seconds),
                 "max_s": max(self.seconds),
                 "total_s": sum(self.seconds),
@@ -120,7 +120,7 @@ def with_mixed_precision_of(device: torch.device, config: Config) -> tuple[Confi
 def set_up(config: Config, *, from_corpus: bool = False) -> Run:
     """Set a run up on this process alone, on its corpus or on one batch of random tokens.
 
-    Only notes on options are kept. Raises UserError for what this device cannot do, and for a
+    Only notes on options are kept. Raises UserError for options that this device lacks, and for a
     corpus that cannot be opened.
     """
     device = choose_device(config.device)
@@ -164,7 +164,7 @@ def measure(job: Job) -> list[Timing]:
 
     All come from the same passes: with w passes of warm-up, the first w are left out and the next
     `steps` count. So timings differ in the passes that count, not in the noise between two
-    measurements. Raises UserError for what this device cannot do.
+    measurements. Raises UserError for options that this device lacks.
     """
     run = set_up(job.config)
     config, model, device = run.config, run.state.model, run.world.device
