@@ -73,11 +73,8 @@ class HowOptions(Options):
 
 INSPECT = ("breakdown", "trace", "memory")
 MODES = (*INSPECT, "scan", "scaling")
-WITHOUT_EFFECT = {*RunConfig.model_fields, "max_steps", "max_minutes"} - {
-    "device",
-    "seed",
-    "log_dir",
-}
+USED = {"device", "seed", "log_dir"}
+WITHOUT_EFFECT = {*RunConfig.model_fields, "max_steps", "max_minutes"} - USED
 
 
 class BenchOptions(HowOptions, WhatOptions):

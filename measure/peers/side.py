@@ -144,7 +144,8 @@ def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) 
         padding = model.get_parameter(embedding).size(0) - len(weights[embedding])
         padded = F.pad(weights[embedding], (0, 0, 0, padding))
         weights = {**weights, embedding: padded, head: padded}
-        missing, unexpected = model.load_state_dict(weights, strict=False)  # misses buffers
+        # strict=False: buffers are missing
+        missing, unexpected = model.load_state_dict(weights, strict=False)
         if wrong := [*unexpected, *(theirs.keys() & set(missing))]:
             raise KeyError(", ".join(sorted(wrong)))
 
