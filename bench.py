@@ -1,7 +1,8 @@
-"""Time forward, backward and both of a model, and show where the time goes.
+"""Time a model's forward and backward passes, and break its training step down.
 
 python bench.py                              the published profile: two sizes, with and without
                                              warm-up and mixed precision
+python bench.py --no-bf16 --batch_size 8     any options of train.py, for the models that are timed
 python bench.py --config speedup7.yaml       the model, batch and precision of a training stage
 python bench.py --breakdown                  the parts of a training step
 python bench.py --scan batch_size=1,2,4,8    tokens/s and memory, up to out of memory
@@ -10,32 +11,23 @@ python bench.py --compare logs/reference/timeit.csv       beside earlier or publ
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from config import WITHOUT_GRAPHS, Config, Count, ZeroIsOff, load_config
-from measure.interleaved.options import given, optional_fields
+from config import WITHOUT_GRAPHS, Config, Count, RunConfig, ZeroIsOff, load_config
 from measure.interleaved.ratio import FEWEST
 from runtime.cli import ContradictionError, Name, Options, Positive
 from runtime.start import start
 
-Size = Literal["small", "medium", "large", "xl"]  # of configs/timeit/
+Size = Literal["small", "medium", "large", "xl"]  # configs/timeit/ has these
 Computation = Literal["forward", "backward", "forward_backward", "training_step"]
-Overrides: Any = optional_fields(
-    Config,
-    *("batch_size", "seq_len", "total_batch_tokens", "compile", "flash", "loss_chunks"),
-    *("device", "seed"),
-    title="of the model that is timed",
-    none="as the config or the profile says",
-)
 
 
 class WhatOptions(Options):
-    """what to time (by default: the published profile)"""
+    """models and passes (default: the published profile)"""
 
     config: str | None = None
     """time the model, batch and precision of this training config instead: a path, or a name in
@@ -50,16 +42,12 @@ class WhatOptions(Options):
     """untimed passes before the timed ones, each number its own row; with CUDA graphs, which the
     second pass begins to record, 0 or at least 3
     """
-    mixed_precision: bool | None = None
-    """only with, or only without, autocast to bf16, or to fp16 on a GPU without bf16 (none: both;
-    with --config: as it says)
-    """
     steps: Count = 5
     """timed passes"""
 
 
 class HowOptions(Options):
-    """what to do with it (by default: a table of times)"""
+    """measurements (default: a table of times)"""
 
     breakdown: bool = False
     """time the parts of a training step"""
@@ -76,19 +64,23 @@ class HowOptions(Options):
     efficiency
     """
     rounds: int = Field(20, ge=FEWEST)
-    """rounds of --scaling at most; fewer where every interval is narrower than 2%"""
+    """rounds of --scaling at most; fewer once every interval is narrower than 2%"""
     compare: str | None = None
-    """results.json or results.csv of an earlier call, or logs/reference/timeit.csv"""
+    """results.csv of an earlier call, or logs/reference/timeit.csv"""
     log_dir: Name = "logs"
     """results go to bench/<time>/ in this folder"""
 
 
 INSPECT = ("breakdown", "trace", "memory")
 MODES = (*INSPECT, "scan", "scaling")
+USED = {"device", "seed", "log_dir"}
+WITHOUT_EFFECT = {*RunConfig.model_fields, "max_steps", "max_minutes"} - USED
 
 
-class BenchOptions(HowOptions, Overrides, WhatOptions):
-    """All options of a benchmark."""
+class BenchOptions(HowOptions, WhatOptions):
+    """All options of a benchmark; `model_extra` has the given flags of train.py."""
+
+    model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -111,6 +103,7 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
             for other in others
             if getattr(self, other)
         }
+        reasons |= dict.fromkeys(WITHOUT_EFFECT, "in a benchmark")
         if not self.scaling:
             reasons |= dict.fromkeys(("total_batch_tokens", "rounds"), "without scaling")
         problems = [
@@ -129,41 +122,28 @@ class BenchOptions(HowOptions, Overrides, WhatOptions):
 
 
 if __name__ == "__main__":
-    OPTIONS = start(BenchOptions, description=__doc__)
+    OPTIONS = start(BenchOptions, description=__doc__, others=Config)
 
 from config import MFU, total_seconds
 from measure.profile.breakdown import inspect_models
 from measure.profile.scaling import measure_scaling
-from measure.profile.timing import FLOPS_SHARE, Job, empty_row, settings, time_job
-from measure.report.tables import (
+from measure.profile.tables import (
     COLUMNS,
     Means,
-    Row,
-    about_machine,
     compare,
-    describe_row,
     draw_scan,
     draw_times,
-    key_of,
-    new_folder,
     read_results,
     scan_columns,
-    write_report,
     write_results,
 )
+from measure.profile.timing import FLOPS_SHARE, Job, Timing, settings, time_job
+from measure.report.tables import Row, about_machine, new_folder, write_report
 from runtime.device import choose_device, matmul_rates
 from runtime.errors import TrainingError, UserError, reported
 from runtime.report import describe_duration
 
-# ---- what is timed
-
-
-def overrides(options: BenchOptions) -> dict[str, Any]:
-    """Return the options of the model that are given on the command line."""
-    values = given(options, Overrides)
-    if options.mixed_precision is not None:
-        values |= {"bf16": options.mixed_precision, "fp16": False}
-    return values
+# ---- the jobs
 
 
 def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
@@ -171,16 +151,16 @@ def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
 
     Raises UserError.
     """
-    values = overrides(options)
+    values = options.model_extra or {}
     if options.config:
-        values |= {"total_batch_tokens": None}  # a pass is one micro-step
+        values = values | {"total_batch_tokens": None}  # a pass is one micro-step
         return [(Path(options.config).stem, load_config(options.config, **values))]
-    if options.seq_len:
-        values |= {"block_size": options.seq_len}
-    both = (False, True) if options.mixed_precision is None else (options.mixed_precision,)
+    if "seq_len" in values:
+        values = {"block_size": values["seq_len"]} | values
+    both: list[dict[str, Any]] = [{"bf16": False}, {"bf16": True}]
     return [
-        (size, load_config(f"timeit/{size}", **(values | {"bf16": mixed})))
-        for size, mixed in itertools.product(options.size, both)
+        (size, load_config(f"timeit/{size}", **(precision | values)))
+        for size, precision in itertools.product(options.size, both)
     ]
 
 
@@ -215,14 +195,14 @@ def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(max(n, 3) if n and has_graphs else n for n in passes))
 
 
-def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
-    """Time the jobs one after the other; what has failed is not tried in a larger batch.
+def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Timing], list[str]]:
+    """Time the jobs one after the other; after a failure, skip that model's larger batches.
 
-    Writes the results after each, so that what is measured stays. Raises TrainingError if nothing
-    could be measured.
+    Returns the finished timings, and a line for each failure. Writes the results after each job, so
+    that an interrupted call keeps them. Raises TrainingError if no job can be measured.
     """
-    rows: list[Row] = []
-    failed: set[str] = set()
+    timings: list[Timing] = []
+    failed: dict[str, str] = {}  # line by label
     rates = matmul_rates(choose_device(jobs[0].config.device))
     work = [
         (job.config, FLOPS_SHARE[job.computation] * (max(job.warmup_steps) + job.steps))
@@ -231,45 +211,49 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> list[Row]:
     shorter = "--size small, --computation training_step, --steps 2"
     print(describe_duration(total_seconds(work, rates), MFU, shorter), flush=True)
     for job in jobs:
-        label, config = describe_row(empty_row(job, 0)), job.config
-        if label in failed:
+        if job.label in failed:
             continue
-        rows += time_job(job)
-        write_results(rows, folder)
-        figures = f"stopped: {rows[-1]['error']}"
-        if rows[-1]["error"]:
-            failed.add(label)
-        else:
-            figures = "{tokens_per_sec:,.0f} tokens/s, {peak_memory_mb:,.0f} MB".format(**rows[-1])
-        print(f"{label}, {config.batch_size} x {config.seq_len}: {figures}", flush=True)
-    if all(row["error"] for row in rows):
-        raise TrainingError(f"nothing could be measured: {rows[0]['error']}")
-    return rows
+        timings += time_job(job)
+        write_results(timings, folder)
+        row = timings[-1].row()
+        figures = row["error"] or (
+            "{tokens_per_sec:,.0f} tokens/s, {peak_memory_mb:,.0f} MB".format(**row)
+        )
+        line = f"{job.label}, {job.config.batch_size} x {job.config.seq_len}: {figures}"
+        print(line, flush=True)
+        if row["error"]:
+            failed[job.label] = line
+    measured = [timing for timing in timings if not timing.error]
+    if not measured:
+        raise TrainingError(f"nothing could be measured: {timings[0].error}")
+    return measured, [*failed.values()]
 
 
 # ---- the grid: every size, computation, warm-up and precision
 
 
 def time_grid(
-    options: BenchOptions, jobs: Sequence[Job], folder: Path, theirs: Means, about_them: Row
+    options: BenchOptions, jobs: Sequence[Job], folder: Path, means: Means, first: Row
 ) -> None:
-    """Write the table of times and its picture, beside the rows of an earlier call, `theirs`."""
-    rows = sorted(time_jobs(jobs, folder), key=lambda row: row["mean_s"] or math.inf)
-    measured = [row for row in rows if not row["error"]]
-    write_results(rows, folder)
+    """Write the table of times and its picture, beside the `means` of an earlier call."""
+    measured, failed = time_jobs(jobs, folder)
+    measured.sort(key=lambda timing: timing.mean_s)
+    rows = [timing.row() for timing in measured]
     draw_times(measured, folder / "times.png")
     beside = ""
     if options.compare:
-        profile = settings(load_config("timeit/small"))  # whose published file does not say it
-        beside = compare(measured, options.compare, theirs, profile | about_them)
+        # the published file lacks the settings of its profile
+        profile = settings(load_config("timeit/small"))
+        beside = compare(measured, options.compare, means, profile | first)
+    notes = sorted({row["notes"] for row in rows} - {""})
     write_report(
         folder / "report.md",
         "Seconds per pass: forward, backward and both",
         COLUMNS,
         rows,
-        [f"note: {note}" for note in sorted({row["notes"] for row in measured} - {""})],
-        about_machine(measured[0]),
-        "Rows that differ in warm-up only are of the same passes: one leaves out the first of "
+        [*(f"note: {note}" for note in notes), *failed],
+        about_machine(rows[0]),
+        "Rows that differ only in warm-up come from the same passes: one leaves out the first of "
         "them. std: the population's. MFU: against the measured matmul rate. MB: peak memory, of "
         "the GPU's tensors on CUDA, else of the process.",
         "![seconds per pass](times.png)",
@@ -285,16 +269,17 @@ def scan(name: str, jobs: Sequence[Job], folder: Path) -> None:
 
     Raises TrainingError if nothing can be measured.
     """
-    rows = time_jobs(jobs, folder)
-    measured = sorted((row for row in rows if not row["error"]), key=describe_row)
+    measured, failed = time_jobs(jobs, folder)
+    measured.sort(key=lambda timing: timing.job.label)
+    rows = [timing.row() for timing in measured]
     draw_scan(name, measured, folder / "scan.png")
     write_report(
         folder / "scan.md",
         f"Over {name}",
         scan_columns(name),
-        measured,
-        [f"{describe_row(row)}: {row['error']} at {row[name]}." for row in rows if row["error"]],
-        about_machine(measured[0]),
+        rows,
+        failed,
+        about_machine(rows[0]),
         "![over the values](scan.png)",
     )
 
@@ -305,16 +290,16 @@ def scan(name: str, jobs: Sequence[Job], folder: Path) -> None:
 def main(options: BenchOptions) -> None:
     """Measure. Raises UserError, for a mistake before anything is measured, and OSError."""
     if options.scaling:
-        name, values = str(options.config), overrides(options)
+        name, values = str(options.config), options.model_extra or {}
         measure_scaling(name, values, options.scaling, options.rounds, options.log_dir)
         return
     jobs = jobs_of(options)
     device = choose_device(jobs[0].config.device)
     if options.memory and device.type != "cuda":
         raise UserError(f"--memory: needs CUDA, the device is {device.type}; leave it out")
-    theirs, about_them = read_results(Path(options.compare)) if options.compare else ({}, {})
-    wanted = {key_of(empty_row(job, warmup)) for job in jobs for warmup in job.warmup_steps}
-    if options.compare and not wanted & theirs.keys():
+    means, first = read_results(Path(options.compare)) if options.compare else ({}, {})
+    wanted = {job.key(warmup) for job in jobs for warmup in job.warmup_steps}
+    if options.compare and not wanted & means.keys():
         raise UserError(f"{options.compare}: has none of the rows to be measured")
     folder = new_folder(options.log_dir)
     inspected = [name for name in INSPECT if getattr(options, name)]
@@ -324,7 +309,7 @@ def main(options: BenchOptions) -> None:
     if options.scan:
         scan(options.scan.partition("=")[0], jobs, folder)
     elif not inspected:
-        time_grid(options, jobs, folder, theirs, about_them)
+        time_grid(options, jobs, folder, means, first)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 

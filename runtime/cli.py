@@ -93,16 +93,18 @@ def parse(
     positional: str = "",
     config_file: bool = False,
     elsewhere: Mapping[str, str] | None = None,
+    others: type[Options] = Options,
 ) -> O:
     """Read options from command-line arguments.
 
     `positional`: fields given without a flag, separated by spaces. `config_file`: take
     `--config FILE` and `--print_config` too. `elsewhere`: messages for names that are no options
-    here. Raises ConfigError with one line for each mistake, and SystemExit after `--help` and
-    `--print_config`.
+    here. `others`: also take this class's flags; `options` must allow extra fields and gets them
+    unconverted, in `model_extra`. Raises ConfigError with one line for each mistake, and SystemExit
+    after `--help` and `--print_config`.
     """
     flags, mistakes = _parse_flags(
-        options, argv, description, positional.split(), config_file, elsewhere or {}
+        options, argv, description, positional.split(), config_file, elsewhere or {}, others
     )
     print_config = flags.pop("print_config", False)
     try:
@@ -273,6 +275,7 @@ def _parse_flags(
     positional: Sequence[str],
     config_file: bool,
     elsewhere: Mapping[str, str],
+    others: type[Options],
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the options given, as strings (booleans as bool), and a line for each unknown one."""
     parser = _Parser(
@@ -291,9 +294,11 @@ def _parse_flags(
         parser.add_argument(
             "--print_config", action="store_true", help="print all options, and end"
         )
-    for section in sections(options):
+    for section in [*sections(options), *sections(others)]:
         group = parser.add_argument_group(section.__doc__)
         for name, field in section.model_fields.items():
+            if f"--{name}" in names:  # `others` has an option of the same name
+                continue
             names += _add_argument(group, name, field, name in positional)
     known, unknown = parser.parse_known_args(argv)
     elsewhere = {**elsewhere, **dict.fromkeys(positional, "is given without a flag, see --help")}

@@ -334,10 +334,10 @@ def memory_before_mb(device: torch.device) -> float:
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that the work takes once, on an idle device."""
+    """Return the seconds that one call of `work` takes; its result is freed after the time."""
     synchronize(device)
     start = time.perf_counter()
-    work()
+    _result = work()
     synchronize(device)
     return time.perf_counter() - start
 

@@ -5,18 +5,18 @@ import json
 import random
 import signal
 import statistics
+import types
 
 import pytest
 import torch
 
 import bench
 from bench import BenchOptions
-from config import load_config, part_flops, total_seconds
+from config import Config, load_config, part_flops, total_seconds
 from measure.interleaved import process
-from measure.profile import breakdown, timing
+from measure.profile import breakdown, tables, timing
 from measure.profile.breakdown import break_down
 from measure.profile.timing import Job, measure, passes, set_up
-from measure.report import tables
 from model import GPT, GPTConfig
 from runtime import device
 from runtime.cli import parse
@@ -48,7 +48,7 @@ def in_this_process(monkeypatch):
 
 def command_line(*arguments):
     """What bench.py does with these arguments."""
-    bench.main(parse(BenchOptions, [str(argument) for argument in arguments]))
+    bench.main(parse(BenchOptions, [str(argument) for argument in arguments], others=Config))
 
 
 def tiny_job(computation="forward_backward", warmup_steps=(0, 2), steps=3, **options):
@@ -59,15 +59,21 @@ def tiny_job(computation="forward_backward", warmup_steps=(0, 2), steps=3, **opt
 # ---- timing
 
 
-def test_only_the_pass_is_timed_between_two_synchronizations(monkeypatch):
+def test_a_pass_is_timed_between_synchronizations_and_its_graph_freed_afterwards(
+    monkeypatch,
+):
     events = []
-    monkeypatch.setattr(timing, "synchronize", lambda _: events.append("synchronize"))
-    monkeypatch.setattr(timing, "perf_counter", lambda: events.append("clock") or len(events))
-    seconds = timing.time_passes(
-        lambda: events.append("prepare") or "prepared", lambda given: events.append(given), 2, CPU
-    )
-    assert events == ["prepare", "synchronize", "clock", "prepared", "synchronize", "clock"] * 2
-    assert seconds == [3, 3]
+
+    class Graph:
+        def __del__(self):
+            events.append("freed")
+
+    monkeypatch.setattr(device, "synchronize", lambda _: events.append("synchronize"))
+    clock = types.SimpleNamespace(perf_counter=lambda: events.append("clock") or len(events))
+    monkeypatch.setattr(device, "time", clock)
+    seconds = device.timed(lambda: events.append("work") or Graph(), CPU)
+    assert events == ["synchronize", "clock", "work", "synchronize", "clock", "freed"]
+    assert seconds == 3
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -75,17 +81,17 @@ def test_only_the_pass_is_timed_between_two_synchronizations(monkeypatch):
     ("computation", "share"), [("forward_backward", 3), ("forward", 1), ("backward", 2)]
 )
 def test_figures_follow_from_the_clock(computation, share, monkeypatch):
-    durations = [8.0, 4.0, 2.0, 1.0, 3.0]
-    ticks = itertools.chain.from_iterable((0.0, seconds) for seconds in durations)
-    monkeypatch.setattr(timing, "perf_counter", ticks.__next__)
+    durations = iter([8.0, 4.0, 2.0, 1.0, 3.0])
+    monkeypatch.setattr(timing, "timed", lambda work, _: (work(), next(durations))[1])
     cold, warm = measure(tiny_job(computation))
-    assert (cold["times_s"], warm["times_s"]) == ([8.0, 4.0, 2.0], [2.0, 1.0, 3.0])
+    assert (cold.seconds, warm.seconds) == ([8.0, 4.0, 2.0], [2.0, 1.0, 3.0])
+    row = warm.row()
     figures = {"mean_s": 2, "min_s": 1, "max_s": 3, "total_s": 6, "tokens_per_sec": 32, "steps": 3}
-    assert warm.items() >= figures.items()
-    assert warm["std_s"] == statistics.pstdev([1, 2, 3])
+    assert row.items() >= figures.items()
+    assert row["std_s"] == statistics.pstdev([1, 2, 3])
     flops = GPT(GPTConfig(**TINY)).flops_per_token(32) * 2 * 32 * share / 3
-    assert warm["tflops"] == pytest.approx(flops / 2.0 / 1e12)
-    assert warm["utilization"] == pytest.approx(warm["tflops"] / 2e-5)
+    assert row["tflops"] == pytest.approx(flops / 2.0 / 1e12)
+    assert row["utilization"] == pytest.approx(row["tflops"] / 2e-5)
     assert flops_rate(0.0042) == "4.2 GFLOP/s"
 
 
@@ -191,14 +197,14 @@ def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(tmp_pa
     _, error = process.in_fresh_process("signal:raise_signal", signal.SIGKILL)
     assert error == "its process was killed, as the system does when memory runs out"
 
-    rows = timing.time_job(tiny_job(batch_size=2**40))  # more than there is
-    failed = [(each["error"], each["warmup_steps"]) for each in rows]
+    timings = timing.time_job(tiny_job(batch_size=2**40))  # more than there is
+    failed = [(each.error, each.warmup_steps) for each in timings]
     assert failed == [("out of memory", 0), ("out of memory", 2)]
-    rows += timing.time_job(tiny_job())
-    tables.write_results(rows, tmp_path)
-    means, first = tables.read_results(tmp_path / "results.json")
-    assert means == tables.read_results(tmp_path / "results.csv")[0]
-    assert (len(means), first["mean_s"], first["n_embd"]) == (2, None, 32)
+    timings += timing.time_job(tiny_job())
+    tables.write_results(timings, tmp_path)
+    means, first = tables.read_results(tmp_path / "results.csv")
+    assert means == {each.job.key(each.warmup_steps): each.mean_s for each in timings[2:]}
+    assert (first["mean_s"], first["error"], first["n_embd"]) == ("", "out of memory", "32")
 
 
 # ---- the published profile
@@ -207,21 +213,37 @@ def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(tmp_pa
 def test_the_default_is_the_published_profile():
     jobs = bench.jobs_of(BenchOptions())
     published, _ = tables.read_results(ROOT / "logs/reference/timeit.csv")
-    keys = {
-        tables.key_of(timing.empty_row(job, warmup)) for job in jobs for warmup in job.warmup_steps
-    }
-    assert keys == published.keys()
+    assert {job.key(n) for job in jobs for n in job.warmup_steps} == published.keys()
     assert {job.steps for job in jobs} == {5}
     medium = next(job.config for job in jobs if job.size == "medium")
     assert (medium.n_embd, medium.n_layer, medium.n_head) == (1024, 24, 16)
 
 
 def test_a_training_config_gives_model_batch_and_precision():
-    given = {"batch_size": 2, "compile": False, "loss_chunks": 8}
-    options = BenchOptions(config="speedup7", **given, mixed_precision=False)
-    ((name, config),) = bench.job_configs(options)
+    words = (
+        "--config=speedup7 --batch_size=2 --no-compile --loss_chunks=8 --no-bf16 --betas 0.9 0.95"
+    )
+    ((name, config),) = bench.job_configs(parse(BenchOptions, words.split(), others=Config))
     assert name == "speedup7"
-    assert config == load_config("speedup7", **given, bf16=False, total_batch_tokens=None)
+    given = {
+        "batch_size": 2,
+        "compile": False,
+        "loss_chunks": 8,
+        "bf16": False,
+        "betas": (0.9, 0.95),
+    }
+    assert config == load_config("speedup7", **given, total_batch_tokens=None)
+
+
+def test_the_profile_takes_options_of_training_and_a_precision_is_the_only_one():
+    words = "--size=small --no-bf16 --seq_len=64 --warmup_steps=2"
+    ((_, config),) = {*bench.job_configs(parse(BenchOptions, words.split(), others=Config))}
+    assert (config.bf16, config.seq_len, config.block_size, config.warmup_steps) == (
+        False,
+        64,
+        64,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,28 +262,11 @@ def test_a_warm_row_leaves_out_the_passes_that_record_cuda_graphs(options, warmu
 # ---- tables
 
 
-def test_ratios_are_of_the_rows_that_differ_in_one_thing():
-    means = {
-        ("small", "forward", 0, False): 4.0,
-        ("small", "forward", 1, False): 2.0,
-        ("small", "forward", 1, True): 1.0,
-        ("small", "backward", 1, False): 5.0,
-    }
-    assert tables.ratios(means) == {
-        "backward over forward: small, full": 2.5,
-        "mixed over full: small forward": 0.5,
-        "warm-up 0 over 1: small forward, full": 2.0,
-    }
-
-
-@pytest.mark.parametrize(
-    ("content", "name"),
-    [("a,b\n1,2\n", "r.csv"), *((text, "r.json") for text in ("[1, 2]", "{", "[]"))],
-)
-def test_a_bad_results_file_is_one_clear_error(tmp_path, content, name):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=r"^\S+: no results.json or results.csv of bench.py: .+$"):
-        tables.read_results(tmp_path / name)
+@pytest.mark.parametrize("content", ["a,b\n1,2\n", "[1, 2]", ""])
+def test_a_bad_results_file_is_one_clear_error(tmp_path, content):
+    (tmp_path / "r.csv").write_text(content)
+    with pytest.raises(UserError, match=r"^\S+: not a results.csv of bench.py: .+$"):
+        tables.read_results(tmp_path / "r.csv")
 
 
 # ---- options
@@ -295,12 +300,14 @@ def test_every_command_answers_help_without_torch():
         ("--compare=x.csv --breakdown", "compare has no effect with breakdown; leave it out"),
         ("--steps=3 --trace", "steps has no effect with trace"),
         ("--scan=batch_size=1 --warmup_steps=0,1", "scan takes one number of warm-up steps"),
-        ("--loss_chunks=0", "--loss_chunks: input should be greater than or equal to 1"),
+        ("--max_steps=9", "--max_steps: max_steps has no effect in a benchmark"),
+        ("--brekdown", "--brekdown: unknown option; did you mean --breakdown?"),
+        ("--batch_sise=1", "--batch_sise: unknown option; did you mean --batch_size?"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        parse_command_line(BenchOptions, arguments.split(" "))
+        parse_command_line(BenchOptions, arguments.split(" "), others=Config)
     assert ended.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert any(message in line for line in lines), lines
@@ -370,9 +377,10 @@ def test_a_scan_goes_from_the_smallest_value_until_out_of_memory(tiny_yaml, tmp_
     command_line(*tiny, f"batch_size={10**13},1,{10**12},2")
     assert f", {10**13} x 32: " not in capsys.readouterr().out
     (report,) = tmp_path.glob("bench/*/scan.md")
-    assert f"out of memory at {10**12}." in report.read_text()
+    assert f", {10**12} x 32: out of memory" in report.read_text()
     rows = json.loads(report.with_name("results.json").read_text())
-    assert [each["batch_size"] for each in rows] == [1, 2, 10**12]
+    passes = [(each["batch_size"], len(each["times_s"])) for each in rows]
+    assert passes == [(1, 1), (2, 1), (10**12, 0)]
     assert report.with_name("scan.png").is_file()
 
 
@@ -387,7 +395,6 @@ def test_a_grid_is_measured_and_compared_with(tiny_yaml, tmp_path, capsys):
     assert {(each["computation"], each["warmup_steps"]) for each in rows} == {
         *itertools.product(("forward", "training_step"), (0, 1))
     }
-    assert [each["mean_s"] for each in rows] == sorted(each["mean_s"] for each in rows)
     again = ("--computation", "forward", f"--log_dir={tmp_path}/again")
     command_line(*tiny, *again, "--compare", folder / "results.csv")
     (report,) = tmp_path.glob("again/bench/*/report.md")

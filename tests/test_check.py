@@ -73,7 +73,7 @@ def test_a_sound_run_passes_and_nothing_is_left(
 
 
 def test_a_long_step_is_checked_in_small(tiny_config, capsys, monkeypatch):
-    monkeypatch.setattr(measure.preflight.checks, "LONG", 0.0)
+    monkeypatch.setattr(measure.preflight.checks, "LONG_STEP", 0.0)
     is_well, found = lines(tiny_config(n_layer=4, n_head=4, lr=1e-2), capsys)
     assert is_well
     assert any(text.startswith("the above is of a small model") for text in found)

@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
+from config import Config
 from measure.interleaved import rounds
 from measure.peers import __main__ as peers
 from measure.peers.__main__ import (
     ROUNDED_TOLERANCE,
     TOLERANCE,
-    TRANSFORMERS,
     PeersOptions,
     check_peers,
     compare_losses,
@@ -128,7 +128,7 @@ def options(corpus):
 def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer, tmp_path):
     config, paths = our_config(options), ["transformers", peer(), "model.py"]  # the last one: ours
     check_peers({path: path for path in paths}, config, tmp_path)
-    config = config.model_copy(update={"init_from": str(tmp_path / "tied")})
+    config = config.model_copy(update={"init_from": str(tmp_path)})
     x, y = torch.randint(50257, (2, 2, 16)).unbind()
     found = []
     for path in paths:
@@ -174,12 +174,14 @@ def test_a_file_that_is_no_peer_is_one_error_line(replaced, said, options, peer,
     [
         (["--peer", "nowhere.py"], "--peer nowhere.py: no such file"),
         (["--peer", "model.py", "./model.py"], "/model.py is named twice"),
-        (["--config", "baseline.yaml"], "tie_weights False, which the peers have not"),
+        (["--config", "baseline.yaml"], "tie_weights is False, in the peers True"),
+        (["--no-tie_weights"], "tie_weights is False, in the peers True"),
+        (["--batch_size", "x"], "--batch_size: input should be a valid integer"),
     ],
 )
 def test_what_cannot_be_compared_is_told_before_anything_starts(arguments, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        main(parse(PeersOptions, [*arguments, f"--log_dir={tmp_path}/logs"]))
+        main(parse(PeersOptions, [*arguments, f"--log_dir={tmp_path}/logs"], others=Config))
     assert not (tmp_path / "logs").exists()
 
 
@@ -205,7 +207,8 @@ def answering(loss=10.0, seconds=0.5):
 
 def test_a_side_whose_first_loss_differs_costs_its_group_alone(options, tmp_path, monkeypatch):
     options = options.model_copy(update={"rounds": 6, "log_dir": str(tmp_path)})
-    ours, others = plan(options, our_config(options), {TRANSFORMERS: TRANSFORMERS}, tmp_path)
+    names = ("transformers", "nanoGPT/model.py")
+    ours, others = plan(options, dict.fromkeys(names, ""), tmp_path)
     for side, command in (
         (ours, answering()),
         (others[0], answering(loss=10.2)),
@@ -222,7 +225,7 @@ def test_a_side_whose_first_loss_differs_costs_its_group_alone(options, tmp_path
     more[0]["turns"][-1]["peak_memory_mb"] = 9
     first, second, third = rows_of([group, more])
     assert (first["side"], first["tokens_per_sec"], first["ours_over"]) == ("speedup10", 14, None)
-    assert (second["side"], second["ours_over"].median) == ("baseline", 4)
+    assert (second["side"], second["ours_over"].median) == ("nanoGPT/model.py", 4)
     assert (second["first_step_s"], second["memory_ratio"]) == (2, 1 / 9)
     assert third["memory_ratio"] == 1 / 9, "of the first row's"
 
@@ -231,7 +234,7 @@ def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, fo
     monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
     monkeypatch.setattr(peers, "find_spec", lambda _: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    less = {"baseline": False, "rounds": 6, "peer": (peer(),)}
+    less = {"rounds": 6, "peer": (peer(),)}
     main(options.model_copy(update=less | {"log_dir": str(tmp_path / "logs")}))
     assert "note: transformers is not installed" in capsys.readouterr().out
     folder = tmp_path / "logs/peers"

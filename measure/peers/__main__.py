@@ -1,28 +1,29 @@
-"""Compare how fast this project trains GPT-2 with what people would take instead, interleaved.
+"""Compare how fast this project and other trainers train GPT-2, interleaved.
 
-python -m measure.peers                               the best rung, the baseline, and transformers
+python -m measure.peers                               the best rung and transformers
 python -m measure.peers --peer ../nanoGPT/model.py    ... and any nanoGPT-like file
-python -m measure.peers --no-bf16 --batch_size 1      ... in fp32, for a CPU without bf16
+python -m measure.peers --no-bf16 --batch_size 1      ... in fp32; any options of train.py, for all
 
-All sides train the same tokens from the same weights in batches of one size, and their first losses
-have to agree. The best rung and the peers have the same precision, torch.compile, fused AdamW,
-decay groups and clipping; the baseline has none of these. A peer runs as a user would start it,
-without the settings that train.py makes for its process (how it takes memory from the system).
+All sides train the same tokens from the same weights, 4 sequences of 1024 tokens at a time unless
+you set --batch_size and --seq_len, with the same precision, torch.compile, fused AdamW, decay
+groups and clipping. Their first losses have to agree. A peer runs as a user would start it, without
+the allocator settings that train.py makes for its process.
 """
 
 import datetime
 import math
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from config import Config, DataConfig, load_config
-from measure.interleaved.options import given, optional_fields, to_flags
+from pydantic import ConfigDict
+
+from config import Config, load_config
+from measure.interleaved.options import to_flags
 from measure.interleaved.ratio import median_ratio
 from measure.interleaved.rounds import (
     LEFT_OUT,
@@ -47,7 +48,7 @@ TRANSFORMERS = "transformers"
 Group = list[dict[str, Any]]  # the rounds of sides that were interleaved, ours first
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
 TOLERANCE, ROUNDED_TOLERANCE = 2e-4, 5e-3
-# what transformers' and nanoGPT's models are, and the plain loop around them does
+# Options that match transformers' and nanoGPT's GPT-2, and a plain training loop.
 NEEDED: dict[str, Any] = {
     "norm": "layernorm",
     "activation": "gelu_tanh",
@@ -58,44 +59,40 @@ NEEDED: dict[str, Any] = {
     "optimizer": "adamw",
     "fp16": False,
 }
-Overrides: Any = optional_fields(
-    Config,
-    *("batch_size", "seq_len", "device", "n_layer", "n_head", "n_embd", "dataset", "data_dir"),
-    *("bf16", "compile"),
-    title="of every side; the baseline has neither bf16 nor compile",
-    none="as the config says, but 4 sequences of 1024 tokens",
-)
 
 
 class WhatOptions(Options):
-    """what to compare"""
+    """sides"""
 
     peer: tuple[str, ...] = ()
     """nanoGPT-like Python files, which have GPT and GPTConfig"""
     config: str = "speedup10.yaml"
     """this project's best rung"""
-    baseline: bool = True
-    """also baseline.yaml"""
     log_dir: str = "logs"
     """results go to peers/ in this folder"""
 
 
-class PeersOptions(RoundsOptions, Overrides, WhatOptions):
-    """All options of a comparison with peers."""
+class PeersOptions(RoundsOptions, WhatOptions):
+    """All options of a comparison with peers; `model_extra` has the given flags of train.py."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def of_training(self) -> dict[str, Any]:
+        """Return the options that every side overrides in the config."""
+        return {"batch_size": 4, "seq_len": 1024} | (self.model_extra or {})
 
 
 # ---- the sides
 
 
 def our_config(options: PeersOptions) -> Config:
-    """Return the best rung with the options given. Raises UserError if no peer trains likewise."""
-    values = {"batch_size": 4, "seq_len": 1024} | given(options, Overrides)
-    config = load_config(options.config, **values)
+    """Return the best rung with the options given. Raises UserError if no peer can match it."""
+    config = load_config(options.config, **options.of_training())
     for name, needed in NEEDED.items():
         if (value := getattr(config, name)) != needed:
             raise UserError(
-                f"{options.config}: has {name} {value}, which the peers have not; choose a config "
-                f"with {name} {needed}"
+                f"{options.config}: {name} is {value}, in the peers {needed}; choose a config with "
+                f"{name} {needed}"
             )
     return config
 
@@ -108,7 +105,7 @@ def peer_name(path: str) -> str:
 def peer_paths(options: PeersOptions) -> dict[str, str]:
     """Return the peers to compare with by their names.
 
-    Raises UserError for a file that is missing, or named twice.
+    Raises UserError for a file that is missing or named twice, and if there are no peers.
     """
     peers = {TRANSFORMERS: TRANSFORMERS} if find_spec(TRANSFORMERS) else {}
     for path in options.peer:
@@ -120,13 +117,17 @@ def peer_paths(options: PeersOptions) -> dict[str, str]:
                 "such as nanoGPT's model.py"
             )
         peers[name] = path
+    if TRANSFORMERS not in peers:
+        say("note: transformers is not installed (pip install -r requirements-dev.txt)")
+    if not peers:
+        raise UserError("no peers: install transformers, or name a file with --peer")
     return peers
 
 
 def check_peers(peers: Mapping[str, str], config: Config, place: Path) -> None:
     """Write the weights that all sides start from, and build every peer once in this process.
 
-    So what is wrong with one is reported before anything is timed. Raises UserError.
+    A peer that cannot be used is an error before anything is timed. Raises UserError.
     """
     import torch
 
@@ -137,21 +138,17 @@ def check_peers(peers: Mapping[str, str], config: Config, place: Path) -> None:
     loader = open_loader(config)
     torch.manual_seed(config.seed)
     ours = GPT(GPTConfig.of(config))
-    weights = ours.state_dict()
-    weights["lm_head.weight"] = weights["lm_head.weight"].clone()
-    for name, tied in (("tied", True), ("untied", False)):
-        (place / name).mkdir()
-        write_hugging_face(place / name, replace(ours.config, tie_weights=tied), weights)
+    write_hugging_face(place, ours.config, ours.state_dict())
     loss = loss_in_fp32("GPT", ours, lambda model, x, y: model(x, y), loader)
-    config = config.model_copy(update={"init_from": str(place / "tied")})
+    config = config.model_copy(update={"init_from": str(place)})
     for name, path in peers.items():
         theirs = loss_in_fp32(name, *build_peer(path, config), loader)
         compare_losses(name, theirs, loss, config, TOLERANCE)
 
 
 def compare_losses(name: str, loss: float, ours: float, config: Config, tolerance: float) -> None:
-    """Raise SideError if a side's first loss is not ours."""
-    # rows of padding take part in the softmax of models that do not leave them out, as ours does
+    """Raise SideError if a side's first loss differs from our side's."""
+    # our model leaves padding rows out of its softmax, a peer's may include them
     padding = math.log(config.vocab_size / config.n_vocab)
     if not -tolerance <= loss - ours <= tolerance + padding:
         raise SideError(
@@ -162,28 +159,18 @@ def compare_losses(name: str, loss: float, ours: float, config: Config, toleranc
         )
 
 
-def plan(
-    options: PeersOptions, config: Config, peers: Mapping[str, str], place: Path
-) -> tuple[Side, list[Side]]:
-    """Return our side, and those to be interleaved with it one by one, as each keeps its memory.
+def plan(options: PeersOptions, peers: Mapping[str, str], place: Path) -> tuple[Side, list[Side]]:
+    """Return our side and the peers'. Only two sides at a time keep their memory.
 
     `place`: the weights that `check_peers` wrote.
     """
-
-    def flags(file: str, names: Iterable[str], weights: str) -> list[str]:
-        values = {name: getattr(config, name) for name in names}
-        return ["--config", file, *to_flags(values | {"init_from": f"{place}/{weights}"})]
-
-    chosen = flags(options.config, Overrides.model_fields, "tied")
+    values = options.of_training() | {"init_from": str(place)}
+    flags = ["--config", options.config, *to_flags(values)]
     others = [
-        training_side(peer, [*chosen, "--peer", path], module="measure.peers.side")
+        training_side(peer, [*flags, "--peer", path], module="measure.peers.side")
         for peer, path in peers.items()
     ]
-    if options.baseline:
-        shape = ("n_layer", "n_head", "n_embd", "block_size", "device", "seed")
-        plain = flags("baseline.yaml", [*DataConfig.model_fields, *shape], "untied")
-        others.append(training_side("baseline", plain))
-    return training_side(Path(options.config).stem, chosen), others
+    return training_side(Path(options.config).stem, flags), others
 
 
 # ---- measuring
@@ -298,11 +285,9 @@ def report(
 
 
 def main(options: PeersOptions) -> None:
-    """Compare with what the options name. Raises UserError."""
+    """Compare our side with each peer. Raises UserError."""
     config = our_config(options)
     peers = peer_paths(options)
-    if TRANSFORMERS not in peers:
-        say("note: transformers is not installed (pip install -r requirements-dev.txt)")
     folder = Path(options.log_dir) / "peers"
     with tempfile.TemporaryDirectory() as place:
         check_peers(peers, config, Path(place))
@@ -311,7 +296,7 @@ def main(options: PeersOptions) -> None:
             folder.rename(moved := aside(folder))
             say(f"note: {folder} is now {moved}")
         folder.mkdir(parents=True)
-        ours, others = plan(options, config, peers, Path(place))
+        ours, others = plan(options, peers, Path(place))
         groups: list[Group] = []
         failed: list[str] = []
         for other in others:
@@ -329,7 +314,7 @@ def main(options: PeersOptions) -> None:
 
 
 if __name__ == "__main__":
-    OPTIONS = start(PeersOptions, description=__doc__)
+    OPTIONS = start(PeersOptions, description=__doc__, others=Config)
     with reported(
         OPTIONS.log_dir, interrupted="interrupted; the groups that were finished are kept"
     ):

@@ -1,4 +1,4 @@
-"""Run a peer's side of a comparison: a GPT-2 of others, in the loop one would write around it.
+"""Run a peer's side of a comparison: another project's GPT-2 in a plain training loop.
 
 echo 3 | python -m measure.peers.side --peer transformers --init_from FOLDER --config speedup10.yaml
 
@@ -42,16 +42,15 @@ from checkpoint.weights import read_weights
 from dataloader import DataLoader, prefetch
 from measure.interleaved.options import without_end
 from measure.interleaved.side import serve, take_stdout
-from measure.profile.timing import time_passes
 from optimizer import make_optimizers
 from runtime import errors
-from runtime.device import choose_device, peak_memory_mb, usable_precision
+from runtime.device import choose_device, peak_memory_mb, timed, usable_precision
 from runtime.errors import UserError, reported
 from runtime.world import World
 from train import open_data
 
 TRANSFORMERS = "transformers"
-LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # of the model, compiled or not, and a batch
+LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # model (compiled or not), inputs, targets -> loss
 
 
 def build_peer(peer: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
@@ -77,10 +76,10 @@ def transformers_model(folder: Path) -> tuple[torch.nn.Module, LossOf]:
         from transformers import GPT2LMHeadModel
 
     def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        # targets that are one token further on already; from labels alone it would shift them
+        # y is already one token ahead; transformers would shift `labels` again
         return model(input_ids=x, labels=y, shift_labels=y).loss
 
-    # use_cache: keys and values are for generating
+    # the KV cache is only for generating
     return GPT2LMHeadModel.from_pretrained(folder, use_cache=False).train(), loss_of
 
 
@@ -90,11 +89,11 @@ def transformers_model(folder: Path) -> tuple[torch.nn.Module, LossOf]:
 def nanogpt_like(path: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
     """Build the `GPT` of a file.
 
-    Raises UserError where the file, its options or its parameters are not like nanoGPT's.
+    Raises UserError if the file, its options or its parameters are not like nanoGPT's.
     """
     shape, weights = read_weights(Path(config.init_from))
     module = load_file(path)
-    # what GPT-2 is, under nanoGPT's names; the vocabulary is padded as the config says
+    # GPT-2's options under nanoGPT's names; the vocabulary is padded as in the config
     needed = {name: getattr(shape, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
     if_known = {"dropout": 0.0, "bias": True, "flash": True, "tie_weights": True}
     with in_a_line(path, "its GPT and GPTConfig cannot be used"):
@@ -116,7 +115,7 @@ def load_file(path: str) -> Any:
     with in_a_line(path, "cannot be imported"):
         spec = importlib.util.spec_from_file_location("peer_file", path)
         module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-        sys.modules["peer_file"] = module  # where its dataclasses look for it
+        sys.modules["peer_file"] = module  # dataclasses look their module up here
         sys.path.append(str(Path(path).resolve().parent))  # for files beside it
         spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
@@ -124,7 +123,7 @@ def load_file(path: str) -> Any:
 
 @contextlib.contextmanager
 def in_a_line(path: str, what: str) -> Iterator[None]:
-    """Turn whatever the peer's own code raises into one line, and keep its prints off stdout."""
+    """Raise errors of the peer's own code as one line, and keep its prints off stdout."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -145,7 +144,8 @@ def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) 
         padding = model.get_parameter(embedding).size(0) - len(weights[embedding])
         padded = F.pad(weights[embedding], (0, 0, 0, padding))
         weights = {**weights, embedding: padded, head: padded}
-        missing, unexpected = model.load_state_dict(weights, strict=False)  # but for buffers
+        # strict=False: buffers are missing
+        missing, unexpected = model.load_state_dict(weights, strict=False)
         if wrong := [*unexpected, *(theirs.keys() & set(missing))]:
             raise KeyError(", ".join(sorted(wrong)))
 
@@ -154,7 +154,7 @@ def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) 
 
 
 def train_peer(options: PeerConfig, answers: TextIO) -> None:
-    """Train the peer for as many steps as are asked for. Raises UserError."""
+    """Train the peer; stdin has the number of steps to take next. Raises UserError."""
     device, options = choose_device(options.device), without_end(options)
     torch.set_float32_matmul_precision(usable_precision(device, options.fp32_precision()))
     torch.manual_seed(options.seed)
@@ -166,7 +166,7 @@ def train_peer(options: PeerConfig, answers: TextIO) -> None:
     batches = prefetch(loader, device, range(1, options.max_steps))
     losses: list[float] = []
 
-    def training_step(nothing: None) -> None:
+    def training_step() -> None:
         loss = torch.zeros((), device=device)
         for _ in range(loader.accumulation):
             x, y = next(batches)
@@ -182,7 +182,7 @@ def train_peer(options: PeerConfig, answers: TextIO) -> None:
 
     def take_steps(count: int) -> dict[str, Any]:
         return {
-            "seconds": time_passes(lambda: None, training_step, count, device),
+            "seconds": [timed(training_step, device) for _ in range(count)],
             "tokens": count * options.tokens_per_step(1),
             "loss": losses[-1],
             "peak_memory_mb": peak_memory_mb(device),
@@ -195,7 +195,8 @@ def train_peer(options: PeerConfig, answers: TextIO) -> None:
 def loss_in_fp32(name: str, model: torch.nn.Module, loss_of: LossOf, loader: DataLoader) -> float:
     """Return the loss of the first 64 tokens of the first batch, in fp32 on the CPU, uncompiled.
 
-    This is what tells models apart best. Raises UserError if the model gives no loss.
+    In fp32 a model that computes something else differs most clearly. Raises UserError if the model
+    returns no loss.
     """
     x, y = (tokens[:1, :64].contiguous() for tokens in loader.batch(1))
     with in_a_line(name, "its forward(idx, targets) gives no loss"):

@@ -1,7 +1,7 @@
-"""Checks of a run before it takes days, for check.py: about a minute.
+"""Check a run before it takes days, for check.py: about a minute.
 
-A line for each check: what was found, and what to do where it is not as it should be. Where a step
-would take long, a small model with the same options is checked. Nothing is kept.
+Each check prints a line: its finding, and advice if there is a problem. If a step would take long,
+a small model with the same options is checked. Nothing is kept.
 """
 
 import contextlib
@@ -36,20 +36,22 @@ from runtime.world import World
 from summary import describe_options
 from train import Run, open_data, setup, take_step, train_step
 
-Finding = tuple[bool, str, str]  # whether all is well, what was found, what to do if it is not
-LONG = 1.5  # seconds of a step, from which a small model is checked
+Finding = tuple[bool, str, str]  # passed?, the finding, advice if it did not pass
+LONG_STEP = 1.5  # seconds; if a step takes longer, a small model is checked
 STEPS, OVERFIT_STEPS = 3, 30
 OVERFLOWS = 128  # 128 overflows bring any loss scale of fp16 below 1
 OVERFIT_SECONDS = 15.0
-FALL = 0.02  # share of its first loss by which a batch that is repeated has to get better
-RATE = 1e-3  # that it is learned with, at least: fine-tuning's rates show little in 30 steps
-READ = 20_000  # windows of the corpus that are read
+# The overfit check passes if the loss of the repeated batch falls by this fraction.
+OVERFIT_FALL = 0.02
+# Its minimum learning rate: fine-tuning rates barely lower the loss in 30 steps.
+OVERFIT_LR = 1e-3
+WINDOWS = 20_000  # the most windows of the corpus to read
 
 
 def check(config: Config, world: World) -> bool:
-    """Print what each check finds; returns whether all is well. All ranks have to call this.
+    """Run and print all checks; returns True if all pass. All ranks must call this.
 
-    Raises UserError for what a run would not start with, such as a corpus that is too short.
+    Raises UserError for a mistake that a run would refuse, such as a corpus that is too short.
     """
     Path(config.log_dir).mkdir(parents=True, exist_ok=True)
     all_well = True
@@ -63,8 +65,8 @@ def check(config: Config, world: World) -> bool:
 
 
 def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
-    """Yield what each check finds. `folder`: on the disk of the run's own, for a checkpoint."""
-    if config.init_from != "scratch":  # the architecture is that of the weights
+    """Run the checks one by one. `folder`: place for a checkpoint, on the disk of the run's own."""
+    if config.init_from != "scratch":  # use the architecture of those weights
         config = world.raise_on_all(lambda: build_model(config)[0])
     loader, _ = open_data(config, world, config.n_vocab)
     yield corpus_is_read(loader)
@@ -72,21 +74,24 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     with torch.device("meta"):
         parameters = GPT(GPTConfig.of(config)).num_parameters()
     seconds = step_seconds(config, matmul_rates(world.device), world.world_size)
-    is_small = seconds > LONG
-    if is_small:  # else setup asks, which raises what this device cannot do
+    is_small = seconds > LONG_STEP
+    if is_small:  # `setup` checks only the small config, so check the real one against the device
         describe_options(config, config.on_device(world.device.type, world.world_size), world)
-    changed = {"log_dir": str(folder), "run_name": "check", "keep_last": 1}
-    steps = STEPS + 1 + OVERFLOWS * config.fp16
-    changed |= {"max_minutes": None, "max_steps": max(config.max_steps, steps)}
-    # A warm-up's first steps may be too small for some parameters to move.
-    changed |= {"warmup_steps": 0} | (smaller(config, world) if is_small else {})
-    tried = config.model_copy(update=changed)
+    changed = {
+        "log_dir": str(folder),
+        "run_name": "check",
+        "keep_last": 1,
+        "max_minutes": None,
+        "max_steps": max(config.max_steps, STEPS + 1 + OVERFLOWS * config.fp16),
+        "warmup_steps": 0,  # a warm-up's first steps may be too small for some parameters to move
+    }
+    tried = config.model_copy(update=changed | (smaller(config, world) if is_small else {}))
 
     run = setup(tried, world)
     new = RunFolder(folder / "check", world.rank)
-    Evaluation(config, world, run.state.model, run.val, run.autocast, new)  # raises what it misses
+    Evaluation(config, world, run.state.model, run.val, run.autocast, new)  # raises UserError
     times = list[float]()
-    yield from steps_are_sound(run, times)  # first: FSDP's parameters are whole after the next
+    yield from steps_are_sound(run, times)  # first, as the next check gathers FSDP's parameters
     yield sees_no_future(run.state.model, world)
     yield resumes_exactly(run, folder)
     yield overfits(tried, world, run.state.scaler.state_dict())
@@ -106,18 +111,25 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
 def smaller(config: Config, world: World) -> dict[str, Any]:
     """Return the options of a small model and batch; weights of `init_from` keep their size."""
     heads = min(config.n_head, 2)
-    shape: dict[str, Any] = {"n_layer": min(config.n_layer, 2), "n_head": heads}
-    shape["n_embd"] = config.n_embd // config.n_head * heads
     B, T = min(config.batch_size, 2), min(config.seq_len, 128)
     micro_steps = min(2, config.accumulation_steps(world.world_size))
-    batch: dict[str, Any] = {"batch_size": B, "seq_len": T, "compile": False}
-    batch["total_batch_tokens"] = micro_steps * B * T * world.world_size
+    batch = {
+        "batch_size": B,
+        "seq_len": T,
+        "compile": False,
+        "total_batch_tokens": micro_steps * B * T * world.world_size,
+    }
+    shape = {
+        "n_layer": min(config.n_layer, 2),
+        "n_head": heads,
+        "n_embd": config.n_embd // config.n_head * heads,
+    }
     return batch | (shape if config.init_from == "scratch" else {})
 
 
 def corpus_is_read(loader: DataLoader) -> Finding:
-    """Read windows from all over the corpus: a token beyond the vocabulary raises UserError."""
-    windows = range(0, len(loader.stream), max(1, len(loader.stream) // READ))
+    """Read windows from all over the corpus; a token beyond the vocabulary raises UserError."""
+    windows = range(0, len(loader.stream), max(1, len(loader.stream) // WINDOWS))
     for first in range(0, len(windows), 1000):
         loader.stream.read(windows[first : first + 1000])
     tokens = len(windows) * loader.stream.seq_len
@@ -128,11 +140,11 @@ def targets_are_next(loader: DataLoader) -> Iterator[Finding]:
     """Compare inputs and targets, and the batches of two steps."""
     (x, y), (other, _) = loader.batch(1), loader.batch(2)
     follow = torch.equal(x[:, 1:], y[:, :-1])
-    found = f"targets: {'' if follow else 'not '}the tokens after the inputs"
-    yield follow, found, "look at what TokenStream.read returns"
+    text = f"targets: {'' if follow else 'not '}the tokens after the inputs"
+    yield follow, text, "look at TokenStream.read"
     differ = loader.overfit_batch or loader.steps_per_epoch < 2 or not torch.equal(x, other)
-    found = f"batches: {'another' if differ else 'the same'} one in each step"
-    yield differ, found, "look at DataLoader.batch"
+    text = f"batches: {'another' if differ else 'the same'} one in each step"
+    yield differ, text, "look at DataLoader.batch"
 
 
 @torch.no_grad()
@@ -145,14 +157,14 @@ def sees_no_future(model: GPT, world: World) -> Finding:
     with evaluating(model):
         before, after = (model(tokens)[:, :-1] for tokens in (idx, changed))
     is_causal = torch.allclose(before, after, atol=1e-3)
-    found = f"attention: {'no token sees a later one' if is_causal else 'tokens see later ones'}"
-    return is_causal, found, "look at the causal mask, and for dropout in evaluation"
+    text = f"attention: {'no token sees a later one' if is_causal else 'tokens see later ones'}"
+    return is_causal, text, "look at the causal mask, and for dropout in evaluation"
 
 
 def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
-    """Take steps: the first loss, gradients and updates of all parameters, the same on all ranks.
+    """Take steps; check the first loss, all gradients and updates, and that the ranks agree.
 
-    `times` takes the seconds of each.
+    Appends the seconds of each step to `times`.
     """
     config, model = run.config, run.state.model
     parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -161,7 +173,7 @@ def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
 
     def look(*_: object) -> None:
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        # inf, or nan, after an overflow in fp16
+        # the norm is inf or nan after an overflow in fp16
         learned.update(n for n, grad in grads.items() if 0 < own_part(grad).norm() < math.inf)
 
     hooks = [optimizer.register_step_pre_hook(look) for optimizer in run.state.optimizers]
@@ -171,16 +183,16 @@ def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
         run.state.settle(config)
         taken = run.state.taken.pop()
         times.append(taken.seconds)
-        updates += not taken.overflowed  # the scale of fp16's loss comes down first
+        updates += not taken.overflowed  # fp16's loss scale comes down first
         if taken.step == 1:
             loss = taken.figures.loss
             guess = math.log(config.n_vocab)
             is_well = abs(loss - guess) < 0.7 if config.init_from == "scratch" else loss < guess
-            found = f"first loss: {loss:.3f}, of even guesses {guess:.3f}"
-            yield is_well, found, "look at the initial weights, the loss, and the vocabulary's size"
+            text = f"first loss: {loss:.3f}, of even guesses {guess:.3f}"
+            yield is_well, text, "look at the initial weights, the loss, and the vocabulary's size"
     for hook in hooks:
         hook.remove()
-    # With FSDP a rank sees its own shards, in which there may be nothing to learn from few tokens.
+    # With FSDP a rank sees only its own shards, and few tokens may leave some of them unchanged.
     at_rest = {n for n, p in parameters.items() if torch.equal(own_part(p), before[n])}
     for problem, names in {
         "get no gradient": parameters.keys() - set().union(*run.world.gather(learned)),
@@ -190,18 +202,18 @@ def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
         },
     }.items():
         named = f": {', '.join(sorted(names)[:3])}" if names else ""
-        found = f"parameters: {len(names)} of {len(parameters)} {problem}{named}"
-        yield not names, found, "look at forward, make_optimizers and train_step"
+        text = f"parameters: {len(names)} of {len(parameters)} {problem}{named}"
+        yield not names, text, "look at forward, make_optimizers and train_step"
     sums = run.world.gather(
         0.0 if config.fsdp else sum(p.double().sum().item() for p in parameters.values())
     )
     alike = len({*sums}) == 1
-    found = f"ranks: {len(sums)}, with {'the same' if alike else 'different'} weights"
-    yield alike, found, "look at how gradients are averaged, and at the seeds"
+    text = f"ranks: {len(sums)}, with {'the same' if alike else 'different'} weights"
+    yield alike, text, "look at how gradients are averaged, and at the seeds"
 
 
 def resumes_exactly(run: Run, folder: Path) -> Finding:
-    """Save and resume: all state is the same, and the next step on a CPU to the last bit."""
+    """Save and resume; all state must be equal, and on a CPU the next step to the last bit."""
     with (
         contextlib.redirect_stdout(io.StringIO()),
         RunFolder(folder / "check", run.world.rank) as new,
@@ -221,37 +233,43 @@ def resumes_exactly(run: Run, folder: Path) -> Finding:
     is_well = not lost and all(
         math.isclose(a, b, rel_tol=tolerance) for a, b in zip(straight, again, strict=True)
     )
-    found = f"loss {again.loss:.6f} in the next step, {straight.loss:.6f} without a stop"
+    text = f"resume: loss {again.loss:.6f} in the next step, {straight.loss:.6f} without a stop"
     if lost:
-        found += f"; {len(lost)} not restored: {', '.join(lost[:3])}"
-    advice = "look at what a checkpoint leaves out: State.tensors, State.numbers, random states"
-    return is_well, f"resume: {found}", advice
+        text += f"; {len(lost)} not restored: {', '.join(lost[:3])}"
+    return is_well, text, "look at State.tensors, State.numbers, random states: one is not saved"
 
 
 def differences(a: State, b: State) -> list[str]:
     """Return the names of numbers and tensors that differ between the states of two runs."""
-    ours, theirs = a.numbers(), b.numbers()
-    names = [name for name in ours if ours[name] != theirs[name]]
-    for (file, tensors), others in zip(a.tensors().items(), b.tensors().values(), strict=True):
-        one_side = tensors.keys() ^ others.keys()
+    others = b.numbers()
+    names = [name for name, number in a.numbers().items() if number != others[name]]
+    for (file, first), second in zip(a.tensors().items(), b.tensors().values(), strict=True):
+        shared = first.keys() & second.keys()
         names += [
             f"{file} {name}"
-            for name in tensors.keys() | others.keys()
-            if name in one_side or not torch.equal(own_part(tensors[name]), own_part(others[name]))
+            for name in first.keys() | second.keys()
+            if name not in shared or not torch.equal(own_part(first[name]), own_part(second[name]))
         ]
     return sorted(names)
 
 
 def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
-    """Repeat one micro-batch at the full learning rate: its loss has to fall.
+    """Repeat one micro-batch at the full learning rate; its loss must fall.
 
     `scaler`: the state of fp16's loss scaler, so that no step overflows.
     """
-    changed = {"lr": max(config.lr, RATE), "lr_schedule": "constant", "dropout": 0.0}
-    # A few sequences, uncompiled: another shape would compile again, with shapes that may vary, and
-    # a compiled run's whole batch may not fit into memory uncompiled.
-    changed |= {"batch_size": min(config.batch_size, 4), "compile": False}
-    changed |= {"total_batch_tokens": None, "overfit_batch": True, "max_steps": 10**6}
+    changed = {
+        "lr": max(config.lr, OVERFIT_LR),
+        "lr_schedule": "constant",
+        "dropout": 0.0,
+        # A few sequences, uncompiled: another shape would compile again, with dynamic shapes, and a
+        # compiled run's whole batch may not fit into memory uncompiled.
+        "batch_size": min(config.batch_size, 4),
+        "compile": False,
+        "total_batch_tokens": None,
+        "overfit_batch": True,
+        "max_steps": 10**6,
+    }
     config = config.model_copy(update=changed)
     loader, _ = open_data(config, world, config.n_vocab)
     batch = [tensor.to(world.device) for tensor in loader.batch(1)]
@@ -261,11 +279,10 @@ def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
     while len(losses) < OVERFIT_STEPS:
         losses.append(train_step(run, len(losses) + 1).loss.item())
         is_late = time.perf_counter() - start > OVERFIT_SECONDS
-        if len(losses) > 1 and world.broadcast(is_late):  # rank 0's clock, for all
+        if len(losses) > 1 and world.broadcast(is_late):  # all ranks follow rank 0's clock
             break
-    fell = losses[-1] < (1 - FALL) * losses[0]
     return (
-        fell,
+        losses[-1] < (1 - OVERFIT_FALL) * losses[0],
         f"one batch, repeated: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps",
         "raise lr, or look at the sign and the size of the update",
     )

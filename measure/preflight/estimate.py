@@ -1,7 +1,7 @@
-"""The time, memory and disk that a run will take, for check.py.
+"""Estimate a run's time, memory and disk, for check.py.
 
 Memory is counted, not guessed: PyTorch's MemTracker follows every tensor of two training steps of
-train.py, on fake tensors, which have shapes but no numbers. Nothing is allocated.
+train.py, on fake tensors, which have shapes but no data. Nothing is allocated.
 """
 
 import bisect
@@ -37,17 +37,18 @@ from train import setup, train_step
 
 Kind, Passing = mem_tracker._MemRefType, mem_tracker._ModState
 MB = 2**20
-# A process on a CPU takes ALLOCATOR times its tensors, as the C library keeps gaps between buffers,
-# and CODE that is loaded after the model is built. Fitted to measured runs, which are in
+# A process on a CPU takes ALLOCATOR times its tensors, as the C library keeps gaps between buffers.
+# It loads CODE after the model is built. Both are fitted to the measured runs in
 # logs/results/epyc-avx512bf16-2cores/estimate.txt: off by 15% at most.
 ALLOCATOR, CODE = 1.5, 100 * MB
 WORKSPACE = 32 * MB  # cuBLAS's on a GPU; 8 MB before Hopper
-MARGIN = 0.05  # of a GPU's free memory, which its allocator may lose in gaps; not measured
-# Activations of a compiled run over those of an uncompiled one, with recompute_cheap and without:
+# The allocator may lose this share of a GPU's free memory in gaps; not measured.
+MARGIN = 0.05
+# A compiled run's activations as a share of an uncompiled run's, with recompute_cheap and without:
 # the results of fused operations are not stored. With it measured runs had 0.26 (bf16) to 0.65
 # (fp32), so the peak may be off by a third. Without it nothing was measured: Inductor's plan of
 # memory for an H200 has 0.57 (gpt2_124m at batch_size 64, 34.5 GiB), 0.68 (gpt2_124m_fast) and 0.82
-# (gpt2_124m in fp32), extrapolated from 2 and 4 layers. So 0.7 says 42.2 GiB for the first.
+# (gpt2_124m in fp32), extrapolated from 2 and 4 layers. So 0.7 gives 42.2 GiB for the first.
 COMPILED = {True: 0.4, False: 0.7}
 
 
@@ -55,12 +56,12 @@ def estimate(config: Config, world: World) -> None:
     """Print the run's tokens, compute, hours on this device, epochs, disk and memory.
 
     Measures the device for some seconds, and writes no run. All ranks may call this; rank 0
-    prints. Raises UserError for what this device cannot do, a bad corpus, and weights of
-    `init_from` that cannot be had.
+    prints. Raises UserError for a precision that this device lacks, a bad corpus, and missing
+    weights of `init_from`.
     """
     if world.rank:
         return
-    if config.init_from != "scratch":  # the architecture is that of the weights
+    if config.init_from != "scratch":  # use the architecture of those weights
         config = build_model(config)[0].model_copy(update={"init_from": "scratch"})
     model, moments = trace(config, world)
     dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
@@ -71,7 +72,7 @@ def estimate(config: Config, world: World) -> None:
     if config.max_minutes and rate:
         steps = math.ceil(60 * config.max_minutes / step_seconds)
         config = config.model_copy(update={"max_steps": steps, "max_minutes": None})
-        print(f"note: at {MFU:.0%} MFU max_minutes makes {steps:,} steps, assumed in these lines")
+        print(f"note: at {MFU:.0%} MFU max_minutes allows {steps:,} steps, assumed in these lines")
     tokens, flops = config.max_steps * per_step, config.max_steps * flops_per_step
     for note in (
         *check_precision(world.device, matmul_precision=config.fp32_precision(), bf16=config.bf16),
@@ -123,13 +124,13 @@ def describe_corpus(config: Config, tokens: int, n_vocab: int) -> str:
 
 
 def describe_disk(config: Config, size: float) -> tuple[bool, str]:
-    """Return whether checkpoints of so many bytes fit, and a line on what they take."""
+    """Return whether checkpoints of `size` bytes fit on the disk, and a line on their space."""
     if not config.keep_last:
         return True, "disk:    no checkpoint is saved, as keep_last is 0"
     saved, best = 1, bool(config.eval_every)
     if config.checkpoint_every:
         saved = math.ceil(config.max_steps / config.checkpoint_every)
-    if best:  # each that is the best so far is saved too
+    if best:  # each best one so far is saved too
         saved += config.max_steps // config.eval_every
     kept = min(max(config.keep_last, 2), saved)  # the last one goes once the next is complete
     needed, free = size * (kept + best), shutil.disk_usage(existing(config.log_dir)).free
@@ -141,13 +142,13 @@ def describe_disk(config: Config, size: float) -> tuple[bool, str]:
 
 
 def existing(log_dir: str) -> Path:
-    """Return the folder that is there of a path, on the disk that checkpoints go to."""
+    """Return the nearest existing parent of a path, which is on the same disk."""
     place = Path(log_dir).absolute()
     return next(path for path in (place, *place.parents) if path.exists())
 
 
 def write_rate(folder: Path, size: float) -> float:
-    """Measure how many bytes a second are saved in the folder, as a checkpoint's files are.
+    """Measure the bytes/s of saving a checkpoint file in the folder.
 
     The median of three files of up to 256 MB, which are deleted.
     """
@@ -162,7 +163,7 @@ def write_rate(folder: Path, size: float) -> float:
 
 
 def describe_saving(save: float, step: float) -> str:
-    """Return a line on how often to save, if a save and a step take so many seconds.
+    """Return a line on how often to save, from the seconds of a save and of a step.
 
     Saving more often costs time, less often loses more steps to each failure: least is lost at
     sqrt(2 x save x time between failures) (Young 1974, "A first order approximation to the optimum
@@ -184,14 +185,14 @@ def describe_saving(save: float, step: float) -> str:
 class Moment:
     """Bytes of a rank's tensors at one moment of a training step."""
 
-    parameters: float  # and the model's buffers
+    parameters: float  # includes the model's buffers
     gradients: float
-    optimizer: float  # and further state that a checkpoint keeps
-    activations: float  # and temporary tensors: what grows with the batch
-    gathered: float = 0.0  # by FSDP
+    optimizer: float  # includes other state in a checkpoint
+    activations: float  # includes temporary tensors; grows with the batch
+    gathered: float = 0.0  # FSDP's whole parameters
 
     def total(self, batches: float = 1.0) -> float:
-        """Return the sum, with so many times the batch."""
+        """Return the sum, with `batches` times the batch."""
         fixed = self.parameters + self.gradients + self.optimizer + self.gathered
         return fixed + batches * self.activations
 
@@ -203,13 +204,12 @@ def moment_of(
     model: GPT,
     kept: int = 0,
 ) -> Moment:
-    """Return a moment of a rank, compiled or not, from a moment of one uncompiled process.
+    """Return a moment of a rank of the run, from one of an uncompiled process.
 
-    `kept`: bytes of further state, which MemTracker takes for activations.
-
-    DDP keeps all gradients in its buckets. With FSDP a rank has 1/N of parameters, gradients and
-    optimizer state; whole are two blocks, the one that computes and the next, and what is in no
-    block, with its gradients.
+    `kept`: bytes of further state, which MemTracker counts as activations. DDP keeps all gradients
+    in its buckets. With FSDP a rank has 1/N of the parameters, gradients and optimizer state.
+    Gathered are two blocks, the current and the next, and all parameters outside the blocks, with
+    their gradients.
     """
     of = next(snapshot for at, snapshot in snapshots.items() if at.type == world.device.type)
     shards = world.world_size if config.fsdp else 1
@@ -230,14 +230,14 @@ def moment_of(
 
 
 def compiled_share(config: Config, world: World) -> float:
-    """Return the share of an uncompiled run's activations that the run has."""
+    """Return the run's activations as a share of an uncompiled run's."""
     acting = config.on_device(world.device.type, world.world_size)
     return COMPILED[bool(acting.recompute_cheap)] if config.compile else 1.0
 
 
 def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> None:
-    """Print what each rank's memory goes to, the largest batch_size, and the rank's peak, which
-    summary.json calls memory_growth_mb.
+    """Print each rank's memory, the largest batch_size, and the rank's peak, which summary.json
+    calls memory_growth_mb.
     """
     device, ranks, kept = world.device, world.world_size, moments["kept"]
     worst = max(moments, key=lambda name: moments[name].total())
@@ -248,7 +248,7 @@ def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> No
     if device.type == "cpu":
         beside = "loaded code, and gaps between buffers, which the allocator keeps"
     elif device.type == "cuda":
-        torch.cuda.empty_cache()  # of the matmuls that were just timed
+        torch.cuda.empty_cache()  # frees the matrices of the timed matmuls
         left = torch.cuda.mem_get_info(device)[0] * (1 - MARGIN)
     print(
         f"memory:  {each}: {kept.parameters / MB:,.0f} MB parameters, "
@@ -270,14 +270,14 @@ def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> No
 
 
 def process_bytes(tensors: float, device: torch.device) -> float:
-    """Return the bytes that a process grows by which has so many bytes of tensors."""
+    """Return the bytes that a process with `tensors` bytes of tensors grows by."""
     return ALLOCATOR * tensors + CODE if device.type == "cpu" else tensors + WORKSPACE
 
 
 def largest_batch(config: Config, world: World, moments: dict[str, Moment], left: float) -> int:
-    """Return the largest batch_size whose peak is at most `left` bytes; 0 if there is none.
+    """Return the largest batch_size whose peak is at most `left` bytes; 0 if none fits.
 
-    With total_batch_tokens, of those that divide it.
+    With total_batch_tokens, only sizes that divide it count.
     """
     sizes: Sequence[int] = range(1, 10**9)
     if config.total_batch_tokens:
@@ -295,16 +295,16 @@ def largest_batch(config: Config, world: World, moments: dict[str, Moment], left
 def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
     """Take two steps on fake tensors, as in an uncompiled run on one rank.
 
-    Returns the model, and the worst moment of each part of a step of the run; "kept" is the end of
-    the forward pass.
+    Returns the model, and the run's worst moment in each part of a step; "kept" is the end of the
+    forward pass.
     """
     tracker, shape = mem_tracker.MemTracker(), (config.batch_size, config.seq_len)
     micro_steps = min(2, config.accumulation_steps(world.world_size))  # more are like the second
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        # With one token, the worst moment of the first step is in the update.
+        # One token, so that the worst moment of the first step is in the update.
         for size in [(1, 1)] * micro_steps + [shape] * micro_steps:
-            tracker.reset_mod_stats()  # it follows one forward pass at a time
+            tracker.reset_mod_stats()  # MemTracker follows one forward pass at a time
             yield torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
 
     changed = {
@@ -313,7 +313,7 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
     }
     with FakeTensorMode(), world.device, tracker, Numberless():
         run = setup(config.model_copy(update=changed), World(world.device), batches=batches())
-        run.state.scaler = torch.amp.GradScaler(enabled=False)  # it could skip the first update
+        run.state.scaler = torch.amp.GradScaler(enabled=False)  # a real one may skip the update
         train_step(run, 1)
         update = tracker.get_tracker_snapshot("peak")
         train_step(run, 2)
@@ -328,7 +328,7 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
     worst = {
         "forward pass": parts[Passing.PEAK_FW][-1],
         "backward pass": parts[Passing.PEAK_BW][-1],
-        "clipping": parts[Passing.POST_BW][-1],  # all gradients are there
+        "clipping": parts[Passing.POST_BW][-1],  # all gradients exist
         "update": update,
         "kept": parts[Passing.POST_FW][-1],
     }
@@ -336,11 +336,11 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
 
 
 class Numberless(TorchDispatchMode):
-    """Replace what fake tensors cannot do: be read as a number, and enter an operator of ours."""
+    """Let fake tensors be read as numbers, and run the chunked loss's own code on them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         if func is torch.ops.gpt2.summed_loss.default:
-            return summed_loss._init_fn(*args)  # its own code, whose buffers count too
+            return summed_loss._init_fn(*args)  # its buffers count too
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Break down a training step's time and memory: by parts, by operators, by allocations."""
+"""Break down a training step's time and memory by parts, operators and allocations."""
 
 import dataclasses
 import statistics
@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from config import Config
 from data.token_file import TokenFileError
 from measure.interleaved.process import in_fresh_process
-from measure.profile.timing import is_mixed, set_up
-from measure.report.tables import FLOP_RATE, Row, about_machine, precision, show_table
+from measure.profile.timing import precision, set_up
+from measure.report.tables import FLOP_RATE, Row, about_machine, show_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_atomic
@@ -25,11 +25,11 @@ from train import Batches, Run, train_step
 
 
 def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]:
-    """Have `mark` called at the end of each part of the model's forward and backward passes.
+    """Call `mark` at the end of each part of the model's forward and backward passes.
 
-    The residual stream runs through all parts: a part's forward ends where the stream has its
-    result, its backward where the gradient reaches the stream before it. So the norm before
-    attention or MLP and the sum after it belong to them. Returns the hooks.
+    The residual stream runs through all parts: a part's forward ends when its result is added to
+    the stream, its backward when the gradient reaches the stream before it. So attention and MLP
+    include the norm before them and the sum after them. Returns the hooks.
     """
 
     def ends(part: str) -> Callable[..., None]:
@@ -62,10 +62,10 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
 
 
 def break_down(run: Run, steps: int) -> list[Row]:
-    """Return the parts of a step of the uncompiled model, medians over `steps` after one step more.
+    """Time the parts of a step of the uncompiled model: medians over `steps`, after one more step.
 
-    The part `backward` is all of the backward pass; the parts after it are what it consists of.
-    `tflops` is None for a part without matmuls.
+    The part `backward` is the whole backward pass; the parts after it are its own. `tflops` is None
+    for a part without matmuls.
     """
     of_steps: list[dict[str, float]] = []  # seconds by part, in the order of their first marks
     last = 0.0
@@ -122,7 +122,7 @@ PART = [
 # ---- operators and memory
 
 
-OPERATOR = items("operator", "calls", "ms", "share")  # ms: in itself, not in those that it calls
+OPERATOR = items("operator", "calls", "ms", "share")  # ms: without the operators it calls
 
 
 def trace(run: Run, path: Path) -> list[tuple[str, ...]]:
@@ -134,8 +134,7 @@ def trace(run: Run, path: Path) -> list[tuple[str, ...]]:
         train_step(run, 1)
         synchronize(device)
     profile.export_chrome_trace(str(path))
-    # an operator has the time of the kernels that it started; the kernels are listed again as
-    # events of the device
+    # An operator includes the time of its kernels, which are listed again as device events.
     attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     operators = [
         (getattr(event, attribute) / 1e3, event.count, event.key)
@@ -157,7 +156,7 @@ def snapshot(run: Run, path: Path) -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-# ---- of each model
+# ---- each model in its own process
 
 
 def inspect_models(
@@ -170,12 +169,12 @@ def inspect_models(
 ) -> None:
     """Inspect each named model in a fresh process, and write parts.md with the tables.
 
-    `wanted`: any of breakdown, trace, memory. `steps` and `from_corpus` (else random tokens) are
-    the breakdown's.
+    `wanted`: any of breakdown, trace, memory. The breakdown takes `steps`, and tokens from the
+    corpus or random ones.
     """
     lines = ["# Where a training step's time goes", ""]
     for name, config in models:
-        bits = precision(is_mixed(config))
+        bits = precision(config)
         title = f"{name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens"
         print(title, flush=True)
         call = "measure.profile.breakdown:inspect_model"
@@ -195,9 +194,9 @@ def inspect_model(
     steps: int,
     from_corpus: bool,
 ) -> list[str]:
-    """Print and write what `inspect_models` says of one model; returns its part of the report.
+    """Inspect one model; returns the lines of its section in the report.
 
-    Files are named after `label`. Raises UserError for what this device cannot do.
+    Files are named after `label`. Raises UserError for options that this device lacks.
     """
     data = f"{config.data_dir}/{config.dataset}" if from_corpus else "random tokens"
     try:

@@ -56,7 +56,7 @@ def measure_scaling(
     rounds: int,
     log_dir: str,
 ) -> None:
-    """Interleave so many ranks on the config `name` with `values`, and report.
+    """Interleave runs of the config `name` on each number of ranks in `counts`, and report.
 
     Results go to a new folder in `log_dir`. Raises UserError for what cannot be measured
     here, TrainingError if a side fails.

@@ -1,10 +1,10 @@
-"""Time one computation of one model in a fresh process, waiting for the device around each pass."""
+"""Time one computation of one model in a fresh process."""
 
 import dataclasses
+import functools
 import itertools
 import statistics
-from collections.abc import Callable
-from time import perf_counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,14 @@ from torch import Tensor
 from config import Config, ModelConfig, SpeedConfig
 from measure.interleaved.options import without_end
 from measure.interleaved.process import in_fresh_process
-from measure.report.tables import FIGURES, Row
+from measure.report.tables import Row
 from runtime.device import (
     choose_device,
     device_name,
     matmul_dtype,
     matmul_tflops,
     peak_memory_mb,
-    synchronize,
+    timed,
 )
 from runtime.world import World
 from summary import mfu
@@ -30,24 +30,86 @@ from train import Run, setup, train_step
 FLOPS_SHARE = {"forward": 1 / 3, "backward": 2 / 3, "forward_backward": 1.0, "training_step": 1.0}
 
 
+Key = tuple[str, str, int, bool]  # size, computation, warm-up passes, mixed precision
+
+
+def precision(config: Config) -> str:
+    """Return `mixed` or `full`."""
+    return "mixed" if config.bf16 or config.fp16 else "full"
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A computation of a model, timed in a process of its own."""
 
-    size: str  # of the profile, or the config's name
+    size: str  # a size of the published profile, or the config's name
     config: Config
     computation: str  # forward, backward, forward_backward or training_step
     warmup_steps: tuple[int, ...]
     steps: int  # timed passes
 
+    @property
+    def label(self) -> str:
+        """Describe the model and the computation."""
+        return f"{self.size} {self.computation}, {precision(self.config)} precision"
 
-def is_mixed(config: Config) -> bool:
-    """True if the config trains in mixed precision."""
-    return config.bf16 or config.fp16
+    def key(self, warmup_steps: int) -> Key:
+        """Return the identity of a measurement: equal in two files, it is the same one."""
+        is_mixed = precision(self.config) == "mixed"
+        return self.size, self.computation, warmup_steps, is_mixed
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The timed passes of a job, or the error that ended it."""
+
+    job: Job
+    warmup_steps: int  # passes before the timed ones
+    seconds: Sequence[float] = ()  # one entry per timed pass
+    flops: float = 0.0  # per pass
+    matmul_tflops: float | None = None  # rate of a large matmul in this precision on this device
+    peak_memory_mb: float = 0.0
+    about: Row = dataclasses.field(default_factory=dict)  # the model and the device
+    error: str = ""
+
+    @property
+    def key(self) -> Key:
+        """Return the identity of this measurement."""
+        return self.job.key(self.warmup_steps)
+
+    @property
+    def mean_s(self) -> float:
+        """Return the mean seconds of a pass."""
+        return statistics.fmean(self.seconds)
+
+    def row(self) -> Row:
+        """Return the row in tables and files: key, figures unless there is an error, settings."""
+        config, names = self.job.config, ("size", "computation", "warmup_steps", "mixed_precision")
+        row: Row = dict(zip(names, self.key, strict=True))
+        if not self.error:
+            # a matmul slower than some pass was timed in a busy moment
+            is_known = mfu(self.flops / min(self.seconds) / 1e12, self.matmul_tflops)
+            matmul = self.matmul_tflops if is_known else None
+            tflops = self.flops / self.mean_s / 1e12
+            row |= {
+                "mean_s": self.mean_s,
+                "median_s": statistics.median(self.seconds),
+                "std_s": statistics.pstdev(self.seconds),  # the published profile has it too
+                "min_s": min(self.seconds),
+                "max_s": max(self.seconds),
+                "total_s": sum(self.seconds),
+                "steps": len(self.seconds),
+                "tokens_per_sec": config.batch_size * config.seq_len / self.mean_s,
+                "tflops": tflops,
+                "matmul_tflops": matmul,
+                "utilization": mfu(tflops, matmul),
+                "peak_memory_mb": self.peak_memory_mb,
+            }
+        return row | {"error": self.error} | settings(config) | self.about
 
 
 def with_mixed_precision_of(device: torch.device, config: Config) -> tuple[Config, list[str]]:
-    """Return the config, and a note: with fp16 for bf16 where the device is a GPU without bf16."""
+    """Return the config and notes: on a GPU without bf16, fp16 replaces it."""
     has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if has_bf16 or not config.bf16:
         return config, []
@@ -58,8 +120,8 @@ def with_mixed_precision_of(device: torch.device, config: Config) -> tuple[Confi
 def set_up(config: Config, *, from_corpus: bool = False) -> Run:
     """Set a run up on this process alone, on its corpus or on one batch of random tokens.
 
-    Its notes are only those on options. Raises UserError for what this device cannot do, and for
-    a corpus that cannot be had.
+    Only notes on options are kept. Raises UserError for options that this device lacks, and for a
+    corpus that cannot be opened.
     """
     device = choose_device(config.device)
     config, notes = with_mixed_precision_of(device, without_end(config))
@@ -74,7 +136,7 @@ def set_up(config: Config, *, from_corpus: bool = False) -> Run:
 
 
 def passes(run: Run, computation: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return what to do before each timed pass, and the pass, which gets what that returned."""
+    """Return an untimed function that prepares a pass, and the pass, which takes its result."""
 
     def forward() -> Tensor:
         x, y = next(run.batches)
@@ -85,110 +147,61 @@ def passes(run: Run, computation: str) -> tuple[Callable[[], Any], Callable[[Any
         run.state.model.zero_grad(set_to_none=True)
         return forward() if computation == "backward" else None
 
-    timed: dict[str, Callable[[Any], object]] = {
+    work: dict[str, Callable[[Any], object]] = {
         "forward": lambda _: forward(),
         "backward": lambda loss: loss.backward(),
         "forward_backward": lambda _: forward().backward(),
         "training_step": lambda _: train_step(run, 1),
     }
-    return prepare, timed[computation]
+    return prepare, work[computation]
 
 
 # ---- timing
 
 
-def time_passes(
-    prepare: Callable[[], Any],
-    timed: Callable[[Any], object],
-    count: int,
-    device: torch.device,
-) -> list[float]:
-    """Return the seconds of each pass of `timed`, which gets the result of `prepare`."""
-    seconds = []
-    for _ in range(count):
-        prepared = prepare()
-        synchronize(device)
-        start = perf_counter()
-        result = timed(prepared)
-        synchronize(device)
-        seconds.append(perf_counter() - start)
-        del prepared, result  # freeing a graph is not part of the pass
-    return seconds
+def measure(job: Job) -> list[Timing]:
+    """Time the job's passes; returns a Timing for each of its numbers of warm-up passes.
 
-
-def measure(job: Job) -> list[Row]:
-    """Return a row for each of the job's numbers of warm-up passes.
-
-    The passes are done once: a row of w warm-up passes leaves out the first w of them and counts
-    the `steps` that follow. So rows differ in which passes count, not in the noise between two
-    measurements. Raises UserError for what this device cannot do.
+    All come from the same passes: with w passes of warm-up, the first w are left out and the next
+    `steps` count. So timings differ in the passes that count, not in the noise between two
+    measurements. Raises UserError for options that this device lacks.
     """
     run = set_up(job.config)
     config, model, device = run.config, run.state.model, run.world.device
-    prepare, timed = passes(run, job.computation)
-    seconds = time_passes(prepare, timed, max(job.warmup_steps) + job.steps, device)
-    peak = peak_memory_mb(device)  # before the measurement below adds to it
-    matmul = matmul_tflops(device, matmul_dtype(bf16=config.bf16, fp16=config.fp16))
+    prepare, work = passes(run, job.computation)
+    seconds = [
+        timed(functools.partial(work, prepare()), device)
+        for _ in range(max(job.warmup_steps) + job.steps)
+    ]
+    peak = peak_memory_mb(device)  # before the matmul adds to it
     tokens = config.batch_size * config.seq_len
-    flops = model.flops_per_token(config.seq_len) * tokens * FLOPS_SHARE[job.computation]
-    about = settings(config) | {
-        "device": device_name(device),
-        "parameters": model.num_parameters(),
-        "notes": "; ".join(run.notes),
-    }
-    rows = []
-    for warmup in job.warmup_steps:
-        counted = seconds[warmup : warmup + job.steps]
-        mean = statistics.fmean(counted)
-        tflops = flops / mean / 1e12
-        known = matmul if mfu(flops / min(counted) / 1e12, matmul) else None
-        figures = {
-            "mean_s": mean,
-            "median_s": statistics.median(counted),
-            "std_s": statistics.pstdev(counted),
-            "min_s": min(counted),
-            "max_s": max(counted),
-            "total_s": sum(counted),
-            "steps": len(counted),
-            "tokens_per_sec": tokens / mean,
-            "tflops": tflops,
-            "matmul_tflops": known,
-            "utilization": mfu(tflops, known),
-            "peak_memory_mb": peak,
-            "times_s": counted,
-        }
-        rows.append(empty_row(job, warmup) | figures | about)
-    return rows
-
-
-def empty_row(job: Job, warmup: int, error: str = "") -> Row:
-    """Return the row of a job without figures; with an error, it could not be measured."""
-    key = {
-        "size": job.size,
-        "computation": job.computation,
-        "warmup_steps": warmup,
-        "mixed_precision": is_mixed(job.config),
-    }
-    return (
-        key
-        | dict.fromkeys(FIGURES)
-        | {"error": error, "notes": "", "times_s": []}
-        | settings(job.config)
+    timing = Timing(
+        dataclasses.replace(job, config=config),
+        warmup_steps=0,
+        flops=model.flops_per_token(config.seq_len) * tokens * FLOPS_SHARE[job.computation],
+        matmul_tflops=matmul_tflops(device, matmul_dtype(bf16=config.bf16, fp16=config.fp16)),
+        peak_memory_mb=peak,
+        about={
+            "device": device_name(device),
+            "parameters": model.num_parameters(),
+            "notes": "; ".join(run.notes),
+        },
     )
+    return [
+        dataclasses.replace(timing, warmup_steps=w, seconds=seconds[w : w + job.steps])
+        for w in job.warmup_steps
+    ]
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """Return the options that make the figures, as results.json and results.csv have them."""
+def settings(config: Config) -> Row:
+    """Return the options that affect the figures."""
     names = {*ModelConfig.model_fields, *SpeedConfig.model_fields, "batch_size", "seq_len", "seed"}
     names |= {"optimizer", "grad_clip", "weight_decay"}
     about = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     return config.model_dump(mode="json", include=names) | about
 
 
-# ---- a process for each job
-
-
-def time_job(job: Job) -> list[Row]:
-    """Time a job in a fresh process; returns its rows, which say why where it fails."""
-    rows, error = in_fresh_process("measure.profile.timing:measure", job)
-    return rows or [empty_row(job, warmup, error) for warmup in job.warmup_steps]
+def time_job(job: Job) -> list[Timing]:
+    """Time a job in a fresh process; if it fails, each Timing has the error."""
+    timings, error = in_fresh_process("measure.profile.timing:measure", job)
+    return timings or [Timing(job, warmup, error=error) for warmup in job.warmup_steps]
