@@ -221,15 +221,15 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     All ranks have to call this. Raises UserError if another run is writing to the folder. A new
     run that cannot be written leaves everything as it was.
     """
-    return world.on_rank0(lambda: _open_run(run, config, saved))
 
+    def open_folder() -> list[str]:
+        if saved:
+            run.resume(saved.step, saved.folder, config.keep_last)
+            notes = [f"resumes from {saved.folder}, after step {saved.step}"]
+        else:
+            aside = run.create()
+            notes = [f"the earlier {run.path} is now {aside}"] if aside else []
+        run.write_config(config.to_yaml())
+        return notes
 
-def _open_run(run: RunFolder, config: Config, saved: SavedState | None) -> list[str]:
-    if saved:
-        run.resume(saved.step, saved.folder, config.keep_last)
-        notes = [f"resumes from {saved.folder}, after step {saved.step}"]
-    else:
-        aside = run.create()
-        notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-    run.write_config(config.to_yaml())
-    return notes
+    return world.on_rank0(open_folder)
