@@ -221,22 +221,21 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     All ranks have to call this. Raises UserError if another run is writing to the folder. A new
     run that cannot be written leaves everything as it was.
     """
-    notes = world.on_rank0(lambda: _open_run(run, config, saved, world))
+
+    def open_folder() -> list[str]:
+        if saved:
+            run.resume(saved.step, saved.folder, config.keep_last)
+            notes = [f"resumes from {saved.folder}, after step {saved.step}"]
+        else:
+            aside = run.create()
+            notes = [f"the earlier {run.path} is now {aside}"] if aside else []
+        run.write_config(config.to_yaml())
+        return notes
+
+    notes = world.on_rank0(open_folder)
     if others := ranks_that_differ((run.path / "config.yaml").exists(), world):
-        problem = (
+        notes.append(
             f"{run.path} is not there for {describe_ranks(others)}; put --log_dir on a file system "
-            f"that all machines share"
+            f"that all machines share, else the run cannot resume after a fault"
         )
-        notes.append(f"{problem}, else the run cannot resume after a fault")
-    return notes
-
-
-def _open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
-    if saved:
-        run.resume(saved.step, saved.folder, config.keep_last)
-        notes = [f"resumes from {saved.folder}, after step {saved.step}"]
-    else:
-        aside = run.create()
-        notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-    run.write_config(config.to_yaml())
     return notes

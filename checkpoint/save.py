@@ -174,7 +174,7 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
     while state.taken:
         taken = state.taken.popleft()
         step, figures = taken.step, taken.figures
-        problem = skipped(taken, run, state, config)
+        problem = count_if_skipped(taken, run, state, config)
         ends = step == state.step and (state.stopping or state.is_over(config))
         if ends or problem or step == 1 or step % config.log_every == 0:
             tokens_per_sec = config.tokens_per_step(world.world_size) / taken.seconds
@@ -185,7 +185,7 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
     return problem
 
 
-def skipped(taken: TakenStep, run: RunFolder, state: State, config: Config) -> str:
+def count_if_skipped(taken: TakenStep, run: RunFolder, state: State, config: Config) -> str:
     """Count a step whose update was left out; returns why it was, "" if it was not. Raises
     TrainingError as `log_steps` does.
     """
