@@ -131,6 +131,58 @@ def describe_duration(seconds: float | None, mfu: float, shorter: str) -> str:
     return f"takes about {about(seconds)}, at {mfu:.0%} MFU; shorter: {shorter}"
 
 
+# ---- figures with intervals
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its 95% interval; without one it comes from a single measurement."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the interval; without one, the value twice."""
+        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        return low, high
+
+    @property
+    def width(self) -> float:
+        """The interval's width as a share of the value."""
+        return (self.ends[1] - self.ends[0]) / self.value
+
+    @property
+    def inverse(self) -> "Estimate":
+        """The reciprocal."""
+        if self.low is None or self.high is None:
+            return Estimate(1 / self.value)
+        return Estimate(1 / self.value, 1 / self.high, 1 / self.low)
+
+    def __str__(self) -> str:
+        """Format a factor: `1.14 (1.09 to 1.19)`, `about 1 (...)` if the interval contains 1."""
+        low, high = self.ends
+        if self.low is None:
+            return f"{self.value:.2f}"
+        digits = (
+            2
+            if high - low >= 0.02
+            and (low <= 1 <= high or "1.00" not in (f"{low:.2f}", f"{high:.2f}"))
+            else 3
+        )
+        shown = "about 1" if low <= 1 <= high else f"{self.value:.{digits}f}"
+        return f"{shown} ({low:.{digits}f} to {high:.{digits}f})"
+
+    def __format__(self, style: str) -> str:
+        """Format as a factor, or in a style such as ".4f" as a mean: `0.3480 +- 0.0480`."""
+        if not style:
+            return str(self)
+        low, high = self.ends
+        half = "" if self.low is None else f" +- {high - self.value:{style}}"
+        return f"{self.value:{style}}{half}{' (within noise)' * (low <= 0 <= high)}"
+
+
 # ---- tables
 
 

@@ -8,38 +8,34 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from config import DataConfig, ModelConfig, OptimizationConfig
-from measure.interleaved.ratio import Ratio, product
+from measure.interleaved.ratio import mean_over_seeds, product
 from measure.ladder.report import failures_of, left_out
 from measure.ladder.rungs import Pair, ablated, compare, pairs_of
 from measure.ladder.stages import Stage, make_stage, seed_name, with_bases
 from measure.report.page import INTERVALS, curve_of, rung, write_page
 from measure.report.tables import Row, write_csv, write_report
 from runtime.errors import UserError
-from runtime.report import draw_losses, field
+from runtime.report import Estimate, draw_losses, field
 from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 
 Curve = dict[int, float]  # validation loss by step
-# Student's t: how many standard errors of the mean the 95% interval reaches to each side, for 1 to
-# 9 degrees of freedom, one less than there are seeds. That of 9 serves for more, on the safe side.
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 COLUMNS = [
     field("rung", "stage"),
-    field("validation loss", "loss"),
-    field("lower than base's by", "lower"),
+    field("validation loss", "loss", ".4f"),
+    field("lower than base's by", "lower", ".4f"),
     field("base", "base"),
     field("tokens to the first's loss", "tokens_share"),
     field("speed", "speed"),
     field("time to the first's loss", "time_share"),
 ]
 FIGURES = {
-    "loss": ("validation loss", ""),
-    "lower": ("lower than base's by", ""),
+    "loss": ("validation loss", ".4f"),
+    "lower": ("lower than base's by", ".4f"),
     "speed": ("speed", ""),
 }
 EXPLAINED = f"""\
@@ -51,37 +47,6 @@ rung that adds nothing seems to be worth is noise too.
 one ends with, on straight lines between evaluations; geometric mean over the seeds.
 - speed: tokens/s over the first rung's. {INTERVALS}
 - time: the share of tokens over the speed, with the intervals of both combined."""
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean over seeds, and its 95% interval; no interval for one seed."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    def __str__(self) -> str:
-        text = f"{self.value:.4f}"
-        return text if self.high is None else f"{text} +- {self.high - self.value:.4f}"
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """Compute the mean of at least one value, and its interval."""
-        mean, n = statistics.fmean(values), len(values)
-        if n == 1:
-            return cls(mean)
-        t = STUDENT_T[min(n, len(STUDENT_T) + 1) - 2]
-        half = t * statistics.stdev(values) / math.sqrt(n)
-        return cls(mean, mean - half, mean + half)
-
-
-class Difference(Mean):
-    """A mean difference over seeds, which may be noise."""
-
-    def __str__(self) -> str:
-        low, high = (self.value if end is None else end for end in (self.low, self.high))
-        return f"{super().__str__()}{' (within noise)' * (low <= 0 <= high)}"
 
 
 def with_seeds(stage: Stage, seeds: int) -> list[Stage]:
@@ -141,7 +106,7 @@ def steps_to(losses: Curve, loss: float) -> float | None:
     return None
 
 
-def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Ratio | None:
+def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Estimate | None:
     """Return after which share of the first rung's tokens a rung has its loss at the end.
 
     The geometric mean over the seeds, with its interval. None: not with every seed.
@@ -152,13 +117,13 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Ratio | No
         if not step:
             return None
         logs.append(math.log(step / max(theirs)))
-    mean = Mean.of(logs)
-    return Ratio(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
+    mean = mean_over_seeds(logs)
+    return Estimate(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
 
 
-def lower_by(base: Sequence[float], ours: Sequence[float]) -> Difference:
+def lower_by(base: Sequence[float], ours: Sequence[float]) -> Estimate:
     """Return by how much our losses are lower than the base's, seed by seed."""
-    return Difference.of([theirs - loss for theirs, loss in zip(base, ours, strict=True)])
+    return mean_over_seeds([theirs - loss for theirs, loss in zip(base, ours, strict=True)])
 
 
 def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
@@ -175,13 +140,13 @@ def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
         lower = None
         if base in curves and base != name:
             lower = lower_by([last(losses) for losses in curves[base]], ends)
-        tokens = Ratio(1.0) if name == first else share_of_tokens(curves[name], curves[first])
+        tokens = Estimate(1.0) if name == first else share_of_tokens(curves[name], curves[first])
         speed = speeds[name]
         rows.append(
             {
                 "stage": name,
                 "base": base,
-                "loss": Mean.of(ends),
+                "loss": mean_over_seeds(ends),
                 "lower": lower,
                 "tokens_share": tokens,
                 "speed": speed,
@@ -214,7 +179,11 @@ def report_learned_ablation(
     write_report(
         folder / "report.md",
         f"What each optimization of {title} learns",
-        [field("optimization", "optimization"), field("on first", "first"), field("last", "last")],
+        [
+            field("optimization", "optimization"),
+            field("on first", "first", ".4f"),
+            field("last", "last", ".4f"),
+        ],
         rows,
         failures + left_out(chain(*rungs.values())),
         "on first: by how much the validation loss at the end is lower with this optimization "
@@ -272,7 +241,7 @@ def report_learning(
         name, shares = row["stage"], {"tokens": row["tokens_share"], "time": row["time_share"]}
         pages.append(rung(name, files[name], files[row["base"]], shares, row, FIGURES))
     headline, first = "", rows[0]["stage"]
-    if ends := [(row["tokens_share"].median, row["stage"]) for row in rows if row["tokens_share"]]:
+    if ends := [(row["tokens_share"].value, row["stage"]) for row in rows if row["tokens_share"]]:
         least, best = min(ends)
         headline = f"{best} has the loss that {first} ends with after {least:.0%} of the tokens."
     write_page(folder / "report.html", title, headline, [*where], pages, curves, EXPLAINED)

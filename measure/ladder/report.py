@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle
 from pathlib import Path
 
-from measure.interleaved.ratio import Ratio
 from measure.ladder.quick import SUFFIX
 from measure.ladder.rungs import COMPARED, Pair, compare, counterpart, pairs_of
 from measure.ladder.stages import Stage, published_rows, series, series_folder
@@ -31,6 +30,7 @@ from measure.report.tables import (
 from runtime.errors import UserError
 from runtime.report import (
     COLOURS,
+    Estimate,
     draw_bars,
     draw_losses,
     field,
@@ -144,7 +144,7 @@ def draw_worth(path: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> None
     series = {"here, over the stage that it changes": [row["over_base"] for row in rows]}
     if any(row["a100_over_base"] for row in rows):
         on_a100 = [row["a100_over_base"] for row in rows]
-        series["an A100, published"] = [factor and Ratio(factor) for factor in on_a100]
+        series["an A100, published"] = [factor and Estimate(factor) for factor in on_a100]
     summaries = filter(None, (stage.summary() for stage in stages))
     about = dict.fromkeys(f"{summary.machine}, {summary.day}" for summary in summaries)
     if done:
@@ -235,7 +235,7 @@ def across(folders: Sequence[str], out: Path) -> None:
 
     A machine is named after the parent of its ladder's folder. Raises UserError.
     """
-    found: dict[str, dict[str, Ratio | None]] = {}  # factors of each stage over its base
+    found: dict[str, dict[str, Estimate | None]] = {}  # factors of each stage over its base
     bases: dict[str, str] = {}
     files: dict[str, Path] = {}  # configs of stages and bases, where they are known
     about: list[str] = []  # the machines, each with the last day of its ladder
@@ -255,7 +255,7 @@ def across(folders: Sequence[str], out: Path) -> None:
     }.items():
         known = [stage for stage in stages if stage in files and bases[stage] in files]
         published = {s: counterpart(files[s], files[bases[s]], column) for s in known}
-        found[name] = {stage: Ratio(factor) for stage, factor in published.items() if factor}
+        found[name] = {stage: Estimate(factor) for stage, factor in published.items() if factor}
     series = {name: [factors.get(s) for s in stages] for name, factors in found.items()}
     names, pages = list[str](), []
     for stage in stages:
@@ -290,7 +290,7 @@ def configs_of(ladder: str, stages: Iterable[str]) -> dict[str, Path]:
     return {stage: known[stage] for stage in stages if stage in known}
 
 
-def read_factors(path: Path) -> tuple[dict[str, Ratio | None], dict[str, str]]:
+def read_factors(path: Path) -> tuple[dict[str, Estimate | None], dict[str, str]]:
     """Read the factor of each stage over its base, and that base, from a ladder's results.csv.
 
     Raises OSError and UserError.
@@ -302,7 +302,7 @@ def read_factors(path: Path) -> tuple[dict[str, Ratio | None], dict[str, str]]:
             values = [float(row[name]) for name in names if row[name]]
             if row["base"] != row["stage"]:
                 bases[row["stage"]] = row["base"]
-                factors[row["stage"]] = Ratio(*values) if values else None
+                factors[row["stage"]] = Estimate(*values) if values else None
     except (KeyError, ValueError) as error:
         raise UserError(f"{path}: is not the table of a ladder: {error}") from None
     return factors, bases
@@ -311,7 +311,7 @@ def read_factors(path: Path) -> tuple[dict[str, Ratio | None], dict[str, str]]:
 def draw_factors(
     path: Path,
     names: Sequence[str],
-    series: Mapping[str, Sequence[Ratio | None]],
+    series: Mapping[str, Sequence[Estimate | None]],
     about: str = "",
 ) -> None:
     """Draw a bar for the factor of speed that each series has for each name, with its interval.
@@ -319,7 +319,7 @@ def draw_factors(
     `about`: the machine and the date.
     """
     bars = [
-        (name, factor.median, str(factor), factor.ends, colour)
+        (name, factor.value, str(factor), factor.ends, colour)
         for name, *factors in zip(names, *series.values(), strict=True)
         for factor, colour in zip(factors, cycle(COLOURS), strict=False)
         if factor

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from config import Config
 from measure.interleaved.options import to_flags
-from measure.interleaved.ratio import FEWEST, Ratio, median_ratio, product
+from measure.interleaved.ratio import FEWEST, median_ratio, product
 from measure.interleaved.rounds import SideError, results_of, run_rounds, training_side
 from measure.ladder.prediction import SHARES, Prediction, predictions
 from measure.ladder.stages import (
@@ -29,7 +29,7 @@ from measure.ladder.stages import (
 from measure.report.tables import Row, write_json
 from runtime.cli import show
 from runtime.errors import UserError
-from runtime.report import machine
+from runtime.report import Estimate, machine
 from runtime.runlog import curve, read_rows
 
 COMPARED = range(11, 51)  # steps over which loss curves are compared
@@ -69,7 +69,7 @@ class Comparison(BaseModel, allow_inf_nan=False):
         return [stored_config(side) for side in self.settings]
 
     @property
-    def ratio(self) -> Ratio:
+    def ratio(self) -> Estimate:
         """Return the speed of the other over the base."""
         base, other = (side.tokens_per_sec for side in self.sides)
         return median_ratio(other, base)
@@ -233,8 +233,8 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
         rate = summary.median_tokens_per_sec
         first, before = next(iter(rows.values()), None), rows.get(base.name)
         result = pairs[stage.name].result() if stage.name in pairs else None
-        over_base = Ratio(rate / before["tokens_per_sec"]) if before else None
-        over_first = Ratio(rate / first["tokens_per_sec"]) if first else Ratio(1.0)
+        over_base = Estimate(rate / before["tokens_per_sec"]) if before else None
+        over_first = Estimate(rate / first["tokens_per_sec"]) if first else Estimate(1.0)
         if result:
             over_base = result.ratio
             # a product, where interleaved factors lead all the way from the first stage
@@ -246,7 +246,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
             "tokens_per_sec": rate,
             "base": base.name,
             # interleaved, else of the tokens/s; None if the base has not run
-            "over_base": Ratio(1.0) if stage is base else over_base,
+            "over_base": Estimate(1.0) if stage is base else over_base,
             "rounds": len(result.sides[0].tokens_per_sec) if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
             "a100_over_base": counterpart(stage.file, base.file, "a100_tokens_per_sec"),

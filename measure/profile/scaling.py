@@ -9,7 +9,7 @@ import torch
 
 from config import Config, load_config
 from measure.interleaved.options import to_flags
-from measure.interleaved.ratio import Ratio, median_ratio
+from measure.interleaved.ratio import median_ratio
 from measure.interleaved.rounds import (
     LEFT_OUT,
     Side,
@@ -28,7 +28,7 @@ from measure.report.tables import (
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.launch import Launch, launch
-from runtime.report import Column, field
+from runtime.report import Column, Estimate, field
 from runtime.start import cores
 
 
@@ -77,12 +77,12 @@ def measure_scaling(
     rates = run_rounds(sides, rounds, results=folder / "in_turn.json")
     rows: list[Row] = []
     for side, of_side in zip(sides, rates, strict=True):
-        over_first = median_ratio(of_side, rates[0]) if rows else Ratio(1.0)
+        over_first = median_ratio(of_side, rates[0]) if rows else Estimate(1.0)
         rows.append(row := row_of(config, device, side, statistics.median(of_side)))
         row["over_first"] = over_first
         row["hardware"] = row["used"] / rows[0]["used"]
         # how many times as fast, over how many times as much hardware
-        row["efficiency"] = row["over_first"].median / row["hardware"]
+        row["efficiency"] = row["over_first"].value / row["hardware"]
     report(rows, name, folder, len(rates[0]))
 
 
@@ -129,7 +129,7 @@ def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:
     """Print the figures and write them: report.md, results.csv and a picture."""
     ranks = [row["ranks"] for row in rows]
     factors = {
-        "measured": (ranks, [row["over_first"].median for row in rows]),
+        "measured": (ranks, [row["over_first"].value for row in rows]),
         "hardware": (ranks, [row["hardware"] for row in rows]),
     }
     panels = {f"tokens/s over those of {ranks[0]}": factors}

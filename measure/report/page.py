@@ -17,13 +17,12 @@ from typing import Any
 
 import jinja2
 
-from measure.interleaved.ratio import Ratio
 from measure.ladder.quick import STAGES as CHANGE_SPEED
 from measure.ladder.stages import ROOT, Stage, published_rows, skipped
 from measure.report.tables import Row
 from runtime.cli import find_config, read_yaml, read_yaml_mapping
 from runtime.files import write_atomic
-from runtime.report import COLOURS
+from runtime.report import COLOURS, Estimate
 from runtime.runlog import curve, read_rows
 
 RECIPE = ("train.py", "model.py", "optimizer.py", "dataloader.py")  # where options act
@@ -113,7 +112,7 @@ def rung(
     name: str,
     config: str | Path,
     base: str | Path,
-    factors: Mapping[str, Ratio | None],
+    factors: Mapping[str, Estimate | None],
     row: Row,
     figures: Figures,
 ) -> dict[str, Any]:
@@ -136,7 +135,7 @@ def rung(
 
 
 def card(
-    name: str, title: str, factors: Mapping[str, Ratio | None], row: Row, figures: Figures
+    name: str, title: str, factors: Mapping[str, Estimate | None], row: Row, figures: Figures
 ) -> dict[str, Any]:
     """Return what the page shows of anything with factors, and with figures in columns of a row."""
     return {
@@ -285,9 +284,9 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
         base = stage.base or stage
         if not (summary := stage.summary()):
             continue
-        row, factors = by_name[stage.name], dict[str, Ratio | None]()
+        row, factors = by_name[stage.name], dict[str, Estimate | None]()
         if stage is not base:
-            factors = {name: row[c] and Ratio(row[c]) for name, c in OTHER_FACTORS.items()}
+            factors = {name: row[c] and Estimate(row[c]) for name, c in OTHER_FACTORS.items()}
             factors = {HERE: row["over_base"]} | factors
         rungs.append(rung(stage.name, stage.file, base.file, factors, row, FIGURES))
         machines[f"{summary.about}, {summary.day}"] = None
@@ -309,10 +308,10 @@ def write_ladder_page(path: Path, title: str, stages: Sequence[Stage], rows: Seq
     notes = [f"All runs with {options}" if options else "", in_place_of_bf16(stages)]
     about = [*machines, *filter(None, notes)]
     # How far the ladder leads, and which rungs are worth most.
-    headline = f"{max(row['over_first'].median for row in rows):.1f} times as fast as "
+    headline = f"{max(row['over_first'].value for row in rows):.1f} times as fast as "
     headline += f"{rungs[0]['title'].lower()}."
     best = sorted(
-        (-factor.median, f" {rung['title']}: {factor}.")
+        (-factor.value, f" {rung['title']}: {factor}.")
         for rung in rungs
         if (factor := rung["factors"].get(HERE)) and factor.ends[0] > 1
     )

@@ -150,15 +150,14 @@ def write_report(
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all; a Ratio has its median, low and high there."""
+    """Write a JSON file, whole or not at all; an Estimate has its value, low and high there."""
     write_atomic(path, json.dumps(content, indent=1, default=dataclasses.asdict) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows to a CSV file, with a column for every key.
 
-    Booleans are written as JSON has them; a Ratio or Mean `x` takes the columns x, x_low and
-    x_high.
+    Booleans are written as JSON has them; an Estimate `x` takes the columns x, x_low and x_high.
     """
     lines: list[Row] = []
     for row in rows:
