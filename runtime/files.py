@@ -1,13 +1,16 @@
 """Write files and folders atomically, one writer at a time."""
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 
@@ -28,6 +31,11 @@ def write_atomic(path: Path, text: str) -> None:
             _replace(path.resolve(), text)
     except OSError as error:
         raise cannot_be_written(path, error) from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a JSON file's content at once; an Estimate is written as value, low and high."""
+    write_atomic(path, json.dumps(content, indent=1, default=dataclasses.asdict) + "\n")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -118,12 +118,12 @@ def answering(name="side", figures="", before="", **options):
 
 
 def test_the_figures_of_several_ranks_are_rank_0s_and_all_take_as_many_steps():
-    with answering(figures="rank=rank", before="time.sleep(0.1 * rank)", ranks=2) as side:
+    with answering(figures="loss=rank", before="time.sleep(0.1 * rank)", ranks=2) as side:
         assert [side.train() for _ in range(4)] == pytest.approx([70] * 4)
-    assert [answer["rank"] for answer in side.answers] == [0] * 4
+    assert [turn.loss for turn in side.turns] == [0] * 4
     # as many steps as last half a second, from the fourth time on
     for i, steps in enumerate([1, 1, 1, 5]):
-        assert [len(answer["seconds"]) for answer in side.answers[i]["ranks"]] == [steps] * 2
+        assert [len(rank.seconds) for rank in side.turns[i].ranks] == [steps] * 2
     assert all(process.poll() is not None for process in side.processes)
 
 

@@ -99,9 +99,11 @@ def finished(*configs, folder):
 
 def fake_comparison(pair, factor):
     """What interleaved runs leave, without any."""
-    turns = [{"peak_memory_mb": 10.0 * factor}]
-    sides = [{"tokens_per_sec": [rate] * 6, "turns": turns} for rate in (1.0, factor)]
-    found = {"machine": "any", "device": "any", "git": None, "retained_memory": True}
+    turns = [{"seconds": [1.0], "tokens": 1, "peak_memory_mb": 10.0 * factor}]
+    sides = [
+        {"name": "any", "tokens_per_sec": [rate] * 6, "turns": turns} for rate in (1.0, factor)
+    ]
+    found = {"machine": "any", "device": "any", "git": None, "left_out": 3}
     pair.path.write_text(json.dumps(found | {"settings": pair.settings(), "sides": sides}))
 
 
@@ -435,9 +437,9 @@ def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(tmp_path, fol
     for row, path in zip([*rows.values()][1:], pairs, strict=True):
         found = comparison.Comparison.model_validate_json(path.read_text())
         assert found.date
-        ratios.append(found.ratio)
+        ratios.append(found.ratio())
         assert float(row["over_base_low"]) == pytest.approx(ratios[-1].low)
-        assert int(row["rounds"]) == len(found.sides[0].tokens_per_sec) >= 6
+        assert int(row["rounds"]) == found.rounds >= 6
     assert f"| {product(ratios)} |" in (folder / "report.md").read_text()
 
     # what is finished is not done again, unless another machine did it, whose speed says nothing

@@ -13,13 +13,11 @@ off than the first. The result is the ratio within a round: its median, with a c
 
 import re
 import shlex
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from config import Config
-from measure.interleaved.ratio import median_ratio
 from measure.interleaved.rounds import (
     RoundsOptions,
     Side,
@@ -81,18 +79,13 @@ def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
     """Compare the sides of the command line. Raises UserError."""
     results = Path(options.output) if options.output else None
     sides = plan(options, of_all)
-    rates = run_rounds(sides, options.rounds, options.width, results=results)
+    found = run_rounds(sides, options.rounds, options.width, results=results)
     rows = [
-        (
-            side.name,
-            f"{statistics.median(ours):,.0f}",
-            "" if ours is rates[0] else str(median_ratio(ours, rates[0])),
-            f"{side.answers[-1]['peak_memory_mb']:,.0f}",
-        )
-        for side, ours in zip(sides, rates, strict=True)
+        (side.name, f"{side.median:,.0f}", found.ratio_text(i), f"{side.peak_memory_mb:,.0f}")
+        for i, side in enumerate(found.sides)
     ]
     columns = items("side", "tokens/s", "x first", "MB")
-    print_table(f"{len(rates[0])} interleaved rounds", columns, rows)
+    print_table(f"{found.rounds} interleaved rounds", columns, rows)
 
 
 if __name__ == "__main__":

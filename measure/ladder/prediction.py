@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from measure.interleaved.process import in_fresh_process
 from measure.ladder.stages import Stage
-from measure.report.tables import write_json
+from runtime.files import write_json
 from runtime.report import machine
 
 FILE = "predicted.json"  # in a ladder's folder

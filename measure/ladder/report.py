@@ -203,8 +203,8 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
             rows.append(
                 {
                     "optimization": optimization,
-                    "first": alone.ratio if alone else None,
-                    "last": top.ratio if top else None,
+                    "first": alone.ratio() if alone else None,
+                    "last": top.ratio() if top else None,
                     "memory_mb_without": without,
                     "memory_mb_with": everything,
                 }

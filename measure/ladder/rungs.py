@@ -9,12 +9,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
 from config import Config
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import to_flags
-from measure.interleaved.ratio import FEWEST, median_ratio, product
-from measure.interleaved.rounds import SideError, results_of, run_rounds, training_side
+from measure.interleaved.ratio import product
+from measure.interleaved.rounds import SideError, run_rounds, training_side
 from measure.ladder.prediction import SHARES, Prediction, predictions
 from measure.ladder.stages import (
     Published,
@@ -26,9 +27,10 @@ from measure.ladder.stages import (
     stored_config,
     training_config,
 )
-from measure.report.tables import Row, write_json
+from measure.report.tables import Row
 from runtime.cli import show
 from runtime.errors import UserError
+from runtime.files import write_json
 from runtime.report import Estimate, machine
 from runtime.runlog import curve, read_rows
 
@@ -41,38 +43,9 @@ SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "st
 # ---- interleaved runs
 
 
-class Side(BaseModel):
-    """Hold the figures of one side of a comparison."""
-
-    tokens_per_sec: list[float] = Field(min_length=FEWEST)  # in each round
-    turns: list[dict[str, Any]]
-
-    @property
-    def peak_memory_mb(self) -> float:
-        """Return the most memory that it took, in MiB."""
-        return max(float(turn["peak_memory_mb"]) for turn in self.turns)
-
-
-class Comparison(BaseModel, allow_inf_nan=False):
-    """Hold the result of interleaving the runs of two configs, as its file does."""
-
-    machine: str
-    date: str | None = None  # before 2026-11-24 there was none
-    device: str
-    git: str | None
-    settings: list[dict[str, Any]] = Field(min_length=2, max_length=2)  # of the base and the other
-    retained_memory: bool  # from step to step: runtime/start.py
-    sides: tuple[Side, Side]
-
-    def configs(self) -> list[Config]:
-        """Return the configs of both. Raises ConfigError."""
-        return [stored_config(side) for side in self.settings]
-
-    @property
-    def ratio(self) -> Estimate:
-        """Return the speed of the other over the base."""
-        base, other = (side.tokens_per_sec for side in self.sides)
-        return median_ratio(other, base)
+def configs_of(comparison: Comparison) -> list[Config]:
+    """Return the configs of the base and of the other side. Raises ConfigError."""
+    return [stored_config(settings) for settings in comparison.settings]
 
 
 @dataclass
@@ -100,7 +73,7 @@ class Pair:
         """
         try:
             result = Comparison.model_validate_json(self.path.read_bytes())
-            stored = [settings(config) for config in result.configs()]
+            stored = [settings(config) for config in configs_of(result)]
         except (OSError, ValidationError):
             return None, ""
         except UserError as error:
@@ -147,13 +120,13 @@ def compare_pairs(
             for side in (pair.base, pair.other)
         ]
         try:
-            result = results_of(run_rounds(sides, rounds), sides)
+            result = run_rounds(sides, rounds)
         except SideError as error:
             pair.error = str(error)
             print(f"failed: {pair.name}: {error}", flush=True)
             continue
         about = {"device": str(here[1]), "settings": [base, other], "retained_memory": fits}
-        write_json(pair.path, result | about)
+        write_json(pair.path, result.model_copy(update=about).dump())
 
 
 def ablated(
@@ -197,7 +170,7 @@ def compared_with_all(folder: Path) -> list[Config]:
     configs = []
     for path in sorted(folder.glob("*_last.json")):
         with contextlib.suppress(OSError, ValidationError, UserError):
-            configs.append(Comparison.model_validate_json(path.read_bytes()).configs()[1])
+            configs.append(configs_of(Comparison.model_validate_json(path.read_bytes()))[1])
     return configs
 
 
@@ -236,7 +209,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
         over_base = Estimate(rate / before["tokens_per_sec"]) if before else None
         over_first = Estimate(rate / first["tokens_per_sec"]) if first else Estimate(1.0)
         if result:
-            over_base = result.ratio
+            over_base = result.ratio()
             # a product, where interleaved factors lead all the way from the first stage
             if before and (before is first or before["over_first"].low):
                 over_first = product([before["over_first"], over_base])
@@ -247,7 +220,7 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
             "base": base.name,
             # interleaved, else of the tokens/s; None if the base has not run
             "over_base": Estimate(1.0) if stage is base else over_base,
-            "rounds": len(result.sides[0].tokens_per_sec) if result else 0,
+            "rounds": result.rounds if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
             "a100_over_base": counterpart(stage.file, base.file, "a100_tokens_per_sec"),
             **predicted_figures(predicted, stage.name, base.name),

@@ -12,7 +12,6 @@ without the settings that train.py makes for its process (how it takes memory fr
 
 import datetime
 import math
-import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,29 +21,27 @@ from pathlib import Path
 from typing import Any
 
 from config import Config, DataConfig, load_config
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import given, optional_fields, to_flags
-from measure.interleaved.ratio import median_ratio
 from measure.interleaved.rounds import (
     LEFT_OUT,
     RoundsOptions,
     Side,
     SideError,
-    results_of,
     run_rounds,
     say,
     training_side,
 )
 from measure.ladder.report import draw_factors
 from measure.report.page import card, write_page
-from measure.report.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, write_json, write_report
+from measure.report.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, write_report
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
-from runtime.files import aside
+from runtime.files import aside, write_json
 from runtime.report import field, git_commit, machine
 from runtime.start import start
 
 TRANSFORMERS = "transformers"
-Group = list[dict[str, Any]]  # the rounds of sides that were interleaved, ours first
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
 TOLERANCE, ROUNDED_TOLERANCE = 2e-4, 5e-3
 # what transformers' and nanoGPT's models are, and the plain loop around them does
@@ -189,39 +186,38 @@ def plan(
 # ---- measuring
 
 
-def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -> Group:
+def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -> Comparison:
     """Interleave our side with another. Raises SideError, also if first losses differ."""
 
     def check(side: Side) -> None:
-        loss, our_loss = side.answers[0]["loss"], ours.answers[0]["loss"]
+        loss, our_loss = side.turns[0].loss or math.nan, ours.turns[0].loss or math.nan
         rounded = config.bf16 or config.tf32 or config.matmul_precision != "highest"
         tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
         compare_losses(side.name, loss, our_loss, config, tolerance)
 
     sides = (ours, other)
-    rates = run_rounds(sides, options.rounds, options.width, check=check)
-    return results_of(rates, sides)["sides"]
+    return run_rounds(sides, options.rounds, options.width, check=check)
 
 
-def rows_of(groups: Sequence[Group]) -> list[Row]:
+def rows_of(groups: Sequence[Comparison]) -> list[Row]:
     """Return the figures of each side. Every group begins with ours."""
     rows: dict[str, Row] = {}
     for group in groups:
-        ours = group[0]
-        for side in group:
-            rates, memory = side["tokens_per_sec"], side["turns"][-1]["peak_memory_mb"]
+        ours = group.sides[0]
+        for i, side in enumerate(group.sides):
+            memory = side.peak_memory_mb
             row = {
-                "side": side["name"],
-                "tokens_per_sec": statistics.median(rates),
+                "side": side.name,
+                "tokens_per_sec": side.median,
                 "ours_over": None,
                 "peak_memory_mb": memory,
                 "memory_ratio": None,
-                "first_step_s": side["turns"][0]["seconds"][0],
+                "first_step_s": side.turns[0].seconds[0],
             }
-            if side is not ours:
-                row["ours_over"] = median_ratio(ours["tokens_per_sec"], rates)
-                row["memory_ratio"] = rows[ours["name"]]["peak_memory_mb"] / memory
-            rows.setdefault(side["name"], row)
+            if i:
+                row["ours_over"] = group.ratio(0, i)
+                row["memory_ratio"] = rows[ours.name]["peak_memory_mb"] / memory
+            rows.setdefault(side.name, row)
     return list(rows.values())
 
 
@@ -250,7 +246,7 @@ side's.
 
 
 def report(
-    groups: Sequence[Group],
+    groups: Sequence[Comparison],
     failed: Sequence[str],
     options: PeersOptions,
     config: Config,
@@ -291,7 +287,7 @@ def report(
         "options": options.model_dump(mode="json", exclude={"log_dir", "data_dir"})
         | {"peer": [peer_name(path) for path in options.peer]},
         "left_out": LEFT_OUT,
-        "in_turn": groups,
+        "in_turn": [group.dump()["sides"] for group in groups],
         "failed": failed,
     }
     write_json(folder / "results.json", results)
@@ -312,7 +308,7 @@ def main(options: PeersOptions) -> None:
             say(f"note: {folder} is now {moved}")
         folder.mkdir(parents=True)
         ours, others = plan(options, config, peers, Path(place))
-        groups: list[Group] = []
+        groups: list[Comparison] = []
         failed: list[str] = []
         for other in others:
             try:

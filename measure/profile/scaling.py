@@ -1,6 +1,5 @@
 """Measure how a run scales: the same batch on one rank and on several, interleaved."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,10 @@ from typing import Any
 import torch
 
 from config import Config, load_config
+from measure.interleaved.comparison import MeasuredSide
 from measure.interleaved.options import to_flags
-from measure.interleaved.ratio import median_ratio
 from measure.interleaved.rounds import (
     LEFT_OUT,
-    Side,
     run_rounds,
     training_side,
 )
@@ -74,35 +72,34 @@ def measure_scaling(
         given = {"total_batch_tokens": config.tokens_per_step(1), "batch_size": batch_size}
         arguments = ["--config", name, *to_flags({**values, **given})]
         sides.append(training_side(f"{n} rank{'s' * (n > 1)}", arguments, ranks=n))
-    rates = run_rounds(sides, rounds, results=folder / "in_turn.json")
+    found = run_rounds(sides, rounds, results=folder / "interleaved.json")
     rows: list[Row] = []
-    for side, of_side in zip(sides, rates, strict=True):
-        over_first = median_ratio(of_side, rates[0]) if rows else Estimate(1.0)
-        rows.append(row := row_of(config, device, side, statistics.median(of_side)))
-        row["over_first"] = over_first
+    for i, (ranks, side) in enumerate(zip(batch_sizes, found.sides, strict=True)):
+        rows.append(row := row_of(config, device, side, ranks))
+        row["over_first"] = found.ratio(i) if i else Estimate(1.0)
         row["hardware"] = row["used"] / rows[0]["used"]
         # how many times as fast, over how many times as much hardware
         row["efficiency"] = row["over_first"].value / row["hardware"]
-    report(rows, name, folder, len(rates[0]))
+    report(rows, name, folder, found.rounds)
 
 
-def row_of(config: Config, device: torch.device, side: Side, tokens_per_sec: float) -> Row:
+def row_of(config: Config, device: torch.device, side: MeasuredSide, ranks: int) -> Row:
     """Return the figures of a number of ranks that follow from its side alone."""
-    last, ranks = side.answers[-1], side.ranks
+    threads = side.turns[-1].threads
     batch_size, micro_steps = split(config, ranks)
     tokens = config.tokens_per_step(1)
     return {
         "device": device_name(device),
         "ranks": ranks,
-        "threads": last["threads"],  # of each rank
+        "threads": threads,  # of each rank
         "batch_size": batch_size,
         "micro_steps": micro_steps,
         "tokens": tokens,  # of a step, of all ranks
-        "tokens_per_sec": tokens_per_sec,
+        "tokens_per_sec": side.median,
         # GPUs, or cores
-        "used": ranks if device.type == "cuda" else min(cores(), ranks * last["threads"]),
-        "step_s": tokens / tokens_per_sec,
-        "memory_mb": max(answer["peak_memory_mb"] for answer in last.get("ranks", [last])),
+        "used": ranks if device.type == "cuda" else min(cores(), ranks * threads),
+        "step_s": tokens / side.median,
+        "memory_mb": side.peak_memory_mb,
     }
 
 

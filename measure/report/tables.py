@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import TrainingError, UserError
-from runtime.files import write_atomic
+from runtime.files import write_atomic, write_json
 from runtime.report import (
     BLUE,
     COLOURS,
@@ -147,11 +147,6 @@ def write_report(
     write_atomic(path, text + "\n")
     print_table(title, columns, rows)
     print("\n".join([*remarks, f"{path} has this table, and there are pictures"]))
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all; an Estimate has its value, low and high there."""
-    write_atomic(path, json.dumps(content, indent=1, default=dataclasses.asdict) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
