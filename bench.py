@@ -135,10 +135,10 @@ from config import MFU, total_seconds
 from measure.profile.breakdown import inspect_models
 from measure.profile.scaling import measure_scaling
 from measure.profile.timing import FLOPS_SHARE, Job, empty_row, settings, time_job
+from measure.report.report import Card, Report, Row
 from measure.report.tables import (
     COLUMNS,
     Means,
-    Row,
     about_machine,
     compare,
     describe_row,
@@ -148,7 +148,6 @@ from measure.report.tables import (
     new_folder,
     read_results,
     scan_columns,
-    write_report,
     write_results,
 )
 from runtime.device import choose_device, matmul_rates
@@ -262,19 +261,18 @@ def time_grid(
     if options.compare:
         profile = settings(load_config("timeit/small"))  # whose published file does not say it
         beside = compare(measured, options.compare, theirs, profile | about_them)
-    write_report(
-        folder / "report.md",
+    Report(
+        folder,
         "Seconds per pass: forward, backward and both",
         COLUMNS,
         rows,
-        [f"note: {note}" for note in sorted({row["notes"] for row in measured} - {""})],
-        about_machine(measured[0]),
-        "Rows that differ in warm-up only are of the same passes: one leaves out the first of "
-        "them. std: the population's. MFU: against the measured matmul rate. MB: peak memory, of "
-        "the GPU's tensors on CUDA, else of the process.",
-        "![seconds per pass](times.png)",
-        beside,
-    )
+        remarks=[f"note: {note}" for note in sorted({row["notes"] for row in measured} - {""})],
+        about=[about_machine(measured[0])],
+        meaning="Rows that differ in warm-up only are of the same passes: one leaves out the first "
+        f"of them. std: the population's.\n\n{beside}".strip(),
+        pictures={"times.png": "seconds per pass"},
+        cards=[Card(describe_row(row), describe_row(row)) for row in rows],
+    ).write()
 
 
 # ---- the scan: one option's values, up to out of memory
@@ -288,15 +286,17 @@ def scan(name: str, jobs: Sequence[Job], folder: Path) -> None:
     rows = time_jobs(jobs, folder)
     measured = sorted((row for row in rows if not row["error"]), key=describe_row)
     draw_scan(name, measured, folder / "scan.png")
-    write_report(
-        folder / "scan.md",
+    Report(
+        folder,
         f"Over {name}",
         scan_columns(name),
         measured,
-        [f"{describe_row(row)}: {row['error']} at {row[name]}." for row in rows if row["error"]],
-        about_machine(measured[0]),
-        "![over the values](scan.png)",
-    )
+        remarks=[
+            f"{describe_row(row)}: {row['error']} at {row[name]}." for row in rows if row["error"]
+        ],
+        about=[about_machine(measured[0])],
+        pictures={"scan.png": "over the values"},
+    ).write()
 
 
 # ---- the command

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -35,7 +36,9 @@ def write_atomic(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file's content at once; an Estimate is written as value, low and high."""
-    write_atomic(path, json.dumps(content, indent=1, default=dataclasses.asdict) + "\n")
+    text = json.dumps(content, indent=1, default=dataclasses.asdict) + "\n"
+    # a list of numbers takes one line
+    write_atomic(path, re.sub(r'\[\n[^][{}"]*\]', lambda match: " ".join(match[0].split()), text))
 
 
 def _replace(path: Path, text: str) -> None:

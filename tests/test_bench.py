@@ -369,7 +369,7 @@ def test_a_scan_goes_from_the_smallest_value_until_out_of_memory(tiny_yaml, tmp_
         command_line(*tiny, f"batch_size={10**12}", "--log_dir", tmp_path / "failed")
     command_line(*tiny, f"batch_size={10**13},1,{10**12},2")
     assert f", {10**13} x 32: " not in capsys.readouterr().out
-    (report,) = tmp_path.glob("bench/*/scan.md")
+    (report,) = tmp_path.glob("bench/*/report.md")
     assert f"out of memory at {10**12}." in report.read_text()
     rows = json.loads(report.with_name("results.json").read_text())
     assert [each["batch_size"] for each in rows] == [1, 2, 10**12]

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from config import Config, ModelConfig, SpeedConfig
 from measure.interleaved.__main__ import InterleavedOptions, parse_side
 from measure.interleaved.rounds import split_command_line
 from measure.ladder import stages
+from measure.ladder.device import Device
 from measure.ladder.quick import quick_stages
 from measure.peers import __main__ as peers
 from runtime.cli import parse
@@ -51,8 +53,9 @@ def configs_of(program, *words):
     if program == "ladder.py":
         options = parse(ladder.LadderOptions, own, positional="configs")
         if options.quick:
-            return [stage.config for stage in quick_stages(options.log_dir, of_runs, {})]
-        runs = stages.plan(options.configs, options.log_dir, of_runs, {})[1]
+            runs = quick_stages(Path(options.log_dir), of_runs, Device())
+            return [run.config for run in runs]
+        runs = stages.plan(options.configs, options.log_dir, of_runs, Device())[1]
         return [] if options.report_only else [run.config for run in runs]
     if own[0] == "measure.interleaved":
         sides = parse(InterleavedOptions, own[1:], positional="sides").sides

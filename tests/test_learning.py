@@ -1,6 +1,5 @@
 """What rungs learn: the tokens to a loss, means over seeds, and a ladder of tiny runs."""
 
-import itertools
 import json
 
 import pytest
@@ -8,9 +7,9 @@ import pytest
 import ladder
 from config import load_config
 from measure.interleaved.ratio import mean_over_seeds
-from measure.ladder import stages
+from measure.ladder.device import Device
 from measure.ladder.learning import (
-    draw_curves,
+    mean_curves,
     rows_of,
     share_of_tokens,
     steps_to,
@@ -65,16 +64,15 @@ def fake_losses(run, *losses):
 
 
 @pytest.mark.usefixtures("configs")
-def test_a_curve_leaves_out_the_loss_before_the_first_step_unless_it_is_the_only_common_one(
-    tmp_path,
-):
+def test_a_curve_leaves_out_the_loss_before_the_first_step_unless_it_is_the_only_common_one():
     (stage,) = plan("adamw.yaml")
     runs = with_seeds(stage, 2)
     fake_losses(runs[0], 6.0, 5.0)
     fake_losses(runs[1], 7.0, 4.0)
-    assert draw_curves(tmp_path, {"adamw": runs})[0]["loss"] == [4.5]
+    assert mean_curves({"adamw": runs})[0]["loss"] == [4.5]
     (runs[1].folder / "eval.csv").write_text(f"{EVAL}0,7.0\n3,4.0\n")  # the clock ended it
-    assert draw_curves(tmp_path, {"adamw": runs})[0]["loss"] == [6.5]
+    runs[1].forget()
+    assert mean_curves({"adamw": runs})[0]["loss"] == [6.5]
 
 
 @pytest.mark.usefixtures("configs")
@@ -96,6 +94,7 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
     assert str(muon["tokens_share"]) == "0.500 (0.500 to 0.500)"
     assert muon["time_share"].value == pytest.approx(0.5)  # at the same speed
     (rungs["muon"][2].folder / "summary.json").unlink()
+    rungs["muon"][2].forget()
     assert [row["stage"] for row in rows_of(rungs)] == ["adamw", "aa"]
 
 
@@ -160,7 +159,7 @@ def test_the_modern_ladder_adds_one_idea_a_rung_to_a_base_and_has_a_rung_of_nois
         "embed_shortcut": {"embed_shortcut"},
         "softcap": {"logit_softcap"},
     }
-    assert all(load_config(stage.side[0]).notes() == [] for stage in rungs)
+    assert all(load_config(str(stage.file)).notes() == [] for stage in rungs)
 
 
 @pytest.mark.usefixtures("configs")
@@ -172,12 +171,15 @@ def test_a_config_without_evaluations_has_nothing_to_compare(tmp_path):
 def test_a_report_alone_shows_all_seeds_of_a_ladder_that_another_device_trained(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(ladder, "probe", None)
-    rungs = stages.plan(["modern"], str(tmp_path), ["--max_steps=8"], {"bf16": False})[1]
-    for run in itertools.chain(*(with_seeds(stage, 2) for stage in rungs)):
-        fake_losses(run, 6.0, 5.0, 4.0)
-    (tmp_path / "modern/base_seed_1.1").mkdir()  # moved aside
-    assert climb("modern", "--report_only", "--log_dir", str(tmp_path)) == 0
+    monkeypatch.setattr(ladder, "measure_device", lambda _: Device(bf16=False))
+    monkeypatch.setattr(
+        ladder, "run_stages", lambda runs, *_, **__: [fake_losses(r, 6.0, 5.0, 4.0) for r in runs]
+    )
+    log_dir = ("--log_dir", str(tmp_path))
+    climb("modern", "--seeds", "2", *OFF, *log_dir, "--", "--max_steps=8")
+    monkeypatch.setattr(ladder, "measure_device", None)
+    (tmp_path / "modern/results.csv").unlink()
+    assert climb("modern", "--report_only", *log_dir) == 0
     assert len(table(tmp_path / "modern/results.csv")) == 12
     report = (tmp_path / "modern/report.md").read_text()
     assert "8 steps of 2,048 tokens; seeds of each rung: 2." in report

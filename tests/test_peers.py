@@ -241,6 +241,7 @@ def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, fo
         "peers.png",
         "report.html",
         "report.md",
+        "results.csv",
         "results.json",
     }
     report = (folder / "report.md").read_text()

@@ -27,12 +27,12 @@ from measure.interleaved.rounds import (
 )
 from runtime.cli import Options, parse
 from runtime.errors import UserError, reported
-from runtime.report import items, print_table
+from runtime.report import print_table
 from runtime.start import start
 
 
 class SidesOptions(Options):
-    """what to compare"""
+    """the sides"""
 
     sides: tuple[str, ...] = ()
     """configs; quote one together with options after it, and environment variables before it"""
@@ -62,7 +62,7 @@ def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, s
 
 
 def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Side]:
-    """Return the sides of the command line. Raises UserError for what is no comparison."""
+    """Return the sides of the command line. Raises UserError for fewer than two."""
     texts = options.sides
     if len(texts) < 2:
         raise UserError(
@@ -84,8 +84,8 @@ def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
         (side.name, f"{side.median:,.0f}", found.ratio_text(i), f"{side.peak_memory_mb:,.0f}")
         for i, side in enumerate(found.sides)
     ]
-    columns = items("side", "tokens/s", "x first", "MB")
-    print_table(f"{found.rounds} interleaved rounds", columns, rows)
+    headings = ("side", "tokens/s", "x first", "MB")
+    print_table(f"{found.rounds} interleaved rounds", headings, rows)
 
 
 if __name__ == "__main__":

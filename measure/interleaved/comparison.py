@@ -12,13 +12,13 @@ from runtime.report import Estimate
 class Turn(BaseModel):
     """The figures of one turn: the steps that a side trained in one round."""
 
-    seconds: list[float]  # of each step
-    tokens: int
+    seconds: list[float] = []  # one entry per step
+    tokens: int = 0
     asleep: bool = True
     loss: float | None = None
     peak_memory_mb: float = 0.0
     threads: int = 1
-    ranks: list["Turn"] = []  # the turn of every rank, if there are several
+    ranks: list["Turn"] = []  # one turn per rank of a run with several
 
 
 class MeasuredSide(BaseModel, allow_inf_nan=False):
@@ -27,7 +27,7 @@ class MeasuredSide(BaseModel, allow_inf_nan=False):
     name: str
     command: str = ""
     tokens_per_sec: list[float] = Field(min_length=1)  # one entry per round
-    turns: list[Turn]  # with the rounds that are left out
+    turns: list[Turn]  # includes the rounds that are left out
 
     @property
     def median(self) -> float:

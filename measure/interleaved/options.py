@@ -1,4 +1,4 @@
-"""Options that override those of a training config, and configs for measuring."""
+"""Options that override a training config, and configs for measuring."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ C = TypeVar("C", bound=Config)
 def optional_fields(source: type[Options], *names: str, title: str, none: str) -> Any:
     """Make a section of options from fields of `source`: same type, bounds and help, default None.
 
-    `none` says what None means. The result is typed Any, as mypy knows no computed base classes.
+    `none` describes None. The result is typed Any, as mypy knows no computed base classes.
     """
     fields: dict[str, Any] = {}
     for name in names:
@@ -33,7 +33,7 @@ def given(options: Options, section: type[Options]) -> dict[str, Any]:
 
 
 def without_end(config: C) -> C:
-    """Return the config for as many steps as one likes: at this rate the weights hardly move."""
+    """Return the config without an end, at a learning rate that hardly moves the weights."""
     names = [name for name in type(config).model_fields if name.endswith("lr")]
     rates = {name: 1e-6 for name in names if getattr(config, name)}
     return config.model_copy(update={"max_steps": 10**9, "max_minutes": None, **rates})

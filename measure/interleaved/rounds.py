@@ -107,7 +107,7 @@ class Side:
         if self.ranks > 1:
             from torch.distributed import TCPStore
 
-            # as torchrun's agent has one; it lives as long as this object
+            # torchrun's agent has one too; it lives as long as this object
             self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             of_ranks = [environment_of(i, self.ranks, self.store.port) for i in range(self.ranks)]
         self.processes: list[subprocess.Popen[str]] = []
@@ -251,6 +251,6 @@ class RoundsOptions(Options):
 
 
 def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments at `--`: our own options, and those of every training run."""
+    """Split arguments at `--`: the command's own options, and the options of every run."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]

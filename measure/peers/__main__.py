@@ -32,13 +32,12 @@ from measure.interleaved.rounds import (
     say,
     training_side,
 )
-from measure.ladder.report import draw_factors
-from measure.report.page import card, write_page
-from measure.report.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, write_report
+from measure.report.report import Figure, Report, Row
+from measure.report.tables import PEAK_MEMORY
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import aside, write_json
-from runtime.report import field, git_commit, machine
+from runtime.report import git_commit, machine
 from runtime.start import start
 
 TRANSFORMERS = "transformers"
@@ -223,26 +222,24 @@ def rows_of(groups: Sequence[Comparison]) -> list[Row]:
 
 # ---- the report
 
-COLUMNS = [
-    field("side", "side"),
-    TOKENS_PER_SEC,
-    field("ours over it", "ours_over"),
+FIGURES = [
+    Figure("side", "side"),
+    Figure(
+        "tokens_per_sec",
+        "tokens/s",
+        ",.0f",
+        "the median of a side's own rounds; for the first row, of its first comparison",
+    ),
+    Figure("ours_over", "ours over it", "", "tokens/s of the first row over the side's", bar=True),
     PEAK_MEMORY,
-    field("MB, ours over its", "memory_ratio", ".2f"),
-    field("first step, s", "first_step_s", ".1f"),
+    Figure("memory_ratio", "MB, ours over its", ".2f", "MB of the first row over the side's"),
+    Figure(
+        "first_step_s",
+        "first step, s",
+        ".1f",
+        "with compilation, unless the compile cache has its result",
+    ),
 ]
-FIGURES = {
-    "tokens_per_sec": ("tokens/s", ",.0f"),
-    "peak_memory_mb": ("MB", ",.0f"),
-    "memory_ratio": ("MB, ours over its", ".2f"),
-}
-MEANING = """\
-- ours over it: tokens/s of our side, the first, over the side's, the median of the rounds' \
-ratios, with its 95% interval.
-- tokens/s: the median of a side's own rounds, of ours in the first group.
-- MB: peak memory, of the GPU's tensors on CUDA, else of the process; and the first row's over the \
-side's.
-- first step: with what it compiles, unless the compile cache has it."""
 
 
 def report(
@@ -258,28 +255,20 @@ def report(
     )
     shown = ("batch_size", "seq_len", "n_layer", "n_head", "n_embd", "bf16", "compile")
     described = ", ".join(f"{name} {getattr(config, name)}" for name in shown)
-    ours, *others = rows = rows_of(groups)
+    rows = rows_of(groups)
     title = "Beside what people would take instead"
     where, today = machine(), datetime.date.today()
-    about = f"{where}; {versions}, commit {git_commit()}, {today}. {ours['side']}: {described}."
-    write_report(
-        folder / "report.md",
+    about = f"{where}; {versions}, commit {git_commit()}, {today}. {rows[0]['side']}: {described}."
+    Report(
+        folder,
         title,
-        COLUMNS,
+        FIGURES,
         rows,
-        [f"failed: {line}" for line in failed],
-        about,
-        MEANING,
-        "![ours over each](peers.png)",
-    )
-    series = {f"tokens/s of {ours['side']} over those of each": [r["ours_over"] for r in others]}
-    names = [row["side"] for row in others]
-    draw_factors(folder / "peers.png", names, series, f"{where}, {today}")
-    cards = [
-        card(row["side"], row["side"], {"ours over it": row["ours_over"]}, row, FIGURES)
-        for row in rows
-    ]
-    write_page(folder / "report.html", title, "", [about], cards, [], MEANING)
+        remarks=[f"failed: {line}" for line in failed],
+        about=[about],
+        bars="peers.png",
+        where=f"{where}, {today}",
+    ).write()
     results = {
         "machine": machine(),
         "git": git_commit(),

@@ -14,19 +14,12 @@ from measure.interleaved.rounds import (
     run_rounds,
     training_side,
 )
-from measure.report.tables import (
-    TOKENS_PER_SEC,
-    Row,
-    about_machine,
-    draw_panels,
-    new_folder,
-    write_csv,
-    write_report,
-)
+from measure.report.report import Figure, Report, Row
+from measure.report.tables import about_machine, draw_panels, new_folder
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.launch import Launch, launch
-from runtime.report import Column, Estimate, field
+from runtime.report import Estimate
 from runtime.start import cores
 
 
@@ -105,25 +98,34 @@ def row_of(config: Config, device: torch.device, side: MeasuredSide, ranks: int)
 
 # ---- the report
 
-COLUMNS = [
-    field("ranks", "ranks"),
-    field("threads", "threads"),
-    Column("batch", lambda row: f"{row['batch_size']} x {row['micro_steps']}"),
-    TOKENS_PER_SEC,
-    field("x first", "over_first"),
-    field("efficiency", "efficiency", ".0%"),
-    field("MB each", "memory_mb", ",.0f"),
+FIGURES = [
+    Figure("ranks", "ranks"),
+    Figure("threads", "threads"),
+    Figure(
+        "batch_size",
+        "batch",
+        lambda row: f"{row['batch_size']} x {row['micro_steps']}",
+        "sequences of a micro-step x micro-steps, of each rank",
+    ),
+    Figure("tokens_per_sec", "tokens/s", ",.0f", "of all ranks, the median of the rounds"),
+    Figure("over_first", "x first", "", "tokens/s over those of the first row", bar=True),
+    Figure(
+        "efficiency",
+        "efficiency",
+        ".0%",
+        "x first over the factor of hardware: GPUs or, on a CPU, cores in use",
+    ),
+    Figure(
+        "memory_mb",
+        "MB each",
+        ",.0f",
+        "peak memory, of the GPU's tensors on CUDA, else of a rank's process",
+    ),
 ]
-MEANING = """\
-- batch: sequences of a micro-step x micro-steps, of each rank.
-- tokens/s: of all ranks, the median of the rounds.
-- x first: the median of the rounds' ratios, with its 95% interval.
-- efficiency: that over how much more hardware it has, GPUs or, on a CPU, cores in use.
-- MB each: peak memory, of the GPU's tensors on CUDA, else of a rank's process."""
 
 
 def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:
-    """Print the figures and write them: report.md, results.csv and a picture."""
+    """Report the figures, with a picture."""
     ranks = [row["ranks"] for row in rows]
     factors = {
         "measured": (ranks, [row["over_first"].value for row in rows]),
@@ -131,15 +133,14 @@ def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:
     }
     panels = {f"tokens/s over those of {ranks[0]}": factors}
     draw_panels(folder / "scaling.png", panels, "ranks")
-    write_report(
-        folder / "report.md",
+    Report(
+        folder,
         f"{Path(name).stem}: the same batch on more ranks",
-        COLUMNS,
+        FIGURES,
         rows,
-        [],
-        f"{about_machine(rows[0])} {rows[0]['tokens']:,} tokens a "
-        f"step, {rounds} interleaved rounds after the first {LEFT_OUT}.",
-        MEANING,
-        "![tokens/s](scaling.png)",
-    )
-    write_csv(folder / "results.csv", rows)
+        about=[
+            f"{about_machine(rows[0])} {rows[0]['tokens']:,} tokens a "
+            f"step, {rounds} interleaved rounds after the first {LEFT_OUT}."
+        ],
+        pictures={"scaling.png": "tokens/s"},
+    ).write()

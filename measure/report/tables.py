@@ -5,7 +5,6 @@ FIGURES (None where the pass failed), error, times_s, and the settings of `timin
 """
 
 import csv
-import dataclasses
 import datetime
 import io
 import itertools
@@ -16,20 +15,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import TrainingError, UserError
-from runtime.files import write_atomic, write_json
+from measure.report.report import Figure, Row, write_csv
+from runtime.errors import UserError
+from runtime.files import write_json
 from runtime.report import (
     BLUE,
     COLOURS,
     MARKERS,
     ORANGE,
-    Column,
     Curve,
     draw_bars,
-    field,
     flops_rate,
     git_commit,
-    items,
     machine,
     markdown_table,
     new_figure,
@@ -38,7 +35,6 @@ from runtime.report import (
     save_picture,
 )
 
-Row = dict[str, Any]
 Key = tuple[str, str, int, bool]  # size, computation, warm-up passes, mixed precision
 Means = dict[Key, float]  # seconds
 FIGURES = (
@@ -91,92 +87,55 @@ def new_folder(log_dir: str) -> Path:
 
 
 KEY = [
-    field("size", "size"),
-    field("computation", "computation"),
-    field("warm", "warmup_steps"),
-    Column("mixed", lambda row: "yes" if row["mixed_precision"] else "no"),
+    Figure("size", "size"),
+    Figure("computation", "computation"),
+    Figure("warmup_steps", "warm"),
+    Figure("mixed_precision", "mixed", lambda row: "yes" if row["mixed_precision"] else "no"),
 ]
-TOKENS_PER_SEC = field("tokens/s", "tokens_per_sec", ",.0f")
-FLOP_RATE = Column(
-    "FLOP rate", lambda row: "" if row["tflops"] is None else flops_rate(row["tflops"])
+TOKENS_PER_SEC = Figure("tokens_per_sec", "tokens/s", ",.0f")
+FLOP_RATE = Figure(
+    "tflops", "FLOP rate", lambda row: "" if row["tflops"] is None else flops_rate(row["tflops"])
 )
-RATES = [FLOP_RATE, field("MFU", "utilization", ".0%")]
-PEAK_MEMORY = field("MB", "peak_memory_mb", ",.0f")
+RATES = [FLOP_RATE, Figure("utilization", "MFU", ".0%", "against the measured matmul rate")]
+PEAK_MEMORY = Figure(
+    "peak_memory_mb",
+    "MB",
+    ",.0f",
+    "peak memory in MiB, of the GPU's tensors on CUDA, else of the process",
+)
 COLUMNS = [
     *KEY,
-    Column("mean, s", lambda row: row["error"] or f"{row['mean_s']:.4g}"),
+    Figure("mean_s", "mean, s", lambda row: row["error"] or f"{row['mean_s']:.4g}"),
     *RATES,  # so far what 80 characters of a terminal hold
-    *(field(name, f"{name}_s", ".4g") for name in ("median", "std", "min", "max", "total")),
+    *(Figure(f"{name}_s", name, ".4g") for name in ("median", "std", "min", "max", "total")),
     TOKENS_PER_SEC,
     PEAK_MEMORY,
 ]
 
 
-def scan_columns(name: str) -> list[Column]:
-    """Return the columns of a scan over the option `name`."""
-    return [Column("", describe_row), field(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
+def scan_columns(name: str) -> list[Figure]:
+    """Return the figures of a scan over the option `name`."""
+    return [Figure("", "", describe_row), Figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
 
 
-def show_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
-    """Print a table; returns its lines in markdown, for a report."""
-    print_table(title, columns, rows)
-    return [*markdown_table(columns, rows), ""]
+def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Print a table; returns its lines in Markdown, for a report."""
+    print_table(title, headings, rows)
+    return [*markdown_table(headings, rows), ""]
+
+
+def texts_of(figures: Sequence[Figure], rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and the cells of a table."""
+    return [f.heading for f in figures], [[f.text(row) for f in figures] for row in rows]
 
 
 # ---- files
 
 
-def write_report(
-    path: Path,
-    title: str,
-    columns: Sequence[Column],
-    rows: Sequence[Any],
-    remarks: Sequence[str],
-    *about: str,
-) -> None:
-    """Print a table and remarks, such as failures, and write them, with paragraphs about them.
-
-    Raises UserError, or TrainingError with the remarks, if there are no rows.
-    """
-    if not rows:
-        kind = TrainingError if remarks else UserError
-        raise kind("\n".join([f"{path.parent}: no finished stage to report", *remarks]))
-    table = "\n".join(markdown_table(columns, rows))
-    text = "\n\n".join([f"# {title}", table, *remarks, *filter(None, about)])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text + "\n")
-    print_table(title, columns, rows)
-    print("\n".join([*remarks, f"{path} has this table, and there are pictures"]))
-
-
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows to a CSV file, with a column for every key.
-
-    Booleans are written as JSON has them; an Estimate `x` takes the columns x, x_low and x_high.
-    """
-    lines: list[Row] = []
-    for row in rows:
-        line: Row = {}
-        lines.append(line)
-        for name, value in row.items():
-            if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                names = name, f"{name}_low", f"{name}_high"
-                line.update(zip(names, dataclasses.astuple(value), strict=True))
-            else:
-                line[name] = json.dumps(value) if isinstance(value, bool) else value
-    text = io.StringIO()
-    columns = itertools.chain(*sorted(lines, key=len, reverse=True))  # x_low belongs after x
-    writer = csv.DictWriter(text, dict.fromkeys(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    write_atomic(path, text.getvalue())
-
-
 def write_results(rows: Sequence[Row], folder: Path) -> None:
     """Write results.json and results.csv; pandas reads both."""
     write_json(folder / "results.json", rows)
-    without_times = [{k: v for k, v in row.items() if k != "times_s"} for row in rows]
-    write_csv(folder / "results.csv", without_times)
+    write_csv(folder / "results.csv", rows)
 
 
 def read_results(path: Path) -> tuple[Means, Row]:
@@ -224,16 +183,16 @@ def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> 
     """
     columns = [
         *KEY,
-        field("mean here, s", "mean_s", ".4g"),
-        field("there, s", "there_s", ".4g"),
-        field("here / there", "over_there", ".3f"),
+        Figure("mean_s", "mean here, s", ".4g"),
+        Figure("there_s", "there, s", ".4g"),
+        Figure("over_there", "here / there", ".3f"),
     ]
     shared = [
         row | {"there_s": mean, "over_there": row["mean_s"] / mean}
         for row in rows
         if (mean := theirs.get(key_of(row)))
     ]
-    lines = [f"## Beside {place}", "", *show_table(f"beside {place}", columns, shared)]
+    lines = [f"## Beside {place}", "", *show_table(f"beside {place}", *texts_of(columns, shared))]
     for name in ("batch_size", "seq_len", "vocab_size", "compile", "flash", "fp16", "device"):
         here, there = str(rows[0][name]), str(about_them.get(name, rows[0][name]))
         if here.lower() != there.lower():
@@ -242,7 +201,7 @@ def compare(rows: Sequence[Row], place: str, theirs: Means, about_them: Row) -> 
     ours, their = ratios({key_of(row): row["mean_s"] for row in rows}), ratios(theirs)
     both = [(name, f"{ours[name]:.3f}", f"{their[name]:.3f}") for name in ours if name in their]
     if both:
-        lines += show_table("ratios within each", items("ratio", "here", "there"), both)
+        lines += show_table("ratios within each", ["ratio", "here", "there"], both)
     return "\n".join(lines).rstrip()
 
 
