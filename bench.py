@@ -269,7 +269,8 @@ def time_grid(
         remarks=[f"note: {note}" for note in sorted({row["notes"] for row in measured} - {""})],
         about=[about_machine(measured[0])],
         meaning="Rows that differ in warm-up only are of the same passes: one leaves out the first "
-        f"of them. std: the population's.\n\n{beside}".strip(),
+        "of them. std: the population's.",
+        appendix=beside,
         pictures={"times.png": "seconds per pass"},
         cards=[Card(describe_row(row), describe_row(row)) for row in rows],
     ).write()

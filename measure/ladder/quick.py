@@ -54,8 +54,8 @@ SIZES = (Size(2, 2, 128, 8), Size(4, 4, 256, 4), Size(4, 12, 768, 1))
 ON_GPU = Size(12, 12, 768, 1)
 MOST_BATCHES = 8
 # MiB on a GPU: BATCH_MB for the activations of one batch of speedup3, the stage that needs the most
-# (counted by measure/estimate.py), and BESIDE_MB for the rest of two processes: parameters,
-# gradients, moments, CUDA contexts.
+# (counted by measure/preflight/estimate.py), and BESIDE_MB for the rest of two processes:
+# parameters, gradients, moments, CUDA contexts.
 BATCH_MB, BESIDE_MB = 3_650, 5_000
 
 

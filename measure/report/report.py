@@ -75,6 +75,7 @@ class Report:
     remarks: Sequence[str] = ()  # failures and notes
     about: Sequence[str] = ()  # machines and versions
     meaning: str = ""  # explains all figures together
+    appendix: str = ""  # Markdown at the end of report.md
     pictures: Mapping[str, str] = field(default_factory=dict)  # caption by file
     bars: str = ""  # file for a picture of the bars
     where: str = ""  # machine and date, for that picture
@@ -108,6 +109,7 @@ class Report:
             "\n".join(f"- {line}" for line in meanings),
             *notes,
             *(f"![{caption}]({name})" for name, caption in {**pictures, **self.pictures}.items()),
+            self.appendix,
         ]
         write_atomic(self.folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
         write_csv(self.folder / "results.csv", self.rows)
