@@ -1,6 +1,4 @@
-"""A ladder climbed for real on tiny models: what runs, what is kept, what the report says, what a
-failing stage does.
-"""
+"""Ladders climbed for real on tiny models: runs, records, reports, failures."""
 
 import csv
 import io
@@ -85,7 +83,7 @@ def table(path):
 
 
 def fake_run(stage, rate=100.0):
-    """What a finished run leaves, without running it."""
+    """Write the files of a finished run, without running it."""
     stage.folder.mkdir(parents=True, exist_ok=True)
     (stage.folder / "config.yaml").write_text(stage.config.to_yaml())
     rows = "".join(f"{step},6.0,0.1,1.0,10,{rate}\n" for step in range(1, 51))
@@ -104,7 +102,7 @@ def finished(*configs, folder):
 
 
 def fake_comparison(stage, factor, **about):
-    """What interleaved runs of a stage and its base leave, without any."""
+    """Record the interleaved runs of a stage and its base, without any."""
     turns = [{"seconds": [1.0], "tokens": 1, "peak_memory_mb": 10.0 * factor}]
     sides = [
         {"name": "any", "tokens_per_sec": [rate] * 6, "turns": turns} for rate in (1.0, factor)
@@ -120,7 +118,7 @@ def fake_comparison(stage, factor, **about):
 
 
 def test_a_run_whose_schedule_ends_at_a_rate_that_is_not_set_counts_as_finished(tmp_path):
-    (stage,) = finished("quickstart", folder=tmp_path)  # whose config.yaml says min_lr
+    (stage,) = finished("quickstart", folder=tmp_path)  # its config.yaml contains min_lr
     assert stage.config.min_lr is None
     assert stage.finished
 
@@ -470,7 +468,7 @@ def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(tmp_path, fol
         assert int(rows[name]["rounds"]) == found.rounds >= 6
     assert f"| {product(ratios)} |" in (folder / "report.md").read_text()
 
-    # finished work is not repeated, unless another machine did it, whose speed says nothing
+    # finished work is not repeated, unless another machine did it: its speed is another one
     summary = folder / "plain" / "summary.json"
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"machine": "another"}))
     logs = [folder / name / "log.csv" for name in rows]
@@ -551,7 +549,7 @@ def test_a_config_without_each_of_its_optimizations_is_compared(tmp_path, monkey
     assert {"results.csv", "worth.png"} <= set(os.listdir(folder))
 
 
-# ---- what is compared with what
+# ---- bases and published figures
 
 
 def test_stages_are_compared_with_the_one_whose_file_theirs_names(tmp_path):
@@ -687,7 +685,7 @@ def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one
 
 
 def test_the_difference_of_two_curves_is_over_steps_11_to_50(tmp_path, monkeypatch):
-    (stage,) = finished("baseline", folder=tmp_path)  # whose losses are 6.0, up to step 50
+    (stage,) = finished("baseline", folder=tmp_path)  # its losses are 6.0, up to step 50
     published = {
         step: {"loss": 9.0 if step < 11 else 6.5 if step % 2 else 5.75} for step in range(1, 31)
     }
@@ -734,7 +732,7 @@ def test_a_factor_of_an_a100_is_of_the_same_steps(tmp_path):
     assert rows[1]["a100_over_base"] is None
 
 
-# ---- what a machine has
+# ---- machines
 
 
 def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch, tmp_path):
