@@ -138,7 +138,8 @@ from measure.profile.tables import (
     write_results,
 )
 from measure.profile.timing import FLOPS_SHARE, Job, Timing, settings, time_job
-from measure.report.tables import Row, about_machine, new_folder, write_report
+from measure.report.report import Card, Report, Row
+from measure.report.tables import about_machine, new_folder
 from runtime.device import choose_device, matmul_rates
 from runtime.errors import TrainingError, UserError, reported
 from runtime.report import describe_duration
@@ -246,19 +247,19 @@ def time_grid(
         profile = settings(load_config("timeit/small"))
         beside = compare(measured, options.compare, means, profile | first)
     notes = sorted({row["notes"] for row in rows} - {""})
-    write_report(
-        folder / "report.md",
+    Report(
+        folder,
         "Seconds per pass: forward, backward and both",
         COLUMNS,
         rows,
-        [*(f"note: {note}" for note in notes), *failed],
-        about_machine(rows[0]),
-        "Rows that differ only in warm-up come from the same passes: one leaves out the first of "
-        "them. std: the population's. MFU: against the measured matmul rate. MB: peak memory, of "
-        "the GPU's tensors on CUDA, else of the process.",
-        "![seconds per pass](times.png)",
-        beside,
-    )
+        remarks=[*(f"note: {note}" for note in notes), *failed],
+        about=[about_machine(rows[0])],
+        meaning="Rows that differ only in warm-up come from the same passes: one leaves out the "
+        "first of them. std: the population's.",
+        appendix=beside,
+        pictures={"times.png": "seconds per pass"},
+        cards=[Card(timing.job.label, timing.job.label) for timing in measured],
+    ).write()
 
 
 # ---- the scan: one option's values, up to out of memory
@@ -273,15 +274,16 @@ def scan(name: str, jobs: Sequence[Job], folder: Path) -> None:
     measured.sort(key=lambda timing: timing.job.label)
     rows = [timing.row() for timing in measured]
     draw_scan(name, measured, folder / "scan.png")
-    write_report(
-        folder / "scan.md",
+    Report(
+        folder,
         f"Over {name}",
         scan_columns(name),
         rows,
-        failed,
-        about_machine(rows[0]),
-        "![over the values](scan.png)",
-    )
+        remarks=failed,
+        about=[about_machine(rows[0])],
+        pictures={"scan.png": "over the values"},
+        cards=[Card(timing.job.label, timing.job.label) for timing in measured],
+    ).write()
 
 
 # ---- the command

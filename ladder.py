@@ -1,14 +1,14 @@
-"""Climb a ladder: run its stages one after the other, and report what each is worth here.
+"""Climb a ladder: run its stages one after the other, and report the factor of each here.
 
 python ladder.py speedup --quick       with a small model, in ten minutes
 python ladder.py speedup               a series: speedup, or a folder of configs/ such as a100
-python ladder.py modern                what newer recipes learn, over 3 seeds
+python ladder.py modern                the losses of newer recipes, over 3 seeds
 python ladder.py baseline.yaml my.yaml                any configs
-python ladder.py a.yaml b.yaml --seeds 3              what they learn, and how fast
+python ladder.py a.yaml b.yaml --seeds 3              their losses and their speeds
 python ladder.py speedup --stages 2,3,5               some stages, over the first
 python ladder.py speedup -- --max_steps 10            options after -- go to every run
-python ladder.py --ablate speedup10.yaml              what each optimization of a config is worth
-python ladder.py --ablate my.yaml --seeds 3           in loss, where it changes what is learned
+python ladder.py --ablate speedup10.yaml              the factor of each optimization of a config
+python ladder.py --ablate my.yaml --seeds 3           the decrease of the loss by each
 python ladder.py --across logs/results/*/speedup      ladders of several machines beside each other
 python ladder.py --plot logs/a logs/b                 loss curves of any runs in one picture
 """
@@ -18,12 +18,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from config import MFU, Config, step_seconds, total_seconds
 from measure.interleaved.options import without_end
 from measure.interleaved.ratio import FEWEST
 from measure.interleaved.rounds import LEFT_OUT, split_command_line, steps_of_a_turn
+from measure.ladder.device import Device, measure_device
 from measure.ladder.learning import (
     ablation_rungs,
     report_learned_ablation,
@@ -32,17 +32,17 @@ from measure.ladder.learning import (
 )
 from measure.ladder.prediction import predict_stages
 from measure.ladder.quick import ROUNDS, SUFFIX, quick_stages
+from measure.ladder.record import Record
 from measure.ladder.report import across, plot_runs, report, report_ablation
-from measure.ladder.rungs import Pair, ablation, compare_pairs, compared_with_all, pairs_of
+from measure.ladder.rungs import ablated, interleave_stages, run_alone
 from measure.ladder.stages import (
     Stage,
     instead_of_bf16,
+    ladder_of,
     make_stage,
     make_stage_here,
-    note_slow_bf16,
-    options_in_common,
     plan,
-    probe,
+    planned_before,
     run_stages,
     series_folder,
     series_names,
@@ -54,8 +54,9 @@ from runtime.files import sole_writer
 from runtime.report import describe_duration
 from runtime.start import cores, start
 
-CORES_OF_A_RUN = 8  # more than so many give a small model's run little
-SHORTER = "--rounds 6 or 0, and -- --max_steps 10; what is finished is kept"
+QUICK = f"speedup{SUFFIX}"
+CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
+SHORTER = "--rounds 6 or 0, and -- --max_steps 10; finished runs are kept"
 
 
 class LadderOptions(Options):
@@ -68,27 +69,27 @@ class LadderOptions(Options):
     quick: bool = False
     """climb the stages of speedup that change the speed, with a small model"""
     stages: tuple[str, ...] = ()
-    """climb only these stages, and the first: 2,3,5 are speedup2, speedup3 and speedup5 (none: all)
+    """climb only these stages, and the first: 2,3,5 are speedup2, speedup3 and speedup5 (default:
+    all)
     """
     log_dir: Name = "logs"
     """folder for the ladder's folder"""
     seeds: Positive | None = None
-    """seeds that each config is trained with, to compare what it learns (none: 3 with modern; else
-    only speeds are compared)
+    """seeds to train each config with, to compare losses (default: 3 if the configs evaluate, as in
+    modern; else only speeds are compared)
     """
     nproc_per_node: Positive | None = None
-    """ranks of each listed config, by torchrun; with speedup, of its last stage, ddp (none: 1; in
-    ddp one for each GPU)
+    """ranks of each listed config, by torchrun; with speedup, of its last stage, ddp (default: 1;
+    in ddp one per GPU)
     """
     rounds: ZeroIsOff = 20
-    """rounds at most in which the runs of each stage and its base are interleaved (0: off)"""
+    """maximum number of interleaved rounds of each stage with its base; 0 disables them"""
     rerun: bool = False
     """run finished stages again"""
     report_only: bool = False
     """rebuild the report from the finished runs, on any machine; options after -- are not needed"""
     ablate: bool = False
-    """what each optimization of the given config is worth: switched on first, and switched on last
-    """
+    """compare each optimization of the given config: switched on first, and switched on last"""
     across: bool = False
     """set the results of several machines beside each other"""
     plot: bool = False
@@ -112,7 +113,7 @@ def check(options: LadderOptions) -> None:
 
 
 def chosen(stages: list[Stage], names: Sequence[str]) -> list[Stage]:
-    """Return the first stage and those named, by name or number; all if none are. UserError."""
+    """Return the first stage and the named ones, by name or number, or all. UserError."""
     numbers = {re.sub(r"^(speedup|opt)(?=\d)", "", stage.name): stage for stage in stages}
     known = numbers | {stage.name: stage for stage in stages}
     if unknown := [name for name in names if name not in known]:
@@ -121,90 +122,57 @@ def chosen(stages: list[Stage], names: Sequence[str]) -> list[Stage]:
     return [stage for stage in stages if stage in wanted]
 
 
-def ask(device: str) -> dict[str, Any]:
-    """Measure the device. If that fails, it counts as one with bf16 and without `medium`."""
-    return {"bf16": True, "medium": False} | probe(device)
-
-
-def planned(
-    options: LadderOptions, of_runs: list[str], device: Mapping[str, Any]
-) -> tuple[str, list[Stage]]:
+def planned(options: LadderOptions, of_runs: list[str], device: Device) -> tuple[str, list[Stage]]:
     """Return the ladder's name and its stages on a device, as in `plan`. Raises UserError."""
     if options.quick:
-        ladder = f"speedup{SUFFIX}"
-        return ladder, quick_stages(f"{options.log_dir}/{ladder}", of_runs, device)
+        return QUICK, quick_stages(Path(options.log_dir, QUICK), of_runs, device)
     ladder, stages = plan(options.configs, options.log_dir, of_runs, device)
-    ranks, folder = options.nproc_per_node, f"{options.log_dir}/{ladder}"
+    ranks = options.nproc_per_node or device.gpus
     if ladder == "ladder":
         for stage in stages:
-            stage.ranks = ranks or 1
-    elif ladder == "speedup":
-        ran = options.report_only and Path(folder, "ddp").is_dir()
-        gpus = ranks or device.get("gpus", 1)
-        if gpus > 1 or ran:
-            ddp = make_stage_here("ddp", "ddp", folder, of_runs, device)
-            ddp.ranks = gpus
-            if ran or ranks or any(Path(ddp.config.data_dir, ddp.config.dataset).glob("*.bin")):
-                stages.append(ddp)
-            else:
-                print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
+            stage.ranks = options.nproc_per_node or 1
+    elif ladder == "speedup" and ranks > 1:
+        ddp = make_stage_here("ddp", "ddp", stages[0].record, of_runs, device)
+        ddp.ranks = ranks
+        corpus = Path(ddp.config.data_dir, ddp.config.dataset)
+        if options.nproc_per_node or any(corpus.glob("*.bin")):
+            stages.append(ddp)
+        else:
+            print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
     return ladder, stages
 
 
-def stages_here(
-    options: LadderOptions, of_runs: list[str]
-) -> tuple[str, list[Stage], dict[str, Any]]:
-    """Return the ladder's name, its stages as this machine can climb them, and the findings of
-    `probe`. Raises UserError.
-
-    For a report alone nothing is measured: the runs in the folder decide.
-    """
-    ladder, stages = planned(options, of_runs, {})
-    device = {} if options.report_only else ask(stages[0].config.device)
-    if options.report_only and not of_runs:
-        runs = [(ran, stage.config) for stage in stages if (ran := stage.ran_with())]
-        of_runs = options_in_common(runs)
-    _, stages = planned(options, of_runs, device)
-    return ladder, with_bases(chosen(stages, options.stages)), device
-
-
-def seeds_of(options: LadderOptions, first: Stage) -> int:
-    """Return the number of seeds to train each config with; 0 compares only speeds. A report alone
-    counts the runs of the first stage.
-    """
-    if options.seeds or not options.report_only:
-        return options.seeds or (3 if first.config.eval_every else 0)
-    runs = first.folder.parent.glob(f"{first.name}_seed_*")
-    trained = [run for run in runs if run.name.rpartition("_")[2].isdigit()]
-    return 0 if first.folder.is_dir() else len(trained)
-
-
 def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
-    """Run the stages, interleave each with its base, and report; returns what failed."""
-    ladder, stages, device = stages_here(options, of_runs)
-    seeds = seeds_of(options, stages[0])
+    """Run the stages, interleave each with its base, and report; returns the failures."""
+    device = None
+    if options.report_only:  # the record has the stages that were climbed
+        ladder = QUICK if options.quick else ladder_of(options.configs)[0]
+        record = Record.load(Path(options.log_dir, ladder))
+        stages, seeds = planned_before(record, of_runs), options.seeds or record.seeds
+    else:
+        _, stages = planned(options, of_runs, Device())
+        device = measure_device(stages[0].config.device)
+        ladder, stages = planned(options, of_runs, device)
+        record, seeds = stages[0].record, options.seeds or (3 if stages[0].config.eval_every else 0)
+        record.stages, record.seeds = {stage.name: stage.planned for stage in stages}, seeds
+    stages = with_bases(chosen(stages, options.stages))
     rungs = {stage.name: with_seeds(stage, seeds) for stage in stages if seeds}
     if seeds:
         stages = with_bases([runs[0] for runs in rungs.values()])
-    folder = Path(options.log_dir) / ladder
-    pairs: list[Pair] = []
-    if not options.report_only:
-        if "tflops" in device:
-            note_slow_bf16(stages, device["tflops"])
+    if device:
         rounds = options.rounds
         if options.quick and "rounds" not in options.model_fields_set:
             rounds = ROUNDS
         runs = by_seed(rungs) if seeds else stages
-        with sole_writer(folder):
+        with sole_writer(record.folder):
+            record.save()
             announce(runs, stages[1:] if rounds else [], rounds, options, device)
-            predict_stages(stages, folder, device)
+            predict_stages(stages, device)
             run_stages(runs, options.rerun, anywhere=seeds > 0, **side_by_side(seeds, device))
-            pairs = list(pairs_of(stages).values())
             if rounds:
-                compare_pairs(pairs, rounds, options.rerun, device)
-    if seeds:
-        return report_learning(ladder, rungs, folder, pairs)
-    return report(ladder, stages, folder, pairs)
+                alone = [stage for stage in stages if run_alone(stage)]
+                interleave_stages(alone, rounds, options.rerun, device)
+    return report_learning(ladder, rungs) if seeds else report(ladder, stages)
 
 
 def announce(
@@ -212,17 +180,15 @@ def announce(
     compared: Sequence[Stage],
     rounds: int,
     options: LadderOptions,
-    device: Mapping[str, Any],
+    device: Device,
 ) -> None:
-    """Say how long it takes to finish the runs, and to compare stages with their bases in so many
-    rounds.
-    """
-    runs = [run for run in runs if options.rerun or not run.summary()]
+    """Print how long it takes to finish the runs, and to interleave stages with their bases."""
+    runs = [run for run in runs if options.rerun or not run.finished]
     work = [(run.config, run.config.max_steps) for run in runs]
-    if rates := device.get("tflops"):
-        for stage in compared:
-            turn = steps_of_a_turn(step_seconds(stage.config, rates))
-            work.append((without_end(stage.config), 2 * (LEFT_OUT + rounds * turn)))
+    rates = device.tflops or None
+    for stage in compared if rates else ():
+        turn = steps_of_a_turn(step_seconds(stage.config, device.tflops))
+        work.append((without_end(stage.config), 2 * (LEFT_OUT + rounds * turn)))
     processes = [stage.config for stage in (*runs, *compared, *compared)]
     has_quick = options.configs == ("speedup",) and not options.quick
     shorter = f"--quick, {SHORTER}" if has_quick else SHORTER
@@ -230,53 +196,51 @@ def announce(
 
 
 def by_seed(rungs: Mapping[str, Sequence[Stage]]) -> list[Stage]:
-    """List one seed of all rungs before the next: what there is can be compared at any time."""
+    """List one seed of all rungs before the next, so finished runs can be compared at any time."""
     return [*chain(*zip(*rungs.values(), strict=True))]
 
 
-def side_by_side(seeds: int, device: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many runs of so many seeds to run at once, and on how many GPUs."""
-    gpus = device.get("gpus", 0)
-    return {"at_once": min(seeds, gpus or cores() // CORES_OF_A_RUN) or 1, "gpus": gpus}
+def side_by_side(seeds: int, device: Device) -> dict[str, int]:
+    """Return how many runs to train at once, and on how many GPUs."""
+    at_once = min(seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
+    return {"at_once": at_once, "gpus": device.gpus}
 
 
 def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
-    """Compare and report the optimizations of a config; returns what failed."""
+    """Compare and report the optimizations of a config; returns the failures."""
     (config,) = options.configs
-    stem = Path(config).stem
-    folder = Path(options.log_dir) / f"ablate_{stem}"
-    with_all = make_stage("all", config, str(folder), of_runs)
-    device, ran_with = dict[str, Any](), list[Config]()
-    if options.report_only:
-        ran = with_all.ran_with() if options.seeds else None
-        ran_with = [ran] if ran else compared_with_all(folder)
-        of_runs = of_runs or options_in_common([(ran, with_all.config) for ran in ran_with])
-    else:
-        device = ask(with_all.config.device)
-    of_runs = [*of_runs, *instead_of_bf16(with_all.config, device, *ran_with[:1])]
-    if options.seeds:
-        names, rungs = ablation_rungs(config, of_runs, str(folder), options.seeds)
-        if not names:
-            raise UserError(f"{config}: has no optimization on that changes what is learned")
-        if not options.report_only:
-            runs = by_seed(rungs)
-            with sole_writer(folder):
-                announce(runs, [], 0, options, device)
-                at_once = side_by_side(options.seeds, device)
-                run_stages(runs, options.rerun, anywhere=True, **at_once)
-        return report_learned_ablation(stem, names, rungs, folder)
-    pairs = ablation(config, of_runs, folder)
-    if not pairs:
-        raise UserError(f"{config}: has no optimization on, so there is nothing to switch off")
-    folder.mkdir(parents=True, exist_ok=True)
+    title, seeds = Path(config).stem, options.seeds or 0
+    record, device = Record.load(Path(options.log_dir) / f"ablate_{title}"), None
+    if options.report_only and "all" in record.stages:
+        of_runs = [*record.stages["all"].options, *of_runs]
+    with_all = make_stage("all", config, record, of_runs)
     if not options.report_only:
-        both = list(chain(*pairs.values()))
-        compare_pairs(both, options.rounds, options.rerun, device)
-    return report_ablation(stem, pairs, folder)
+        device = measure_device(with_all.config.device)
+        of_runs += instead_of_bf16(with_all.config, device)
+        record.stages["all"] = make_stage("all", config, record, of_runs).planned
+    if seeds:
+        names, runs_of = ablation_rungs(config, of_runs, record, seeds)
+        runs = by_seed(runs_of)
+    else:
+        rungs = ablated(config, of_runs, record)
+        names = [*rungs]
+    if not names:
+        what = "that changes the loss" if seeds else "on"
+        raise UserError(f"{config}: has no optimization {what}, so there is nothing to ablate")
+    if device:
+        with sole_writer(record.folder):
+            if seeds:
+                announce(runs, [], 0, options, device)
+                run_stages(runs, options.rerun, anywhere=True, **side_by_side(seeds, device))
+            else:
+                interleave_stages([*chain(*rungs.values())], options.rounds, options.rerun, device)
+    if seeds:
+        return report_learned_ablation(title, names, runs_of)
+    return report_ablation(title, rungs)
 
 
 def main(options: LadderOptions, of_runs: list[str]) -> None:
-    """Do what the command line asks for. Raises UserError."""
+    """Climb, ablate or report. Raises UserError."""
     check(options)
     if options.across:
         across(options.configs, Path(options.log_dir) / "across")

@@ -214,12 +214,16 @@ def usable_precision(device: torch.device, wanted: str) -> str:
     return wanted if has_less else "highest"
 
 
+def has_bf16(device: torch.device) -> bool:
+    """True unless the device is a GPU without bfloat16, before Ampere."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def check_precision(
     device: torch.device, *, matmul_precision: str = "highest", bf16: bool = False
 ) -> list[str]:
     """Return notes on precisions that do not help here. Raises UserError for a missing one."""
-    on_gpu = device.type == "cuda"
-    if bf16 and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if bf16 and not has_bf16(device):
         raise UserError(
             f"--bf16: {device_name(device)} has no bfloat16; run without it, or train with --fp16"
         )

@@ -1,13 +1,17 @@
 """Write files and folders atomically, one writer at a time."""
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import itertools
+import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 
@@ -28,6 +32,13 @@ def write_atomic(path: Path, text: str) -> None:
             _replace(path.resolve(), text)
     except OSError as error:
         raise cannot_be_written(path, error) from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a JSON file's content at once; an Estimate is written as value, low and high."""
+    text = json.dumps(content, indent=1, default=dataclasses.asdict) + "\n"
+    # a list of numbers takes one line
+    write_atomic(path, re.sub(r'\[\n[^][{}"]*\]', lambda match: " ".join(match[0].split()), text))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -2,12 +2,11 @@
 
 import hashlib
 import itertools
-import operator
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,32 +130,66 @@ def describe_duration(seconds: float | None, mfu: float, shorter: str) -> str:
     return f"takes about {about(seconds)}, at {mfu:.0%} MFU; shorter: {shorter}"
 
 
-# ---- tables
+# ---- figures with intervals
 
 
 @dataclass(frozen=True)
-class Column:
-    """Define a column of a table: its heading, and a function from a row to its cell's text."""
+class Estimate:
+    """A figure with its 95% interval; without one it comes from a single measurement."""
 
-    heading: str
-    cell: Callable[[Any], str]
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the interval; without one, the value twice."""
+        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        return low, high
+
+    @property
+    def width(self) -> float:
+        """The interval's width as a share of the value."""
+        return (self.ends[1] - self.ends[0]) / self.value
+
+    @property
+    def inverse(self) -> "Estimate":
+        """The reciprocal."""
+        if self.low is None or self.high is None:
+            return Estimate(1 / self.value)
+        return Estimate(1 / self.value, 1 / self.high, 1 / self.low)
+
+    def __str__(self) -> str:
+        """Format a factor: `1.14 (1.09 to 1.19)`, `about 1 (...)` if the interval contains 1."""
+        low, high = self.ends
+        if self.low is None:
+            return f"{self.value:.2f}"
+        digits = (
+            2
+            if high - low >= 0.02
+            and (low <= 1 <= high or "1.00" not in (f"{low:.2f}", f"{high:.2f}"))
+            else 3
+        )
+        shown = "about 1" if low <= 1 <= high else f"{self.value:.{digits}f}"
+        return f"{shown} ({low:.{digits}f} to {high:.{digits}f})"
+
+    def __format__(self, style: str) -> str:
+        """Format as a factor, or in a style such as ".4f" as a mean: `0.3480 +- 0.0480`."""
+        if not style:
+            return str(self)
+        low, high = self.ends
+        half = "" if self.low is None else f" +- {high - self.value:{style}}"
+        return f"{self.value:{style}}{half}{' (within noise)' * (low <= 0 <= high)}"
 
 
-def field(heading: str, name: str, style: str = "") -> Column:
-    """Make a column that formats a value of each row, as in ",.0f"; None is left empty."""
-    return Column(heading, lambda row: "" if row[name] is None else format(row[name], style))
-
-
-def items(*headings: str) -> list[Column]:
-    """Make the columns of rows that are sequences of texts."""
-    return [Column(heading, operator.itemgetter(i)) for i, heading in enumerate(headings)]
+# ---- tables
 
 
 def _are_figures(cells: Sequence[str]) -> bool:
     return all(cell[:1].isdigit() or not cell for cell in cells)
 
 
-def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table with right-aligned figures; columns that do not fit the terminal are dropped.
 
     Only texts longer than 24 characters are broken into lines: rich would break figures too.
@@ -165,40 +198,27 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> N
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False)  # a name may hold brackets
+    console = Console(markup=False)  # a name may contain brackets
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    space, shown = console.width, list[list[str]]()
-    for column in columns:
-        texts = [column.cell(row) for row in rows]
-        longest = max(map(len, [column.heading, *texts]))
+    space, shown = console.width, list[Sequence[str]]()
+    for heading, *texts in zip(headings, *rows, strict=True):
+        longest = max(map(len, [heading, *texts]))
         space -= min(longest, 24) + 2
         if space < 0 and shown:
             break
         shown.append(texts)
-        table.add_column(
-            column.heading,
-            justify="right" if _are_figures(texts) else "left",
-            no_wrap=longest <= 24,
-            overflow="fold",
-        )
+        justify: Any = "right" if _are_figures(texts) else "left"
+        table.add_column(heading, justify=justify, no_wrap=longest <= 24, overflow="fold")
     for line in zip(*shown, strict=True):
         table.add_row(*line)
     console.print(table)
 
 
-def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
-    """Return the lines of a table in markdown, with figures on the right."""
-    cells = [[_in_markdown(column.cell(row)) for row in rows] for column in columns]
-    lines = [
-        [column.heading for column in columns],
-        ["---:" if _are_figures(texts) else "---" for texts in cells],
-        *zip(*cells, strict=True),
-    ]
-    return ["| " + " | ".join(line) + " |" for line in lines]
-
-
-def _in_markdown(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\|")
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown, with figures on the right."""
+    cells = [[" ".join(text.split()).replace("|", r"\|") for text in row] for row in rows]
+    alignments = ["---:" if _are_figures(texts) else "---" for texts in zip(*cells, strict=True)]
+    return ["| " + " | ".join(line) + " |" for line in (headings, alignments, *cells)]
 
 
 # ---- pictures

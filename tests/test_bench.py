@@ -376,7 +376,7 @@ def test_a_scan_goes_from_the_smallest_value_until_out_of_memory(tiny_yaml, tmp_
         command_line(*tiny, f"batch_size={10**12}", "--log_dir", tmp_path / "failed")
     command_line(*tiny, f"batch_size={10**13},1,{10**12},2")
     assert f", {10**13} x 32: " not in capsys.readouterr().out
-    (report,) = tmp_path.glob("bench/*/scan.md")
+    (report,) = tmp_path.glob("bench/*/report.md")
     assert f", {10**12} x 32: out of memory" in report.read_text()
     rows = json.loads(report.with_name("results.json").read_text())
     passes = [(each["batch_size"], len(each["times_s"])) for each in rows]

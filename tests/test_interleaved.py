@@ -14,9 +14,10 @@ from measure.interleaved import rounds
 from measure.interleaved import side as side_module
 from measure.interleaved.__main__ import InterleavedOptions, plan
 from measure.interleaved.options import without_end
-from measure.interleaved.ratio import Ratio, median_ratio, product
+from measure.interleaved.ratio import mean_over_seeds, median_ratio, product
 from measure.interleaved.rounds import Side, interleave, is_narrow
 from runtime.errors import TrainingError, UserError
+from runtime.report import Estimate
 from runtime.runlog import read_rows
 from tests.conftest import ALONE, ROOT, forks, run
 from train import setup, train
@@ -82,15 +83,22 @@ def test_an_interval_holds_the_true_ratio_19_times_in_20_however_times_are_distr
 @pytest.mark.parametrize(
     ("ratio", "text"),
     [
-        (Ratio(1.14, 1.09, 1.19), "1.14 (1.09 to 1.19)"),
-        (Ratio(1.01, 0.97, 1.04), "about 1 (0.97 to 1.04)"),
-        (Ratio(1.012, 1.008, 1.016), "1.012 (1.008 to 1.016)"),
-        (Ratio(1.03, 1.004, 1.05), "1.030 (1.004 to 1.050)"),
-        (Ratio(1.4), "1.40"),
+        (Estimate(1.14, 1.09, 1.19), "1.14 (1.09 to 1.19)"),
+        (Estimate(1.01, 0.97, 1.04), "about 1 (0.97 to 1.04)"),
+        (Estimate(1.012, 1.008, 1.016), "1.012 (1.008 to 1.016)"),
+        (Estimate(1.03, 1.004, 1.05), "1.030 (1.004 to 1.050)"),
+        (Estimate(1.4), "1.40"),
     ],
 )
 def test_a_ratio_is_told_with_its_interval(ratio, text):
-    assert str(ratio) == text
+    assert f"{ratio}" == text
+
+
+def test_a_mean_has_students_interval_and_that_of_one_seed_none():
+    half = 4.303 / math.sqrt(3)
+    assert f"{mean_over_seeds([11.0, 12.0, 13.0]):.4f}" == f"12.0000 +- {half:.4f}"
+    assert f"{mean_over_seeds([1.5]):.4f}" == "1.5000"
+    assert mean_over_seeds([0.0, 1.0] * 10).high > 0.5 + 2.262 * 0.5 / math.sqrt(20)
 
 
 # ---- sides that answer at once
@@ -110,12 +118,12 @@ def answering(name="side", figures="", before="", **options):
 
 
 def test_the_figures_of_several_ranks_are_rank_0s_and_all_take_as_many_steps():
-    with answering(figures="rank=rank", before="time.sleep(0.1 * rank)", ranks=2) as side:
+    with answering(figures="loss=rank", before="time.sleep(0.1 * rank)", ranks=2) as side:
         assert [side.train() for _ in range(4)] == pytest.approx([70] * 4)
-    assert [answer["rank"] for answer in side.answers] == [0] * 4
+    assert [turn.loss for turn in side.turns] == [0] * 4
     # as many steps as last half a second, from the fourth time on
     for i, steps in enumerate([1, 1, 1, 5]):
-        assert [len(answer["seconds"]) for answer in side.answers[i]["ranks"]] == [steps] * 2
+        assert [len(rank.seconds) for rank in side.turns[i].ranks] == [steps] * 2
     assert all(process.poll() is not None for process in side.processes)
 
 

@@ -1,6 +1,4 @@
-"""A ladder climbed for real on tiny models: what runs, what is kept, what the report says, what a
-failing stage does.
-"""
+"""Ladders climbed for real on tiny models: runs, records, reports, failures."""
 
 import csv
 import io
@@ -21,12 +19,17 @@ import pytest
 
 import ladder
 import runtime.report as reports
+from config import Config
 from measure.interleaved import rounds
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
 from measure.interleaved.rounds import SideError
 from measure.ladder import quick, stages
+from measure.ladder import record as records
 from measure.ladder import report as ladder_report
 from measure.ladder import rungs as comparison
+from measure.ladder.device import Device, measure_device
+from measure.ladder.record import Record, Summary
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import UserError, why_it_failed
 from tests.conftest import ROOT, TINY, ended, forks, run, start, wait_for
@@ -40,7 +43,7 @@ OFF = ("--rounds", "0")
 @pytest.fixture(autouse=True)
 def nothing_is_known_of_this_machine(monkeypatch):
     """But its name: asking it starts a process that imports PyTorch."""
-    monkeypatch.setattr(ladder, "probe", lambda _: {"device": "cpu"})
+    monkeypatch.setattr(ladder, "measure_device", lambda _: Device(name="cpu"))
 
 
 @pytest.fixture
@@ -70,7 +73,7 @@ def climb(*arguments):
 
 
 def plan(*configs, folder="logs", of_runs=(), **found):
-    return stages.plan(configs, str(folder), of_runs, found)[1]
+    return stages.plan(configs, str(folder), of_runs, Device(**found))[1]
 
 
 def table(path):
@@ -80,14 +83,15 @@ def table(path):
 
 
 def fake_run(stage, rate=100.0):
-    """What a finished run leaves, without running it."""
+    """Write the files of a finished run, without running it."""
     stage.folder.mkdir(parents=True, exist_ok=True)
     (stage.folder / "config.yaml").write_text(stage.config.to_yaml())
     rows = "".join(f"{step},6.0,0.1,1.0,10,{rate}\n" for step in range(1, 51))
     (stage.folder / "log.csv").write_text(HEADER + rows)
-    summary = dict.fromkeys(stages.Summary.model_fields, "10")
+    summary = dict.fromkeys(Summary.model_fields, "10")
     summary |= {"median_tokens_per_sec": rate, "interrupted": False, "world_size": stage.ranks}
     (stage.folder / "summary.json").write_text(json.dumps(summary))
+    stage.forget()
 
 
 def finished(*configs, folder):
@@ -97,21 +101,26 @@ def finished(*configs, folder):
     return stages
 
 
-def fake_comparison(pair, factor):
-    """What interleaved runs leave, without any."""
-    turns = [{"peak_memory_mb": 10.0 * factor}]
-    sides = [{"tokens_per_sec": [rate] * 6, "turns": turns} for rate in (1.0, factor)]
-    found = {"machine": "any", "device": "any", "git": None, "retained_memory": True}
-    pair.path.write_text(json.dumps(found | {"settings": pair.settings(), "sides": sides}))
+def fake_comparison(stage, factor, **about):
+    """Record the interleaved runs of a stage and its base, without any."""
+    turns = [{"seconds": [1.0], "tokens": 1, "peak_memory_mb": 10.0 * factor}]
+    sides = [
+        {"name": "any", "tokens_per_sec": [rate] * 6, "turns": turns} for rate in (1.0, factor)
+    ]
+    configs = [records.settings(side.config) for side in (stage.base, stage)]
+    about = {"machine": "any", "device": "any", "left_out": 3, "settings": configs} | about
+    record = stage.record
+    record.comparisons |= {stage.name: Comparison(**about, sides=sides)}
+    record.save()
 
 
 # ---- climbing
 
 
 def test_a_run_whose_schedule_ends_at_a_rate_that_is_not_set_counts_as_finished(tmp_path):
-    (stage,) = finished("quickstart", folder=tmp_path)  # whose config.yaml says min_lr
+    (stage,) = finished("quickstart", folder=tmp_path)  # its config.yaml contains min_lr
     assert stage.config.min_lr is None
-    assert stage.summary()
+    assert stage.finished
 
 
 @pytest.mark.usefixtures("rungs", "forked")
@@ -192,7 +201,7 @@ def test_two_ladders_do_not_climb_in_one_folder(tmp_path, folder):
         ("speedup -- --max_step 3", "--max_step: unknown option; did you mean --max_steps"),
         ("speedup -- --n_embd 100", "n_embd 100 does not divide into 12 heads"),
         ("--plot nowhere", "nowhere/log.csv: cannot be read"),
-        ("speedup --report_only", "no finished stage to report"),
+        ("speedup --report_only", "logs/speedup: no finished stage to report"),
         ("speedup --reruns", "--reruns: unknown option; did you mean --rerun?"),
         ("a100 --quick", "--quick: is for the speedup ladder"),
         ("speedup --rounds 3", "--rounds 3: at least 6 make an interval"),
@@ -223,10 +232,11 @@ def test_an_option_of_the_runs_goes_after_two_dashes(tmp_path):
 @pytest.mark.parametrize("damage", ["[]", '{"steps": ' + "9" * 5000, "NaN"])
 def test_a_stage_whose_summary_is_damaged_counts_as_not_finished(damage, tmp_path):
     (stage,) = finished("baseline", folder=tmp_path)
-    path, summary = stage.folder / "summary.json", stage.summary()
-    assert summary
+    path = stage.folder / "summary.json"
+    assert stage.finished
     path.write_text(damage if damage != "NaN" else path.read_text().replace('"10"', damage))
-    assert stage.summary() is None
+    stage.forget()
+    assert stage.run_or_reason == (None, "summary.json is damaged")
 
 
 def test_why_a_stage_is_not_finished_is_said(tmp_path, monkeypatch):
@@ -243,7 +253,7 @@ def test_why_a_stage_is_not_finished_is_said(tmp_path, monkeypatch):
     # one of which no stage could run has failed, one that did not run is a mistake
     for stage.error, status in (("boom", 1), (None, 2)):
         with pytest.raises(UserError, match="no finished stage to report") as raised:
-            ladder_report.report("ladder", [stage], tmp_path)
+            ladder_report.report("ladder", [stage])
         assert raised.value.status == status
 
 
@@ -253,31 +263,30 @@ def test_a_report_says_why_a_stage_or_its_interleaved_rounds_are_left_out(tmp_pa
     (damaged.folder / "summary.json").write_text("{}")
     shutil.rmtree(gone.folder)
     (begun.folder / "summary.json").unlink()
-    fake_comparison(comparison.pairs_of(found)["speedup5"], 1.5)
-    path = old.folder / "interleaved.json"
-    path.write_text(path.read_text().replace('"max_steps": 50', '"max_steps": 7'))
-    assert ladder_report.report("ladder", found, tmp_path) == []
-    printed, written = capsys.readouterr().out, (tmp_path / "report.md").read_text()
-    for name, place, reason in (
-        ("speedup1", damaged.folder, "summary.json is damaged"),
-        ("speedup3", begun.folder, "not finished"),
-        ("speedup5", path, "max_steps 7 there, 50 here"),
+    fake_comparison(old, 1.5)
+    old.record.comparisons["speedup5"].settings[1]["max_steps"] = 7
+    assert ladder_report.report("ladder", found) == []
+    folder = old.record.folder
+    printed, written = capsys.readouterr().out, (folder / "report.md").read_text()
+    for line in (
+        f"note: speedup1 is left out: {damaged.folder}: summary.json is damaged\n",
+        f"note: speedup3 is left out: {begun.folder}: not finished\n",
+        "note: the interleaved rounds of speedup5 are left out: "
+        f"{folder}: max_steps 7 there, 50 here\n",
     ):
-        line = f"note: {name} is left out: {place}: {reason}\n"
         assert line in printed
         assert line in written
-    assert "speedup2" not in written
+    assert "speedup2" not in written.replace("speedup2 and", "")
     found = plan("baseline", of_runs=["--batch_size=1", "--no-bias"], folder=tmp_path)
     reason = "bias on there, off here, batch_size 2 there, 1 here"
     with pytest.raises(UserError, match=f"baseline is left out: .*: {reason}$"):
-        ladder_report.report("ladder", found, tmp_path)
+        ladder_report.report("ladder", found)
 
 
 def test_what_is_the_same_of_several_runs_is_reported_once(tmp_path):
-    ladder_report.report(
-        "ladder", finished("baseline", "a100/opt0", "a100/opt1", folder=tmp_path), tmp_path
-    )
-    text = (tmp_path / "report.md").read_text()
+    found = finished("baseline", "a100/opt0", "a100/opt1", folder=tmp_path)
+    ladder_report.report("ladder", found)
+    text = (tmp_path / "ladder/report.md").read_text()
     assert "- `baseline`: 10 steps of 2 x 1024 tokens; " in text
     assert "- `opt0`, `opt1`: 10 steps of 8 x 1024 tokens; " in text
 
@@ -301,21 +310,28 @@ runpy.run_path({root!r} + "/ladder.py", run_name="__main__")
 
 
 def stored(name, tmp_path):
-    """A copy of one of our ladders, whose results.csv and pictures a report writes again."""
-    shutil.copytree(RESULTS / name, tmp_path / name)
-    (tmp_path / name / "results.csv").unlink()
-    return tmp_path / name
+    """The record of one of our ladders, alone in a folder."""
+    (tmp_path / name).mkdir()
+    return Path(shutil.copy(RESULTS / name / "ladder.json", tmp_path / name))
+
+
+def is_the_stored_report(name, tmp_path):
+    return all(
+        (tmp_path / name / file).read_bytes() == (RESULTS / name / file).read_bytes()
+        for file in ("report.md", "results.csv")
+    )
 
 
 def test_a_report_alone_starts_no_process_and_does_not_import_torch(tmp_path):
-    folder = stored("speedup", tmp_path)
+    record = stored("speedup", tmp_path)
     arguments = ["speedup", "--report_only", "--log_dir", str(tmp_path)]
     code = NO_PROCESS_NO_TORCH.format(root=str(ROOT), arguments=arguments)
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "False"
     # 19 stages with speedup1_medium, climbed with -- --batch_size 1 --max_steps 12
-    assert (folder / "results.csv").read_bytes() == (RESULTS / "speedup/results.csv").read_bytes()
+    assert is_the_stored_report("speedup", tmp_path)
+    assert record.read_bytes() == (RESULTS / "speedup/ladder.json").read_bytes()
 
 
 class More(Options):
@@ -325,96 +341,107 @@ class More(Options):
     """an option that runs so far did not have"""
 
 
-class LaterConfig(More, stages.Config):
+class LaterConfig(More, Config):
     """Options of later code."""
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("speedup_quick", ["speedup", "--quick"]), ("modern", ["modern"])],
+    [
+        ("speedup_quick", ["speedup", "--quick"]),
+        ("modern", ["modern"]),
+        ("ablate_speedup10", ["--ablate", "speedup10"]),
+    ],
 )
 def test_a_stored_ladder_gives_the_same_report_with_later_code(
     name, arguments, tmp_path, monkeypatch
 ):
     """Which has one option more, and one less."""
-    folder = stored(name, tmp_path)
-    for path in folder.glob("*/interleaved.json"):
-        path.write_text(path.read_text().replace('"n_layer"', '"older": false, "n_layer"'))
-    for path in folder.glob("*/config.yaml"):
-        path.write_text(f"older: null\n{path.read_text()}")
-    monkeypatch.setattr(stages, "Config", LaterConfig)
+    record = stored(name, tmp_path)
+    record.write_text(record.read_text().replace('"n_layer"', '"older": false, "n_layer"'))
+    monkeypatch.setattr(records, "Config", LaterConfig)
     assert climb(*arguments, "--report_only", "--log_dir", str(tmp_path)) == 0
-    assert (folder / "results.csv").read_bytes() == (RESULTS / name / "results.csv").read_bytes()
+    assert is_the_stored_report(name, tmp_path)
+
+
+def test_the_files_of_earlier_versions_are_a_record_too(tmp_path):
+    found = plan("baseline", "speedup1", folder=tmp_path)
+    for stage in found:
+        fake_run(stage)
+    fake_comparison(found[1], 1.5)
+    ladder_report.report("ladder", found)
+    folder = found[0].record.folder
+    (interleaved,) = json.loads((folder / "ladder.json").read_text())["comparisons"].values()
+    for path in ("speedup1/interleaved.json", "speedup1_first.json"):
+        (folder / path).write_text(json.dumps(interleaved))
+    rates = {"tflops": {"float32": 1.0}, "gigabytes_per_s": 1.0, "launch_us": 1.0}
+    (folder / "predicted.json").write_text(json.dumps({"rates": rates, "stages": {}}))
+    (folder / "ladder.json").unlink()
+    earlier = Record.load(folder)
+    assert earlier.comparisons.keys() == {"speedup1", "speedup1_first"}
+    assert earlier.comparisons["speedup1"].ratio().value == 1.5
+    assert earlier.predicted.rates == Device(**rates)
+
+
+def test_every_file_that_the_results_page_names_exists():
+    page = ROOT / "docs/results.md"
+    named = {*re.findall(r"\]\((?!http)([^)#]+)", page.read_text())}
+    assert len(named) > 20
+    assert [path for path in named if not (page.parent / path).exists()] == []
+
+
+def test_a_damaged_record_is_one_clear_error(tmp_path):
+    (tmp_path / "ladder").mkdir()
+    (tmp_path / "ladder/ladder.json").write_text('{"runs": {')
+    with pytest.raises(UserError, match=r"^\S+ladder.json: is damaged: .*; delete it or restore"):
+        plan("baseline", folder=tmp_path)
 
 
 def test_an_option_that_is_gone_but_was_on_makes_other_settings(tmp_path):
     stage, _ = found = finished("baseline", "speedup1", folder=tmp_path)
     path = stage.folder / "config.yaml"
     path.write_text(f"older: 3\n{path.read_text()}")
+    stage.forget()
     assert "baseline is left out" in ladder_report.left_out(found)[0]
     assert "older: unknown option" in ladder_report.left_out(found)[0]
 
 
-@pytest.mark.parametrize(
-    "climbed_with",
-    [
-        [],
-        ["--batch_size", "1", "--max_steps", "12"],
-        ["--lr", "1e-3", "--grad_clip=0.5", "--betas", "0.8,0.9"],
-        ["--no-bf16"],
-    ],
-    ids=" ".join,
-)
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "a GPU without it"])
-def test_a_report_alone_recognizes_the_options_and_the_device_of_the_climb(
-    climbed_with, bf16, tmp_path
-):
-    names = ["baseline", "speedup1", "speedup1_medium", "speedup3", "speedup15"]
-    for stage in plan("speedup", folder=tmp_path, of_runs=climbed_with, bf16=bf16, medium=True):
-        if stage.name in names:
-            fake_run(stage)
-    command = ["speedup", "--report_only", "--log_dir", str(tmp_path)]
-    assert climb(*command) == 0
-    assert list(table(tmp_path / "speedup/results.csv")) == names
-    # options that are given hold
-    with pytest.raises(UserError, match=r"speedup3 is left out: .*: n_layer 12 there, 2 here"):
-        climb(*command, "--", "--n_layer", "2", *climbed_with)
-
-
-def test_a_report_alone_leaves_out_the_stage_that_differs_from_most(tmp_path, capsys):
-    names = ["baseline", "speedup1", "speedup2"]
-    for stage in plan(*names, folder=tmp_path, of_runs=["--batch_size=1"]):
-        fake_run(stage)
-    fake_run(plan("speedup2", folder=tmp_path, of_runs=["--batch_size=4"])[0])
-    assert climb(*names, "--report_only", "--log_dir", str(tmp_path)) == 0
-    assert list(table(tmp_path / "ladder/results.csv")) == names[:2]
-    assert f"{tmp_path}/ladder/speedup2: batch_size 4 there, 1 here" in capsys.readouterr().out
-
-
-def test_a_report_alone_of_an_ablation_recognizes_what_was_ablated(tmp_path, monkeypatch):
+def test_a_report_alone_has_the_options_and_the_stages_of_the_climb(bf16, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "logs/ablate_speedup3"
-    folder.mkdir(parents=True)
-    of_runs = ["--batch_size=1", "--no-bf16", "--fp16"]  # a GPU has no bf16
-    for pair in itertools.chain(*comparison.ablation("speedup3", of_runs, folder).values()):
-        fake_comparison(pair, 1.5)
-    monkeypatch.setattr(ladder, "probe", None)
+    found = {"bf16": bf16, "medium": True, "gpus": 2}
+    options = ["--batch_size", "1", "--betas", "0.8,0.9"]
+    runs = climbed(monkeypatch, found, "speedup", "--nproc_per_node", "2", *OFF, "--", *options)
+    names = ["baseline", "speedup1", "speedup1_medium", "speedup3", "speedup15", "ddp"]
+    for name in names:
+        fake_run(runs[name])
+    monkeypatch.setattr(ladder, "measure_device", None)
+    assert climb("speedup", "--report_only") == 0
+    assert list(table(Path("logs/speedup/results.csv"))) == names
+    # options that are given now count too
+    with pytest.raises(UserError, match=r"speedup3 is left out: .*: n_layer 12 there, 2 here"):
+        climb("speedup", "--report_only", "--", "--n_layer", "2")
+
+
+def test_a_report_alone_of_an_ablation_has_the_options_of_the_climb(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ladder, "measure_device", lambda _: Device(bf16=False))
+
+    def interleave_stages(found, *_):
+        for stage in found:
+            fake_comparison(stage, 1.5)
+
+    monkeypatch.setattr(ladder, "interleave_stages", interleave_stages)
+    assert climb("--ablate", "speedup3", "--", "--batch_size=1") == 0
+    monkeypatch.setattr(ladder, "measure_device", None)
+    folder = Path("logs/ablate_speedup3")
+    (folder / "results.csv").unlink()
     assert climb("--ablate", "speedup3", "--report_only") == 0
     rows = table(folder / "results.csv")
     assert rows.keys() == {"fp16", "tf32", "tie_weights"}
     assert {row["first"] for row in rows.values()} == {"1.5"}
-    with pytest.raises(UserError, match=r"tf32_first.json: batch_size 1 there, 3 here, seed"):
+    with pytest.raises(UserError, match=r"of tf32_first .*: seed 1337 there, 7 here"):
         climb("--ablate", "speedup3", "--report_only", "--", "--seed", "7")
-
-
-def test_a_report_alone_shows_the_ddp_stage_of_its_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ddp = stages.make_stage("ddp", "ddp", "logs/speedup", [])
-    ddp.ranks = 2
-    for stage in (*plan("speedup")[:2], ddp):
-        fake_run(stage)
-    assert climb("speedup", "--report_only") == 0
-    assert list(table(tmp_path / "logs/speedup/results.csv")) == ["baseline", "speedup1", "ddp"]
 
 
 # ---- interleaved runs
@@ -430,32 +457,37 @@ def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(tmp_path, fol
     assert {"report.md", "speed.png"} <= set(os.listdir(folder))
     rows = table(folder / "results.csv")
     assert list(rows) == ["plain", "flash", "tied"]
-    pairs = [folder / name / "interleaved.json" for name in ("flash", "tied")]
+    record = json.loads((folder / "ladder.json").read_text())
+    assert list(record["runs"]) == list(rows)
     ratios = []
-    for row, path in zip([*rows.values()][1:], pairs, strict=True):
-        found = comparison.Comparison.model_validate_json(path.read_text())
+    for name in ("flash", "tied"):
+        found = Comparison.model_validate(record["comparisons"][name])
         assert found.date
-        ratios.append(found.ratio)
-        assert float(row["over_base_low"]) == pytest.approx(ratios[-1].low)
-        assert int(row["rounds"]) == len(found.sides[0].tokens_per_sec) >= 6
+        ratios.append(found.ratio())
+        assert float(rows[name]["over_base_low"]) == pytest.approx(ratios[-1].low)
+        assert int(rows[name]["rounds"]) == found.rounds >= 6
     assert f"| {product(ratios)} |" in (folder / "report.md").read_text()
 
-    # what is finished is not done again, unless another machine did it, whose speed says nothing
+    # finished work is not repeated, unless another machine did it: its speed is another one
     summary = folder / "plain" / "summary.json"
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"machine": "another"}))
-    files = [*pairs, *(folder / name / "log.csv" for name in rows)]
-    before = [path.stat().st_mtime_ns for path in files]
+    logs = [folder / name / "log.csv" for name in rows]
+    before = [path.stat().st_mtime_ns for path in logs]
     assert climb(*command) == 0
-    after = [path.stat().st_mtime_ns for path in files]
-    assert [a == b for a, b in zip(after, before, strict=True)] == [True, True, False, True, True]
+    after = [path.stat().st_mtime_ns for path in logs]
+    assert [a == b for a, b in zip(after, before, strict=True)] == [False, True, True]
+    assert json.loads((folder / "ladder.json").read_text())["comparisons"] == record["comparisons"]
 
-    # with other settings nothing counts
+    # a report needs no run folders, and with other settings nothing counts
+    for name in rows:
+        shutil.rmtree(folder / name)
+    written = (folder / "report.md").read_bytes()
+    assert climb("--report_only", *command) == 0
+    assert (folder / "report.md").read_bytes() == written
     with pytest.raises(UserError, match="no finished stage to report"):
         climb("--report_only", *command, "--", "--seed", "7")
-    pair = comparison.pairs_of(plan("plain.yaml", "flash.yaml"))["flash"]
-    assert pair.result()
-    pair.other.append("--lr=2e-3")
-    assert not pair.result()
+    assert plan("plain.yaml", "flash.yaml")[1].comparison()[0]
+    assert not plan("plain.yaml", "flash.yaml", of_runs=["--lr=2e-3"])[1].comparison()[0]
 
 
 @pytest.mark.parametrize(
@@ -472,8 +504,10 @@ def test_sides_that_have_no_room_together_retain_no_memory(
     """Otherwise one would, until the other one comes, and be the faster for it."""
     ran = Mock(side_effect=SideError("side", "x"))
     monkeypatch.setattr(comparison, "run_rounds", ran)
-    pair = comparison.Pair("a", ["baseline"], ["speedup1"], tmp_path / "a.json", peak)
-    comparison.compare_pairs([pair], 6, False, device)
+    found = finished("baseline", "speedup1", folder=tmp_path)
+    for stage in found:
+        stage.finished.summary.peak_memory_mb = peak / 2
+    comparison.interleave_stages(found[1:], 6, False, Device(**device))
     for side in ran.call_args.args[0]:
         assert environment.items() <= side.environment.items()
         assert environment or "FREES_CACHE" not in side.environment
@@ -494,20 +528,20 @@ def test_a_config_without_each_of_its_optimizations_is_compared(tmp_path, monkey
     (tmp_path / "both.yaml").write_text("{base: flash.yaml, lr_schedule: constant, grad_clip: 1}")
     compared = []
 
-    def compare_pairs(pairs, *_):
-        for i, pair in enumerate(pairs):
-            compared.append((pair.name, pair.base[1:], pair.other[1:]))
-            fake_comparison(pair, 1.5 + i)
+    def interleave_stages(found, *_):
+        for i, stage in enumerate(found):
+            compared.append((stage.name, stage.base.options, stage.options))
+            fake_comparison(stage, 1.5 + i)
 
-    monkeypatch.setattr(ladder, "compare_pairs", compare_pairs)
+    monkeypatch.setattr(ladder, "interleave_stages", interleave_stages)
     assert climb("--ablate", "both.yaml", "--", "--n_layer", "2") == 0
     extra, no_flash, no_clip = ["--n_layer", "2"], ["--no-flash"], ["--grad_clip", "0.0"]
     nothing = [*extra, *no_clip, *no_flash]
     assert compared == [
-        ("grad_clip first", nothing, [*extra, *no_flash]),
-        ("grad_clip last", [*extra, *no_clip], extra),
-        ("flash first", nothing, [*extra, *no_clip]),
-        ("flash last", [*extra, *no_flash], extra),
+        ("grad_clip_first", nothing, [*extra, *no_flash]),
+        ("grad_clip_last", [*extra, *no_clip], extra),
+        ("flash_first", nothing, [*extra, *no_clip]),
+        ("flash_last", [*extra, *no_flash], extra),
     ]
     folder = tmp_path / "logs/ablate_both"
     line = "| grad_clip | 1.500 (1.500 to 1.500) | 2.500 (2.500 to 2.500) | 25 | 25 |"
@@ -515,7 +549,7 @@ def test_a_config_without_each_of_its_optimizations_is_compared(tmp_path, monkey
     assert {"results.csv", "worth.png"} <= set(os.listdir(folder))
 
 
-# ---- what is compared with what
+# ---- bases and published figures
 
 
 def test_stages_are_compared_with_the_one_whose_file_theirs_names(tmp_path):
@@ -531,9 +565,8 @@ def test_stages_are_compared_with_the_one_whose_file_theirs_names(tmp_path):
 
 def test_a_config_is_not_compared_with_itself(tmp_path, monkeypatch):
     found = finished("speedup1", "speedup1", folder=tmp_path)
-    pairs = comparison.pairs_of(found).values()
     monkeypatch.setattr(comparison, "run_rounds", None)  # is not called
-    comparison.compare_pairs(list(pairs), 6, False, {})
+    comparison.interleave_stages(found[1:], 6, False, Device())
 
 
 def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp_path):
@@ -565,21 +598,25 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
 
 def test_pictures_of_factors_name_machines_and_days(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(ladder_report, "draw_bars", lambda *arguments: drawn.append(arguments[-1]))
+    monkeypatch.setattr(
+        "measure.report.report.draw_bars", lambda *arguments: drawn.append(arguments[-1])
+    )
     for machine, days in (("laptop", ("2026-11-23", "2026-11-24")), ("server", ())):
         folder = tmp_path / machine / "speedup"
         folder.mkdir(parents=True)
         (folder / "results.csv").write_text(f"{FACTORS}speedup2,speedup1,1.1,1.05,1.2\n")
-        for day in days:
-            (folder / day).mkdir()
-            (folder / day / "summary.json").write_text(f'{{\n "started": "{day}T10:00:00"}}')
+        found = plan("speedup", folder=tmp_path / machine)[: len(days) or 1]
+        for stage, day in zip(found, days, strict=False):
+            fake_run(stage)
+            path = stage.folder / "summary.json"
+            path.write_text(path.read_text().replace('"started": "10"', f'"started": "{day}T10"'))
+        ladder_report.keep(found)
     ladder_report.across([f"{tmp_path}/{name}/speedup" for name in ("laptop", "server")], tmp_path)
-    pairs = comparison.ablation("speedup2", [], tmp_path)
-    for pair in pairs["tf32"]:
-        fake_comparison(pair, 1.1)
-    text = pairs["tf32"][0].path.read_text()
-    pairs["tf32"][0].path.write_text(text.replace("{", '{"date": "2026-11-24", ', 1))
-    ladder_report.report_ablation("speedup2", pairs, tmp_path)
+    rungs = comparison.ablated("speedup2", [], Record(folder=tmp_path))
+    first, last = rungs["tf32"]
+    fake_comparison(first, 1.1, date="2026-11-24")
+    fake_comparison(last, 1.1)
+    ladder_report.report_ablation("speedup2", rungs)
     assert drawn == ["laptop, 2026-11-24; server", "any, 2026-11-24; any"]
 
 
@@ -629,7 +666,7 @@ def test_the_series_of_ones_own_in_the_docs_is_climbed_and_compared_with_its_log
     assert {stage.folder.parent for stage in found} == {Path("logs/mine")}
     for stage in found:
         fake_run(stage)
-    rows = comparison.compare(found)
+    rows = comparison.rows_of(found)
     assert [row["loss_difference"] for row in rows] == [None, None, 0.5]
     assert rows[-1]["published_tokens_per_sec"] == 1000
 
@@ -648,7 +685,7 @@ def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one
 
 
 def test_the_difference_of_two_curves_is_over_steps_11_to_50(tmp_path, monkeypatch):
-    (stage,) = finished("baseline", folder=tmp_path)  # whose losses are 6.0, up to step 50
+    (stage,) = finished("baseline", folder=tmp_path)  # its losses are 6.0, up to step 50
     published = {
         step: {"loss": 9.0 if step < 11 else 6.5 if step % 2 else 5.75} for step in range(1, 31)
     }
@@ -659,22 +696,22 @@ def test_the_difference_of_two_curves_is_over_steps_11_to_50(tmp_path, monkeypat
 
 
 def test_runs_as_logged_are_compared_with_the_logs_and_unsynchronized_times_are_not(tmp_path):
-    (tied,) = comparison.compare(finished("speedup2", folder=tmp_path))
+    (tied,) = comparison.rows_of(finished("speedup2", folder=tmp_path))
     assert tied["loss_difference"] is None, "its note is not the run that was logged"
     found = finished("as_logged", folder=tmp_path)
-    rows = comparison.compare(found)
+    rows = comparison.rows_of(found)
     assert all(row["loss_difference"] for row in rows)
     assert all(row["published_tokens_per_sec"] is None for row in rows)
-    ladder_report.report("as_logged", found, tmp_path / "as_logged")
+    ladder_report.report("as_logged", found)
     assert (tmp_path / "as_logged/loss.png").is_file()
-    (baseline,) = comparison.compare(finished("baseline", folder=tmp_path))
+    (baseline,) = comparison.rows_of(finished("baseline", folder=tmp_path))
     assert baseline["published_tokens_per_sec"] == pytest.approx(11_570, rel=0.01)
 
 
 def test_factors_are_of_published_times_that_can_be_used(tmp_path):
     factors = {}
     for series in SERIES:
-        rows = comparison.compare(finished(series, folder=tmp_path))
+        rows = comparison.rows_of(finished(series, folder=tmp_path))
         factors[series] = {row["stage"]: row["published_over_base"] for row in rows}
     assert factors["gpu_ms"]["tf32"] == pytest.approx(1000 / 333)
     assert factors["a100"]["opt3"] == pytest.approx(104_613 / 40_214, rel=1e-3)
@@ -685,22 +722,22 @@ def test_factors_are_of_published_times_that_can_be_used(tmp_path):
 
 
 def test_a_factor_of_an_a100_is_of_the_same_steps(tmp_path):
-    rows = comparison.compare(finished("speedup", folder=tmp_path))
+    rows = comparison.rows_of(finished("speedup", folder=tmp_path))
     factors = {row["stage"]: row["a100_over_base"] for row in rows}
     assert [n for n in factors if factors[n]] == [f"speedup{i}" for i in (2, 3, *range(5, 11))]
-    rows = comparison.compare(finished("baseline", "speedup3", "speedup6", folder=tmp_path))
+    rows = comparison.rows_of(finished("baseline", "speedup3", "speedup6", folder=tmp_path))
     assert rows[1]["a100_over_base"] == pytest.approx(factors["speedup2"] * factors["speedup3"])
     assert rows[2]["a100_over_base"] == pytest.approx(factors["speedup5"] * factors["speedup6"])
-    rows = comparison.compare(finished("a100/baseline", "speedup2", folder=tmp_path))
+    rows = comparison.rows_of(finished("a100/baseline", "speedup2", folder=tmp_path))
     assert rows[1]["a100_over_base"] is None
 
 
-# ---- what a machine has
+# ---- machines
 
 
 def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    found = {"device": "Tesla T4", "bf16": False}
+    found = {"name": "Tesla T4", "bf16": False}
     runs = climbed(monkeypatch, found, "speedup", "--stages", "2,3,15", *OFF)
     kinds = {name: (run.config.bf16, run.config.fp16) for name, run in runs.items()}
     assert kinds["speedup2"] == (False, False)
@@ -713,24 +750,9 @@ def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch, 
     stages_of = plan("speedup2", "speedup3", folder=tmp_path, bf16=False)
     for stage in stages_of:
         fake_run(stage)
-    ladder_report.report("ladder", stages_of, tmp_path / "ladder")
+    ladder_report.report("ladder", stages_of)
     for name in ("report.md", "report.html"):
         assert "In place of bf16: speedup3 fp16." in (tmp_path / "ladder" / name).read_text()
-
-
-def test_a_gpu_without_bf16_is_asked_what_fp16_is_worth(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ladder, "probe", lambda _: {"bf16": False})
-    compared = []
-    monkeypatch.setattr(ladder, "compare_pairs", lambda pairs, *_: compared.extend(pairs))
-    with pytest.raises(UserError, match="no finished stage"):
-        climb("--ablate", "speedup3")
-    assert {pair.name for pair in compared} > {"fp16 first", "fp16 last"}
-    on = [stages.training_config(pair.other) for pair in compared]
-    assert not any(config.bf16 for config in on)
-    assert [config.fp16 for config in on] == [
-        pair.name[:4] == "fp16" or "last" in pair.name for pair in compared
-    ]
 
 
 def test_speedup_climbs_medium_where_it_makes_the_fp32_matmuls_of_a_cpu_faster():
@@ -800,7 +822,7 @@ def test_the_quick_ladder_of_a_gpu_has_all_layers_and_the_batches_that_fit(
     gpu, layers, batches, tmp_path
 ):
     """Otherwise launches would take all the time of a step."""
-    found = quick.quick_stages(str(tmp_path), [], {"gpus": 1} | gpu)
+    found = quick.quick_stages(tmp_path, [], Device(**{"gpus": 1} | gpu))
     assert {stage.config.n_layer for stage in found} == {layers}
     sizes = [
         (s.config.batch_size, s.config.seq_len)
@@ -808,28 +830,22 @@ def test_the_quick_ladder_of_a_gpu_has_all_layers_and_the_batches_that_fit(
         if s.name in ("baseline", "speedup6", "speedup13")
     ]
     assert sizes == [(2 * batches, 1024), (6 * batches, 1024), (3 * batches, 2048)]
-    # a report, or a later call, finds the size in the folder
-    fake_run(found[0])
-    again = quick.quick_stages(str(tmp_path), [], {})
-    assert [s.config.batch_size for s in again] == [s.config.batch_size for s in found]
-    assert again[0].config.n_layer == layers
 
 
 def test_the_quick_ladders_model_suits_the_machine_but_stays_once_it_is_begun(tmp_path):
     sizes = [
-        quick.size_for({"tflops": rates}, str(tmp_path)).n_embd
+        quick.size_for(Device(tflops=rates)).n_embd
         for rates in ({}, rates_of(0.02), rates_of(0.2), rates_of(0.2, 0.02), rates_of(20.0))
     ]
     assert sizes == [128, 128, 256, 128, 768]
-    first = quick.quick_stages(str(tmp_path), [], {"tflops": rates_of(20.0)})[0]
-    fake_run(first)
-    assert quick.quick_stages(str(tmp_path), [], {})[0].config.n_embd == 768
+    quick.quick_stages(tmp_path, [], Device(tflops=rates_of(20.0)))[0].record.save()
+    assert quick.quick_stages(tmp_path, [], Device())[0].config.n_embd == 768
 
 
 def climbed(monkeypatch, found, *arguments):
     """The stages that a ladder would run on a machine of which `found` is known."""
     runs = []
-    monkeypatch.setattr(ladder, "probe", lambda _: found)
+    monkeypatch.setattr(ladder, "measure_device", lambda _: Device(**found))
     monkeypatch.setattr(ladder, "run_stages", lambda stages, *_, **__: runs.extend(stages))
     with pytest.raises(UserError, match="no finished stage"):
         climb(*arguments)
@@ -854,20 +870,6 @@ def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(
     assert "ddp" in climbed(monkeypatch, {"gpus": 2}, "speedup")
 
 
-def test_stages_that_bf16_makes_slow_are_named_before_anything_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for options, slowdown in ((["--no-bf16"], 12.3), ([], 1.4), ([], 12.3)):
-        assert "times as long as in fp32" not in capsys.readouterr().out
-        found = {"gpus": 0, "tflops": {"float32": 1.23, "bfloat16": 1.23 / slowdown}}
-        climbed(monkeypatch, found, "baseline", "speedup3", "speedup4", "--", *options)
-    note = "take 12.3 times as long as in fp32 on this machine, which makes speedup3, speedup4 slow"
-    printed = capsys.readouterr().out
-    assert note in printed
-    assert re.search(
-        r"^takes about [\d.]+ (minutes|hours), .*; shorter: --rounds 6", printed, re.MULTILINE
-    )
-
-
 def test_a_climb_runs_again_what_has_other_settings_though_its_device_could_not_be_measured(
     tmp_path, monkeypatch
 ):
@@ -875,7 +877,7 @@ def test_a_climb_runs_again_what_has_other_settings_though_its_device_could_not_
     for stage in plan("speedup", of_runs=["--batch_size=1"], bf16=False, medium=True):
         fake_run(stage)
     ran = []
-    monkeypatch.setattr(ladder, "probe", lambda _: {})
+    monkeypatch.setattr(ladder, "measure_device", lambda _: Device())
     monkeypatch.setattr(stages, "run_commands", lambda commands, _: ran.extend(commands) or [None])
     with pytest.raises(UserError, match="stopped before its last step"):
         climb("speedup", "--stages", "3", *OFF)
@@ -895,13 +897,13 @@ def test_interleaved_rounds_that_last_half_a_second_are_announced(tmp_path, monk
 
 
 def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked_processes, capsys):
-    found = stages.probe("cpu")
-    assert found["gpus"] == 0
-    assert found["memory_mb"] > 1000
-    # None, or missing, if the other tests keep this machine too busy to measure it
-    rates = [*found.get("tflops", {}).values(), found["gigabytes_per_s"], found["launch_us"]]
+    found = measure_device("cpu")
+    assert found.gpus == 0
+    assert found.memory_mb > 1000
+    # missing if the other tests keep this machine too busy to measure it
+    rates = [*found.tflops.values(), found.gigabytes_per_s, found.launch_us]
     assert all(rate is None or rate > 0 for rate in rates)
-    assert stages.probe("no-such-device") == {}
+    assert measure_device("no-such-device") == Device()
     assert capsys.readouterr().out.startswith("note: the device could not be measured: ")
 
 
@@ -926,14 +928,14 @@ def test_plot_draws_the_losses_of_runs_with_those_of_validation():
 def test_a_narrow_terminal_cuts_no_name_and_no_figure(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     row = ["speedup5_max_auto", "12,345", "[2] (1 to 3)", "a longer text that may be broken"]
-    reports.print_table("title", reports.items("stage", "ms/step", "x base", "note"), [row])
+    reports.print_table("title", ["stage", "ms/step", "x base", "note"], [row])
     printed = capsys.readouterr().out
     assert [cell for cell in row if cell in printed] == row[:2]
     assert "…" not in printed
 
 
 def test_a_name_may_not_break_a_table_or_a_picture():
-    lines = reports.markdown_table(reports.items("stage", "n"), [("a|b\nc", "1")])
+    lines = reports.markdown_table(["stage", "n"], [("a|b\nc", "1")])
     assert lines[-1] == r"| a\|b c | 1 |"
     assert reports.plain("_a$b") == r" _a\$b"
 

@@ -1,17 +1,15 @@
 """What rungs learn: the tokens to a loss, means over seeds, and a ladder of tiny runs."""
 
-import itertools
 import json
-import math
 
 import pytest
 
 import ladder
 from config import Config, Rung, load_config
-from measure.ladder import stages
+from measure.interleaved.ratio import mean_over_seeds
+from measure.ladder.device import Device
 from measure.ladder.learning import (
-    Mean,
-    draw_curves,
+    mean_curves,
     rows_of,
     share_of_tokens,
     steps_to,
@@ -50,17 +48,11 @@ def test_the_step_of_a_loss_is_on_the_line_between_two_evaluations():
     assert found == [pytest.approx(17.5), 20, 10, None]
 
 
-def test_a_mean_has_students_interval_and_that_of_one_seed_none():
-    assert f"{Mean.of([1.0, 2.0, 3.0])}" == f"2.0000 +- {4.303 / math.sqrt(3):.4f}"
-    assert f"{Mean.of([1.5])}" == "1.5000"
-    assert Mean.of([0.0, 1.0] * 10).high > 0.5 + 2.262 * 0.5 / math.sqrt(20)
-
-
 def test_the_share_of_tokens_is_seed_by_seed_and_none_if_one_never_gets_there():
     first = [{0: 5.0, 10: 4.0}, {0: 5.0, 10: 3.0}]
     ours = [{0: 5.0, 10: 3.0}, {0: 5.0, 10: 1.0}]  # halfway: after 5 steps
     ratio = share_of_tokens(ours, first)
-    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((0.5, 0.5, 0.5))
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.5, 0.5, 0.5))
     assert share_of_tokens(first, ours) is None
     assert share_of_tokens(first[:1], first[:1]).low is None  # one seed has no interval
 
@@ -72,16 +64,15 @@ def fake_losses(run, *losses):
 
 
 @pytest.mark.usefixtures("configs")
-def test_a_curve_leaves_out_the_loss_before_the_first_step_unless_it_is_the_only_common_one(
-    tmp_path,
-):
+def test_a_curve_leaves_out_the_loss_before_the_first_step_unless_it_is_the_only_common_one():
     (stage,) = plan("adamw.yaml")
     runs = with_seeds(stage, 2)
     fake_losses(runs[0], 6.0, 5.0)
     fake_losses(runs[1], 7.0, 4.0)
-    assert draw_curves(tmp_path, {"adamw": runs})[0]["loss"] == [4.5]
+    assert mean_curves({"adamw": runs})[0]["loss"] == [4.5]
     (runs[1].folder / "eval.csv").write_text(f"{EVAL}0,7.0\n3,4.0\n")  # the clock ended it
-    assert draw_curves(tmp_path, {"adamw": runs})[0]["loss"] == [6.5]
+    runs[1].forget()
+    assert mean_curves({"adamw": runs})[0]["loss"] == [6.5]
 
 
 @pytest.mark.usefixtures("configs")
@@ -97,12 +88,13 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
         fake_losses(rungs["aa"][i], 6.0, 5.0, 4.02 - noise)
         fake_losses(rungs["muon"][i], 6.0, 4.0 + noise, 3.0 + noise)
     adamw, aa, muon = rows_of(rungs)
-    assert (str(adamw["loss"]), adamw["lower"]) == ("4.0100 +- 0.0248", None)
-    assert str(aa["lower"]).endswith(" (within noise)")
-    assert (muon["base"], str(muon["lower"])) == ("adamw", "1.0000 +- 0.0000")
+    assert (f"{adamw['loss']:.4f}", adamw["lower"]) == ("4.0100 +- 0.0248", None)
+    assert f"{aa['lower']:.4f}".endswith(" (within noise)")
+    assert (muon["base"], f"{muon['lower']:.4f}") == ("adamw", "1.0000 +- 0.0000")
     assert str(muon["tokens_share"]) == "0.500 (0.500 to 0.500)"
-    assert muon["time_share"].median == pytest.approx(0.5)  # at the same speed
+    assert muon["time_share"].value == pytest.approx(0.5)  # at the same speed
     (rungs["muon"][2].folder / "summary.json").unlink()
+    rungs["muon"][2].forget()
     assert [row["stage"] for row in rows_of(rungs)] == ["adamw", "aa"]
 
 
@@ -121,12 +113,12 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     rows = table(folder / "results.csv")
     assert list(rows) == ["adamw", "muon"]
     runs = with_seeds(plan("adamw.yaml")[0], 2)
-    mean = Mean.of([val_losses(run)[8] for run in runs])
+    mean = mean_over_seeds([val_losses(run)[8] for run in runs])
     figures = [float(rows["adamw"][column]) for column in ("loss", "loss_low", "loss_high")]
     assert figures == pytest.approx([mean.value, mean.low, mean.high])
-    assert f"| adamw | {mean} |" in (folder / "report.md").read_text()
+    assert f"| adamw | {mean:.4f} |" in (folder / "report.md").read_text()
     page = (folder / "report.html").read_text()
-    assert f'<data value="{mean.value}">{mean}</data>' in page
+    assert f'<data value="{mean.value}">{mean:.4f}</data>' in page
     assert (folder / "learning.png").is_file()
     before = [log.stat().st_mtime_ns for log in logs]
     summary = folder / names[0] / "summary.json"  # of another machine: its loss counts
@@ -157,7 +149,7 @@ def test_the_modern_ladder_adds_one_idea_a_rung_to_a_base_and_has_a_rung_of_nois
     assert changed["muon"] == {"optimizer", "muon_lr", "lr"}
     rungs_on = {*Config.names_marked(Rung), "muon_lr", "lr", "bias", "norm_weight"}
     assert all(0 < len(names) <= 3 and names <= rungs_on for names in changed.values())
-    assert all(load_config(stage.side[0]).notes() == [] for stage in rungs)
+    assert all(load_config(str(stage.file)).notes() == [] for stage in rungs)
 
 
 @pytest.mark.usefixtures("configs")
@@ -169,12 +161,15 @@ def test_a_config_without_evaluations_has_nothing_to_compare(tmp_path):
 def test_a_report_alone_shows_all_seeds_of_a_ladder_that_another_device_trained(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(ladder, "probe", None)
-    rungs = stages.plan(["modern"], str(tmp_path), ["--max_steps=8"], {"bf16": False})[1]
-    for run in itertools.chain(*(with_seeds(stage, 2) for stage in rungs)):
-        fake_losses(run, 6.0, 5.0, 4.0)
-    (tmp_path / "modern/base_seed_1.1").mkdir()  # moved aside
-    assert climb("modern", "--report_only", "--log_dir", str(tmp_path)) == 0
+    monkeypatch.setattr(ladder, "measure_device", lambda _: Device(bf16=False))
+    monkeypatch.setattr(
+        ladder, "run_stages", lambda runs, *_, **__: [fake_losses(r, 6.0, 5.0, 4.0) for r in runs]
+    )
+    log_dir = ("--log_dir", str(tmp_path))
+    climb("modern", "--seeds", "2", *OFF, *log_dir, "--", "--max_steps=8")
+    monkeypatch.setattr(ladder, "measure_device", None)
+    (tmp_path / "modern/results.csv").unlink()
+    assert climb("modern", "--report_only", *log_dir) == 0
     assert len(table(tmp_path / "modern/results.csv")) == 12
     report = (tmp_path / "modern/report.md").read_text()
     assert "8 steps of 2,048 tokens; seeds of each rung: 2." in report

@@ -2,6 +2,7 @@
 it without errors and without a network.
 """
 
+import html
 import json
 import math
 import re
@@ -10,18 +11,11 @@ import shutil
 import pytest
 
 from config import load_config
-from measure.ladder.report import report
-from measure.ladder.rungs import pairs_of
-from measure.report.page import (
-    EXPLAINED,
-    FIGURES,
-    OTHER_FACTORS,
-    code_of,
-    curve_of,
-    explained,
-    rung,
-    write_page,
-)
+from measure.ladder.explain import card_of, code_of, explained
+from measure.ladder.record import Predictions
+from measure.ladder.report import FIGURES, report
+from measure.report.page import curve_of, write_page
+from runtime.cli import find_config
 from runtime.errors import UserError
 from runtime.report import project_files
 from tests.conftest import ROOT
@@ -57,16 +51,15 @@ def ladder(tmp_path_factory):
                 | {"git": "d" * 40}
             )
         )
-    pairs = pairs_of(stages)
-    for i, name in enumerate(SPEEDUP[1:-1]):
-        fake_comparison(pairs[name], 0.9 + 0.17 * i)
+        stage.forget()
+    for i, stage in enumerate(stages[1:-1]):
+        fake_comparison(stage, 0.9 + 0.17 * i)
     limits = {"arithmetic": 0.5, "memory": 0.3, "launches": 0.2}
     predicted = {name: {"tokens": 100 + i} | limits for i, name in enumerate(SPEEDUP)}
-    (stages[0].folder.parent / "predicted.json").write_text(
-        json.dumps({"rates": rates().model_dump(), "stages": predicted})
-    )
-    report("speedup", stages, stages[0].folder.parent)
-    return stages[0].folder.parent
+    record = stages[0].record
+    record.predicted = Predictions(rates=rates(), stages=predicted)
+    report("speedup", stages)
+    return record.folder
 
 
 def test_every_number_on_the_page_is_that_of_the_results(ladder):
@@ -75,12 +68,11 @@ def test_every_number_on_the_page_is_that_of_the_results(ladder):
     assert re.findall(r'<article id="(\w+)"', page) == SPEEDUP
     for name, article in zip(SPEEDUP, page.split("<article ")[1:], strict=True):
         shown = [float(value) for value in re.findall(r'<data value="([^"]*)"', article)]
-        columns = ["over_base", "predicted_over_base"] * (name != "baseline")
-        for column in ("published_over_base", "a100_over_base"):
-            columns += [column] * bool(rows[name][column])
-        columns += ["tokens_per_sec", "ms_per_step", "peak_memory_mb", "final_loss"]
-        columns += ["utilization", "predicted_arithmetic", "predicted_memory"]
-        columns += ["predicted_launches", "over_first"]
+        has = {column for column, text in rows[name].items() if text} - {"stage", "base"}
+        bars = [f.name for f in FIGURES if f.bar and f.name in has and rows[name][f.name] != "1.0"]
+        columns = [*bars, *(f.name for f in FIGURES if not f.bar and f.name in has)]
+        assert {"tokens_per_sec", "final_loss", "predicted_memory", "over_first"} < {*columns}
+        assert "over_base" in columns or name == "baseline"
         assert shown == [float(rows[name][column]) for column in columns]
     curves = json.loads(re.search(r'id="curves">(.*?)</script>', page, re.DOTALL)[1])
     ours = [curve for curve in curves if not curve["published"]]
@@ -91,12 +83,13 @@ def test_every_number_on_the_page_is_that_of_the_results(ladder):
     assert "a &lt;made-up&gt; machine" in page
 
 
-def test_the_page_says_what_each_of_its_figures_means(ladder):
+def test_report_and_page_explain_the_figures_in_the_same_words(ladder):
     page = (ladder / "report.html").read_text()
-    meaning = re.search(r"What the figures mean</summary>\s*<ul>(.*?)</ul>", page, re.DOTALL)
-    for label in ("here", *OTHER_FACTORS, *(label for label, _ in FIGURES.values())):
-        assert label in EXPLAINED
-        assert label in meaning[1]
+    meanings = re.search(r"What the figures mean</summary>\s*<ul>(.*?)</ul>", page, re.DOTALL)
+    lines = html.unescape("".join(meanings[1].split("<li>"))).split("</li>")
+    assert len(lines) > 8
+    report = (ladder / "report.md").read_text()
+    assert all(line in report for line in lines)
 
 
 def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):
@@ -138,20 +131,14 @@ def test_the_first_line_of_a_yaml_is_its_title(path):
     assert why[0]
 
 
+def rung(stage, base):
+    return card_of(stage, *(find_config(name).resolve() for name in (stage, base)))
+
+
 def test_a_rung_over_an_earlier_stage_is_named_so_unless_what_is_between_costs_no_time():
-    titles = {
-        (stage, base): rung(stage, stage, base, {}, {}, {})["title"]
-        for stage, base in (
-            ("speedup6", "speedup5"),
-            ("speedup5", "speedup3"),
-            ("speedup6", "baseline"),
-        )
-    }
-    assert [*titles.values()] == [
-        "Flash attention",
-        "torch.compile",
-        "Flash attention, and all before it",
-    ]
+    assert rung("speedup6", "speedup5").title == "Flash attention"
+    assert rung("speedup5", "speedup3").title == "torch.compile"
+    assert rung("speedup6", "baseline").title == "Flash attention, and all before it"
 
 
 def test_a_config_that_needs_the_options_of_its_ladder_has_a_rung(tmp_path):
@@ -159,13 +146,13 @@ def test_a_config_that_needs_the_options_of_its_ladder_has_a_rung(tmp_path):
     (tmp_path / "own.yaml").write_text("# Half steps.\nbase: plain.yaml\ntotal_batch_tokens: 128\n")
     with pytest.raises(UserError):
         load_config(str(tmp_path / "own.yaml"))
-    found = rung("own", tmp_path / "own.yaml", tmp_path / "plain.yaml", {}, {}, {})
-    assert found["title"] == "Half steps"
-    assert any("accumulation_steps" in text for _, _, text in found["code"])
+    found = card_of("own", tmp_path / "own.yaml", tmp_path / "plain.yaml")
+    assert found.title == "Half steps"
+    assert any("accumulation_steps" in text for _, _, text in found.code)
 
 
 def test_the_code_of_a_rung_is_not_that_of_another():
-    text = "".join(code for _, _, code in rung("c", "speedup5", "speedup3", {}, {}, {})["code"])
+    text = "".join(code for _, _, code in rung("speedup5", "speedup3").code)
     assert "torch.compile(" in text
     assert "residual_scaling" not in text
 
@@ -223,7 +210,7 @@ def test_paper_shows_what_a_screen_unfolds(browser, ladder):
 
 def test_curves_without_tokens_or_with_an_infinite_loss_are_drawn(browser, tmp_path):
     curves = [curve_of("NaN, [Infinity]", [1, 2, 3], [5.0, math.nan, math.inf])]
-    write_page(tmp_path / "page.html", "Curves", "", [], [], curves)
+    write_page(tmp_path / "page.html", title="Curves", curves=curves)
     tab, errors = browser.new_page(), list[str]()
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.goto((tmp_path / "page.html").as_uri())

@@ -8,6 +8,7 @@ import torch
 
 from config import Config
 from measure.interleaved import rounds
+from measure.interleaved.comparison import Comparison
 from measure.peers import __main__ as peers
 from measure.peers.__main__ import (
     ROUNDED_TOLERANCE,
@@ -220,14 +221,15 @@ def test_a_side_whose_first_loss_differs_costs_its_group_alone(options, tmp_path
         main(options)
     found = json.loads((tmp_path / "peers/results.json").read_text())
     assert found["failed"][0].startswith("transformers: its first loss is 10.2")
-    (group,) = found["in_turn"]
-    more = [group[0] | {"turns": group[1]["turns"]}, group[1] | {"name": "more"}]
-    more[0]["turns"][-1]["peak_memory_mb"] = 9
-    first, second, third = rows_of([group, more])
+    (sides,) = found["in_turn"]
+    more = [sides[0] | {"turns": sides[1]["turns"]}, sides[1] | {"name": "more"}]
+    sides[0]["turns"] = [turn | {"peak_memory_mb": 9} for turn in sides[0]["turns"]]
+    groups = [Comparison(machine="any", left_out=3, sides=of) for of in (sides, more)]
+    first, second, third = rows_of(groups)
     assert (first["side"], first["tokens_per_sec"], first["ours_over"]) == ("speedup10", 14, None)
-    assert (second["side"], second["ours_over"].median) == ("nanoGPT/model.py", 4)
-    assert (second["first_step_s"], second["memory_ratio"]) == (2, 1 / 9)
-    assert third["memory_ratio"] == 1 / 9, "of the first row's"
+    assert (second["side"], second["ours_over"].value) == ("nanoGPT/model.py", 4)
+    assert (second["first_step_s"], second["memory_ratio"]) == (2, 9)
+    assert third["memory_ratio"] == 9, "of the first row's"
 
 
 def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked, capsys):
@@ -242,6 +244,7 @@ def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, fo
         "peers.png",
         "report.html",
         "report.md",
+        "results.csv",
         "results.json",
     }
     report = (folder / "report.md").read_text()

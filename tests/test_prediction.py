@@ -9,7 +9,8 @@ import torch
 import ladder
 from config import load_config
 from measure.ladder import prediction, roofline
-from measure.ladder.prediction import Rates, predictions
+from measure.ladder.device import Device
+from measure.ladder.record import Record
 from measure.ladder.roofline import count, fuse, predict
 from measure.ladder.stages import plan
 from tests.conftest import CPU, ROOT, TINY
@@ -21,7 +22,9 @@ BF16 = {"avx512_bf16": True}
 
 
 def rates(**changes):
-    return Rates(**{"tflops": FAST, "gigabytes_per_s": 1e9, "launch_us": 0.0} | changes)
+    return Device(
+        **{"name": "cpu", "tflops": FAST, "gigabytes_per_s": 1e9, "launch_us": 0.0} | changes
+    )
 
 
 def config_of(**options):
@@ -112,10 +115,15 @@ def rungs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.yaml").write_text(json.dumps(SMALL | {"device": "cpu"}))
     (tmp_path / "bf16.yaml").write_text("{base: plain.yaml, bf16: true}")
-    found = {"device": "cpu", **rates(tflops={"float32": 1e-3, "bfloat16": 2e-3}).model_dump()}
-    monkeypatch.setattr(ladder, "probe", lambda _: found)
+    found = rates(tflops={"float32": 1e-3, "bfloat16": 2e-3})
+    monkeypatch.setattr(ladder, "measure_device", lambda _: found)
     monkeypatch.setattr(ladder, "run_stages", lambda *_, **__: None)
     return tmp_path / "logs/ladder"
+
+
+def predictions(folder):
+    predicted = Record.load(folder).predicted
+    return predicted.stages if predicted else {}
 
 
 @pytest.mark.usefixtures("in_tmp_path", "forked_processes")
@@ -131,39 +139,37 @@ def test_a_ladder_predicts_its_factors_before_it_runs(rungs, capsys):
 
 @pytest.mark.usefixtures("forked_processes")
 def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(rungs, capsys):
-    stages = plan(["plain.yaml"], "logs", [], {})[1]
     rungs.mkdir(parents=True)
-    (rungs / prediction.FILE).write_text('{"stages": {}}')
-    without_fp32 = rates(tflops={"bfloat16": 1.0}).model_dump()
-    prediction.predict_stages(stages, rungs, without_fp32)
+    older = {"where": "elsewhere", "rates": rates().model_dump(), "stages": {}}
+    (rungs / "predicted.json").write_text(json.dumps(older))
+    stages = plan(["plain.yaml"], "logs", [], Device())[1]
+    assert stages[0].record.predicted
+    prediction.predict_stages(stages, rates(tflops={"bfloat16": 1.0}))
     assert capsys.readouterr().out == "note: nothing is predicted: KeyError: 'float32'\n"
-    assert predictions(rungs) == {}
-    prediction.predict_stages(stages, rungs, {"device": "cpu"})
-    assert not list(rungs.iterdir())
+    assert stages[0].record.predicted is None
+    prediction.predict_stages(stages, Device(name="cpu"))
+    assert "rates could not be measured" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("in_tmp_path", "forked_processes")
 def test_a_ladder_that_goes_on_keeps_the_rates_with_which_it_began(rungs, monkeypatch):
     for name, tflops in (("bf16", 1e-3), ("plain", 5e-3)):
-        found = {
-            "device": "cpu",
-            **rates(tflops={"float32": tflops, "bfloat16": 2e-3}).model_dump(),
-        }
-        monkeypatch.setattr(ladder, "probe", lambda _, found=found: found)
+        found = rates(tflops={"float32": tflops, "bfloat16": 2e-3})
+        monkeypatch.setattr(ladder, "measure_device", lambda _, found=found: found)
         with pytest.raises(Exception, match="no finished stage to report"):
             climb("plain.yaml", f"{name}.yaml", "--rounds", "0")
     found = predictions(rungs)
     assert found["bf16"].tokens_per_sec == pytest.approx(
         2 * found["plain"].tokens_per_sec, rel=0.01
     )
-    other = {"device": "another GPU", **rates().model_dump()}
-    prediction.predict_stages(plan(["plain.yaml"], "logs", [], {})[1], rungs, other)
+    stages = plan(["plain.yaml"], "logs", [], Device())[1]
+    prediction.predict_stages(stages, rates(name="another GPU"))
     assert predictions(rungs).keys() == {"plain"}
 
 
 @pytest.mark.usefixtures("rungs")
-def test_runs_of_several_ranks_are_not_predicted(tmp_path):
-    (stage,) = plan(["plain.yaml"], "logs", [], {})[1]
+def test_runs_of_several_ranks_are_not_predicted():
+    (stage,) = plan(["plain.yaml"], "logs", [], Device())[1]
     stage.ranks = 2
-    prediction.predict_stages([stage], tmp_path, {"device": "cpu", **rates().model_dump()})
-    assert predictions(tmp_path) == {}
+    prediction.predict_stages([stage], rates())
+    assert stage.record.predicted.stages == {}

@@ -31,9 +31,9 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
     command_line("--config", tiny_yaml, *given)
     (folder,) = (tmp_path / "logs/bench").iterdir()
     names = {path.name for path in folder.iterdir()}
-    assert names == {"in_turn.json", "report.md", "results.csv", "scaling.png"}
+    assert names == {"interleaved.json", "report.html", "report.md", "results.csv", "scaling.png"}
 
-    one, two = json.loads((folder / "in_turn.json").read_text())["sides"]
+    one, two = json.loads((folder / "interleaved.json").read_text())["sides"]
     assert len(one["tokens_per_sec"]) == len(two["tokens_per_sec"]) == 6
     assert "--total_batch_tokens 128 --batch_size 4" in one["command"]
     assert "--total_batch_tokens 128 --batch_size 2" in two["command"]

@@ -13,13 +13,11 @@ off than the first. The result is the ratio within a round: its median, with a c
 
 import re
 import shlex
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from config import Config
-from measure.interleaved.ratio import median_ratio
 from measure.interleaved.rounds import (
     RoundsOptions,
     Side,
@@ -29,12 +27,12 @@ from measure.interleaved.rounds import (
 )
 from runtime.cli import Options, parse
 from runtime.errors import UserError, reported
-from runtime.report import items, print_table
+from runtime.report import print_table
 from runtime.start import start
 
 
 class SidesOptions(Options):
-    """what to compare"""
+    """the sides"""
 
     sides: tuple[str, ...] = ()
     """configs; quote one together with options after it, and environment variables before it"""
@@ -64,7 +62,7 @@ def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, s
 
 
 def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Side]:
-    """Return the sides of the command line. Raises UserError for what is no comparison."""
+    """Return the sides of the command line. Raises UserError for fewer than two."""
     texts = options.sides
     if len(texts) < 2:
         raise UserError(
@@ -81,18 +79,13 @@ def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
     """Compare the sides of the command line. Raises UserError."""
     results = Path(options.output) if options.output else None
     sides = plan(options, of_all)
-    rates = run_rounds(sides, options.rounds, options.width, results=results)
+    found = run_rounds(sides, options.rounds, options.width, results=results)
     rows = [
-        (
-            side.name,
-            f"{statistics.median(ours):,.0f}",
-            "" if ours is rates[0] else str(median_ratio(ours, rates[0])),
-            f"{side.answers[-1]['peak_memory_mb']:,.0f}",
-        )
-        for side, ours in zip(sides, rates, strict=True)
+        (side.name, f"{side.median:,.0f}", found.ratio_text(i), f"{side.peak_memory_mb:,.0f}")
+        for i, side in enumerate(found.sides)
     ]
-    columns = items("side", "tokens/s", "x first", "MB")
-    print_table(f"{len(rates[0])} interleaved rounds", columns, rows)
+    headings = ("side", "tokens/s", "x first", "MB")
+    print_table(f"{found.rounds} interleaved rounds", headings, rows)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ from runtime.start import retain_freed_memory
 
 
 def in_fresh_process(function: str, *arguments: Any) -> tuple[Any, str]:
-    """Call a function, `module:name`, in a fresh process, where nothing is warm and peak memory is
-    its own.
+    """Call a function, `module:name`, in a fresh process: nothing is warm, peak memory is its own.
 
-    Returns its result, or None and why there is none.
+    Returns its result, or None and the reason.
     """
     context = multiprocessing.get_context("spawn")
     try:
@@ -41,11 +40,11 @@ def _prepare() -> None:
     parent = multiprocessing.parent_process()
     if parent and not parent.is_alive():  # it ended before this process could ask
         os._exit(1)
-    retain_freed_memory()  # as train.py
+    retain_freed_memory()  # train.py does so too
 
 
 def call(function: str, *arguments: Any) -> tuple[Any, str]:
-    """Call a function, `module:name`; returns its result, or None and a line that says why not."""
+    """Call a function, `module:name`; return its result, or None and the reason."""
     try:
         return pkgutil.resolve_name(function)(*arguments), ""
     except UserError as error:

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import functools
 import itertools
-import json
 import math
 import os
 import re
@@ -21,10 +20,11 @@ from typing import Any
 
 from pydantic import Field
 
+from measure.interleaved.comparison import Comparison, MeasuredSide, Turn
 from measure.interleaved.ratio import FEWEST, median_ratio
-from measure.report.tables import write_json
 from runtime.cli import Options
 from runtime.errors import TrainingError, why_it_failed
+from runtime.files import write_json
 from runtime.launch import environment_of
 from runtime.report import git_commit, machine
 from runtime.signals import exit_when_parent_dies
@@ -53,9 +53,9 @@ def steps_of_a_turn(seconds: float) -> int:
 def interleave(
     sides: Sequence[Callable[[], float]], rounds: int, enough: Callable[[Rates], bool]
 ) -> Rates:
-    """Call every side once a round, in reverse order every other round; returns what they returned.
+    """Call every side once a round, in reverse order every other round; return their results.
 
-    Two rounds come before those that count. Ends after `rounds`, or once they are `enough`.
+    Two rounds come before the ones that count. Ends after `rounds`, or once `enough` is true.
     """
     rates: list[list[float]] = [[] for _ in sides]
     turns = list(zip(sides, rates, strict=True))
@@ -101,13 +101,13 @@ class Side:
     ranks: int = 1
 
     def __enter__(self) -> "Side":
-        self.answers: list[dict[str, Any]] = []  # of rank 0; with several ranks, those of all in it
+        self.turns: list[Turn] = []  # rank 0's, with the turns of all ranks in it
         self.steps = 1  # to take at a time
         of_ranks: list[dict[str, str]] = [{}]
         if self.ranks > 1:
             from torch.distributed import TCPStore
 
-            # as torchrun's agent has one; it lives as long as this object
+            # torchrun's agent has one too; it lives as long as this object
             self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             of_ranks = [environment_of(i, self.ranks, self.store.port) for i in range(self.ranks)]
         self.processes: list[subprocess.Popen[str]] = []
@@ -137,35 +137,35 @@ class Side:
     def train(self) -> float:
         """Take the steps; returns tokens/s. Raises SideError if a rank fails."""
         for process in self.processes:
-            with contextlib.suppress(BrokenPipeError):  # it has ended; its stderr says why
+            with contextlib.suppress(BrokenPipeError):  # it has ended; stderr has the error
                 print(self.steps, file=process.stdin, flush=True)
         answers = self._receive()
-        if not all(answer["asleep"] for answer in answers):
+        if not all(answer.asleep for answer in answers):
             raise SideError(
                 self.name,
                 "its threads keep computing while another side trains; unset OMP_WAIT_POLICY",
             )
-        answer = answers[0] | ({"ranks": answers} if self.ranks > 1 else {})
-        self.answers.append(answer)
-        seconds = sum(answer["seconds"])
-        if len(self.answers) == LEFT_OUT:
+        ranks = {"ranks": answers} if self.ranks > 1 else {}
+        self.turns.append(answers[0].model_copy(update=ranks))
+        seconds = sum(answers[0].seconds)
+        if len(self.turns) == LEFT_OUT:
             self.steps = steps_of_a_turn(seconds / self.steps)
-        return answer["tokens"] / seconds
+        return answers[0].tokens / seconds
 
-    def _receive(self) -> list[dict[str, Any]]:
+    def _receive(self) -> list[Turn]:
         """Read the answers as they come: one rank may fail while the others wait for it."""
-        answers: dict[int, dict[str, Any]] = {}
+        answers: dict[int, Turn] = {}
         pipes: dict[Any, int] = {p.stdout: rank for rank, p in enumerate(self.processes)}
         while pipes:
             for pipe in select.select(list(pipes), [], [])[0]:
                 line = pipe.readline()
                 if not line:
                     raise SideError(self.name, self._why_it_ended())
-                answers[pipes.pop(pipe)] = json.loads(line)
+                answers[pipes.pop(pipe)] = Turn.model_validate_json(line)
         return [answers[rank] for rank in range(self.ranks)]
 
     def _why_it_ended(self) -> str:
-        """Return the reason of the rank that failed by itself; others have only lost that one."""
+        """Return the error of the rank that failed first: the others only report losing it."""
         deadline, reasons = time.monotonic() + OTHERS_END, []
         for process, errors in zip(self.processes, self.errors, strict=True):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -197,46 +197,45 @@ def run_rounds(
     *,
     results: Path | None = None,
     check: Callable[[Side], None] = lambda _: None,
-) -> Rates:
-    """Start the sides and interleave them; returns tokens/s of each in each round.
+) -> Comparison:
+    """Start the sides, interleave them, and return the figures of each in each round.
 
-    `results`: a JSON file to write. `check`: called with every side after its first steps. Raises
-    SideError.
+    `results`: a JSON file to write after each round. `check`: called with every side after its
+    first steps. Raises SideError.
     """
 
+    about: Any = {"machine": machine(), "date": str(datetime.date.today()), "git": git_commit()}
+
+    def compared(rates: Rates) -> Comparison:
+        measured = [
+            MeasuredSide(
+                name=side.name,
+                command=shlex.join(["python", *side.command[1:]]),
+                tokens_per_sec=[*of_side],
+                turns=side.turns,
+            )
+            for side, of_side in zip(sides, rates, strict=True)
+        ]
+        return Comparison(**about, left_out=LEFT_OUT, sides=measured)
+
     def enough(rates: Rates) -> bool:
-        base, *others = rates
+        found = compared(rates)
         if results:
-            write_json(results, results_of(rates, sides))
-        line = f"round {len(base)} of at most {rounds}: "
+            write_json(results, found.dump())
+        line = f"round {found.rounds} of at most {rounds}: "
         line += ", ".join(f"{rate[-1]:,.0f}" for rate in rates) + " tokens/s"
-        if len(base) >= FEWEST:
-            line += "; x first " + ", ".join(str(median_ratio(other, base)) for other in others)
+        if found.rounds >= FEWEST:
+            line += "; x first " + ", ".join(map(found.ratio_text, range(1, len(sides))))
         say(line)
         return is_narrow(rates, width)
 
     with contextlib.ExitStack() as running:
         for side in sides:
             running.enter_context(side)
-        for side in sides:  # the first steps alone, as the compiler times the kernels it chooses
+        for side in sides:  # the first steps alone, since the compiler times kernels to choose one
             side.train()
             check(side)
-        return interleave([side.train for side in sides], rounds, enough)
-
-
-def results_of(rates: Rates, sides: Sequence[Side]) -> dict[str, Any]:
-    """Return the answers of every side as the JSON file has them, with the machine and the code."""
-    answers = [
-        {
-            "name": side.name,
-            "command": shlex.join(["python", *side.command[1:]]),
-            "tokens_per_sec": of_side,
-            "turns": side.answers,
-        }
-        for side, of_side in zip(sides, rates, strict=True)
-    ]
-    about = {"machine": machine(), "date": str(datetime.date.today()), "git": git_commit()}
-    return {**about, "left_out": LEFT_OUT, "sides": answers}
+        return compared(interleave([side.train for side in sides], rounds, enough))
 
 
 # ---- options of commands that interleave
@@ -252,6 +251,6 @@ class RoundsOptions(Options):
 
 
 def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments at `--`: our own options, and those of every training run."""
+    """Split arguments at `--`: the command's own options, and the options of every run."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]

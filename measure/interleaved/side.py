@@ -28,22 +28,22 @@ from runtime.errors import reported
 from runtime.world import joined_world
 from train import Run, setup, take_step
 
-ASLEEP = 0.1  # of one core, below which a process counts as asleep
-# Set where two sides have no room together on a GPU: each frees its cache after its turn.
+ASLEEP = 0.1  # a process that uses less of one core counts as asleep
+# Set if two sides do not fit on a GPU together: each frees its cache after its turn.
 FREES_CACHE = bool(os.environ.get("FREES_CACHE"))
 
 
 def take_stdout() -> TextIO:
-    """Return stdout, for the answers alone: what is printed from here on goes to stderr."""
+    """Return stdout, for the answers alone; later prints go to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
 def serve(answers: TextIO, take_steps: Callable[[int], dict[str, Any]]) -> None:
-    """Take the steps that stdin asks for, and answer, until nobody asks any more.
+    """Take the number of steps on each line of stdin, and answer with their figures.
 
-    Answers once this process sleeps; `asleep` says whether it does.
+    The answer waits until this process sleeps; `asleep` is false if it keeps computing.
     """
     for line in sys.stdin:
         figures = take_steps(int(line)) | {"asleep": falls_asleep()}
@@ -65,7 +65,7 @@ def falls_asleep() -> bool:
 
 
 def take_steps(run: Run, count: int) -> dict[str, Any]:
-    """Take so many steps of the run; returns the figures to answer with."""
+    """Take `count` steps of the run; return the figures to answer with."""
     state, device, world = run.state, run.world.device, run.world
     for _ in range(FREES_CACHE + count):
         take_step(run)
@@ -83,7 +83,7 @@ def take_steps(run: Run, count: int) -> dict[str, Any]:
 
 
 def main(config: Config) -> None:
-    """Train with the options of the command line, as many steps as are asked for."""
+    """Train with the options of the command line, by the steps on stdin."""
     answers = take_stdout()
     with joined_world(choose_device(config.device), config.timeout) as world:
         run = setup(without_end(config), world)

@@ -1,1 +1,1 @@
-"""Ladders: stages, rungs, predictions, and what a rung learns."""
+"""Ladders: stages, rungs, predictions, losses."""

@@ -1,5 +1,5 @@
-"""Compare what the rungs of a ladder learn: their losses over several seeds, and the tokens and the
-time after which they have the loss that the first rung ends with.
+"""Compare the losses of a ladder's rungs over several seeds, and the tokens and the time to reach
+the first rung's final loss.
 
 All compare runs of equal tokens, seed by seed: equal seeds have the same data in the same order.
 """
@@ -8,95 +8,85 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from config import DataConfig, ModelConfig, OptimizationConfig
-from measure.interleaved.ratio import Ratio, product
-from measure.ladder.report import failures_of, left_out
-from measure.ladder.rungs import Pair, ablated, compare, pairs_of
+from measure.interleaved.ratio import mean_over_seeds, product
+from measure.ladder import rungs as speeds
+from measure.ladder.explain import card_of
+from measure.ladder.record import Record
+from measure.ladder.report import failures_of, keep, left_out
+from measure.ladder.rungs import ablated
 from measure.ladder.stages import Stage, make_stage, seed_name, with_bases
-from measure.report.page import INTERVALS, curve_of, rung, write_page
-from measure.report.tables import Row, write_csv, write_report
+from measure.report.page import curve_of
+from measure.report.report import Figure, Report, Row
 from runtime.errors import UserError
-from runtime.report import draw_losses, field
-from runtime.runlog import EVAL_COLUMNS, curve, read_rows
+from runtime.report import Estimate, draw_losses
+from runtime.runlog import curve
 
 Curve = dict[int, float]  # validation loss by step
-# Student's t: how many standard errors of the mean the 95% interval reaches to each side, for 1 to
-# 9 degrees of freedom, one less than there are seeds. That of 9 serves for more, on the safe side.
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-COLUMNS = [
-    field("rung", "stage"),
-    field("validation loss", "loss"),
-    field("lower than base's by", "lower"),
-    field("base", "base"),
-    field("tokens to the first's loss", "tokens_share"),
-    field("speed", "speed"),
-    field("time to the first's loss", "time_share"),
+Rungs = Mapping[str, Sequence[Stage]]  # the runs of each rung, one per seed
+NOISE = (
+    "after +-: the half width of the mean's 95% interval over the seeds, by Student's t; within "
+    "noise: the interval contains 0. The apparent worth of a rung that adds nothing is noise too"
+)
+FIGURES = [
+    Figure("stage", "rung"),
+    Figure(
+        "loss",
+        "validation loss",
+        ".4f",
+        "of the last step, in nats per token, the mean over the seeds",
+    ),
+    Figure(
+        "lower",
+        "lower than base's by",
+        ".4f",
+        f"the mean difference from the rung that it changes, seed by seed; {NOISE}",
+    ),
+    Figure("base", "base"),
+    Figure(
+        "tokens_share",
+        "tokens to the first's loss",
+        meaning="the share of all tokens after which a rung reaches the first rung's final loss, "
+        "on straight lines between evaluations; geometric mean over the seeds",
+        bar=True,
+    ),
+    Figure("speed", "speed", meaning="tokens/s over the first rung's"),
+    Figure(
+        "time_share",
+        "time to the first's loss",
+        meaning="the share of tokens over the speed, with the intervals of both combined",
+        bar=True,
+    ),
 ]
-FIGURES = {
-    "loss": ("validation loss", ""),
-    "lower": ("lower than base's by", ""),
-    "speed": ("speed", ""),
-}
-EXPLAINED = f"""\
-- validation loss: at the end, in nats per token, the mean over the seeds.
-- lower than base's by: the mean difference from the rung that it changes, seed by seed. After \
-+-: the half width of the mean's 95% interval, by Student's t; within noise: it holds 0. What a \
-rung that adds nothing seems to be worth is noise too.
-- tokens to the first's loss: after which share of all tokens a rung has the loss that the first \
-one ends with, on straight lines between evaluations; geometric mean over the seeds.
-- speed: tokens/s over the first rung's. {INTERVALS}
-- time: the share of tokens over the speed, with the intervals of both combined."""
+WORTH = [
+    Figure("optimization", "optimization"),
+    Figure(
+        "first",
+        "on first",
+        ".4f",
+        "the decrease of the final validation loss from none to this optimization alone, in nats "
+        f"per token; {NOISE}",
+    ),
+    Figure("last", "on last", ".4f", "the decrease from all but this one to all"),
+]
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A mean over seeds, and its 95% interval; no interval for one seed."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    def __str__(self) -> str:
-        text = f"{self.value:.4f}"
-        return text if self.high is None else f"{text} +- {self.high - self.value:.4f}"
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """Compute the mean of at least one value, and its interval."""
-        mean, n = statistics.fmean(values), len(values)
-        if n == 1:
-            return cls(mean)
-        t = STUDENT_T[min(n, len(STUDENT_T) + 1) - 2]
-        half = t * statistics.stdev(values) / math.sqrt(n)
-        return cls(mean, mean - half, mean + half)
-
-
-class Difference(Mean):
-    """A mean difference over seeds, which may be noise."""
-
-    def __str__(self) -> str:
-        low, high = (self.value if end is None else end for end in (self.low, self.high))
-        return f"{super().__str__()}{' (within noise)' * (low <= 0 <= high)}"
-
-
-def with_seeds(stage: Stage, seeds: int) -> list[Stage]:
+def with_seeds(stage: Stage, seeds: int, name: str = "") -> list[Stage]:
     """Return a run of the stage for each seed: the one of its config, the next, ...
 
-    Raises UserError for a config that does not evaluate.
+    `name`: of the runs, without the seed. Raises UserError for a config that does not evaluate.
     """
+    name, first = name or stage.name, stage.config.seed
     if not stage.config.eval_every:
-        raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
-    first, (config, _, *options) = stage.config.seed, stage.side  # _: --keep_last=0
+        raise UserError(f"{name}: sets no eval_every, so it has no validation loss")
     runs = [
         make_stage(
-            seed_name(stage.name, n), config, stage.config.log_dir, [*options, f"--seed={n}"]
+            seed_name(name, seed), str(stage.file), stage.record, [*stage.options, f"--seed={seed}"]
         )
-        for n in range(first, first + seeds)
+        for seed in range(first, first + seeds)
     ]
     for run in runs:
         run.ranks = stage.ranks
@@ -104,31 +94,37 @@ def with_seeds(stage: Stage, seeds: int) -> list[Stage]:
 
 
 def ablation_rungs(
-    config: str, of_runs: Sequence[str], folder: str, seeds: int
+    config: str, options: Sequence[str], record: Record, seeds: int
 ) -> tuple[list[str], dict[str, list[Stage]]]:
-    """Return which optimizations of a config change what is learned, and the rungs that tell by
-    how much: `none` and `all` of them, each alone (`NAME_first`), and all but each (`NAME_last`).
+    """Return the optimizations of a config that change the loss, and the rungs to train.
+
+    The rungs: `none` and `all` of them, each alone (`NAME_first`), and all but each (`NAME_last`).
     """
     sections = (ModelConfig, DataConfig, OptimizationConfig)
-    sides = ablated(config, of_runs, {name for s in sections for name in s.model_fields})
-    named: dict[str, list[str]] = {}
-    for name, (none, alone, without, with_all) in sides.items():
-        named |= {"none": none, "all": with_all, f"{name}_first": alone, f"{name}_last": without}
-    return [*sides], {
-        name: with_seeds(make_stage(name, side[0], folder, side[1:]), seeds)
-        for name, side in named.items()
+    among = {name for section in sections for name in section.model_fields}
+    rungs = ablated(config, options, record, among)
+    named = dict[str, Stage | None]()
+    for first, last in rungs.values():
+        named |= {"none": first.base, "all": last, first.name: first, last.name: last.base}
+    return [*rungs], {
+        name: with_seeds(stage, seeds, name) for name, stage in named.items() if stage
     }
 
 
 def val_losses(run: Stage) -> Curve:
-    """Read what a run has evaluated."""
-    steps, losses = curve(read_rows(run.folder / "eval.csv", EVAL_COLUMNS), "val_loss")
-    return dict(zip(steps, losses, strict=True))
+    """Return the validation losses of a finished run."""
+    assert run.finished
+    return dict(zip(*curve(run.finished.eval, "val_loss"), strict=True))
 
 
 def last(losses: Curve) -> float:
-    """Return the loss at the end."""
+    """Return the final loss."""
     return losses[max(losses)]
+
+
+def finished(rungs: Rungs) -> Rungs:
+    """Return the rungs whose runs have all finished."""
+    return {name: runs for name, runs in rungs.items() if all(run.finished for run in runs)}
 
 
 def steps_to(losses: Curve, loss: float) -> float | None:
@@ -141,10 +137,10 @@ def steps_to(losses: Curve, loss: float) -> float | None:
     return None
 
 
-def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Ratio | None:
-    """Return after which share of the first rung's tokens a rung has its loss at the end.
+def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Estimate | None:
+    """Return the share of the tokens that a rung needs to reach the first rung's final loss.
 
-    The geometric mean over the seeds, with its interval. None: not with every seed.
+    The geometric mean over the seeds, with its interval. None if a seed never reaches it.
     """
     logs = []
     for losses, theirs in zip(ours, first, strict=True):
@@ -152,37 +148,34 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Ratio | No
         if not step:
             return None
         logs.append(math.log(step / max(theirs)))
-    mean = Mean.of(logs)
-    return Ratio(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
+    mean = mean_over_seeds(logs)
+    return Estimate(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
 
 
-def lower_by(base: Sequence[float], ours: Sequence[float]) -> Difference:
-    """Return by how much our losses are lower than the base's, seed by seed."""
-    return Difference.of([theirs - loss for theirs, loss in zip(base, ours, strict=True)])
+def lower_by(base: Sequence[float], ours: Sequence[float]) -> Estimate:
+    """Return the mean decrease of the loss from the base to a rung, seed by seed."""
+    return mean_over_seeds([theirs - loss for theirs, loss in zip(base, ours, strict=True)])
 
 
-def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
-    """Return a row for each rung whose runs are finished, as the first rung's have to be."""
-    done = {name: runs for name, runs in rungs.items() if all(run.summary() for run in runs)}
-    curves = {name: [val_losses(run) for run in runs] for name, runs in done.items()}
+def rows_of(rungs: Rungs) -> list[Row]:
+    """Return a row for each finished rung; none if the first one is not finished."""
+    curves = {name: [val_losses(run) for run in runs] for name, runs in finished(rungs).items()}
+    ends = {name: [last(losses) for losses in of_seeds] for name, of_seeds in curves.items()}
     names = {runs[0].name: name for name, runs in rungs.items()}
     heads = with_bases([runs[0] for runs in rungs.values()])
     bases = {names[stage.name]: names[(stage.base or stage).name] for stage in heads}
-    speeds = {names[row["stage"]]: row["over_first"] for row in compare(heads)}
+    over_first = {names[row["stage"]]: row["over_first"] for row in speeds.rows_of(heads)}
     first, rows = next(iter(rungs)), list[Row]()
-    for name in done if first in done else []:
-        ends, base = [last(losses) for losses in curves[name]], bases[name]
-        lower = None
-        if base in curves and base != name:
-            lower = lower_by([last(losses) for losses in curves[base]], ends)
-        tokens = Ratio(1.0) if name == first else share_of_tokens(curves[name], curves[first])
-        speed = speeds[name]
+    for name in curves if first in curves else []:
+        base, speed = bases[name], over_first[name]
+        is_compared = base in curves and base != name
+        tokens = Estimate(1.0) if name == first else share_of_tokens(curves[name], curves[first])
         rows.append(
             {
                 "stage": name,
                 "base": base,
-                "loss": Mean.of(ends),
-                "lower": lower,
+                "loss": mean_over_seeds(ends[name]),
+                "lower": lower_by(ends[base], ends[name]) if is_compared else None,
                 "tokens_share": tokens,
                 "speed": speed,
                 "time_share": tokens and product([tokens, speed.inverse]),
@@ -191,89 +184,91 @@ def rows_of(rungs: Mapping[str, Sequence[Stage]]) -> list[Row]:
     return rows
 
 
-def report_learned_ablation(
-    title: str, names: Sequence[str], rungs: Mapping[str, Sequence[Stage]], folder: Path
-) -> list[str]:
-    """Report by how much each optimization lowers the loss, on first and on last; returns what
-    failed.
+def report_learned_ablation(title: str, names: Sequence[str], rungs: Rungs) -> list[str]:
+    """Report the decrease of the loss by each optimization, on first and last; return the failures.
 
     Raises UserError, or TrainingError after failures, if nothing is finished.
     """
-    done = {name: runs for name, runs in rungs.items() if all(run.summary() for run in runs)}
+    done, stages = finished(rungs), [*chain(*rungs.values())]
     ends = {name: [last(val_losses(run)) for run in runs] for name, runs in done.items()}
     rows = list[Row]()
     for name in names:
-        row: Row = {"optimization": name}
         pairs = {"first": ("none", f"{name}_first"), "last": (f"{name}_last", "all")}
-        for column, (base, other) in pairs.items():
-            if base in ends and other in ends:
-                row[column] = lower_by(ends[base], ends[other])
-        if len(row) > 1:
-            rows.append(row)
-    failures = failures_of(chain(*rungs.values()))
-    write_report(
-        folder / "report.md",
+        row: Row = {
+            column: lower_by(ends[base], ends[other])
+            for column, (base, other) in pairs.items()
+            if base in ends and other in ends
+        }
+        if row:
+            rows.append({"optimization": name, **row})
+    failures, folder = failures_of(stages), stages[0].record.folder
+    Report(
+        folder,
         f"What each optimization of {title} learns",
-        [field("optimization", "optimization"), field("on first", "first"), field("last", "last")],
+        WORTH,
         rows,
-        failures + left_out(chain(*rungs.values())),
-        "on first: by how much the validation loss at the end is lower with this optimization "
-        "alone than with none, in nats per token. last: with all than with all but this one. After "
-        "+-: the half width of the 95% interval over the seeds, by Student's t; within noise: it "
-        "holds 0. All other options, such as learning rates, stay as they are.",
-    )
-    write_csv(folder / "results.csv", rows)
-    draw_curves(folder, done)
+        remarks=failures + left_out(stages),
+        meaning="All other options, such as learning rates, stay as they are.",
+        pictures={"learning.png": "validation losses"},
+        curves=mean_curves(done),
+    ).write()
+    draw_losses(folder / "learning.png", {}, means_of(done))
+    keep(stages)
     return failures
 
 
-def draw_curves(folder: Path, rungs: Mapping[str, Sequence[Stage]]) -> list[dict[str, Any]]:
-    """Draw the validation losses of each rung, means over the seeds, as learning.png; returns them
-    for a page.
-    """
+def means_of(rungs: Rungs) -> dict[str, tuple[list[int], list[float]]]:
+    """Return the validation losses of each finished rung, means over the seeds."""
     means = {}
     for name, runs in rungs.items():
         of_seeds = [val_losses(run) for run in runs]
         steps = [step for step in of_seeds[0] if all(step in losses for losses in of_seeds)]
-        steps = steps[1:] or steps  # the first is before the first step, where all guess
+        steps = steps[1:] or steps  # the first evaluation comes before any training
         means[name] = steps, [statistics.fmean(c[step] for c in of_seeds) for step in steps]
-    draw_losses(folder / "learning.png", {}, means)
-    tokens = next(iter(rungs.values()))[0].config.tokens_per_step(1)
-    return [curve_of(name, *losses, tokens_per_step=tokens) for name, losses in means.items()]
+    return means
 
 
-def report_learning(
-    ladder: str, rungs: Mapping[str, Sequence[Stage]], folder: Path, pairs: Sequence[Pair]
-) -> list[str]:
-    """Report what the finished rungs have learned, with learning.png; returns what failed.
+def mean_curves(rungs: Rungs) -> list[dict[str, Any]]:
+    """Return the mean validation losses of each finished rung for a page."""
+    return [
+        curve_of(name, *losses, tokens_per_step=rungs[name][0].config.tokens_per_step(1))
+        for name, losses in means_of(rungs).items()
+    ]
+
+
+def report_learning(ladder: str, rungs: Rungs) -> list[str]:
+    """Report the losses of the finished rungs, with learning.png; returns the failures.
 
     Raises UserError, or TrainingError after failures, if nothing is finished.
     """
     rows, runs = rows_of(rungs), [*chain(*rungs.values())]
-    failures, config = failures_of([*runs, *pairs]), runs[0].config
-    where = dict.fromkeys(summary.about for run in runs if (summary := run.summary()))
-    title = f"What the rungs of {ladder} learn"
-    write_report(
-        folder / "report.md",
-        title,
-        COLUMNS,
-        rows,
-        failures + left_out([*runs, *pairs_of([of[0] for of in rungs.values()]).values()]),
-        EXPLAINED,
-        f"{config.max_steps:,} steps of {config.tokens_per_step(1):,} tokens; seeds of each rung: "
-        f"{len(next(iter(rungs.values())))}. {'; '.join(where)}.",
-        "![validation losses](learning.png)",
-    )
-    write_csv(folder / "results.csv", rows)
-    curves = draw_curves(folder, {row["stage"]: rungs[row["stage"]] for row in rows})
-    files = {name: runs[0].file for name, runs in rungs.items()}
-    pages = []
-    for row in rows:
-        name, shares = row["stage"], {"tokens": row["tokens_share"], "time": row["time_share"]}
-        pages.append(rung(name, files[name], files[row["base"]], shares, row, FIGURES))
-    headline, first = "", rows[0]["stage"]
-    if ends := [(row["tokens_share"].median, row["stage"]) for row in rows if row["tokens_share"]]:
+    failures, config, folder = failures_of(runs), runs[0].config, runs[0].record.folder
+    where = dict.fromkeys(run.finished.summary.about for run in runs if run.finished)
+    done = {row["stage"]: rungs[row["stage"]] for row in rows}
+    headline = ""
+    if ends := [(row["tokens_share"].value, row["stage"]) for row in rows if row["tokens_share"]]:
         least, best = min(ends)
+        first = rows[0]["stage"]
         headline = f"{best} has the loss that {first} ends with after {least:.0%} of the tokens."
-    write_page(folder / "report.html", title, headline, [*where], pages, curves, EXPLAINED)
+    Report(
+        folder,
+        f"What the rungs of {ladder} learn",
+        FIGURES,
+        rows,
+        remarks=failures + left_out(runs),
+        about=[
+            f"{config.max_steps:,} steps of {config.tokens_per_step(1):,} tokens; seeds of each "
+            f"rung: {len(next(iter(rungs.values())))}.",
+            *where,
+        ],
+        pictures={"learning.png": "validation losses"},
+        cards=[
+            card_of(row["stage"], rungs[row["stage"]][0].file, rungs[row["base"]][0].file)
+            for row in rows
+        ],
+        curves=mean_curves(done),
+        headline=headline,
+    ).write()
+    draw_losses(folder / "learning.png", {}, means_of(done))
+    keep(runs)
     return failures

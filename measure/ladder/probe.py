@@ -1,12 +1,12 @@
-"""Measure what a ladder needs to know of a device before it begins."""
-
-from typing import Any
+"""Measure the rates of a device before a ladder begins."""
 
 import torch
 
+from measure.ladder.device import Device
 from runtime.device import (
     choose_device,
     device_name,
+    has_bf16,
     matmul_rates,
     steady,
     timed,
@@ -25,7 +25,7 @@ def copy_rate(device: torch.device) -> float | None:
 
 
 def launch_us(device: torch.device) -> float | None:
-    """Measure the microseconds of an operation that has nothing to do; None if not steady."""
+    """Measure the microseconds of the smallest operation; None if they are not steady."""
     one, times = torch.ones(1, device=device), 1000
 
     def launch() -> None:
@@ -36,23 +36,19 @@ def launch_us(device: torch.device) -> float | None:
     return seconds and 1e6 / times * seconds
 
 
-def find_out(name: str) -> dict[str, Any]:
-    """Return name, number and memory (MiB) of the device, its rates, as prediction.py wants
-    them, and whether it has bfloat16 and, on a CPU, faster fp32 matmuls.
-
-    `name`: auto, cuda, mps or cpu. There is no `tflops` if the device is too busy to measure them.
-    """
+def measure(name: str) -> Device:
+    """Measure a device: auto, cuda, mps or cpu. If it is busy, its rates are missing."""
     device = choose_device(name)
     on_gpu = device.type == "cuda"
     left = min(physical_memory(), memory_left())
     memory = torch.cuda.mem_get_info(device)[0] if on_gpu else left
-    rates = matmul_rates(device)
-    return {
-        "device": device_name(device),
-        "gpus": torch.cuda.device_count() if on_gpu else 0,
-        "memory_mb": memory / 2**20,
-        "gigabytes_per_s": copy_rate(device),
-        "launch_us": launch_us(device),
-        "bf16": not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False),
-        "medium": device.type == "cpu" and usable_precision(device, "medium") == "medium",
-    } | ({"tflops": rates} if rates else {})
+    return Device(
+        name=device_name(device),
+        gpus=torch.cuda.device_count() if on_gpu else 0,
+        memory_mb=memory / 2**20,
+        tflops=matmul_rates(device) or {},
+        gigabytes_per_s=copy_rate(device),
+        launch_us=launch_us(device),
+        bf16=has_bf16(device),
+        medium=device.type == "cpu" and usable_precision(device, "medium") == "medium",
+    )

@@ -1,156 +1,210 @@
-"""Report a ladder, an ablation, and ladders of several machines: tables and pictures."""
+"""Report a ladder, an ablation, and ladders of several machines."""
 
 import csv
-import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, cycle
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from measure.interleaved.ratio import Ratio
+from measure.ladder.explain import card_of
 from measure.ladder.quick import SUFFIX
-from measure.ladder.rungs import COMPARED, Pair, compare, counterpart, pairs_of
-from measure.ladder.stages import Stage, published_rows, series, series_folder
-from measure.report.page import (
-    INTERVALS,
-    card,
-    curve_of,
+from measure.ladder.record import Record
+from measure.ladder.rungs import COMPARED, counterpart, rows_of
+from measure.ladder.stages import (
+    Stage,
     in_place_of_bf16,
-    rung,
-    title_of,
-    write_ladder_page,
-    write_page,
+    published_rows,
+    series,
+    series_folder,
 )
-from measure.report.tables import (
-    PEAK_MEMORY,
-    TOKENS_PER_SEC,
-    Row,
-    draw_panels,
-    write_csv,
-    write_report,
-)
+from measure.report.page import curve_of, write_page
+from measure.report.report import Card, Figure, Report, Row
+from measure.report.tables import PEAK_MEMORY, draw_panels
 from runtime.errors import UserError
-from runtime.report import (
-    COLOURS,
-    draw_bars,
-    draw_losses,
-    field,
-    items,
-)
+from runtime.report import Estimate, draw_losses
 from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 
-COLUMNS = [
-    field("stage", "stage"),
-    TOKENS_PER_SEC,
-    field("x base", "over_base"),
-    field("x first", "over_first"),
-    field("loss", "final_loss", ".3f"),
+FIGURES = [
+    Figure("stage", "stage"),
+    Figure(
+        "tokens_per_sec",
+        "tokens/s",
+        ",.0f",
+        "the median without the first steps, which compile and warm up",
+    ),
+    Figure(
+        "over_base",
+        "x base",
+        meaning="tokens/s over those of its base, the stage that it changes (or the stage before, "
+        "if that one is not in this ladder)",
+        bar=True,
+    ),
+    Figure(
+        "over_first",
+        "x first",
+        meaning="tokens/s over those of the first stage, the product of such factors",
+    ),
+    Figure("final_loss", "loss", ".3f", "of the last step, nats per token"),
     PEAK_MEMORY,
-    field("predicted", "predicted_over_base", ".2f"),
-    field("published", "published_over_base", ".2f"),
-    field("A100", "a100_over_base", ".2f"),
-    field("diff.", "loss_difference", ".3f"),
-    field("ms/step", "ms_per_step", ",.0f"),
-    field("base", "base"),
-    field("first step, s", "first_step_s", ".1f"),
-    field("MFU", "utilization", ".0%"),
-    field("published tokens/s", "published_tokens_per_sec", ",.0f"),
+    Figure(
+        "predicted_over_base",
+        "predicted",
+        ".2f",
+        "x base, computed before it was timed from counted work and this machine's rates "
+        "(docs/why.md)",
+        bar=True,
+    ),
+    Figure(
+        "published_over_base",
+        "published",
+        ".2f",
+        "x base in the published times, on the publisher's GPU. The speedup ladder's times from "
+        "speedup1 on are not compared: they were read without waiting for the GPU. ddp was "
+        "published for two RTX 4090",
+        bar=True,
+    ),
+    Figure("a100_over_base", "A100", ".2f", "x base of the same step in the a100 series", bar=True),
+    Figure(
+        "loss_difference",
+        "diff.",
+        ".3f",
+        f"mean absolute difference from the published loss curve over steps {COMPARED[0]} to "
+        f"{COMPARED[-1]}, or fewer in a shorter run. The published speedup1 to 3 did not do what "
+        "their notes claim: `python ladder.py as_logged` compares runs that do",
+    ),
+    Figure("ms_per_step", "ms/step", ",.0f", "a median, like tokens/s"),
+    Figure("base", "base"),
+    Figure("first_step_s", "first step, s", ".1f"),
+    Figure(
+        "utilization",
+        "MFU",
+        ".0%",
+        "the model's FLOPs per second over the measured rate of a large matmul on this device",
+    ),
+    Figure("published_tokens_per_sec", "published tokens/s", ",.0f"),
+    Figure("predicted_arithmetic", "arithmetic", ".0%", "predicted share of a step"),
+    Figure("predicted_memory", "memory", ".0%", "predicted share of a step"),
+    Figure("predicted_launches", "launches", ".0%", "predicted share of a step"),
 ]
-COLUMNS_EXPLAINED = f"""\
-- x base: speed over that of its base, the stage that it changes (or the stage before, where that \
-is not in this ladder). {INTERVALS}
-- x first: speed over that of the first stage, the product of such factors.
-- tokens/s and ms/step: medians without the first steps, which compile and warm up.
-- MB: peak memory in MiB, of the GPU's tensors on CUDA, else of the process.
-- loss: of the last step, nats per token.
-- diff.: mean absolute difference from the published curve over steps {COMPARED[0]} to \
-{COMPARED[-1]}, or as many of them as ran. The published speedup1 to 3 did not do \
-what their notes claim: `python ladder.py as_logged` compares runs that do.
-- MFU: the model's FLOPs per second as a share of what a large matmul reaches on this device.
-- predicted: the same factor over the base, before it was timed, from counted work and this \
-machine's rates (docs/why.md).
-- published: the same factor over the base in the published times, on the GPU of whoever \
-published them. Those of the speedup ladder from speedup1 on are not compared: they were read \
-without waiting for the GPU. ddp was published of two RTX 4090.
-- A100: the factor of the same step in the a100 series."""
 
 
-def failures_of(parts: Iterable[Stage | Pair]) -> list[str]:
-    """Return a line for each stage or pair that failed."""
-    return [f"failed: {part.name}: {part.error}" for part in parts if part.error]
+def failures_of(stages: Iterable[Stage]) -> list[str]:
+    """Return a line for each stage that failed."""
+    return [f"failed: {stage.name}: {stage.error}" for stage in stages if stage.error]
 
 
-def left_out(parts: Iterable[Stage | Pair]) -> list[str]:
-    """Return a line for each stage or pair whose stored results do not count, with the reason."""
-    return [
-        f"note: {part.name} is left out: {place}: {reason}"
-        for part in parts
-        if not part.error and (reason := part.read()[1])
-        for place in [part.folder if isinstance(part, Stage) else part.path]
-    ]
+def left_out(stages: Iterable[Stage]) -> list[str]:
+    """Return a line for each run and comparison that does not count, with the reason."""
+    lines = list[str]()
+    for stage in stages:
+        if stage.error:
+            continue
+        if reason := stage.run_or_reason[1]:
+            lines.append(f"note: {stage.name} is left out: {stage.folder}: {reason}")
+        elif reason := stage.comparison()[1]:
+            rounds = f"note: the interleaved rounds of {stage.name} are left out"
+            lines.append(f"{rounds}: {stage.record.folder}: {reason}")
+    return lines
+
+
+def keep(stages: Iterable[Stage]) -> None:
+    """Copy the finished runs of a ladder into its record, and write it."""
+    stages = list(stages)
+    record = stages[0].record
+    record.runs |= {stage.name: stage.finished for stage in stages if stage.finished}
+    record.save()
 
 
 # ---- a ladder
 
 
-def report(
-    ladder: str, stages: Sequence[Stage], folder: Path, pairs: Sequence[Pair] = ()
-) -> list[str]:
-    """Report what is finished, with speed.png and loss.png; returns what failed.
+def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
+    """Report the finished stages, with speed.png and loss.png; returns the failures.
 
     Raises UserError, or TrainingError after failures, if nothing is finished.
     """
-    rows = compare(stages)
+    rows, folder = rows_of(stages), stages[0].record.folder
+    done = [stage for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
-    title = "A ladder" if ladder == "ladder" else f"The {name} ladder"
-    failures = failures_of([*stages, *pairs])
-    alike: dict[str, list[str]] = {}  # the names of the runs of which the same is to be said
-    for stage in stages:
-        if s := stage.summary():
-            tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
-            about = f"{s.steps} steps of {tokens}; {s.about}, {s.day}"
-            alike.setdefault(about, []).append(f"`{stage.name}`")
-    curves = {
+    runs = dict[str, list[str]]()  # names of stages by the description of their runs
+    places = dict[str, None]()  # a set in order
+    for stage in done:
+        run = stage.finished
+        assert run
+        tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
+        about = f"{run.summary.steps} steps of {tokens}; {run.summary.about}, {run.summary.day}"
+        runs.setdefault(about, []).append(f"`{stage.name}`")
+        places[f"{run.summary.machine}, {run.summary.day}"] = None
+    options = shlex.join(
+        word for word in stages[0].options if all(word in stage.options for stage in stages)
+    )
+    cards = [
+        card_of(stage.name, stage.file, stage.base.file if stage.base else stage.file)
+        for stage in done
+    ]
+    published = {
         stage.name: {
             "published": curve(published_rows(stage.published.log)),
-            "measured": curve(read_rows(stage.folder / "log.csv")),
+            "measured": curve(stage.finished.log),
         }
-        for stage in stages
-        if stage.published.log and stage.summary()
+        for stage in done
+        if stage.published.log and stage.finished
     }
-    write_report(
-        folder / "report.md",
-        title,
-        [column for column in COLUMNS if any(map(column.cell, rows))],
+    failures = failures_of(stages)
+    Report(
+        folder,
+        "A ladder" if ladder == "ladder" else f"The {name} ladder",
+        FIGURES,
         rows,
-        failures + left_out([*stages, *pairs_of(stages).values()]),
-        COLUMNS_EXPLAINED,
-        "![what each stage is worth](speed.png)",
-        "![loss curves, measured over published](loss.png)" if curves else "",
-        in_place_of_bf16(stages),
-        "\n".join(f"- {', '.join(names)}: {about}" for about, names in alike.items()),
-    )
-    write_csv(folder / "results.csv", rows)
-    draw_worth(folder / "speed.png", stages, rows)
-    if curves:
-        draw_panels(folder / "loss.png", curves, "step", "loss, nats per token")
-    write_ladder_page(folder / "report.html", title, stages, rows)
+        remarks=failures + left_out(stages),
+        about=[
+            *(f"{', '.join(names)}: {about}" for about, names in runs.items()),
+            *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
+        ],
+        pictures={"loss.png": "loss curves, measured over published"} if published else {},
+        bars="speed.png",
+        where="; ".join(places),
+        cards=cards,
+        curves=loss_curves(done, cards),
+        headline=headline_of(rows, cards),
+    ).write()
+    if published:
+        draw_panels(folder / "loss.png", published, "step", "loss, nats per token")
+    keep(stages)
     return failures
 
 
-def draw_worth(path: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> None:
-    """Draw the factor of each finished stage over its base, beside that of an A100."""
-    rows = rows[1:]
-    done = [stage for row in rows for stage in stages if stage.name == row["stage"]]
-    series = {"here, over the stage that it changes": [row["over_base"] for row in rows]}
-    if any(row["a100_over_base"] for row in rows):
-        on_a100 = [row["a100_over_base"] for row in rows]
-        series["an A100, published"] = [factor and Ratio(factor) for factor in on_a100]
-    summaries = filter(None, (stage.summary() for stage in stages))
-    about = dict.fromkeys(f"{summary.machine}, {summary.day}" for summary in summaries)
-    if done:
-        titles = [title_of(s.name, s.file, s.base.file if s.base else s.file) for s in done]
-        names = [f"{title} ({stage.name})" for title, stage in zip(titles, done, strict=True)]
-        draw_factors(path, names, series, "; ".join(about))
+def headline_of(rows: Sequence[Row], cards: Sequence[Card]) -> str:
+    """Return how far the ladder leads, and its best rungs."""
+    if not rows:
+        return ""
+    headline = f"{max(row['over_first'].value for row in rows):.1f} times as fast as "
+    headline += f"{cards[0].title.lower()}."
+    best = sorted(
+        (-factor.value, f" {card.title}: {factor}.")
+        for card, row in zip(cards, rows, strict=True)
+        if (factor := row["over_base"]) and factor.ends[0] > 1
+    )
+    return headline + "".join(text for _, text in best[:2])
+
+
+def loss_curves(stages: Sequence[Stage], cards: Sequence[Card]) -> list[dict[str, Any]]:
+    """Return the loss curves of finished stages, then the published ones."""
+    curves, published = [], []
+    for stage, card in zip(stages, cards, strict=True):
+        assert stage.finished
+        log, ranks = stage.finished.log, stage.finished.summary.world_size
+        tokens, times = stage.config.tokens_per_step, curve(log, "dt_ms")[1]
+        curves.append(curve_of(card.title, *curve(log), times, tokens_per_step=tokens(ranks)))
+        if name := stage.published.log:
+            log, label = published_rows(name), f"{card.title}, published"
+            # Times that were read without waiting for the GPU mean nothing.
+            times = curve(log, "dt_ms")[1] if stage.published.ms_per_step else []
+            published.append(
+                curve_of(label, *curve(log), times, tokens_per_step=tokens(1), published=True)
+            )
+    return [*curves, *published]
 
 
 def plot_runs(folders: Sequence[str], path: Path) -> None:
@@ -162,68 +216,60 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
             rows = read_rows(folder / "eval.csv", EVAL_COLUMNS)
             validation[str(folder)] = curve(rows, "val_loss")
     draw_losses(path, training, validation)
-    print(f"wrote {path}")
     named = training | {f"{name}, validation": run for name, run in validation.items()}
     curves = [curve_of(name, *run) for name, run in named.items() if run[0]]
-    write_page(path.with_suffix(".html"), "Loss curves", "", list(training), [], curves)
+    write_page(page := path.with_suffix(".html"), title="Loss curves", about=folders, curves=curves)
+    print(f"wrote {path} and {page}")
 
 
 # ---- an ablation
 
 
 WORTH = [
-    field("optimization", "optimization"),
-    field("on first", "first"),
-    field("on last", "last"),
-    field("MB without", "memory_mb_without", ",.0f"),
-    field("MB with", "memory_mb_with", ",.0f"),
+    Figure("optimization", "optimization"),
+    Figure("first", "on first", "", "the speed with it alone over the speed with none", bar=True),
+    Figure("last", "on last", "", "the speed with all over the speed with all but it", bar=True),
+    Figure("memory_mb_without", "MB without", ",.0f", "peak memory in MiB with all but it"),
+    Figure("memory_mb_with", "MB with", ",.0f", "peak memory in MiB with all"),
 ]
-WORTH_EXPLAINED = f"""\
-- on first: the speed with this optimization alone, over that with none.
-- on last: the speed with all of them, over that with all but this one.
-- MB: peak memory in MiB with all but this one, and with all.
-
-{INTERVALS}"""
 
 
-def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path) -> list[str]:
-    """Report two pairs for each optimization: on first, and on last; returns what failed.
+def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> list[str]:
+    """Report two rungs for each optimization: on first, and on last; returns the failures.
 
     Raises UserError, or TrainingError after failures, if nothing is compared.
     """
     rows: list[Row] = []
-    where, drawn = dict[str, None](), dict[str, None]()  # sets in order
-    for optimization, (first, last) in pairs.items():
-        alone, top = first.result(), last.result()
-        for r in filter(None, (alone, top)):
-            where[f"{r.machine}; device {r.device}, commit {r.git}"] = None
-            drawn[", ".join(filter(None, (r.machine, r.date)))] = None
-        without, everything = (s.peak_memory_mb for s in top.sides) if top else (None, None)
-        if alone or top:
+    about, places = dict[str, None](), dict[str, None]()  # sets in order
+    for optimization, both in rungs.items():
+        first, last = (stage.comparison()[0] for stage in both)
+        for r in filter(None, (first, last)):
+            about[f"{r.machine}; device {r.device}, commit {r.git}"] = None
+            places[", ".join(filter(None, (r.machine, r.date)))] = None
+        without, everything = (s.peak_memory_mb for s in last.sides) if last else (None, None)
+        if first or last:
             rows.append(
                 {
                     "optimization": optimization,
-                    "first": alone.ratio if alone else None,
-                    "last": top.ratio if top else None,
+                    "first": first and first.ratio(),
+                    "last": last and last.ratio(),
                     "memory_mb_without": without,
                     "memory_mb_with": everything,
                 }
             )
-    failures = failures_of(chain(*pairs.values()))
-    write_report(
-        folder / "report.md",
-        f"What each optimization of {name} is worth",
+    stages = [*chain(*rungs.values())]
+    failures = failures_of(stages)
+    Report(
+        stages[0].record.folder,
+        f"What each optimization of {title} is worth",
         WORTH,
         rows,
-        failures + left_out(chain(*pairs.values())),
-        WORTH_EXPLAINED,
-        "\n".join(where),
-        "![factors with their intervals](worth.png)",
-    )
-    write_csv(folder / "results.csv", rows)
-    series = {"switched on first": [r["first"] for r in rows], "last": [r["last"] for r in rows]}
-    names = [row["optimization"] for row in rows]
-    draw_factors(folder / "worth.png", names, series, "; ".join(drawn))
+        remarks=failures + left_out(stages),
+        about=[*about],
+        bars="worth.png",
+        where="; ".join(places),
+    ).write()
+    keep(stages)
     return failures
 
 
@@ -231,56 +277,49 @@ def report_ablation(name: str, pairs: Mapping[str, Sequence[Pair]], folder: Path
 
 
 def across(folders: Sequence[str], out: Path) -> None:
-    """Report ladders of several machines, and what was published, beside each other.
+    """Report ladders of several machines, and the published factors, beside each other.
 
     A machine is named after the parent of its ladder's folder. Raises UserError.
     """
-    found: dict[str, dict[str, Ratio | None]] = {}  # factors of each stage over its base
+    factors: dict[str, dict[str, Estimate | None]] = {}  # over the base, by machine and stage
     bases: dict[str, str] = {}
-    files: dict[str, Path] = {}  # configs of stages and bases, where they are known
+    files: dict[str, Path] = {}  # known configs of stages and bases
     about: list[str] = []  # the machines, each with the last day of its ladder
-    for folder in folders:
-        name = Path(folder).resolve().parent.name
-        name = folder if name in found else name
-        found[name], of_stages = read_factors(Path(folder) / "results.csv")
+    for folder in map(Path, folders):
+        name = folder.resolve().parent.name
+        name = str(folder) if name in factors else name
+        factors[name], of_stages = read_factors(folder / "results.csv")
         bases |= of_stages
-        files |= configs_of(Path(folder).name.removesuffix(SUFFIX), chain(*of_stages.items()))
-        summaries = (path.read_text() for path in Path(folder).glob("*/summary.json"))
-        days = re.findall(r'"started": "(.{10})', "".join(summaries))
-        about.append(", ".join([name, *sorted(days)[-1:]]))
-    stages = list(dict.fromkeys(chain(*found.values())))
+        files |= configs_of(folder.name.removesuffix(SUFFIX), chain(*of_stages.items()))
+        days = sorted(run.summary.day for run in Record.load(folder).runs.values())
+        about.append(", ".join([name, *days[-1:]]))
+    stages = list(dict.fromkeys(chain(*factors.values())))
+    known = [stage for stage in stages if stage in files and bases[stage] in files]
     for name, column in {
         "A100, published": "a100_tokens_per_sec",
         "one GPU, published": "gpu_ms",
     }.items():
-        known = [stage for stage in stages if stage in files and bases[stage] in files]
         published = {s: counterpart(files[s], files[bases[s]], column) for s in known}
-        found[name] = {stage: Ratio(factor) for stage, factor in published.items() if factor}
-    series = {name: [factors.get(s) for s in stages] for name, factors in found.items()}
-    names, pages = list[str](), []
-    for stage in stages:
-        factors = {name: of_machine.get(stage) for name, of_machine in found.items()}
-        names.append(stage)
-        if (file := files.get(stage)) and (base := files.get(bases[stage])):
-            pages.append(rung(stage, file, base, factors, {}, {}))
-            names[-1] = f"{pages[-1]['title']} ({stage})"
-        else:
-            pages.append(card(stage, stage, factors, {}, {}))
-    rows = [[str(cell or "") for cell in row] for row in zip(names, *series.values(), strict=True)]
-    title = "What each optimization is worth where"
-    write_report(
-        out / "report.md",
-        title,
-        items("stage", *series),
-        rows,
-        [],
-        f"The speed of each stage over that of the stage that it changes. {INTERVALS} Published: "
-        "the same step in the a100 series and in the list of timings on one GPU "
-        "(`logs/reference/`).",
-        "![factors by stage and machine](across.png)",
-    )
-    draw_factors(out / "across.png", names, series, "; ".join(about))
-    write_page(out / "report.html", title, "", about, pages, [], INTERVALS)
+        factors[name] = {stage: Estimate(factor) for stage, factor in published.items() if factor}
+    cards = [
+        card_of(stage, files[stage], files[bases[stage]]) if stage in known else Card(stage, stage)
+        for stage in stages
+    ]
+    Report(
+        out,
+        "What each optimization is worth where",
+        [Figure("stage", "stage"), *(Figure(name, name, bar=True) for name in factors)],
+        [
+            {"stage": card.label, **{name: of.get(card.name) for name, of in factors.items()}}
+            for card in cards
+        ],
+        about=about,
+        meaning="The speed of each stage over that of the stage that it changes. Published: the "
+        "same step in the a100 series and in the list of timings on one GPU (`logs/reference/`).",
+        bars="across.png",
+        where="; ".join(about),
+        cards=cards,
+    ).write()
 
 
 def configs_of(ladder: str, stages: Iterable[str]) -> dict[str, Path]:
@@ -290,7 +329,7 @@ def configs_of(ladder: str, stages: Iterable[str]) -> dict[str, Path]:
     return {stage: known[stage] for stage in stages if stage in known}
 
 
-def read_factors(path: Path) -> tuple[dict[str, Ratio | None], dict[str, str]]:
+def read_factors(path: Path) -> tuple[dict[str, Estimate | None], dict[str, str]]:
     """Read the factor of each stage over its base, and that base, from a ladder's results.csv.
 
     Raises OSError and UserError.
@@ -302,28 +341,7 @@ def read_factors(path: Path) -> tuple[dict[str, Ratio | None], dict[str, str]]:
             values = [float(row[name]) for name in names if row[name]]
             if row["base"] != row["stage"]:
                 bases[row["stage"]] = row["base"]
-                factors[row["stage"]] = Ratio(*values) if values else None
+                factors[row["stage"]] = Estimate(*values) if values else None
     except (KeyError, ValueError) as error:
         raise UserError(f"{path}: is not the table of a ladder: {error}") from None
     return factors, bases
-
-
-def draw_factors(
-    path: Path,
-    names: Sequence[str],
-    series: Mapping[str, Sequence[Ratio | None]],
-    about: str = "",
-) -> None:
-    """Draw a bar for the factor of speed that each series has for each name, with its interval.
-
-    `about`: the machine and the date.
-    """
-    bars = [
-        (name, factor.median, str(factor), factor.ends, colour)
-        for name, *factors in zip(names, *series.values(), strict=True)
-        for factor, colour in zip(factors, cycle(COLOURS), strict=False)
-        if factor
-    ]
-    meanings = dict(zip(COLOURS, series, strict=False))
-    if bars:
-        draw_bars(path, bars, "factor of speed", meanings, about)

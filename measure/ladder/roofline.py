@@ -1,4 +1,4 @@
-"""Count what a training step computes and moves, and how long that takes at a device's rates.
+"""Count the work of a training step, and predict its time from a device's rates.
 
 The operations of train_step are counted on fake tensors, which have shapes but no numbers. Each
 takes as long as the slowest of three: its arithmetic, its memory traffic, and its launch (the
@@ -18,24 +18,25 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from config import Config
-from measure.ladder.prediction import Prediction, Rates
+from measure.ladder.device import Device
+from measure.ladder.record import Prediction
 from measure.preflight.estimate import Numberless
 from runtime.device import choose_device, cpu_has, usable_precision
 from runtime.world import World
 from train import setup, train_step
 
-# What torch.compile does not fuse with what stands beside it, besides matmuls and attention.
+# Besides matmuls and attention, torch.compile does not fuse these with their neighbours.
 UNFUSED = ("embedding", "_fused", "_foreach")
-NORM = ("linalg_vector_norm", "_foreach_norm")  # of the gradients: where the update begins
+NORM = ("linalg_vector_norm", "_foreach_norm")  # the gradients' norm begins the update
 
 
 @dataclass
 class Operation:
-    """Describe an operation. Tensors are told apart by their storage."""
+    """An operation. Tensors with one storage count as one."""
 
     name: str
     flops: float
-    dtype: str  # of its first floating-point input
+    dtype: str  # its first floating-point input's
     reads: dict[int, int]  # bytes of each tensor
     writes: dict[int, int]
 
@@ -65,7 +66,7 @@ class Counter(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name == "embedding":  # looks up rows, does not read the matrix
             inputs = outputs
-        counted = "mm" if name == "matmul" else name.replace("_for_cpu", "")  # as on a GPU
+        counted = "mm" if name == "matmul" else name.replace("_for_cpu", "")  # a GPU's name of it
         packet = getattr(torch.ops.aten, counted, None)
         count = flop_registry.get(packet, lambda *_, **__: 0)
         # Causal attention computes half of the scores, at about half of a matmul's rate (Dao 2023,
@@ -93,7 +94,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def count(config: Config, device: torch.device) -> list[Operation]:
-    """Return what a training step of the config does on one rank, without torch.compile."""
+    """Return the operations of a training step on one rank, without torch.compile."""
     config, shape = (
         config.model_copy(update={"compile": False}),
         (config.batch_size, config.seq_len),
@@ -102,10 +103,10 @@ def count(config: Config, device: torch.device) -> list[Operation]:
         ids = torch.zeros(shape, dtype=torch.long)
         with Numberless():
             run = setup(config, World(device), batches=itertools.repeat((ids, ids)))
-            train_step(run, 1)  # which makes the optimizer's state
+            train_step(run, 1)  # creates the optimizer's state
         for optimizer in run.state.optimizers:
             for group in optimizer.param_groups:
-                # As PyTorch chooses by itself on a GPU, but not for fake tensors.
+                # PyTorch's own choice on a GPU, which it does not make for fake tensors.
                 group["foreach"] = device.type == "cuda" and not group.get("fused")
         with Counter() as counter, Numberless():
             train_step(run, 2)
@@ -113,11 +114,11 @@ def count(config: Config, device: torch.device) -> list[Operation]:
 
 
 def fuse(operations: list[Operation]) -> list[Operation]:
-    """Return what torch.compile makes of a step: all that lies between two matmuls is one kernel.
+    """Fuse operations as torch.compile does: all between two matmuls become one kernel.
 
-    It reads and writes only what comes from elsewhere or is read later on. The update stays as it
-    is. For speedup10 this comes to 13% fewer bytes than the kernels that Inductor generates
-    (logs/results/counted).
+    It reads only tensors from outside, and writes only tensors that are read later. The update
+    stays unfused. For speedup10 this comes to 13% fewer bytes than the kernels that Inductor
+    generates (logs/results/counted).
     """
     last_read = {tensor: i for i, op in enumerate(operations) for tensor in op.reads}
     update = next(i for i, op in enumerate(operations) if op.name in NORM)
@@ -142,27 +143,30 @@ def fuse(operations: list[Operation]) -> list[Operation]:
     return fused
 
 
-def predict(config: Config, rates: Rates, device: torch.device) -> Prediction:
+def predict(config: Config, rates: Device, device: torch.device) -> Prediction:
     """Predict how long a step of the config takes on one rank, at these rates."""
     operations = count(config, device)
     if config.compile:
         operations = fuse(operations)
     fp32 = "float32"
-    if usable_precision(device, config.fp32_precision()) != "highest":  # which says what it does
+    if usable_precision(device, config.fp32_precision()) != "highest":  # the precision in effect
         fp32 = "tf32" if device.type == "cuda" else "bfloat16" if cpu_has("amx_bf16") else fp32
+    bandwidth, launch = rates.gigabytes_per_s, rates.launch_us
+    assert bandwidth  # predict_stages requires both
+    assert launch is not None
     seconds = dict.fromkeys(("arithmetic", "memory", "launches"), 0.0)
     for op in operations:
         tflops = rates.tflops[fp32 if op.dtype == "float32" else op.dtype]
         takes = {
             "arithmetic": op.flops / tflops / 1e12,
-            "memory": op.bytes / rates.gigabytes_per_s / 1e9,
-            "launches": rates.launch_us / 1e6,
+            "memory": op.bytes / bandwidth / 1e9,
+            "launches": launch / 1e6,
         }
         limit = max(takes, key=lambda name: takes[name])
         seconds[limit] += takes[limit]
     return Prediction(tokens=config.tokens_per_step(1), **seconds)
 
 
-def predict_all(configs: list[Config], rates: Rates) -> list[Prediction]:
+def predict_all(configs: list[Config], rates: Device) -> list[Prediction]:
     """Return the prediction of each config."""
     return [predict(config, rates, choose_device(config.device)) for config in configs]

@@ -1,210 +1,97 @@
-"""Compare the stages of a ladder: speed from interleaved runs, loss curves with published ones."""
+"""Compare stages with their bases: speed from interleaved runs, loss curves with published ones."""
 
-import contextlib
-import shlex
 import statistics
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
-
 from config import Config
 from measure.interleaved.options import to_flags
-from measure.interleaved.ratio import FEWEST, Ratio, median_ratio, product
-from measure.interleaved.rounds import SideError, results_of, run_rounds, training_side
-from measure.ladder.prediction import SHARES, Prediction, predictions
-from measure.ladder.stages import (
-    Published,
-    Stage,
-    differences,
-    published,
-    published_rows,
-    settings,
-    stored_config,
-    training_config,
-)
-from measure.report.tables import Row, write_json
+from measure.interleaved.ratio import product
+from measure.interleaved.rounds import SideError, run_rounds, training_side
+from measure.ladder.device import Device
+from measure.ladder.record import PREDICTED, Prediction, Record, settings
+from measure.ladder.stages import Published, Stage, make_stage, published, published_rows
 from runtime.cli import show
-from runtime.errors import UserError
-from runtime.report import machine
-from runtime.runlog import curve, read_rows
+from runtime.report import Estimate, machine
+from runtime.runlog import curve
 
 COMPARED = range(11, 51)  # steps over which loss curves are compared
-HEADROOM = 1.25  # of memory, for what a process needs besides its peak
-# what a row has of a run's summary; no final loss where the last step was left out
+HEADROOM = 1.25  # memory of a process over its measured peak
+# figures of a run's summary in its row; final_loss is missing if the last step was skipped
 SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
+ReportRow = dict[str, Any]
 
 
 # ---- interleaved runs
 
 
-class Side(BaseModel):
-    """Hold the figures of one side of a comparison."""
+def interleave_stages(stages: Sequence[Stage], rounds: int, rerun: bool, device: Device) -> None:
+    """Interleave each stage with its base, unless this machine has done so with these settings.
 
-    tokens_per_sec: list[float] = Field(min_length=FEWEST)  # in each round
-    turns: list[dict[str, Any]]
-
-    @property
-    def peak_memory_mb(self) -> float:
-        """Return the most memory that it took, in MiB."""
-        return max(float(turn["peak_memory_mb"]) for turn in self.turns)
-
-
-class Comparison(BaseModel, allow_inf_nan=False):
-    """Hold the result of interleaving the runs of two configs, as its file does."""
-
-    machine: str
-    date: str | None = None  # before 2026-11-24 there was none
-    device: str
-    git: str | None
-    settings: list[dict[str, Any]] = Field(min_length=2, max_length=2)  # of the base and the other
-    retained_memory: bool  # from step to step: runtime/start.py
-    sides: tuple[Side, Side]
-
-    def configs(self) -> list[Config]:
-        """Return the configs of both. Raises ConfigError."""
-        return [stored_config(side) for side in self.settings]
-
-    @property
-    def ratio(self) -> Ratio:
-        """Return the speed of the other over the base."""
-        base, other = (side.tokens_per_sec for side in self.sides)
-        return median_ratio(other, base)
-
-
-@dataclass
-class Pair:
-    """Name two configs, each with options, to be compared, and the file for the result."""
-
-    name: str
-    base: list[str]
-    other: list[str]
-    path: Path
-    peak_memory_mb: float = 0.0  # of both together, if known
-    error: str | None = None
-
-    def settings(self) -> list[dict[str, Any]]:
-        """Return the options of both, which the file has to agree with."""
-        return [settings(training_config(side)) for side in (self.base, self.other)]
-
-    def result(self) -> Comparison | None:
-        """Read the result for these very settings; None if there is none."""
-        return None if self.error else self.read()[0]
-
-    def read(self) -> tuple[Comparison | None, str]:
-        """Read the result for these very settings. Otherwise return None and the reason; an empty
-        one if there is no result.
-        """
-        try:
-            result = Comparison.model_validate_json(self.path.read_bytes())
-            stored = [settings(config) for config in result.configs()]
-        except (OSError, ValidationError):
-            return None, ""
-        except UserError as error:
-            return None, str(error)
-        both = zip(stored, self.settings(), strict=True)
-        differing = " and ".join(dict.fromkeys(filter(None, (differences(*pair) for pair in both))))
-        return (None, differing) if differing else (result, "")
-
-
-def pairs_of(stages: Sequence[Stage]) -> dict[str, Pair]:
-    """Return a pair for each finished stage whose base is finished too, of one rank each."""
-    pairs = {}
-    for stage in stages:
-        base = stage.base or stage
-        ours, theirs = stage.summary(), base.summary()
-        if ours and theirs and ours.world_size == theirs.world_size == 1:
-            memory = ours.peak_memory_mb + theirs.peak_memory_mb
-            path = stage.folder / "interleaved.json"
-            pairs[stage.name] = Pair(stage.name, base.side, stage.side, path, memory)
-    return pairs
-
-
-def compare_pairs(
-    pairs: Sequence[Pair], rounds: int, rerun: bool, device: Mapping[str, Any]
-) -> None:
-    """Interleave the runs of each pair that this machine has not compared with the same settings.
-
-    `device`: what `probe` found. One that fails is marked, and the others are compared. Raises
-    KeyboardInterrupt if the user stops.
+    A stage that fails is marked, and the other ones are compared. Raises KeyboardInterrupt if the
+    user stops.
     """
-    for i, pair in enumerate(pairs, start=1):
-        known, (base, other) = pair.result(), pair.settings()
-        here = (machine(), device.get("device"))
+    for i, stage in enumerate(stages, start=1):
+        base = stage.base or stage
+        known, here = stage.comparison()[0], (machine(), str(device.name))
         is_known = known and not rerun and (known.machine, known.device) == here
-        if is_known or base == other:  # a mode of torch.compile does nothing where it is off
+        both = [settings(base.config), settings(stage.config)]
+        if is_known or both[0] == both[1]:  # a mode of torch.compile does nothing without compile
             continue
-        print(f"== interleaved {i} of {len(pairs)}: {pair.name}", flush=True)
-        # Where two have no room, both do without retained memory. Otherwise one of them would
-        # retain memory until the other one comes, and be the faster for it, or leave it too little.
-        fits = HEADROOM * pair.peak_memory_mb <= device.get("memory_mb", float("inf"))
+        print(f"== interleaved {i} of {len(stages)}: {stage.name}", flush=True)
+        # If both do not fit in memory, neither retains freed memory: otherwise one process would
+        # keep memory from the other one, and the comparison would be unfair.
+        runs = [side.finished.summary.peak_memory_mb for side in (base, stage) if side.finished]
+        fits = device.memory_mb is None or HEADROOM * sum(runs) <= device.memory_mb
         environment = {} if fits else {"GLIBC_TUNABLES": "", "FREES_CACHE": "1"}
-        sides = [
-            training_side(shlex.join(side), [f"--config={side[0]}", *side[1:]], environment)
-            for side in (pair.base, pair.other)
-        ]
+        sides = [training_side(side.name, side.arguments, environment) for side in (base, stage)]
         try:
-            result = results_of(run_rounds(sides, rounds), sides)
+            found = run_rounds(sides, rounds)
         except SideError as error:
-            pair.error = str(error)
-            print(f"failed: {pair.name}: {error}", flush=True)
+            stage.error = str(error)
+            print(f"failed: {stage.name}: {error}", flush=True)
             continue
-        about = {"device": str(here[1]), "settings": [base, other], "retained_memory": fits}
-        write_json(pair.path, result | about)
+        about = {"device": here[1], "settings": both, "retained_memory": fits}
+        stage.record.comparisons[stage.name] = found.model_copy(update=about)
+        stage.record.save()
+
+
+def run_alone(stage: Stage) -> bool:
+    """True if a stage and its base have finished on one rank each, so they can be interleaved."""
+    both = [side.finished for side in (stage, stage.base) if side]
+    return len(both) == 2 and all(run and run.summary.world_size == 1 for run in both)
 
 
 def ablated(
-    config: str, of_runs: Sequence[str], among: Container[str] = Config.model_fields
-) -> dict[str, tuple[list[str], list[str], list[str], list[str]]]:
-    """Return four sides for each optimization, of those `among`, that a config has on.
+    config: str, options: Sequence[str], record: Record, among: Container[str] = Config.model_fields
+) -> dict[str, tuple[Stage, Stage]]:
+    """Return two rungs for each optimization that a config has on, of those `among`.
 
-    With none of them, with it alone, with all but it, with all.
+    On first: it alone over none. On last: all over all but it.
     """
-    off = switched_off(training_config([config, *of_runs]))
-    off = {name: options for name, options in off.items() if name in among}
+    off = switched_off(make_stage("all", config, record, options).config)
+    off = {name: flags for name, flags in off.items() if name in among}
 
-    def without(*names: str) -> list[str]:
-        options = dict(chain(*(off[name].items() for name in names)))
-        return [config, *of_runs, *to_flags(options)]
+    def rung(name: str, without: Container[str], base: Stage | None = None) -> Stage:
+        flags = dict(chain(*(off[other].items() for other in off if other in without)))
+        return make_stage(name, config, record, [*options, *to_flags(flags)], base)
 
+    none = rung("none", off)
     return {
         name: (
-            without(*off),
-            without(*(other for other in off if other != name)),
-            without(name),
-            without(),
+            rung(f"{name}_first", off.keys() - {name}, none),
+            rung(f"{name}_last", (), rung(f"without {name}", {name})),
         )
         for name in off
     }
 
 
-def ablation(config: str, of_runs: Sequence[str], folder: Path) -> dict[str, tuple[Pair, Pair]]:
-    """Return two pairs for each optimization that a config has on: on first, and on last."""
-    return {
-        name: (
-            Pair(f"{name} first", none, alone, folder / f"{name}_first.json"),
-            Pair(f"{name} last", without, with_all, folder / f"{name}_last.json"),
-        )
-        for name, (none, alone, without, with_all) in ablated(config, of_runs).items()
-    }
-
-
-def compared_with_all(folder: Path) -> list[Config]:
-    """Return the config with all optimizations from each result of an ablation in the folder."""
-    configs = []
-    for path in sorted(folder.glob("*_last.json")):
-        with contextlib.suppress(OSError, ValidationError, UserError):
-            configs.append(Comparison.model_validate_json(path.read_bytes()).configs()[1])
-    return configs
-
-
 def switched_off(config: Config) -> dict[str, dict[str, Any]]:
     """Return, for each optimization that is on, the options that switch it off and no other.
 
-    With it go the optimizations that need it, which would have no effect any more.
+    Optimizations that need it are switched off with it: they would have no effect.
     """
     on, off = config.optimizations_on(), {}
     for name in on:
@@ -220,24 +107,22 @@ def switched_off(config: Config) -> dict[str, dict[str, Any]]:
 # ---- the stages in figures
 
 
-def compare(stages: Sequence[Stage]) -> list[Row]:
+def rows_of(stages: Sequence[Stage]) -> list[ReportRow]:
     """Return a row for each finished stage. Losses in nats per token, memory in MiB."""
-    rows: dict[str, Row] = {}
-    pairs = pairs_of(stages)
-    predicted = predictions(stages[0].folder.parent)
+    rows: dict[str, ReportRow] = {}
+    predicted = stages[0].record.predicted
     for stage in stages:
         base = stage.base or stage
-        summary = stage.summary()
-        if summary is None:
+        if stage.finished is None:
             continue
+        summary, result = stage.finished.summary, stage.comparison()[0]
         rate = summary.median_tokens_per_sec
         first, before = next(iter(rows.values()), None), rows.get(base.name)
-        result = pairs[stage.name].result() if stage.name in pairs else None
-        over_base = Ratio(rate / before["tokens_per_sec"]) if before else None
-        over_first = Ratio(rate / first["tokens_per_sec"]) if first else Ratio(1.0)
+        over_base = Estimate(rate / before["tokens_per_sec"]) if before else None
+        over_first = Estimate(rate / first["tokens_per_sec"]) if first else Estimate(1.0)
         if result:
-            over_base = result.ratio
-            # a product, where interleaved factors lead all the way from the first stage
+            over_base = result.ratio()
+            # a product, if interleaved factors lead all the way from the first stage
             if before and (before is first or before["over_first"].low):
                 over_first = product([before["over_first"], over_base])
         rows[stage.name] = {
@@ -246,11 +131,11 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
             "tokens_per_sec": rate,
             "base": base.name,
             # interleaved, else of the tokens/s; None if the base has not run
-            "over_base": Ratio(1.0) if stage is base else over_base,
-            "rounds": len(result.sides[0].tokens_per_sec) if result else 0,
+            "over_base": Estimate(1.0) if stage is base else over_base,
+            "rounds": result.rounds if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
             "a100_over_base": counterpart(stage.file, base.file, "a100_tokens_per_sec"),
-            **predicted_figures(predicted, stage.name, base.name),
+            **predicted_figures(predicted.stages if predicted else {}, stage.name, base.name),
             "over_first": over_first,
             **summary.model_dump(include=SUMMARIZED),
             "published_tokens_per_sec": stage.published.tokens_per_sec,
@@ -262,11 +147,11 @@ def compare(stages: Sequence[Stage]) -> list[Row]:
 def predicted_figures(
     predicted: Mapping[str, Prediction], stage: str, base: str
 ) -> dict[str, float | None]:
-    """Return a stage's predicted speed over its base, and what is predicted to limit it.
+    """Return a stage's predicted speed over its base, and the shares of its predicted step.
 
-    All None if nothing is predicted of them.
+    All are None without a prediction of both.
     """
-    figures: dict[str, float | None] = dict.fromkeys(["predicted_over_base", *SHARES])
+    figures: dict[str, float | None] = dict.fromkeys(["predicted_over_base", *PREDICTED])
     if stage in predicted and base in predicted:
         speeds = [predicted[name].tokens_per_sec for name in (stage, base)]
         figures |= {"predicted_over_base": speeds[0] / speeds[1], **predicted[stage].shares()}
@@ -285,10 +170,10 @@ def published_factor(ours: Published, theirs: Published) -> float | None:
 
 
 def counterpart(stage: Path, base: Path, column: str) -> float | None:
-    """Return the published factor of the optimizations that a stage of the speedup ladder adds to
-    its base, in another series: `a100_tokens_per_sec` or `gpu_ms`. None if it adds nothing there.
+    """Return a stage's factor over its base in another published series, of the same optimizations.
 
-    `stage`, `base`: their configs.
+    `column`: `a100_tokens_per_sec` or `gpu_ms`. `stage`, `base`: their configs. None if the stage
+    adds nothing in that series.
     """
     ours, theirs = (getattr(published(path), column) for path in (stage, base))
     if not (ours and theirs) or ours == theirs:
@@ -299,13 +184,13 @@ def counterpart(stage: Path, base: Path, column: str) -> float | None:
 def published_difference(stage: Stage) -> float | None:
     """Return the mean absolute difference from the published loss curve over steps 11 to 50.
 
-    As many of these steps as both have; None if there are none, and where none was published.
+    Only steps that both have count; None if there are none, or no published curve.
     """
-    if not (stage.published.log and stage.summary()):
+    if not (stage.published.log and stage.finished):
         return None
     ours, published = (
         dict(zip(*curve(rows), strict=True))
-        for rows in (read_rows(stage.folder / "log.csv"), published_rows(stage.published.log))
+        for rows in (stage.finished.log, published_rows(stage.published.log))
     )
     differences = [abs(ours[s] - published[s]) for s in COMPARED if s in ours and s in published]
     return statistics.fmean(differences) if differences else None

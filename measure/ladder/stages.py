@@ -1,4 +1,4 @@
-"""Plan and run the stages of a ladder, and look up what was published of each."""
+"""Plan and run the stages of a ladder, and look up their published figures."""
 
 import contextlib
 import csv
@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from config import (
     EXCLUDED_BY,
@@ -25,16 +24,10 @@ from config import (
     OptimizationConfig,
     load_config,
 )
-from measure.interleaved.options import to_flags
-from measure.interleaved.process import in_fresh_process
-from runtime.cli import (
-    CONFIG_DIR,
-    find_config,
-    load,
-    parse,
-    read_yaml_mapping,
-    show,
-)
+from measure.interleaved.comparison import Comparison
+from measure.ladder.device import Device
+from measure.ladder.record import Planned, Record, Run, differences, stored_config
+from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
 from runtime.runlog import Row, curve, read_rows
@@ -44,25 +37,20 @@ from runtime.start import cores
 ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
 SPEEDUP = "speedup"
-PUBLISHED = REFERENCE / "published.csv"  # what was published of the configs here
-SLOW = 1.5  # times as long in bf16 as in fp32, from which a ladder says so
-NOT_TIMED = 5  # the first steps, which published times leave out
-# what the ladder sets for each run
+PUBLISHED = REFERENCE / "published.csv"  # the published figures of the configs here
+NOT_TIMED = 5  # first steps, which published times leave out
+# options that the ladder sets for each run
 RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config"}
-# Options that change neither what a run computes nor how fast
-IRRELEVANT = {"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every"}
-IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
-OFF = {"false", "none", "null", "0", "0.0", ""}  # values of a stored option, in lower case
 
 
 class Published(BaseModel, frozen=True):
     """Published figures of a stage; None if there are none."""
 
     log: str | None = None  # the stem of its log in logs/reference/, or the path of one
-    device: str | None = None  # that the times are of
+    device: str | None = None  # the times were measured on it
     ms_per_step: float | None = None
     tokens_per_sec: float | None = None
-    # with the same optimizations, in the a100 series and in the list of milliseconds gpu_ms
+    # figures for the same optimizations in the a100 series and in the list of milliseconds gpu_ms
     a100_tokens_per_sec: float | None = None
     gpu_ms: float | None = None
 
@@ -70,162 +58,104 @@ class Published(BaseModel, frozen=True):
 NOTHING_PUBLISHED = Published()
 
 
-class Summary(BaseModel, allow_inf_nan=False):
-    """Hold what a report needs of a run's summary.json."""
-
-    median_dt_ms: float = Field(gt=0)
-    median_tokens_per_sec: float = Field(gt=0)
-    first_step_s: float
-    peak_memory_mb: float
-    utilization: float | None  # MFU; None if the matmul could not be timed
-    final_loss: float | None
-    steps: int
-    world_size: int = 1
-    machine: str = "unknown machine"  # before 2026-11-22 it was not stored
-    device: str
-    torch: str
-    git: str | None
-    started: str
-    interrupted: bool = False
-
-    @property
-    def day(self) -> str:
-        """Return the date on which it started."""
-        return self.started[:10]
-
-    @property
-    def about(self) -> str:
-        """Say where and with what it ran."""
-        return f"{self.machine}; device {self.device}, torch {self.torch}, commit {self.git}"
-
-
 @dataclass(eq=False)
 class Stage:
-    """Describe one run of a ladder, and find the files that it leaves."""
+    """A config with options, its run, and its base: a rung of a ladder or of an ablation."""
 
     name: str
-    side: list[str]  # its config, and options that change it
-    config: Config
-    file: Path  # of its config
-    published: Published = NOTHING_PUBLISHED
+    file: Path
+    options: list[str]
+    config: Config  # includes the options
+    record: Record  # the whole ladder's
     base: "Stage | None" = None  # the stage that it is compared with; None for the first
+    published: Published = NOTHING_PUBLISHED
     ranks: int = 1
     error: str | None = None
 
     @property
     def folder(self) -> Path:
-        """Return the folder of its run."""
-        return Path(self.config.log_dir) / self.name
+        """The folder of its run."""
+        return self.record.folder / self.name
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of train.py. A ladder needs no weights, so none are kept."""
+        return [f"--config={self.file}", "--keep_last=0", *self.options]
+
+    @property
+    def planned(self) -> Planned:
+        """The stage as the ladder's record has it."""
+        inside = self.file.is_relative_to(ROOT)
+        config = self.file.relative_to(ROOT) if inside else self.file
+        return Planned(config=config.as_posix(), options=self.options, ranks=self.ranks)
 
     @property
     def command(self) -> list[str]:
-        """Return the command that starts its run."""
+        """The command that starts its run."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
-        config, *options = self.side
         return [
             sys.executable,
             *(torchrun if self.ranks > 1 else []),
             str(ROOT / "train.py"),
-            f"--config={config}",
-            *options,
-            f"--log_dir={self.config.log_dir}",
+            *self.arguments,
+            f"--log_dir={self.record.folder}",
             f"--run_name={self.name}",
         ]
 
-    def summary(self) -> Summary | None:
-        """Read the summary of the finished run with these very settings; None if there is none."""
-        return self.read()[0]
+    @functools.cached_property
+    def run_or_reason(self) -> tuple[Run | None, str]:
+        """The finished run with these very settings, from its folder or the ladder's record.
 
-    def read(self) -> tuple[Summary | None, str]:
-        """Read the summary of the finished run with these very settings. Otherwise return None and
-        the reason; an empty one if there is no run.
+        Otherwise None and the reason, which is empty if there is no run. It is read once; `forget`
+        it after a new run.
         """
-        if not self.folder.is_dir():
-            return None, ""
         try:
-            summary = Summary.model_validate_json((self.folder / "summary.json").read_bytes())
-            read_rows(self.folder / "log.csv")
-            ran = stored_config(read_yaml_mapping(self.folder / "config.yaml"))
+            if self.folder.is_dir():
+                run = Run.read(self.folder)
+            elif self.name in self.record.runs:
+                run = self.record.runs[self.name]
+            else:
+                return None, ""
+            differing = differences(stored_config(run.config), self.config)
         except OSError:
             return None, "not finished"
         except ValidationError:
             return None, "summary.json is damaged"
         except UserError as error:
             return None, str(error)
-        if summary.interrupted:
+        if run.summary.interrupted:
             return None, "not finished"
-        differing = differences(settings(ran), settings(self.config))
-        return (None, differing) if differing else (summary, "")
+        return (None, differing) if differing else (run, "")
 
-    def ran_with(self) -> Config | None:
-        """Read the config of the run in the folder, or of its first seed's run; None if there is
-        neither.
+    @property
+    def finished(self) -> Run | None:
+        """The finished run with these very settings."""
+        return self.run_or_reason[0]
+
+    def forget(self) -> None:
+        """Read the run again at its next use."""
+        self.__dict__.pop("run_or_reason", None)
+
+    def comparison(self) -> tuple[Comparison | None, str]:
+        """Return the comparison of this stage with its base, both with these very settings.
+
+        Otherwise None and the reason, which is empty if there is no comparison.
         """
-        for name in (self.name, seed_name(self.name, self.config.seed)):
-            with contextlib.suppress(UserError):
-                path = Path(self.config.log_dir, name, "config.yaml")
-                return stored_config(read_yaml_mapping(path))
-        return None
+        found = self.record.comparisons.get(self.name)
+        if not (found and self.base) or self.error:
+            return None, ""
+        try:
+            stored = [stored_config(side) for side in found.settings]
+        except UserError as error:
+            return None, str(error)
+        both = zip(stored, (self.base.config, self.config), strict=True)
+        differing = " and ".join(dict.fromkeys(filter(None, (differences(*pair) for pair in both))))
+        return (None, differing) if differing else (found, "")
 
 
 def seed_name(name: str, seed: int) -> str:
     """Return the name of a stage's run with this seed, in a ladder that trains several."""
     return f"{name}_seed_{seed}"
-
-
-def settings(config: Config) -> dict[str, Any]:
-    """Return the options, as in JSON, that two runs must share to count as the same run."""
-    # a run's config.yaml contains the learning rate at the end of its schedule, set or not
-    resolved = {"min_lr": config.final_lr()}
-    return config.model_dump(mode="json", exclude=IRRELEVANT) | resolved
-
-
-def stored_config(values: Mapping[str, Any]) -> Config:
-    """Make a config of options that another version of this code has stored.
-
-    An option that is missing has its default. An unknown one is ignored if it is off. Raises
-    ConfigError.
-    """
-    known = Config.model_fields
-    kept = {n: v for n, v in values.items() if n in known or str(v).lower() not in OFF}
-    return load(Config, kept)
-
-
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """List the settings in which a stored run differs: `batch_size 1 there, 2 here`."""
-    return ", ".join(
-        f"{name} {show(there[name])} there, {show(here[name])} here"
-        for name in here
-        if there[name] != here[name]
-    )
-
-
-def options_in_common(runs: Sequence[tuple[Config, Config]]) -> list[str]:
-    """Return the options, as flags, that all runs of a ladder were given.
-
-    `runs`: the config that each stage ran with, and the config of its file. If the two differ in an
-    option, the most frequent of the other values counts as given, unless at least as many runs
-    agree with their files.
-    """
-
-    def value(config: Config, name: str) -> Any:
-        return config.final_lr() if name == "min_lr" else getattr(config, name)
-
-    common: dict[str, Any] = {}
-    names = [name for name in Config.model_fields if name not in {"min_lr", *IRRELEVANT}]
-    for name in [*names, "min_lr"]:  # unless it is set, min_lr follows from lr
-        there = [value(ran, name) for ran, _ in runs]
-        here = [value(planned.model_copy(update=common), name) for _, planned in runs]
-        others = [a for a, b in zip(there, here, strict=True) if a != b]
-        usual = max(others, key=others.count, default=None)
-        if there.count(usual) > len(runs) - len(others):
-            common[name] = usual
-    return to_flags(
-        {
-            name: ",".join(map(str, value)) if isinstance(value, tuple) else value
-            for name, value in common.items()
-        }
-    )
 
 
 # ---- which stages there are
@@ -270,29 +200,44 @@ def base_of(path: Path) -> Path | None:
     return find_config(name, path.parent).resolve() if name else None
 
 
+def ladder_of(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return a ladder's name, and its configs: of a series, or `names` themselves."""
+    if len(names) == 1 and (place := series_folder(names[0])):
+        name = SPEEDUP if place == CONFIG_DIR else place.resolve().name
+        return name, [str(path) for path in series(place)]
+    return "ladder", [*names]
+
+
 def plan(
-    names: Sequence[str], log_dir: str, of_runs: Sequence[str], device: Mapping[str, Any]
+    names: Sequence[str], log_dir: str, of_runs: Sequence[str], device: Device
 ) -> tuple[str, list[Stage]]:
     """Return the name and the stages of a ladder on a device, given a series or configs.
 
-    `device`: the findings of `probe`. Without `medium` and `bf16` among them, the runs in the
-    ladder's folder decide. Raises UserError for an unknown config or wrong options.
+    Raises UserError for an unknown config or wrong options.
     """
-    ladder, configs, is_series = "ladder", [*names], False
-    if len(names) == 1 and (place := series_folder(names[0])):
-        ladder = SPEEDUP if place == CONFIG_DIR else place.resolve().name
-        configs, is_series = [str(path) for path in series(place)], True
-    folder, stages = f"{log_dir}/{ladder}", list[Stage]()
+    ladder, configs = ladder_of(names)
+    record, stages = Record.load(Path(log_dir, ladder)), list[Stage]()
     for config in configs:
         name = Path(config).stem
         if name in [stage.name for stage in stages]:
             name += f"_{len(stages) + 1}"
-        stage = make_stage_here(name, config, folder, of_runs, device)
-        is_medium = stage.config.matmul_precision == "medium"  # which few CPUs have
-        if is_series and is_medium and not device.get("medium", stage.folder.is_dir()):
-            continue
-        stages.append(stage)
+        stage = make_stage_here(name, config, record, of_runs, device)
+        is_medium = stage.config.matmul_precision == "medium"  # few CPUs have it
+        if not is_medium or device.medium or configs == [*names]:
+            stages.append(stage)
     return ladder, with_bases(stages)
+
+
+def planned_before(record: Record, of_runs: Sequence[str]) -> list[Stage]:
+    """Return the stages of a ladder's record, with further options. Raises UserError."""
+    stages = list[Stage]()
+    for name, planned in record.stages.items():
+        config = str(ROOT / planned.config)
+        stages.append(make_stage(name, config, record, [*planned.options, *of_runs]))
+        stages[-1].ranks = planned.ranks
+    if not stages:
+        raise UserError(f"{record.folder}: no finished stage to report")
+    return with_bases(stages)
 
 
 def with_bases(stages: list[Stage]) -> list[Stage]:
@@ -306,64 +251,54 @@ def with_bases(stages: list[Stage]) -> list[Stage]:
     return stages
 
 
-def skipped(file: Path, base: Path) -> list[Path]:
-    """Return the configs that lie between a config and one that it changes, the nearest first."""
-    found: list[Path] = []
-    while below := base_of(file):
-        if below == base:
-            return found
-        found.append(file := below)
-    return []
-
-
-def training_config(side: Sequence[str], *more: str) -> Config:
-    """Return the config that a side trains with. Raises UserError."""
-    return parse(Config, [f"--config={side[0]}", *side[1:], *more], config_file=True)
-
-
 def make_stage_here(
-    name: str, config: str, folder: str, of_runs: Sequence[str], device: Mapping[str, Any]
+    name: str, config: str, record: Record, of_runs: Sequence[str], device: Device
 ) -> Stage:
     """Make the stage of a config as a device can run it. Raises UserError."""
-    stage = make_stage(name, config, folder, of_runs)
-    ran = None if "bf16" in device else stage.ran_with()
-    instead = instead_of_bf16(stage.config, device, ran)
-    return make_stage(name, config, folder, [*of_runs, *instead]) if instead else stage
+    stage = make_stage(name, config, record, of_runs)
+    instead = instead_of_bf16(stage.config, device)
+    return make_stage(name, config, record, [*of_runs, *instead]) if instead else stage
 
 
-def instead_of_bf16(
-    config: Config, device: Mapping[str, Any], ran: Config | None = None
-) -> list[str]:
-    """Return the options that a config takes on a device without bfloat16, a GPU before Ampere.
+def instead_of_bf16(config: Config, device: Device) -> list[str]:
+    """Return the options that replace a config's bf16 on a device without it, a GPU before Ampere.
 
-    fp16 with the loss scaler takes its place, or fp32 if the optimizer excludes fp16. An earlier
-    run, `ran`, decides in place of the device.
+    That is fp16 with the loss scaler, or fp32 if the optimizer excludes fp16.
     """
-    has_bf16 = device.get("bf16", True)
-    fp16 = "fp16" not in EXCLUDED_BY.get(config.optimizer, {})
-    if ran:
-        has_bf16, fp16 = ran.bf16, ran.fp16
-    return [] if has_bf16 or not config.bf16 else ["--no-bf16", *["--fp16"] * fp16]
+    if device.bf16 or not config.bf16:
+        return []
+    return ["--no-bf16", *["--fp16"] * ("fp16" not in EXCLUDED_BY.get(config.optimizer, {}))]
 
 
-def make_stage(name: str, config: str, folder: str, of_runs: Sequence[str]) -> Stage:
-    """Make the stage of a config, whose run is `folder`/`name`. Raises UserError."""
+def in_place_of_bf16(stages: Sequence[Stage]) -> str:
+    """List the stages whose precision is not the one in their config; empty if there are none."""
+    instead = ", ".join(
+        f"{stage.name} {'fp16' if stage.config.fp16 else 'fp32'}"
+        for stage in stages
+        if read_yaml(stage.file)[0].get("bf16") == "true" and not stage.config.bf16
+    )
+    return instead and f"In place of bf16: {instead}."
+
+
+def make_stage(
+    name: str, config: str, record: Record, options: Sequence[str], base: Stage | None = None
+) -> Stage:
+    """Make the stage of a config with options. Raises UserError."""
     path = find_config(config, also=[*series_names()]).resolve()
-    if taken := RESERVED & {word.partition("=")[0] for word in of_runs}:
+    if taken := RESERVED & {word.partition("=")[0] for word in options}:
         raise UserError(
             f"{min(taken)} after --: the ladder sets it for each run; configs and --log_dir are "
             "given before --"
         )
-    side = [config, "--keep_last=0", *of_runs]  # a ladder is climbed for its figures: no weights
-    resolved = training_config(side, f"--log_dir={folder}", f"--run_name={name}")
-    stage = Stage(name, side, resolved, path)
+    resolved = parse(Config, [f"--config={config}", *options], config_file=True)
+    stage = Stage(name, path, [*options], resolved, record, base)
     if _same_training(resolved, load_config(config)):
         stage.published = published(path)
     return stage
 
 
 def _same_training(a: Config, b: Config) -> bool:
-    """True if two configs compute the same losses, up to where the shorter run ends."""
+    """True if two configs compute the same losses, until the shorter run ends."""
     fields = ModelConfig.model_fields | DataConfig.model_fields | OptimizationConfig.model_fields
     names = {"seed", *fields} - {"data_dir"}
     if a.lr_schedule == "constant":
@@ -371,14 +306,14 @@ def _same_training(a: Config, b: Config) -> bool:
     return a.model_dump(include=names) == b.model_dump(include=names)
 
 
-# ---- what was published
+# ---- published figures
 
 
 @functools.cache
 def published(path: Path) -> Published:
-    """Return what was published of a config.
+    """Look up the published figures of a config.
 
-    Of a config of the user's own: <stage>.csv beside it, or logs/reference/<series>_<stage>.csv.
+    The log of a user's own config is <stage>.csv beside it, or logs/reference/<series>_<stage>.csv.
     """
     if path.is_relative_to(CONFIG_DIR):
         name = path.relative_to(CONFIG_DIR).with_suffix("").as_posix()
@@ -418,14 +353,14 @@ def run_stages(
 ) -> None:
     """Run the stages that are not finished with the same settings, `at_once` of them at a time.
 
-    `anywhere`: what another machine has finished counts too, as where only losses do. `gpus`: how
-    many to spread runs over. One that fails is marked, and the others are run. Raises
-    KeyboardInterrupt if the user stops.
+    `anywhere`: runs that another machine finished count too, if only losses are compared. `gpus`:
+    the number of GPUs to spread runs over. A stage that fails is marked, and the other ones run.
+    Raises KeyboardInterrupt if the user stops.
     """
     to_run: list[Stage] = []
     for stage in stages:
-        finished = stage.summary()
-        if finished and not rerun and (anywhere or finished.machine == machine()):
+        finished = stage.finished
+        if finished and not rerun and (anywhere or finished.summary.machine == machine()):
             print(f"== {stage.name}: finished before", flush=True)
         else:
             to_run.append(stage)
@@ -441,7 +376,8 @@ def run_stages(
         errors = run_commands([stage.command for stage in together], environments)
         for stage, error in zip(together, errors, strict=True):
             stage.error = error
-            if error is None and stage.summary() is None:
+            stage.forget()
+            if error is None and stage.finished is None:
                 stage.error = "stopped before its last step; the same command runs it again"
             if stage.error:
                 print(f"failed: {stage.name}: {stage.error}", flush=True)
@@ -450,10 +386,9 @@ def run_stages(
 def run_commands(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]
 ) -> list[str | None]:
-    """Run commands side by side, which print to our stdout; returns the error lines of those that
-    fail.
+    """Run commands side by side, which print to our stdout; return the error line of each, or None.
 
-    At Ctrl-C they are asked to stop, too, and KeyboardInterrupt is raised once they have.
+    Ctrl-C interrupts the commands too, and KeyboardInterrupt is raised once they have ended.
     """
     with contextlib.ExitStack() as stack:
         files = [
@@ -481,23 +416,3 @@ def run_commands(
             why_it_failed(process.returncode, file) if process.returncode else None
             for process, file in zip(processes, files, strict=True)
         ]
-
-
-def probe(device: str) -> dict[str, Any]:
-    """Ask a fresh process about the device; see measure/ladder/probe.py. Empty if that fails."""
-    found, problem = in_fresh_process("measure.ladder.probe:find_out", device)
-    if problem:
-        print(f"note: the device could not be measured: {problem}")
-    return found or {}
-
-
-def note_slow_bf16(stages: Sequence[Stage], tflops: Mapping[str, float]) -> None:
-    """Print which stages are slow because this machine emulates bfloat16, if any are."""
-    names = ", ".join(stage.name for stage in stages if stage.config.bf16)
-    slowdown = tflops["float32"] / tflops["bfloat16"]
-    if slowdown > SLOW and names:
-        print(
-            f"note: matmuls in bf16 take {slowdown:.1f} times as long as in fp32 on this machine, "
-            f"which makes {names} slow; `-- --no-bf16` goes without",
-            flush=True,
-        )

@@ -12,7 +12,6 @@ the allocator settings that train.py makes for its process.
 
 import datetime
 import math
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -23,29 +22,26 @@ from typing import Any
 from pydantic import ConfigDict
 
 from config import Config, load_config
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import to_flags
-from measure.interleaved.ratio import median_ratio
 from measure.interleaved.rounds import (
     LEFT_OUT,
     RoundsOptions,
     Side,
     SideError,
-    results_of,
     run_rounds,
     say,
     training_side,
 )
-from measure.ladder.report import draw_factors
-from measure.report.page import card, write_page
-from measure.report.tables import PEAK_MEMORY, TOKENS_PER_SEC, Row, write_json, write_report
+from measure.report.report import Figure, Report, Row
+from measure.report.tables import PEAK_MEMORY
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
-from runtime.files import aside
-from runtime.report import field, git_commit, machine
+from runtime.files import aside, write_json
+from runtime.report import git_commit, machine
 from runtime.start import start
 
 TRANSFORMERS = "transformers"
-Group = list[dict[str, Any]]  # the rounds of sides that were interleaved, ours first
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
 TOLERANCE, ROUNDED_TOLERANCE = 2e-4, 5e-3
 # Options that match transformers' and nanoGPT's GPT-2, and a plain training loop.
@@ -176,68 +172,65 @@ def plan(options: PeersOptions, peers: Mapping[str, str], place: Path) -> tuple[
 # ---- measuring
 
 
-def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -> Group:
+def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -> Comparison:
     """Interleave our side with another. Raises SideError, also if first losses differ."""
 
     def check(side: Side) -> None:
-        loss, our_loss = side.answers[0]["loss"], ours.answers[0]["loss"]
+        loss, our_loss = side.turns[0].loss or math.nan, ours.turns[0].loss or math.nan
         rounded = config.bf16 or config.tf32 or config.matmul_precision != "highest"
         tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
         compare_losses(side.name, loss, our_loss, config, tolerance)
 
     sides = (ours, other)
-    rates = run_rounds(sides, options.rounds, options.width, check=check)
-    return results_of(rates, sides)["sides"]
+    return run_rounds(sides, options.rounds, options.width, check=check)
 
 
-def rows_of(groups: Sequence[Group]) -> list[Row]:
+def rows_of(groups: Sequence[Comparison]) -> list[Row]:
     """Return the figures of each side. Every group begins with ours."""
     rows: dict[str, Row] = {}
     for group in groups:
-        ours = group[0]
-        for side in group:
-            rates, memory = side["tokens_per_sec"], side["turns"][-1]["peak_memory_mb"]
+        ours = group.sides[0]
+        for i, side in enumerate(group.sides):
+            memory = side.peak_memory_mb
             row = {
-                "side": side["name"],
-                "tokens_per_sec": statistics.median(rates),
+                "side": side.name,
+                "tokens_per_sec": side.median,
                 "ours_over": None,
                 "peak_memory_mb": memory,
                 "memory_ratio": None,
-                "first_step_s": side["turns"][0]["seconds"][0],
+                "first_step_s": side.turns[0].seconds[0],
             }
-            if side is not ours:
-                row["ours_over"] = median_ratio(ours["tokens_per_sec"], rates)
-                row["memory_ratio"] = rows[ours["name"]]["peak_memory_mb"] / memory
-            rows.setdefault(side["name"], row)
+            if i:
+                row["ours_over"] = group.ratio(0, i)
+                row["memory_ratio"] = rows[ours.name]["peak_memory_mb"] / memory
+            rows.setdefault(side.name, row)
     return list(rows.values())
 
 
 # ---- the report
 
-COLUMNS = [
-    field("side", "side"),
-    TOKENS_PER_SEC,
-    field("ours over it", "ours_over"),
+FIGURES = [
+    Figure("side", "side"),
+    Figure(
+        "tokens_per_sec",
+        "tokens/s",
+        ",.0f",
+        "the median of a side's own rounds; for the first row, of its first comparison",
+    ),
+    Figure("ours_over", "ours over it", "", "tokens/s of the first row over the side's", bar=True),
     PEAK_MEMORY,
-    field("MB, ours over its", "memory_ratio", ".2f"),
-    field("first step, s", "first_step_s", ".1f"),
+    Figure("memory_ratio", "MB, ours over its", ".2f", "MB of the first row over the side's"),
+    Figure(
+        "first_step_s",
+        "first step, s",
+        ".1f",
+        "with compilation, unless the compile cache has its result",
+    ),
 ]
-FIGURES = {
-    "tokens_per_sec": ("tokens/s", ",.0f"),
-    "peak_memory_mb": ("MB", ",.0f"),
-    "memory_ratio": ("MB, ours over its", ".2f"),
-}
-MEANING = """\
-- ours over it: tokens/s of our side, the first, over the side's, the median of the rounds' \
-ratios, with its 95% interval.
-- tokens/s: the median of a side's own rounds, of ours in the first group.
-- MB: peak memory, of the GPU's tensors on CUDA, else of the process; and the first row's over the \
-side's.
-- first step: with what it compiles, unless the compile cache has it."""
 
 
 def report(
-    groups: Sequence[Group],
+    groups: Sequence[Comparison],
     failed: Sequence[str],
     options: PeersOptions,
     config: Config,
@@ -249,28 +242,20 @@ def report(
     )
     shown = ("batch_size", "seq_len", "n_layer", "n_head", "n_embd", "bf16", "compile")
     described = ", ".join(f"{name} {getattr(config, name)}" for name in shown)
-    ours, *others = rows = rows_of(groups)
+    rows = rows_of(groups)
     title = "Beside what people would take instead"
     where, today = machine(), datetime.date.today()
-    about = f"{where}; {versions}, commit {git_commit()}, {today}. {ours['side']}: {described}."
-    write_report(
-        folder / "report.md",
+    about = f"{where}; {versions}, commit {git_commit()}, {today}. {rows[0]['side']}: {described}."
+    Report(
+        folder,
         title,
-        COLUMNS,
+        FIGURES,
         rows,
-        [f"failed: {line}" for line in failed],
-        about,
-        MEANING,
-        "![ours over each](peers.png)",
-    )
-    series = {f"tokens/s of {ours['side']} over those of each": [r["ours_over"] for r in others]}
-    names = [row["side"] for row in others]
-    draw_factors(folder / "peers.png", names, series, f"{where}, {today}")
-    cards = [
-        card(row["side"], row["side"], {"ours over it": row["ours_over"]}, row, FIGURES)
-        for row in rows
-    ]
-    write_page(folder / "report.html", title, "", [about], cards, [], MEANING)
+        remarks=[f"failed: {line}" for line in failed],
+        about=[about],
+        bars="peers.png",
+        where=f"{where}, {today}",
+    ).write()
     results = {
         "machine": machine(),
         "git": git_commit(),
@@ -278,7 +263,7 @@ def report(
         "options": options.model_dump(mode="json", exclude={"log_dir", "data_dir"})
         | {"peer": [peer_name(path) for path in options.peer]},
         "left_out": LEFT_OUT,
-        "in_turn": groups,
+        "in_turn": [group.dump()["sides"] for group in groups],
         "failed": failed,
     }
     write_json(folder / "results.json", results)
@@ -297,7 +282,7 @@ def main(options: PeersOptions) -> None:
             say(f"note: {folder} is now {moved}")
         folder.mkdir(parents=True)
         ours, others = plan(options, peers, Path(place))
-        groups: list[Group] = []
+        groups: list[Comparison] = []
         failed: list[str] = []
         for other in others:
             try:

@@ -13,11 +13,11 @@ from config import Config
 from data.token_file import TokenFileError
 from measure.interleaved.process import in_fresh_process
 from measure.profile.timing import precision, set_up
-from measure.report.tables import FLOP_RATE, Row, about_machine, show_table
+from measure.report.report import Figure, Row
+from measure.report.tables import FLOP_RATE, about_machine, show_table, texts_of
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_atomic
-from runtime.report import Column, field, items
 from summary import part_flops
 from train import Batches, Run, train_step
 
@@ -112,9 +112,9 @@ def part_name(part: Row) -> str:
 
 
 PART = [
-    Column("part", part_name),
-    field("ms", "ms", ".1f"),
-    field("share", "share", ".1%"),
+    Figure("part", "part", part_name),
+    Figure("ms", "ms", ".1f"),
+    Figure("share", "share", ".1%"),
     FLOP_RATE,
 ]
 
@@ -122,7 +122,7 @@ PART = [
 # ---- operators and memory
 
 
-OPERATOR = items("operator", "calls", "ms", "share")  # ms: without the operators it calls
+OPERATOR = ["operator", "calls", "ms", "share"]  # ms: without the operators it calls
 
 
 def trace(run: Run, path: Path) -> list[tuple[str, ...]]:
@@ -214,7 +214,7 @@ def inspect_model(
     if "breakdown" in wanted:
         title = f"parts of a step, uncompiled; data: {data}"
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
-        lines += show_table(title, PART, break_down(run, steps))
+        lines += show_table(title, *texts_of(PART, break_down(run, steps)))
     if "trace" in wanted:
         if device.type == "mps":
             print("note: the trace has no Apple GPU: PyTorch's profiler does not see it")

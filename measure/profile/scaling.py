@@ -1,6 +1,5 @@
 """Measure how a run scales: the same batch on one rank and on several, interleaved."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,27 +7,19 @@ from typing import Any
 import torch
 
 from config import Config, load_config
+from measure.interleaved.comparison import MeasuredSide
 from measure.interleaved.options import to_flags
-from measure.interleaved.ratio import Ratio, median_ratio
 from measure.interleaved.rounds import (
     LEFT_OUT,
-    Side,
     run_rounds,
     training_side,
 )
-from measure.report.tables import (
-    TOKENS_PER_SEC,
-    Row,
-    about_machine,
-    draw_panels,
-    new_folder,
-    write_csv,
-    write_report,
-)
+from measure.report.report import Figure, Report, Row
+from measure.report.tables import about_machine, draw_panels, new_folder
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.launch import Launch, launch
-from runtime.report import Column, field
+from runtime.report import Estimate
 from runtime.start import cores
 
 
@@ -74,75 +65,82 @@ def measure_scaling(
         given = {"total_batch_tokens": config.tokens_per_step(1), "batch_size": batch_size}
         arguments = ["--config", name, *to_flags({**values, **given})]
         sides.append(training_side(f"{n} rank{'s' * (n > 1)}", arguments, ranks=n))
-    rates = run_rounds(sides, rounds, results=folder / "in_turn.json")
+    found = run_rounds(sides, rounds, results=folder / "interleaved.json")
     rows: list[Row] = []
-    for side, of_side in zip(sides, rates, strict=True):
-        over_first = median_ratio(of_side, rates[0]) if rows else Ratio(1.0)
-        rows.append(row := row_of(config, device, side, statistics.median(of_side)))
-        row["over_first"] = over_first
+    for i, (ranks, side) in enumerate(zip(batch_sizes, found.sides, strict=True)):
+        rows.append(row := row_of(config, device, side, ranks))
+        row["over_first"] = found.ratio(i) if i else Estimate(1.0)
         row["hardware"] = row["used"] / rows[0]["used"]
         # how many times as fast, over how many times as much hardware
-        row["efficiency"] = row["over_first"].median / row["hardware"]
-    report(rows, name, folder, len(rates[0]))
+        row["efficiency"] = row["over_first"].value / row["hardware"]
+    report(rows, name, folder, found.rounds)
 
 
-def row_of(config: Config, device: torch.device, side: Side, tokens_per_sec: float) -> Row:
+def row_of(config: Config, device: torch.device, side: MeasuredSide, ranks: int) -> Row:
     """Return the figures of a number of ranks that follow from its side alone."""
-    last, ranks = side.answers[-1], side.ranks
+    threads = side.turns[-1].threads
     batch_size, micro_steps = split(config, ranks)
     tokens = config.tokens_per_step(1)
     return {
         "device": device_name(device),
         "ranks": ranks,
-        "threads": last["threads"],  # of each rank
+        "threads": threads,  # of each rank
         "batch_size": batch_size,
         "micro_steps": micro_steps,
         "tokens": tokens,  # of a step, of all ranks
-        "tokens_per_sec": tokens_per_sec,
+        "tokens_per_sec": side.median,
         # GPUs, or cores
-        "used": ranks if device.type == "cuda" else min(cores(), ranks * last["threads"]),
-        "step_s": tokens / tokens_per_sec,
-        "memory_mb": max(answer["peak_memory_mb"] for answer in last.get("ranks", [last])),
+        "used": ranks if device.type == "cuda" else min(cores(), ranks * threads),
+        "step_s": tokens / side.median,
+        "memory_mb": side.peak_memory_mb,
     }
 
 
 # ---- the report
 
-COLUMNS = [
-    field("ranks", "ranks"),
-    field("threads", "threads"),
-    Column("batch", lambda row: f"{row['batch_size']} x {row['micro_steps']}"),
-    TOKENS_PER_SEC,
-    field("x first", "over_first"),
-    field("efficiency", "efficiency", ".0%"),
-    field("MB each", "memory_mb", ",.0f"),
+FIGURES = [
+    Figure("ranks", "ranks"),
+    Figure("threads", "threads"),
+    Figure(
+        "batch_size",
+        "batch",
+        lambda row: f"{row['batch_size']} x {row['micro_steps']}",
+        "sequences of a micro-step x micro-steps, of each rank",
+    ),
+    Figure("tokens_per_sec", "tokens/s", ",.0f", "of all ranks, the median of the rounds"),
+    Figure("over_first", "x first", "", "tokens/s over those of the first row", bar=True),
+    Figure(
+        "efficiency",
+        "efficiency",
+        ".0%",
+        "x first over the factor of hardware: GPUs or, on a CPU, cores in use",
+    ),
+    Figure(
+        "memory_mb",
+        "MB each",
+        ",.0f",
+        "peak memory, of the GPU's tensors on CUDA, else of a rank's process",
+    ),
 ]
-MEANING = """\
-- batch: sequences of a micro-step x micro-steps, of each rank.
-- tokens/s: of all ranks, the median of the rounds.
-- x first: the median of the rounds' ratios, with its 95% interval.
-- efficiency: that over how much more hardware it has, GPUs or, on a CPU, cores in use.
-- MB each: peak memory, of the GPU's tensors on CUDA, else of a rank's process."""
 
 
 def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:
-    """Print the figures and write them: report.md, results.csv and a picture."""
+    """Report the figures, with a picture."""
     ranks = [row["ranks"] for row in rows]
     factors = {
-        "measured": (ranks, [row["over_first"].median for row in rows]),
+        "measured": (ranks, [row["over_first"].value for row in rows]),
         "hardware": (ranks, [row["hardware"] for row in rows]),
     }
     panels = {f"tokens/s over those of {ranks[0]}": factors}
     draw_panels(folder / "scaling.png", panels, "ranks")
-    write_report(
-        folder / "report.md",
+    Report(
+        folder,
         f"{Path(name).stem}: the same batch on more ranks",
-        COLUMNS,
+        FIGURES,
         rows,
-        [],
-        f"{about_machine(rows[0])} {rows[0]['tokens']:,} tokens a "
-        f"step, {rounds} interleaved rounds after the first {LEFT_OUT}.",
-        MEANING,
-        "![tokens/s](scaling.png)",
-    )
-    write_csv(folder / "results.csv", rows)
+        about=[
+            f"{about_machine(rows[0])} {rows[0]['tokens']:,} tokens a "
+            f"step, {rounds} interleaved rounds after the first {LEFT_OUT}."
+        ],
+        pictures={"scaling.png": "tokens/s"},
+    ).write()

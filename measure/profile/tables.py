@@ -6,42 +6,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from measure.profile.timing import Key, Timing
+from measure.report.report import Figure, Row, write_csv
 from measure.report.tables import (
     FLOP_RATE,
     PEAK_MEMORY,
     TOKENS_PER_SEC,
-    Row,
     draw_panels,
     show_table,
-    write_csv,
-    write_json,
+    texts_of,
 )
 from runtime.errors import UserError
-from runtime.report import BLUE, ORANGE, Column, draw_bars, field
+from runtime.files import write_json
+from runtime.report import BLUE, ORANGE, draw_bars
 
 Means = dict[Key, float]  # seconds
 
 KEY = [
-    field("size", "size"),
-    field("computation", "computation"),
-    field("warm", "warmup_steps"),
-    Column("mixed", lambda row: "yes" if row["mixed_precision"] else "no"),
+    Figure("size", "size"),
+    Figure("computation", "computation"),
+    Figure("warmup_steps", "warm"),
+    Figure("mixed_precision", "mixed", lambda row: "yes" if row["mixed_precision"] else "no"),
 ]
-RATES = [FLOP_RATE, field("MFU", "utilization", ".0%")]
+RATES = [FLOP_RATE, Figure("utilization", "MFU", ".0%", "against the measured matmul rate")]
 COLUMNS = [
     *KEY,
-    field("mean, s", "mean_s", ".4g"),
+    Figure("mean_s", "mean, s", ".4g"),
     *RATES,  # a terminal of 80 characters has room up to here
-    *(field(name, f"{name}_s", ".4g") for name in ("median", "std", "min", "max", "total")),
+    *(Figure(f"{name}_s", name, ".4g") for name in ("median", "std", "min", "max", "total")),
     TOKENS_PER_SEC,
     PEAK_MEMORY,
 ]
 
 
-def scan_columns(name: str) -> list[Column]:
+def scan_columns(name: str) -> list[Figure]:
     """Return the columns of a scan over the option `name`."""
-    model = [field("size", "size"), field("computation", "computation"), KEY[-1]]
-    return [*model, field(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
+    model = [*KEY[:2], KEY[-1]]
+    return [*model, Figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
 
 
 # ---- files
@@ -82,16 +82,16 @@ def compare(timings: Sequence[Timing], place: str, means: Means, first: Row) -> 
     """
     columns = [
         *KEY,
-        field("mean here, s", "mean_s", ".4g"),
-        field("there, s", "there_s", ".4g"),
-        field("here / there", "over_there", ".3f"),
+        Figure("mean_s", "mean here, s", ".4g"),
+        Figure("there_s", "there, s", ".4g"),
+        Figure("over_there", "here / there", ".3f"),
     ]
     shared = [
         timing.row() | {"there_s": mean, "over_there": timing.mean_s / mean}
         for timing in timings
         if (mean := means.get(timing.key))
     ]
-    lines = [f"## Beside {place}", "", *show_table(f"beside {place}", columns, shared)]
+    lines = [f"## Beside {place}", "", *show_table(f"beside {place}", *texts_of(columns, shared))]
     row = timings[0].row()
     for name in ("batch_size", "seq_len", "vocab_size", "compile", "flash", "fp16", "device"):
         here, there = str(row[name]), str(first.get(name, row[name]))

@@ -13,10 +13,11 @@ from torch import Tensor
 from config import Config, ModelConfig, SpeedConfig
 from measure.interleaved.options import without_end
 from measure.interleaved.process import in_fresh_process
-from measure.report.tables import Row
+from measure.report.report import Row
 from runtime.device import (
     choose_device,
     device_name,
+    has_bf16,
     matmul_dtype,
     matmul_tflops,
     peak_memory_mb,
@@ -110,8 +111,7 @@ class Timing:
 
 def with_mixed_precision_of(device: torch.device, config: Config) -> tuple[Config, list[str]]:
     """Return the config and notes: on a GPU without bf16, fp16 replaces it."""
-    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    if has_bf16 or not config.bf16:
+    if has_bf16(device) or not config.bf16:
         return config, []
     note = f"{device_name(device)} has no bfloat16: mixed precision is float16 here"
     return config.model_copy(update={"bf16": False, "fp16": True}), [note]

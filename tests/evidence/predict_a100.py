@@ -17,11 +17,12 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from measure.ladder.prediction import Prediction, Rates
+from measure.ladder.device import Device
+from measure.ladder.record import Prediction
 from measure.ladder.roofline import predict
 from measure.ladder.rungs import published_factor
 from measure.ladder.stages import plan
-from runtime.report import items, markdown_table
+from runtime.report import markdown_table
 from tests.conftest import ROOT
 from tests.fake_cuda import GPU, attention, environment, fake_h200
 
@@ -29,7 +30,7 @@ from tests.fake_cuda import GPU, attention, environment, fake_h200
 # Kernels reach about three quarters of either: opt0, which is nearly all fp32 matmuls, 0.75.
 REACHED = 0.75
 TFLOPS = {"float32": 19.5, "tf32": 156.0, "bfloat16": 312.0}
-A100 = Rates(
+A100 = Device(
     tflops={name: REACHED * rate for name, rate in TFLOPS.items()},
     gigabytes_per_s=REACHED * 1555,
     launch_us=5.0,
@@ -45,7 +46,7 @@ def predictions_of(series: str) -> list[Row]:
 
     In a process with the fake GPU's environment.
     """
-    stages = plan([series], "logs", [], {})[1]
+    stages = plan([series], "logs", [], Device())[1]
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_sdp_choice", lambda *_, **__: 1, "Meta")  # flash
     # scaled_dot_product_attention does not find the flash attention of GPUs here.
@@ -80,7 +81,7 @@ def main() -> None:
             cells.append([f"{series}/{name}", *figures, *factors, *shares])
     headings = ["stage", "ms a step", "published", "factor", "published factor", "off by"]
     headings += ["arithmetic", "memory", "launches"]
-    print("\n".join(markdown_table(items(*headings), cells)))
+    print("\n".join(markdown_table(headings, cells)))
     known = sum(bool(row[3]) for row in cells)
     print(f"\n{close} of {known} factors are within 25% of the published ones.")
 

@@ -1,0 +1,72 @@
+"""The result of interleaved runs: the figures of each side, turn by turn, as in its JSON file."""
+
+import statistics
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from measure.interleaved.ratio import FEWEST, median_ratio
+from runtime.report import Estimate
+
+
+class Turn(BaseModel):
+    """The figures of one turn: the steps that a side trained in one round."""
+
+    seconds: list[float] = []  # one entry per step
+    tokens: int = 0
+    asleep: bool = True
+    loss: float | None = None
+    peak_memory_mb: float = 0.0
+    threads: int = 1
+    ranks: list["Turn"] = []  # one turn per rank of a run with several
+
+
+class MeasuredSide(BaseModel, allow_inf_nan=False):
+    """The figures of one side."""
+
+    name: str
+    command: str = ""
+    tokens_per_sec: list[float] = Field(min_length=1)  # one entry per round
+    turns: list[Turn]  # includes the rounds that are left out
+
+    @property
+    def median(self) -> float:
+        """The median of its tokens/s."""
+        return statistics.median(self.tokens_per_sec)
+
+    @property
+    def peak_memory_mb(self) -> float:
+        """The peak memory of its largest rank, in MiB."""
+        return max(rank.peak_memory_mb for turn in self.turns for rank in [turn, *turn.ranks])
+
+
+class Comparison(BaseModel):
+    """The result of interleaving several sides. Files of earlier versions lack some fields."""
+
+    machine: str
+    date: str | None = None
+    git: str | None = None
+    left_out: int  # the first turns, which compile and warm up
+    sides: list[MeasuredSide] = Field(min_length=2)
+    # a ladder's rung adds the device, the options of both sides, and whether both could retain
+    # freed memory (runtime/start.py)
+    device: str | None = None
+    settings: list[dict[str, Any]] = []
+    retained_memory: bool | None = None
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds that count."""
+        return len(self.sides[0].tokens_per_sec)
+
+    def ratio(self, side: int = 1, base: int = 0) -> Estimate:
+        """Return the speed of a side over another. Raises ValueError for too few rounds."""
+        return median_ratio(self.sides[side].tokens_per_sec, self.sides[base].tokens_per_sec)
+
+    def ratio_text(self, side: int) -> str:
+        """Format the speed of a side over the first one; empty for the first or too few rounds."""
+        return str(self.ratio(side)) if side and self.rounds >= FEWEST else ""
+
+    def dump(self) -> dict[str, Any]:
+        """Return the content of its JSON file."""
+        return self.model_dump(mode="json", exclude_unset=True)

@@ -1,0 +1,136 @@
+"""Explain a rung by its YAML: title, reasons, changes, and the recipe's code that they switch."""
+
+import ast
+import functools
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from measure.ladder.stages import ROOT, base_of
+from measure.report.report import Card
+from runtime.cli import read_yaml_mapping
+
+# The stages of speedup that can change the speed of a step; the other ones change the learning.
+CHANGE_SPEED = ("baseline", *(f"speedup{step}" for step in (1, 2, 3, 5, 6, 7, 8, 10, 13, 15)))
+RECIPE = ("train.py", "model.py", "optimizer.py", "dataloader.py")  # options act in these files
+PLACES = 4  # most statements shown for an option
+BESIDE = (
+    "batch_size",
+    "lr",
+    "min_lr",
+    "run_name",
+)  # options set beside a technique
+OTHERS = ("_", "describe", "notes", "to_yaml", "advice")  # methods that only describe options
+AGAIN = "The same again"  # title of a stage that repeats its base
+
+
+def card_of(name: str, file: Path, base: Path) -> Card:
+    """Explain the stage of a config over the stage of another one."""
+    title, why = title_of(name, file, base), explained(file)[1]
+    if title == AGAIN:
+        why = ["It differs by its seed alone: its factor is noise (A/A)."]
+    options = [option for option in read_yaml_mapping(file) if option != "base" and file != base]
+    options = [option for option in options if option not in BESIDE] or options
+    code = [*dict.fromkeys(itertools.chain(*map(code_of, options)))]
+    return Card(name, title, base.stem, why, changes(file), code)
+
+
+def title_of(name: str, file: Path, base: Path) -> str:
+    """Return the title of a stage over the stage with the config `base`."""
+    if file == base and name != file.stem:
+        return AGAIN
+    title = explained(file)[0] or name
+    leaves_out = any(between.stem in CHANGE_SPEED for between in skipped(file, base))
+    return f"{title}, and all before it" if leaves_out else title
+
+
+def skipped(file: Path, base: Path) -> list[Path]:
+    """Return the configs between a config and one that it changes, the nearest first."""
+    found: list[Path] = []
+    while below := base_of(file):
+        if below == base:
+            return found
+        found.append(file := below)
+    return []
+
+
+def explained(file: Path) -> tuple[str, list[str]]:
+    """Return the title of a YAML, its first line, and the paragraphs of the comment below it.
+
+    A bare `#` separates paragraphs.
+    """
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    title, *rest = [line.lstrip("# ") for line in comment] or [""]
+    paragraphs = "\n".join(rest).split("\n\n")
+    return title.removesuffix("."), [" ".join(p.split()) for p in paragraphs if p]
+
+
+def changes(file: Path) -> str:
+    """Return the options that a YAML sets, without its base and the comment above."""
+    text = file.read_text(encoding="utf-8")
+    return re.sub(r"^(#.*|base:.*)?\n", "", text, flags=re.MULTILINE)
+
+
+def code_of(option: str) -> list[tuple[str, int, str]]:
+    """Return the statements of the recipe that read an option, with the comments above them.
+
+    File, line and text of each. If only methods in config.py read the option, the statements that
+    call them count; or else the ones that call the callers of these methods.
+    """
+    names, found = {option, *methods_that_read(option)}, list[tuple[str, int, str]]()
+    for _ in range(2):
+        found = found or [
+            (file, line, text)
+            for file in RECIPE
+            for line, text in statements_that_read(ROOT / file, names)
+        ]
+        names |= {caller for name in names for caller in methods_that_read(name)}
+    return found[:PLACES]
+
+
+def methods_that_read(option: str) -> Iterator[str]:
+    """Yield the methods and properties of Config that read an option for others."""
+    for node in ast.walk(parsed(ROOT / "config.py")[1]):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith(OTHERS):
+            yield from [node.name] * any(getattr(n, "attr", "") == option for n in ast.walk(node))
+
+
+def statements_that_read(path: Path, names: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield line number and text of the statements with one of these attributes, or with a
+    variable that such a statement sets. Comments above a statement belong to it.
+    """
+    lines, tree = parsed(path)
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef) or function.name.startswith("check"):
+            continue
+        set_there, shown_to = set[str](), 0
+        inside = (n for n in ast.walk(function) if isinstance(n, ast.stmt) and n is not function)
+        for node in sorted(inside, key=lambda node: node.lineno):
+            parts = [
+                part
+                for child in ast.iter_child_nodes(node)
+                if not isinstance(child, ast.stmt)
+                for part in ast.walk(child)
+            ]
+            reads_it = any(getattr(part, "attr", "") in names for part in parts)
+            if node.lineno <= shown_to or not (
+                reads_it or any(getattr(part, "id", "") in set_there for part in parts)
+            ):
+                continue
+            if isinstance(node, ast.Assign) and reads_it:
+                set_there |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            first = node.lineno
+            shown_to = node.end_lineno or first
+            while lines[first - 2].lstrip().startswith("#"):
+                first -= 1
+            yield first, textwrap.dedent("\n".join(lines[first - 1 : shown_to]))
+
+
+@functools.cache
+def parsed(path: Path) -> tuple[list[str], ast.Module]:
+    """Return the lines of a file, and its syntax tree."""
+    text = path.read_text(encoding="utf-8")
+    return text.splitlines(), ast.parse(text)

@@ -1,0 +1,204 @@
+"""All results of a ladder in one file, ladder.json: runs, comparisons, predictions."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError
+
+from config import Config
+from measure.interleaved.comparison import Comparison
+from measure.ladder.device import Device
+from runtime.cli import load, read_yaml_mapping, show
+from runtime.errors import UserError
+from runtime.files import write_json
+from runtime.runlog import EVAL_COLUMNS, Row, read_rows
+
+FILE = "ladder.json"
+PREDICTED = ("predicted_arithmetic", "predicted_memory", "predicted_launches")  # shares of a step
+# Options that change neither the results of a run nor its speed
+IRRELEVANT = {"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every"}
+IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
+OFF = {"false", "none", "null", "0", "0.0", ""}  # values of a stored option, in lower case
+
+
+def by_step(columns: Mapping[str, list[float | None]]) -> dict[int, Row]:
+    """Turn the columns of a log into rows."""
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return {int(row["step"] or 0): row for row in rows}
+
+
+def by_column(rows: Mapping[int, Row]) -> dict[str, list[float | None]]:
+    """Turn the rows of a log into columns, which take less space in a file."""
+    names = next(iter(rows.values()), {})
+    return {name: [row[name] for row in rows.values()] for name in names}
+
+
+Log = Annotated[dict[int, Row], BeforeValidator(by_step), PlainSerializer(by_column)]
+
+
+class Summary(BaseModel, allow_inf_nan=False, extra="allow"):
+    """The figures of summary.json that a report needs; the other ones are kept."""
+
+    median_dt_ms: float = Field(gt=0)
+    median_tokens_per_sec: float = Field(gt=0)
+    first_step_s: float
+    peak_memory_mb: float
+    utilization: float | None  # MFU; None if the matmul could not be timed
+    final_loss: float | None
+    steps: int
+    world_size: int = 1
+    machine: str = "unknown machine"  # not stored before 2026-11-22
+    device: str
+    torch: str
+    git: str | None
+    started: str
+    interrupted: bool = False
+
+    @property
+    def day(self) -> str:
+        """The date of its start."""
+        return self.started[:10]
+
+    @property
+    def about(self) -> str:
+        """The machine and the versions."""
+        return f"{self.machine}; device {self.device}, torch {self.torch}, commit {self.git}"
+
+
+class Run(BaseModel):
+    """A finished run, as the files in its folder have it."""
+
+    config: dict[str, Any]
+    summary: Summary
+    log: Log
+    eval: Log = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run":
+        """Read a run's folder. Raises OSError, ValidationError and UserError."""
+        evaluated = folder / "eval.csv"
+        logs = {"log": by_column(read_rows(folder / "log.csv"))}
+        if evaluated.exists():
+            logs["eval"] = by_column(read_rows(evaluated, EVAL_COLUMNS))
+        return cls.model_validate(
+            {
+                "config": read_yaml_mapping(folder / "config.yaml"),
+                "summary": Summary.model_validate_json((folder / "summary.json").read_bytes()),
+                **logs,
+            }
+        )
+
+
+class Prediction(BaseModel):
+    """The predicted seconds of a step, by the limits of its operations."""
+
+    tokens: int
+    arithmetic: float
+    memory: float
+    launches: float
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """The predicted speed."""
+        return self.tokens / (self.arithmetic + self.memory + self.launches)
+
+    def shares(self) -> dict[str, float]:
+        """Return the predicted share of the step for each of PREDICTED."""
+        limits = (self.arithmetic, self.memory, self.launches)
+        return {
+            name: seconds / sum(limits) for name, seconds in zip(PREDICTED, limits, strict=True)
+        }
+
+
+class Predictions(BaseModel):
+    """The predictions of a ladder, and the rates behind them."""
+
+    where: str = ""  # machine and device of the rates; not stored before 2026-11-24
+    rates: Device
+    stages: dict[str, Prediction]
+
+
+class Planned(BaseModel):
+    """A stage as it was climbed; its config's path is relative to the project, if it is inside."""
+
+    config: str
+    options: list[str]
+    ranks: int = 1
+
+
+class Record(BaseModel):
+    """All results of a ladder."""
+
+    stages: dict[str, Planned] = {}
+    seeds: int = 0  # 0 if only speeds are compared
+    size: tuple[int, ...] = ()  # quick.Size of a quick ladder
+
+    runs: dict[str, Run] = {}
+    comparisons: dict[str, Comparison] = {}  # each stage with its base
+    predicted: Predictions | None = None
+    folder: Path = Field(default=Path(), exclude=True)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Record":
+        """Read a ladder's record; without one, the files that earlier versions wrote. UserError."""
+        path = folder / FILE
+        try:
+            record = (
+                cls.model_validate_json(path.read_bytes()) if path.exists() else earlier(folder)
+            )
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
+            raise UserError(f"{path}: is damaged: {problem}; delete it or restore it") from None
+        return record.model_copy(update={"folder": folder})
+
+    def save(self) -> None:
+        """Write ladder.json."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / FILE, self.model_dump(mode="json", exclude_defaults=True))
+
+
+def earlier(folder: Path) -> Record:
+    """Collect the files of earlier versions, which kept one for each run and each comparison."""
+    record = Record()
+    comparisons = {path.parent.name: path for path in sorted(folder.glob("*/interleaved.json"))}
+    for when in ("first", "last"):  # an ablation had two files per optimization
+        comparisons |= {path.stem: path for path in sorted(folder.glob(f"*_{when}.json"))}
+    for name, path in comparisons.items():
+        with contextlib.suppress(OSError, ValidationError):
+            record.comparisons[name] = Comparison.model_validate_json(path.read_bytes())
+    with contextlib.suppress(OSError, ValidationError):
+        path = folder / "predicted.json"
+        record.predicted = Predictions.model_validate_json(path.read_bytes())
+    return record
+
+
+# ---- settings
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Return the options, as in JSON, that two runs must share to count as the same run."""
+    # a run's config.yaml contains the learning rate at the end of its schedule, set or not
+    resolved = {"min_lr": config.final_lr()}
+    return config.model_dump(mode="json", exclude=IRRELEVANT) | resolved
+
+
+def stored_config(values: Mapping[str, Any]) -> Config:
+    """Make a config from options that another version of this code stored.
+
+    A missing option has its default. An unknown one is ignored if it is off. Raises ConfigError.
+    """
+    known = Config.model_fields
+    kept = {n: v for n, v in values.items() if n in known or str(v).lower() not in OFF}
+    return load(Config, kept)
+
+
+def differences(there: Config, here: Config) -> str:
+    """List the settings in which a stored run differs: `batch_size 1 there, 2 here`."""
+    ran, wanted = settings(there), settings(here)
+    return ", ".join(
+        f"{name} {show(ran[name])} there, {show(wanted[name])} here"
+        for name in wanted
+        if ran[name] != wanted[name]
+    )

@@ -1,0 +1,179 @@
+"""One report from figures declared once: console, report.md, results.csv, picture, page."""
+
+import csv
+import dataclasses
+import io
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from measure.report.page import write_page
+from runtime.errors import TrainingError, UserError
+from runtime.files import write_atomic
+from runtime.report import COLOURS, Estimate, draw_bars, markdown_table, print_table
+
+Row = dict[str, Any]
+INTERVALS = (
+    "In brackets: the interval that contains the true median with 95% confidence, from interleaved "
+    'runs of both; "about 1" if it contains 1. A factor without brackets compares runs that came '
+    "one after the other: a machine whose speed drifts produces such factors too."
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of every row: the row's key, and how all parts of a report show and explain it."""
+
+    name: str
+    heading: str
+    style: str | Callable[[Row], str] = ""  # a format such as ",.0f", or a row's text
+    meaning: str = ""
+    bar: bool = False  # a factor, drawn as a bar with its interval
+
+    def text(self, row: Row) -> str:
+        """Format the figure of a row; empty without one."""
+        if callable(self.style):
+            return self.style(row)
+        value = row.get(self.name)
+        return "" if value is None else format(value, self.style)
+
+    def factor(self, row: Row) -> Estimate | None:
+        """Return the figure of a row to draw as a bar; None if the row compares with itself."""
+        value = row.get(self.name)
+        factor = value if value is None or isinstance(value, Estimate) else Estimate(value)
+        return None if factor == Estimate(1.0) else factor
+
+
+@dataclass(frozen=True)
+class Card:
+    """The page's explanation of a row."""
+
+    name: str
+    title: str
+    base: str = ""
+    why: Sequence[str] = ()
+    yaml: str = ""
+    code: Sequence[tuple[str, int, str]] = ()  # file, line, text
+
+    @property
+    def label(self) -> str:
+        """The name in pictures."""
+        return self.name if self.title == self.name else f"{self.title} ({self.name})"
+
+
+@dataclass
+class Report:
+    """A table of figures, and all that explains it."""
+
+    folder: Path
+    title: str
+    figures: Sequence[Figure]  # the first one names the row
+    rows: Sequence[Row]
+    remarks: Sequence[str] = ()  # failures and notes
+    about: Sequence[str] = ()  # machines and versions
+    meaning: str = ""  # explains all figures together
+    appendix: str = ""  # Markdown at the end of report.md
+    pictures: Mapping[str, str] = field(default_factory=dict)  # caption by file
+    bars: str = ""  # file for a picture of the bars
+    where: str = ""  # machine and date, for that picture
+    cards: Sequence[Card] = ()  # one per row
+    curves: Sequence[Mapping[str, Any]] = ()  # from page.curve_of
+    headline: str = ""
+
+    def write(self) -> None:
+        """Print the report and write its files.
+
+        Raises UserError without rows, or TrainingError with the remarks.
+        """
+        if not self.rows:
+            kind = TrainingError if self.remarks else UserError
+            nothing = f"{self.folder}: no finished stage to report"
+            raise kind("\n".join([nothing, *self.remarks]))
+        figures = [figure for figure in self.figures if any(map(figure.text, self.rows))]
+        headings = [figure.heading for figure in figures]
+        cells = [[figure.text(row) for figure in figures] for row in self.rows]
+        cards = self.cards or [Card(name, name) for name, *_ in cells]
+        bars = [figure for figure in figures if figure.bar]
+        meanings = [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning]
+        notes = [*filter(None, [self.meaning, INTERVALS if bars else ""])]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        pictures = {self.bars: "factors with their intervals"} if self.bars else {}
+        parts = [
+            f"# {self.title}",
+            "\n".join(markdown_table(headings, cells)),
+            *self.remarks,
+            "\n".join(f"- {line}" for line in self.about),
+            "\n".join(f"- {line}" for line in meanings),
+            *notes,
+            *(f"![{caption}]({name})" for name, caption in {**pictures, **self.pictures}.items()),
+            self.appendix,
+        ]
+        write_atomic(self.folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
+        write_csv(self.folder / "results.csv", self.rows)
+        if self.bars:
+            self._draw(bars, [card.label for card in cards])
+        write_page(
+            self.folder / "report.html",
+            title=self.title,
+            headline=self.headline,
+            about=self.about,
+            meanings=[*meanings, *notes],
+            cards=[
+                dataclasses.asdict(card) | _shown(figures, row)
+                for card, row in zip(cards, self.rows, strict=True)
+            ],
+            curves=self.curves,
+        )
+        print_table(self.title, headings, cells)
+        print("\n".join([*self.remarks, f"{self.folder}: report.html, report.md and results.csv"]))
+
+    def _draw(self, bars: Sequence[Figure], names: Sequence[str]) -> None:
+        """Draw a bar for each factor of each row, with its interval."""
+        drawn = [
+            (name, factor.value, str(factor), factor.ends, colour)
+            for name, row in zip(names, self.rows, strict=True)
+            for figure, colour in zip(bars, itertools.cycle(COLOURS), strict=False)
+            if (factor := figure.factor(row))
+        ]
+        meanings = {c: figure.heading for c, figure in zip(COLOURS, bars, strict=False)}
+        if drawn:
+            draw_bars(self.folder / self.bars, drawn, "factor of speed", meanings, self.where)
+
+
+def _shown(figures: Sequence[Figure], row: Row) -> Row:
+    """Return the bars and the other numbers of a row, as the page's template shows them."""
+    numbers = [f for f in figures if isinstance(row.get(f.name), int | float | Estimate)]
+    return {
+        "factors": {
+            figure.heading: factor
+            for figure in numbers
+            if figure.bar and (factor := figure.factor(row))
+        },
+        "figures": [(f.heading, row[f.name], f.text(row)) for f in numbers if not f.bar],
+    }
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows to a CSV file with a column for every key, except lists.
+
+    Booleans are written as JSON has them; an Estimate `x` takes the columns x, x_low and x_high.
+    """
+    lines: list[Row] = []
+    for row in rows:
+        line: Row = {}
+        lines.append(line)
+        for name, value in row.items():
+            if isinstance(value, Estimate):
+                names = name, f"{name}_low", f"{name}_high"
+                line.update(zip(names, dataclasses.astuple(value), strict=True))
+            elif not isinstance(value, list):
+                line[name] = json.dumps(value) if isinstance(value, bool) else value
+    text = io.StringIO()
+    columns = itertools.chain(*sorted(lines, key=len, reverse=True))  # x_low belongs after x
+    writer = csv.DictWriter(text, dict.fromkeys(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    write_atomic(path, text.getvalue())
