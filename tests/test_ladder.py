@@ -590,7 +590,7 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors(tmp
     own.mkdir(parents=True)
     (own / "results.csv").write_text(f"{FACTORS}speedup2,speedup1,1.5,,\n")
     assert climb("--across", str(own), "--log_dir", str(tmp_path / "own")) == 0
-    assert "| speedup2 | 1.50 |  |  |" in (tmp_path / "own/across/report.md").read_text()
+    assert "| speedup2 | 1.50 |\n" in (tmp_path / "own/across/report.md").read_text()
     (folder / "results.csv").write_text("stage,over_previous\nbaseline,1\n")
     with pytest.raises(UserError, match="is not the table of a ladder"):
         climb("--across", ladders[1])
