@@ -122,7 +122,7 @@ def test_a_problem_says_what_is_wrong_and_where_to_look(tiny_config, capsys, mon
     assert not check(tiny_config(lr=1e-2, flash=True), ALONE)
     printed = capsys.readouterr().out
     assert "\nPROBLEM attention: tokens see later ones; look at the causal mask" in printed
-    assert "\nPROBLEM targets: not the tokens after the inputs; look at what Token" in printed
+    assert "\nPROBLEM targets: not the tokens after the inputs; look at TokenStream" in printed
 
 
 def test_an_interrupted_check_is_no_passed_check(tmp_path):

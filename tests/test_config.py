@@ -298,7 +298,7 @@ def test_indivisible_total_batch_counts_the_processes_that_torchrun_started(mist
     assert parse(Config, argv).accumulation_steps(1) == 5
     monkeypatch.setenv("WORLD_SIZE", "2")
     (line,) = mistakes(*argv)
-    assert "2 processes" in line
+    assert "2 ranks" in line
     assert line.endswith("nearest that work: 32 or 48")
 
 
