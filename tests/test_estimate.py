@@ -1,4 +1,4 @@
-"""What `--estimate` says: the arithmetic, the corpus, the memory of real runs; nothing is begun."""
+"""The estimate of check.py: arithmetic, corpus, memory of real runs; no run is started."""
 
 import contextlib
 import json
@@ -148,7 +148,7 @@ def test_an_estimate_without_a_steady_matmul_gives_no_hours(tiny_config, monkeyp
 
 
 def moments_of(config, ranks=1):
-    """Those of `trace`, which takes a second for each of these models."""
+    """The moments of a step, by name."""
     return trace(config, World(CPU, world_size=ranks))[1]
 
 
