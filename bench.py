@@ -74,7 +74,7 @@ class HowOptions(Options):
 INSPECT = ("breakdown", "trace", "memory")
 MODES = (*INSPECT, "scan", "scaling")
 USED = {"device", "seed", "log_dir"}
-WITHOUT_EFFECT = {*RunConfig.model_fields, "max_steps", "max_minutes"} - USED
+WITHOUT_EFFECT = {*RunConfig.model_fields, "max_steps", "max_minutes", "retain_memory"} - USED
 
 
 class BenchOptions(HowOptions, WhatOptions):

@@ -243,6 +243,10 @@ class SpeedConfig(Options):
     """
     residual_bf16: Annotated[Switch, Needs("bf16")] = False
     """keep the residual stream in bfloat16 too: fewer bytes, but rounded at each addition"""
+    retain_memory: bool = True
+    """on a CPU with glibc: retain freed memory for the next buffers, which the system would zero
+    again
+    """
     loss_chunks: Annotated[Count, Rung()] = 1
     """chunked cross-entropy: compute the loss in this many parts, so that the logits of all tokens
     never exist at once; 8 saves most of their memory

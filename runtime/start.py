@@ -30,7 +30,7 @@ def start(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
     if launch().by_torchrun and launch().world_size > 1:
         exit_when_parent_dies(os.getppid())  # torchrun
     end_at_ctrl_c()  # torch is imported next, and an exception may be lost in an import
-    set_up_process(getattr(values, "device", "auto"))
+    set_up_process(getattr(values, "device", "auto"), getattr(values, "retain_memory", True))
     return values
 
 
@@ -45,12 +45,13 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **ho
         return parse(options, sys.argv[1:] if argv is None else argv, **how)
 
 
-def set_up_process(device: str = "auto") -> None:
+def set_up_process(device: str = "auto", retain_memory: bool = True) -> None:
     """Set variables and allocators before torch is imported, unless the user has set them."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks in warnings
     share_cores()
     if device == "cpu" or not has_nvidia_gpu():
-        retain_freed_memory()
+        if retain_memory:
+            retain_freed_memory()
     elif not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
         # Segments that grow leave fewer gaps, so a run can use more of the GPU's memory.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -761,6 +761,18 @@ def test_speedup_climbs_medium_where_it_makes_the_fp32_matmuls_of_a_cpu_faster()
     assert names[:2] + names[3:] == [stage.name for stage in plan("speedup")]
 
 
+def test_a_cpu_that_emulates_bf16_leaves_out_its_rungs_and_runs_the_rest_in_fp32(capsys):
+    found = plan("cpu", name="a CPU", slow_bf16=True)
+    assert [stage.name for stage in found[:4]] == ["plain", "retain_memory", "compile", "flash"]
+    assert not any(stage.config.bf16 for stage in found)
+    assert capsys.readouterr().out == "".join(
+        f"note: {name} is left out: a CPU gains nothing from it\n" for name in ("medium", "bf16")
+    )
+    wanted = plan("cpu", name="a CPU", slow_bf16=True, medium=True, of_runs=["--bf16"])
+    assert [stage.name for stage in wanted[2:5]] == ["medium", "bf16", "compile"]
+    assert wanted[3].config.bf16
+
+
 def test_some_stages_are_climbed_by_their_numbers_over_the_first(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     runs = climbed(monkeypatch, {}, "a100", "--stages", "3,1,opt8", *OFF)

@@ -105,6 +105,8 @@ def test_a_gpus_allocator_grows_its_segments_and_a_cpus_keeps_what_is_freed(
     monkeypatch.setattr(Path, "exists", lambda path: has_driver)
     set_up_process(device)
     assert bool(retained) != is_on_gpu
+    set_up_process(device, retain_memory=False)
+    assert len(retained) <= 1
     assert {name: os.environ[name] for name in GROWS if name in os.environ} == found
 
 

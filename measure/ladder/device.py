@@ -15,6 +15,7 @@ class Device(BaseModel, frozen=True):
     gigabytes_per_s: float | None = Field(default=None, gt=0)  # read and written by a copy
     launch_us: float | None = None  # time of the smallest operation
     bf16: bool = True
+    slow_bf16: bool = False  # a CPU without instructions for it, which emulates bf16
     medium: bool = False  # a CPU on which matmul_precision `medium` is faster
 
 

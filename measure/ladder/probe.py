@@ -4,6 +4,8 @@ import torch
 
 from measure.ladder.device import Device
 from runtime.device import (
+    NOTED_SLOWDOWN,
+    bf16_slowdown,
     choose_device,
     device_name,
     has_bf16,
@@ -50,5 +52,6 @@ def measure(name: str) -> Device:
         gigabytes_per_s=copy_rate(device),
         launch_us=launch_us(device),
         bf16=has_bf16(device),
+        slow_bf16=device.type == "cpu" and bf16_slowdown(device) > NOTED_SLOWDOWN,
         medium=device.type == "cpu" and usable_precision(device, "medium") == "medium",
     )

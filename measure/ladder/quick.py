@@ -11,6 +11,7 @@ from measure.ladder.explain import CHANGE_SPEED
 from measure.ladder.record import Record
 from measure.ladder.stages import (
     Stage,
+    can_gain,
     instead_of_bf16,
     make_stage,
     make_stage_here,
@@ -89,7 +90,9 @@ def quick_stages(folder: Path, of_runs: Sequence[str], device: Device) -> list[S
     for name in CHANGE_SPEED:
         changes = size.changes(load_config(name))
         options = [*(f"--{option}={value}" for option, value in changes.items()), *of_runs]
-        stages.append(make_stage_here(name, name, record, options, device))
+        stage = make_stage_here(name, name, record, options, device)
+        if can_gain(stage, device):
+            stages.append(stage)
     first = stages[0]
     seed = f"--seed={first.config.seed + 1}"
     again = make_stage(AGAIN, CHANGE_SPEED[0], record, [*first.options, seed])

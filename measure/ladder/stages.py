@@ -222,10 +222,20 @@ def plan(
         if name in [stage.name for stage in stages]:
             name += f"_{len(stages) + 1}"
         stage = make_stage_here(name, config, record, of_runs, device)
-        is_medium = stage.config.matmul_precision == "medium"  # few CPUs have it
-        if not is_medium or device.medium or configs == [*names]:
+        if configs == [*names] or can_gain(stage, device):
             stages.append(stage)
+        elif device.name:
+            print(f"note: {name} is left out: {device.name} gains nothing from it")
     return ladder, with_bases(stages)
+
+
+def can_gain(stage: Stage, device: Device) -> bool:
+    """False if a stage only adds a precision that the device does not have, or only emulates."""
+    added = read_yaml_mapping(stage.file)
+    if added.get("matmul_precision") == "medium":
+        return device.medium
+    is_replaced = not (stage.config.bf16 or stage.config.fp16)
+    return added.keys() != {"base", "bf16"} or not is_replaced
 
 
 def planned_before(record: Record, of_runs: Sequence[str]) -> list[Stage]:
@@ -256,17 +266,20 @@ def make_stage_here(
 ) -> Stage:
     """Make the stage of a config as a device can run it. Raises UserError."""
     stage = make_stage(name, config, record, of_runs)
-    instead = instead_of_bf16(stage.config, device)
+    instead = [] if "--bf16" in of_runs else instead_of_bf16(stage.config, device)
     return make_stage(name, config, record, [*of_runs, *instead]) if instead else stage
 
 
 def instead_of_bf16(config: Config, device: Device) -> list[str]:
-    """Return the options that replace a config's bf16 on a device without it, a GPU before Ampere.
+    """Return the options that replace a config's bf16 on a device without it.
 
-    That is fp16 with the loss scaler, or fp32 if the optimizer excludes fp16.
+    On a GPU before Ampere that is fp16 with the loss scaler, or fp32 if the optimizer excludes
+    fp16; on a CPU that emulates bf16, fp32.
     """
-    if device.bf16 or not config.bf16:
+    if not config.bf16 or (device.bf16 and not device.slow_bf16):
         return []
+    if device.slow_bf16:
+        return ["--no-bf16"]
     return ["--no-bf16", *["--fp16"] * ("fp16" not in EXCLUDED_BY.get(config.optimizer, {}))]
 
 
