@@ -287,8 +287,8 @@ def test_what_is_the_same_of_several_runs_is_reported_once(tmp_path):
     found = finished("baseline", "a100/opt0", "a100/opt1", folder=tmp_path)
     ladder_report.report("ladder", found)
     text = (tmp_path / "ladder/report.md").read_text()
-    assert "- `baseline`: 10 steps of 2 x 1024 tokens; " in text
-    assert "- `opt0`, `opt1`: 10 steps of 8 x 1024 tokens; " in text
+    assert "- `baseline`: 10 steps of 2 x 1024 tokens\n" in text
+    assert "- `opt0`, `opt1`: 10 steps of 8 x 1024 tokens\n" in text
 
 
 # ---- a report alone

@@ -119,6 +119,7 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     assert f"| adamw | {mean:.4f} |" in (folder / "report.md").read_text()
     page = (folder / "report.html").read_text()
     assert f'<data value="{mean.value}">{mean:.4f}</data>' in page
+    assert page.index('id="chart"') < page.index('id="view"') < page.index("<article")
     assert (folder / "learning.png").is_file()
     before = [log.stat().st_mtime_ns for log in logs]
     summary = folder / names[0] / "summary.json"  # of another machine: its loss counts

@@ -44,6 +44,7 @@ FIGURES = [
         "lower than base's by",
         ".4f",
         f"the mean difference from the rung that it changes, seed by seed; {NOISE}",
+        over="base",
     ),
     Figure("base", "base"),
     Figure(
@@ -212,7 +213,7 @@ def report_learned_ablation(title: str, names: Sequence[str], rungs: Rungs) -> l
         remarks=failures + left_out(stages),
         meaning="All other options, such as learning rates, stay as they are.",
         pictures={"learning.png": "validation losses"},
-        curves=mean_curves(done),
+        curves=mean_curves(done, {}),
         learns=True,
     ).write()
     draw_losses(folder / "learning.png", {}, means_of(done))
@@ -231,11 +232,14 @@ def means_of(rungs: Rungs) -> dict[str, tuple[list[int], list[float]]]:
     return means
 
 
-def mean_curves(rungs: Rungs, titles: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def mean_curves(rungs: Rungs, titles: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the mean validation losses of each finished rung for a page."""
-    titles = titles or {}
     return [
-        curve_of(titles.get(name, name), *losses, tokens_per_step=rungs[name][0].config.tokens_per_step(1))
+        curve_of(
+            titles.get(name, name),
+            *losses,
+            tokens_per_step=rungs[name][0].config.tokens_per_step(1),
+        )
         for name, losses in means_of(rungs).items()
     ]
 

@@ -119,12 +119,12 @@ def left_out(stages: Iterable[Stage]) -> list[str]:
     return lines
 
 
-def where_of(places: Iterable[tuple[str, str]]) -> str:
+def where_of(places: Iterable[tuple[str, str | None]]) -> str:
     """Return each machine once, with its days, from machines and days."""
-    days = dict[str, dict[str, None]]()  # sets in order
+    days = dict[str, set[str]]()
     for machine, day in places:
-        days.setdefault(machine, {})[day] = None
-    return "; ".join(", ".join(filter(None, [machine, *sorted(days[machine])])) for machine in days)
+        days.setdefault(machine, set()).update(filter(None, [day]))
+    return "; ".join(", ".join([machine, *sorted(days[machine])]) for machine in days)
 
 
 def keep(stages: Iterable[Stage]) -> None:
@@ -147,6 +147,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
     done = [stage for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     runs = dict[str, list[str]]()  # names of stages by the description of their runs
+    places = list[tuple[str, str]]()
     for stage in done:
         run = stage.finished
         assert run
@@ -154,6 +155,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
         of_all = f"{run.summary.about}, {run.summary.day}"
         for about in (f"{run.summary.steps} steps of {tokens}", of_all):
             runs.setdefault(about, []).append(f"`{stage.name}`")
+        places.append((run.summary.machine, run.summary.day))
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
@@ -179,15 +181,13 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
         about=[
             *(
                 f"{', '.join(names) if len(names) < len(done) else 'all'}: {about}"
-                for about, names in runs.items()
+                for about, names in sorted(runs.items(), key=lambda run: -len(run[1]))
             ),
             *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
         ],
         pictures={"loss.png": "loss curves, measured over published"} if published else {},
         bars="speed.png",
-        where=where_of(
-            (stage.finished.summary.machine, stage.finished.summary.day) for stage in done
-        ),
+        where=where_of(places),
         cards=cards,
         curves=loss_curves(done, cards),
         headline=headline_of(rows, cards),
@@ -278,7 +278,7 @@ def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> lis
     """
     rows: list[Row] = []
     about = dict[str, None]()  # a set in order
-    places = list[tuple[str, str]]()
+    places = list[tuple[str, str | None]]()
     for optimization, both in rungs.items():
         first, last = (stage.comparison()[0] for stage in both)
         for r in filter(None, (first, last)):

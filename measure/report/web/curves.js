@@ -10,9 +10,9 @@ let axis = "steps";
 const DASHES = [[], [9, 4], [2, 3], [12, 3, 2, 3]];
 const measured = curves.filter(curve => !curve.published);
 
-function plot(element, shown, axis) {
+function plot(element, shown, axis, highest) {
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name);
-  const grid = { stroke: colour("--line"), width: 0.3 };
+  const grid = { stroke: `${colour("--line")}44`, width: 1 };
   const strokeOf = curve => {
     const n = measured.indexOf(curve);
     return curve.published
@@ -20,7 +20,7 @@ function plot(element, shown, axis) {
       : { stroke: colour(`--c${n % 6 + 1}`), width: 2, dash: DASHES[Math.floor(n / 6) % DASHES.length] };
   };
   const options = {
-    width: element.clientWidth, height: Math.max(260, Math.min(440, element.clientWidth * 0.55)),
+    width: element.clientWidth, height: Math.max(240, Math.min(highest, element.clientWidth * 0.55)),
     scales: { x: { time: false } },
     focus: { alpha: 0.25 }, cursor: { focus: { prox: 16 } },
     axes: [
@@ -38,11 +38,11 @@ function plot(element, shown, axis) {
 }
 
 function draw() {
-  plot(chart, curves.filter((curve, i) => picks[i].checked && curve[axis]), axis);
+  plot(chart, curves.filter((curve, i) => picks[i].checked && curve[axis]), axis, 440);
   for (const details of own.filter(details => details.open)) {
     const title = details.dataset.title;
     const shown = curves.filter(curve => [title, `${title}, published`].includes(curve.label));
-    plot(details.querySelector(".chart"), shown, "steps");
+    plot(details.querySelector(".chart"), shown, "steps", 260);
   }
 }
 
