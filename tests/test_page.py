@@ -121,11 +121,14 @@ def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder
 
 
 def test_reports_without_a_ladder_have_the_view_too(tmp_path, capsys):
-    factor = Estimate(1.3, 1.2, 1.4)
+    factor = Estimate(0.5, 0.4, 0.6)
     rows = [{"side": "ours", "ours_over": Estimate(1.0)}, {"side": "a peer's", "ours_over": factor}]
     Report(tmp_path, "Beside peers", PEERS, rows).write()
     page = (tmp_path / "report.html").read_text()
-    assert 'data-figure="ours_over" data-value="1.3" data-low="1.2" data-high="1.4"' in page
+    assert 'data-figure="ours_over" data-value="0.5" data-low="0.4" data-high="0.6"' in page
+    places = [*map(float, re.findall(r' x[12]?="([^"]*)%"', page.split("data-figure", 1)[1]))]
+    assert len(places) >= 3
+    assert all(0 < place < 100 for place in places)
     assert 'href="#a%20peer%27s"' in page
     assert 'id="a peer&#39;s"' in page
 

@@ -40,7 +40,7 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    ends = [factor.ends[1] for card in cards for factor in card["factors"].values()]
+    factors = [factor for card in cards for factor in card["factors"].values()]
     page = environment.get_template("page.html").render(
         title=title,
         headline=headline,
@@ -51,7 +51,7 @@ def write_page(
         cards=cards,
         curves=curves,
         learns=learns,
-        ends=[0.9, 1.1, *ends],
+        ends=[0.9, 1.1, *itertools.chain(*(factor.ends for factor in factors))],
         log=math.log,
     )
     write_atomic(path, page)
