@@ -142,7 +142,7 @@ from measure.report.report import Card, Report, Row
 from measure.report.tables import about_machine, new_folder
 from runtime.device import choose_device, matmul_rates
 from runtime.errors import TrainingError, UserError, reported
-from runtime.report import describe_duration
+from runtime.report import describe_duration, machine
 
 # ---- the jobs
 
@@ -254,6 +254,7 @@ def time_grid(
         rows,
         remarks=[*(f"note: {note}" for note in notes), *failed],
         about=[about_machine(rows[0])],
+        where=machine(),
         meaning="Rows that differ only in warm-up come from the same passes: one leaves out the "
         "first of them. std: the population's.",
         appendix=beside,
@@ -281,6 +282,7 @@ def scan(name: str, jobs: Sequence[Job], folder: Path) -> None:
         rows,
         remarks=failed,
         about=[about_machine(rows[0])],
+        where=machine(),
         pictures={"scan.png": "over the values"},
         cards=[Card(timing.job.label, timing.job.label) for timing in measured],
     ).write()

@@ -69,10 +69,11 @@ def test_a_curve_leaves_out_the_loss_before_the_first_step_unless_it_is_the_only
     runs = with_seeds(stage, 2)
     fake_losses(runs[0], 6.0, 5.0)
     fake_losses(runs[1], 7.0, 4.0)
-    assert mean_curves({"adamw": runs})[0]["loss"] == [4.5]
+    (drawn,) = mean_curves({"adamw": runs}, {"adamw": "Tuned AdamW"})
+    assert (drawn["label"], drawn["loss"]) == ("Tuned AdamW", [4.5])
     (runs[1].folder / "eval.csv").write_text(f"{EVAL}0,7.0\n3,4.0\n")  # the clock ended it
     runs[1].forget()
-    assert mean_curves({"adamw": runs})[0]["loss"] == [6.5]
+    assert mean_curves({"adamw": runs}, {})[0]["loss"] == [6.5]
 
 
 @pytest.mark.usefixtures("configs")
@@ -119,6 +120,7 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     assert f"| adamw | {mean:.4f} |" in (folder / "report.md").read_text()
     page = (folder / "report.html").read_text()
     assert f'<data value="{mean.value}">{mean:.4f}</data>' in page
+    assert page.index('id="chart"') < page.index('id="view"') < page.index("<article")
     assert (folder / "learning.png").is_file()
     before = [log.stat().st_mtime_ns for log in logs]
     summary = folder / names[0] / "summary.json"  # of another machine: its loss counts

@@ -14,15 +14,19 @@ from config import load_config
 from measure.ladder.explain import card_of, code_of, explained
 from measure.ladder.record import Predictions
 from measure.ladder.report import FIGURES, report
+from measure.peers.__main__ import FIGURES as PEERS
 from measure.report.page import curve_of, write_page
+from measure.report.report import Report
 from runtime.cli import find_config
 from runtime.errors import UserError
-from runtime.report import project_files
+from runtime.report import Estimate, project_files
 from tests.conftest import ROOT
 from tests.test_ladder import HEADER, fake_comparison, finished, table
 from tests.test_prediction import rates
 
 SPEEDUP = ["baseline", *(f"speedup{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10))]
+WEB = ROOT / "measure/report/web"
+VISIBLE = "parts => parts.filter(part => part.checkVisibility({visibilityProperty: true})).length"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
@@ -81,6 +85,82 @@ def test_every_number_on_the_page_is_that_of_the_results(ladder):
     assert ours[1]["tokens"][:2] == [2048, 4096]
     assert ours[1]["seconds"][:2] == [0.5, 1.0]
     assert "a &lt;made-up&gt; machine" in page
+
+
+def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder):
+    page = (ladder / "report.html").read_text()
+    rows = table(ladder / "results.csv")
+    shown = re.findall(r'<a class="row" href="#(\w+)">(.*?)</a>', page, re.DOTALL)
+    assert [name for name, _ in shown] == SPEEDUP
+    places = []  # value and position of all ends and marks
+    for name, line in shown:
+        marks = re.findall(
+            r'data-figure="(\w+)" data-value="(.*?)" data-low="(.*?)" data-high="(.*?)">'
+            r'\s*<line.* x1="(.*?)%" x2="(.*?)%".*\s*<use.* x="(.*?)%"',
+            line,
+        )
+        row, values = rows[name], [[*map(float, numbers)] for _, *numbers in marks]
+        assert [figure for figure, *_ in marks] == [
+            f.name for f in FIGURES if f.bar and row[f.name] not in ("", "1.0")
+        ]
+        for (figure, *_), (value, low, high, start, end, middle) in zip(marks, values, strict=True):
+            ends = [row.get(f"{figure}_{end}") or row[figure] for end in ("low", "high")]
+            assert [value, low, high] == [*map(float, (row[figure], *ends))]
+            places += [(low, start), (value, middle), (high, end)]
+        numbers = (
+            [row["over_first"]] if name == "baseline" else [row["over_base"], row["over_first"]]
+        )
+        assert re.findall(r'<data value="(.*?)"', line) == numbers
+        assert name == "baseline" or f" over {row['base']}</small>" in line
+    assert {*rows["speedup3"]} > {"over_base_low", "published_over_base", "predicted_over_base"}
+    (least, left), (most, right) = min(places), max(places)
+    for value, place in places:
+        share = math.log(value / least) / math.log(most / least)
+        assert place == pytest.approx(left + share * (right - left), abs=0.02)
+    assert 0 < left < right < 100
+
+
+def test_reports_without_a_ladder_have_the_view_too(tmp_path, capsys):
+    factor = Estimate(0.5, 0.4, 0.6)
+    rows = [{"side": "ours", "ours_over": Estimate(1.0)}, {"side": "a peer's", "ours_over": factor}]
+    Report(tmp_path, "Beside peers", PEERS, rows).write()
+    page = (tmp_path / "report.html").read_text()
+    assert 'data-figure="ours_over" data-value="0.5" data-low="0.4" data-high="0.6"' in page
+    places = [*map(float, re.findall(r' x[12]?="([^"]*)%"', page.split("data-figure", 1)[1]))]
+    assert len(places) >= 3
+    assert all(0 < place < 100 for place in places)
+    assert 'href="#a%20peer%27s"' in page
+    assert 'id="a peer&#39;s"' in page
+
+
+def luminance(colour):
+    """Of #rrggbb, as WCAG 2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return sum(share * x for share, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(*colours):
+    dark, light = sorted(map(luminance, colours))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_all_colours_differ_from_the_papers_by_3_to_1_in_both_themes():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    css = (WEB / "page.css").read_text()
+    themes = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    assert len(themes) == 2
+    for theme in themes:
+        colours = dict(re.findall(r"--(\w+): (#\w{6});", theme))
+        assert theme.count("--") == len(colours) == 14
+        papers = [colours.pop(name) for name in ("paper", "card", "code")]
+        for name, colour in colours.items():
+            least = 4.5 if name in ("ink", "soft", "accent") else 3
+            assert min(contrast(colour, paper) for paper in papers) >= least, name
+    literal = r"#[0-9a-f]{3,8}\b(?=[;\s\"'])|\b(?:rgb|hsl)a?\("
+    sources = [css.split("* {", 1)[1], *(path.read_text() for path in WEB.glob("*.html"))]
+    sources.append((WEB / "curves.js").read_text())
+    assert [found for source in sources for found in re.findall(literal, source)] == []
 
 
 def test_report_and_page_explain_the_figures_in_the_same_words(ladder):
@@ -180,32 +260,57 @@ def test_a_browser_shows_it_without_errors_and_it_answers(width, height, browser
     assert tab.locator("#chart canvas").count() == 1
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     labels = tab.locator(".u-series").count()
+    tab.get_by_text("Choose curves").click()
     tab.locator(".pick").first.uncheck()
     assert tab.locator(".u-series").count() == labels - 1
     tab.get_by_role("button", name="over seconds").press("Enter")
     assert tab.get_by_role("button", name="over seconds").get_attribute("aria-pressed") == "true"
     tab.get_by_role("button", name="Guess first").click()
-    bars = tab.locator("#speedup2 .bars")
-    assert not bars.is_visible()
-    assert not tab.locator("#speedup2 .figures").is_visible()
+    figures, view = tab.locator("#speedup2 .figures"), tab.locator("a.row .factor")
+    assert not figures.is_visible()
+    assert view.evaluate_all(VISIBLE) == 0
     assert not tab.locator(".headline").is_visible()
     tab.locator("#speedup2 .guess-button").click()
-    assert bars.is_visible()
-    assert not tab.locator("#speedup3 .bars").is_visible()
+    assert figures.is_visible()
+    assert view.evaluate_all(VISIBLE) == 1
+    assert not tab.locator("#speedup3 .figures").is_visible()
     tab.screenshot(path=tmp_path / "page.png", full_page=True)
     tab.close()
     assert errors == []
     assert requests == [(ladder / "report.html").as_uri()]
 
 
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)], ids=["desk", "telephone"])
+def test_the_view_fits_a_screen_and_leads_to_the_cards(width, height, browser, ladder):
+    tab = browser.new_page(viewport={"width": width, "height": height})
+    tab.goto((ladder / "report.html").as_uri())
+    shown = tab.locator("body").inner_text()
+    assert shown.count("a <made-up> machine") == 1
+    assert "d" * 40 not in shown
+    assert tab.locator("#view").bounding_box()["height"] < height
+    wide = "cells => cells.filter(cell => cell.scrollWidth > cell.clientWidth).length"
+    assert tab.locator(".row .factor, .row .total, .figures").evaluate_all(wide) == 0
+    tab.locator("a.row").nth(3).click(position={"x": 3, "y": 3})
+    card = tab.locator(f"#{SPEEDUP[3]}")
+    assert card.evaluate("card => card.matches(':target')")
+    assert 0 <= card.bounding_box()["y"] < height / 2
+    code = card.locator("pre").all_inner_texts()
+    assert any("bf16: true" in text for text in code)
+    assert any("torch.autocast" in text for text in code)
+    assert card.locator("canvas").count() == 0
+    card.get_by_text("Loss curve").click()
+    card.locator("canvas").wait_for()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    tab.close()
+
+
 def test_paper_shows_what_a_screen_unfolds(browser, ladder):
     tab = browser.new_page()
     tab.goto((ladder / "report.html").as_uri())
-    folded = tab.locator("article pre")
-    visible = "parts => parts.filter(part => part.checkVisibility()).length"
-    assert folded.evaluate_all(visible) == 0
+    folded = tab.locator("article details > p, article details > pre")
+    assert folded.evaluate_all(VISIBLE) == 0
     tab.emulate_media(media="print")
-    assert folded.evaluate_all(visible) == folded.count() > 0
+    assert folded.evaluate_all(VISIBLE) == folded.count() > 0
     tab.close()
 
 

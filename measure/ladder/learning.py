@@ -16,7 +16,7 @@ from measure.interleaved.ratio import mean_over_seeds, product
 from measure.ladder import rungs as speeds
 from measure.ladder.explain import card_of
 from measure.ladder.record import Record
-from measure.ladder.report import failures_of, keep, left_out
+from measure.ladder.report import failures_of, keep, left_out, where_of
 from measure.ladder.rungs import ablated
 from measure.ladder.stages import Stage, make_stage, seed_name, with_bases
 from measure.report.page import curve_of
@@ -44,6 +44,7 @@ FIGURES = [
         "lower than base's by",
         ".4f",
         f"the mean difference from the rung that it changes, seed by seed; {NOISE}",
+        over="base",
     ),
     Figure("base", "base"),
     Figure(
@@ -52,13 +53,15 @@ FIGURES = [
         meaning="the share of all tokens after which a rung reaches the first rung's final loss, "
         "on straight lines between evaluations; geometric mean over the seeds",
         bar=True,
+        over="first",
     ),
-    Figure("speed", "speed", meaning="tokens/s over the first rung's"),
+    Figure("speed", "speed", meaning="tokens/s over the first rung's", over="first"),
     Figure(
         "time_share",
         "time to the first's loss",
         meaning="the share of tokens over the speed, with the intervals of both combined",
         bar=True,
+        over="first",
     ),
 ]
 WORTH = [
@@ -210,7 +213,8 @@ def report_learned_ablation(title: str, names: Sequence[str], rungs: Rungs) -> l
         remarks=failures + left_out(stages),
         meaning="All other options, such as learning rates, stay as they are.",
         pictures={"learning.png": "validation losses"},
-        curves=mean_curves(done),
+        curves=mean_curves(done, {}),
+        learns=True,
     ).write()
     draw_losses(folder / "learning.png", {}, means_of(done))
     keep(stages)
@@ -228,10 +232,14 @@ def means_of(rungs: Rungs) -> dict[str, tuple[list[int], list[float]]]:
     return means
 
 
-def mean_curves(rungs: Rungs) -> list[dict[str, Any]]:
+def mean_curves(rungs: Rungs, titles: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the mean validation losses of each finished rung for a page."""
     return [
-        curve_of(name, *losses, tokens_per_step=rungs[name][0].config.tokens_per_step(1))
+        curve_of(
+            titles.get(name, name),
+            *losses,
+            tokens_per_step=rungs[name][0].config.tokens_per_step(1),
+        )
         for name, losses in means_of(rungs).items()
     ]
 
@@ -243,13 +251,17 @@ def report_learning(ladder: str, rungs: Rungs) -> list[str]:
     """
     rows, runs = rows_of(rungs), [*chain(*rungs.values())]
     failures, config, folder = failures_of(runs), runs[0].config, runs[0].record.folder
-    where = dict.fromkeys(run.finished.summary.about for run in runs if run.finished)
-    done = {row["stage"]: rungs[row["stage"]] for row in rows}
+    summaries = [run.finished.summary for run in runs if run.finished]
+    cards = [
+        card_of(row["stage"], rungs[row["stage"]][0].file, rungs[row["base"]][0].file)
+        for row in rows
+    ]
+    done = {card.name: rungs[card.name] for card in cards}
     headline = ""
-    if ends := [(row["tokens_share"].value, row["stage"]) for row in rows if row["tokens_share"]]:
-        least, best = min(ends)
-        first = rows[0]["stage"]
-        headline = f"{best} has the loss that {first} ends with after {least:.0%} of the tokens."
+    if reached := [row for row in rows if row["tokens_share"]]:
+        best = min(reached, key=lambda row: row["tokens_share"].value)
+        headline = f"{best['stage']}: the loss that {cards[0].name} ends with, after "
+        headline += f"{best['tokens_share']} of its tokens."
     Report(
         folder,
         f"What the rungs of {ladder} learn",
@@ -259,15 +271,14 @@ def report_learning(ladder: str, rungs: Rungs) -> list[str]:
         about=[
             f"{config.max_steps:,} steps of {config.tokens_per_step(1):,} tokens; seeds of each "
             f"rung: {len(next(iter(rungs.values())))}.",
-            *where,
+            *dict.fromkeys(summary.about for summary in summaries),
         ],
+        where=where_of((summary.machine, summary.day) for summary in summaries),
         pictures={"learning.png": "validation losses"},
-        cards=[
-            card_of(row["stage"], rungs[row["stage"]][0].file, rungs[row["base"]][0].file)
-            for row in rows
-        ],
-        curves=mean_curves(done),
+        cards=cards,
+        curves=mean_curves(done, {card.name: card.title for card in cards}),
         headline=headline,
+        learns=True,
     ).write()
     draw_losses(folder / "learning.png", {}, means_of(done))
     keep(runs)

@@ -39,11 +39,13 @@ FIGURES = [
         meaning="tokens/s over those of its base, the stage that it changes (or the stage before, "
         "if that one is not in this ladder)",
         bar=True,
+        over="base",
     ),
     Figure(
         "over_first",
         "x first",
         meaning="tokens/s over those of the first stage, the product of such factors",
+        over="first",
     ),
     Figure("final_loss", "loss", ".3f", "of the last step, nats per token"),
     PEAK_MEMORY,
@@ -54,6 +56,7 @@ FIGURES = [
         "x base, computed before it was timed from counted work and this machine's rates "
         "(docs/why.md)",
         bar=True,
+        over="base",
     ),
     Figure(
         "published_over_base",
@@ -63,8 +66,16 @@ FIGURES = [
         "speedup1 on are not compared: they were read without waiting for the GPU. ddp was "
         "published for two RTX 4090",
         bar=True,
+        over="base",
     ),
-    Figure("a100_over_base", "A100", ".2f", "x base of the same step in the a100 series", bar=True),
+    Figure(
+        "a100_over_base",
+        "A100",
+        ".2f",
+        "x base of the same step in the a100 series",
+        bar=True,
+        over="base",
+    ),
     Figure(
         "loss_difference",
         "diff.",
@@ -108,6 +119,14 @@ def left_out(stages: Iterable[Stage]) -> list[str]:
     return lines
 
 
+def where_of(places: Iterable[tuple[str, str | None]]) -> str:
+    """Return each machine once, with its days, from machines and days."""
+    days = dict[str, set[str]]()
+    for machine, day in places:
+        days.setdefault(machine, set()).update(filter(None, [day]))
+    return "; ".join(", ".join([machine, *sorted(days[machine])]) for machine in days)
+
+
 def keep(stages: Iterable[Stage]) -> None:
     """Copy the finished runs of a ladder into its record, and write it."""
     stages = list(stages)
@@ -128,14 +147,15 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
     done = [stage for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     runs = dict[str, list[str]]()  # names of stages by the description of their runs
-    places = dict[str, None]()  # a set in order
+    places = list[tuple[str, str]]()
     for stage in done:
         run = stage.finished
         assert run
         tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
-        about = f"{run.summary.steps} steps of {tokens}; {run.summary.about}, {run.summary.day}"
-        runs.setdefault(about, []).append(f"`{stage.name}`")
-        places[f"{run.summary.machine}, {run.summary.day}"] = None
+        of_all = f"{run.summary.about}, {run.summary.day}"
+        for about in (f"{run.summary.steps} steps of {tokens}", of_all):
+            runs.setdefault(about, []).append(f"`{stage.name}`")
+        places.append((run.summary.machine, run.summary.day))
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
@@ -159,12 +179,15 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
         rows,
         remarks=failures + left_out(stages),
         about=[
-            *(f"{', '.join(names)}: {about}" for about, names in runs.items()),
+            *(
+                f"{', '.join(names) if len(names) < len(done) else 'all'}: {about}"
+                for about, names in sorted(runs.items(), key=lambda run: -len(run[1]))
+            ),
             *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
         ],
         pictures={"loss.png": "loss curves, measured over published"} if published else {},
         bars="speed.png",
-        where="; ".join(places),
+        where=where_of(places),
         cards=cards,
         curves=loss_curves(done, cards),
         headline=headline_of(rows, cards),
@@ -179,10 +202,10 @@ def headline_of(rows: Sequence[Row], cards: Sequence[Card]) -> str:
     """Return how far the ladder leads, and its best rungs."""
     if not rows:
         return ""
-    headline = f"{max(row['over_first'].value for row in rows):.1f} times as fast as "
-    headline += f"{cards[0].title.lower()}."
+    most = max(rows, key=lambda row: row["over_first"].value)
+    headline = f"{most['stage']}: {most['over_first']} times as fast as {cards[0].name}."
     best = sorted(
-        (-factor.value, f" {card.title}: {factor}.")
+        (-factor.value, f" {card.title}: {factor} over {row['base']}.")
         for card, row in zip(cards, rows, strict=True)
         if (factor := row["over_base"]) and factor.ends[0] > 1
     )
@@ -227,8 +250,22 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
 
 WORTH = [
     Figure("optimization", "optimization"),
-    Figure("first", "on first", "", "the speed with it alone over the speed with none", bar=True),
-    Figure("last", "on last", "", "the speed with all over the speed with all but it", bar=True),
+    Figure(
+        "first",
+        "on first",
+        "",
+        "the speed with it alone over the speed with none",
+        bar=True,
+        over="none",
+    ),
+    Figure(
+        "last",
+        "on last",
+        "",
+        "the speed with all over the speed with all but it",
+        bar=True,
+        over="all but it",
+    ),
     Figure("memory_mb_without", "MB without", ",.0f", "peak memory in MiB with all but it"),
     Figure("memory_mb_with", "MB with", ",.0f", "peak memory in MiB with all"),
 ]
@@ -240,12 +277,13 @@ def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> lis
     Raises UserError, or TrainingError after failures, if nothing is compared.
     """
     rows: list[Row] = []
-    about, places = dict[str, None](), dict[str, None]()  # sets in order
+    about = dict[str, None]()  # a set in order
+    places = list[tuple[str, str | None]]()
     for optimization, both in rungs.items():
         first, last = (stage.comparison()[0] for stage in both)
         for r in filter(None, (first, last)):
             about[f"{r.machine}; device {r.device}, commit {r.git}"] = None
-            places[", ".join(filter(None, (r.machine, r.date)))] = None
+            places.append((r.machine, r.date))
         without, everything = (s.peak_memory_mb for s in last.sides) if last else (None, None)
         if first or last:
             rows.append(
@@ -267,7 +305,7 @@ def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> lis
         remarks=failures + left_out(stages),
         about=[*about],
         bars="worth.png",
-        where="; ".join(places),
+        where=where_of(places),
     ).write()
     keep(stages)
     return failures
@@ -308,7 +346,10 @@ def across(folders: Sequence[str], out: Path) -> None:
     Report(
         out,
         "What each optimization is worth where",
-        [Figure("stage", "stage"), *(Figure(name, name, bar=True) for name in factors)],
+        [
+            Figure("stage", "stage"),
+            *(Figure(name, name, bar=True, over="base") for name in factors),
+        ],
         [
             {"stage": card.label, **{name: of.get(card.name) for name, of in factors.items()}}
             for card in cards

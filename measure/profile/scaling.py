@@ -19,7 +19,7 @@ from measure.report.tables import about_machine, draw_panels, new_folder
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.launch import Launch, launch
-from runtime.report import Estimate
+from runtime.report import Estimate, machine
 from runtime.start import cores
 
 
@@ -142,5 +142,6 @@ def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:
             f"{about_machine(rows[0])} {rows[0]['tokens']:,} tokens a "
             f"step, {rounds} interleaved rounds after the first {LEFT_OUT}."
         ],
+        where=machine(),
         pictures={"scaling.png": "tokens/s"},
     ).write()

@@ -1,7 +1,8 @@
 """A report as one web page, report.html: opened from the disk, without a network.
 
-Each row has its bars and figures; a rung's row also its technique's name, why it helps, the YAML's
-changes and the code that its options switch. Below: the loss curves.
+At its top a view: all factors in one picture. Each row has a card with its figures; a rung's card
+also its technique's name, the YAML's changes, the code that its options switch, and why it helps.
+The loss curves come last, or first in a report on learning.
 """
 
 import itertools
@@ -13,7 +14,6 @@ from typing import Any
 import jinja2
 
 from runtime.files import write_atomic
-from runtime.report import COLOURS
 
 
 def write_page(
@@ -21,15 +21,18 @@ def write_page(
     *,
     title: str,
     headline: str = "",
+    where: str = "",
     about: Sequence[str] = (),
     meanings: Sequence[str] = (),
+    figures: Sequence[Any] = (),
     cards: Sequence[Mapping[str, Any]] = (),
     curves: Sequence[Mapping[str, Any]] = (),
+    learns: bool = False,
 ) -> None:
     """Write the page.
 
-    `about`: the machines. `meanings`: lines that explain the figures. `cards`: a report's rows.
-    `curves`: from `curve_of`.
+    `where`: the machine. `about`: lines on the runs. `meanings`: lines that explain the `figures`.
+    `cards`: a report's rows. `curves`: from `curve_of`. `learns`: the curves come first.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "web"),
@@ -37,16 +40,19 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    ends = [factor.ends[1] for card in cards for factor in card["factors"].values()]
+    factors = [factor for card in cards for factor in card["factors"].values()]
     page = environment.get_template("page.html").render(
         title=title,
         headline=headline,
+        where=where,
         about=about,
         meanings=meanings,
+        figures=figures,
         cards=cards,
         curves=curves,
-        most=1.05 * max([1.0, *ends]),
-        colours=COLOURS,
+        learns=learns,
+        ends=[0.9, 1.1, *itertools.chain(*(factor.ends for factor in factors))],
+        log=math.log,
     )
     write_atomic(path, page)
 

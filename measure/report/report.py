@@ -32,6 +32,7 @@ class Figure:
     style: str | Callable[[Row], str] = ""  # a format such as ",.0f", or a row's text
     meaning: str = ""
     bar: bool = False  # a factor, drawn as a bar with its interval
+    over: str = ""  # the row that a factor compares with: base, first or a name
 
     def text(self, row: Row) -> str:
         """Format the figure of a row; empty without one."""
@@ -78,10 +79,11 @@ class Report:
     appendix: str = ""  # Markdown at the end of report.md
     pictures: Mapping[str, str] = field(default_factory=dict)  # caption by file
     bars: str = ""  # file for a picture of the bars
-    where: str = ""  # machine and date, for that picture
+    where: str = ""  # machine and date, for that picture and the page
     cards: Sequence[Card] = ()  # one per row
     curves: Sequence[Mapping[str, Any]] = ()  # from page.curve_of
     headline: str = ""
+    learns: bool = False  # the page shows the curves first
 
     def write(self) -> None:
         """Print the report and write its files.
@@ -119,13 +121,16 @@ class Report:
             self.folder / "report.html",
             title=self.title,
             headline=self.headline,
+            where=self.where,
             about=self.about,
             meanings=[*meanings, *notes],
+            figures=figures,
             cards=[
                 dataclasses.asdict(card) | _shown(figures, row)
                 for card, row in zip(cards, self.rows, strict=True)
             ],
             curves=self.curves,
+            learns=self.learns,
         )
         print_table(self.title, headings, cells)
         print("\n".join([*self.remarks, f"{self.folder}: report.html, report.md and results.csv"]))
@@ -148,11 +153,9 @@ def _shown(figures: Sequence[Figure], row: Row) -> Row:
     numbers = [f for f in figures if isinstance(row.get(f.name), int | float | Estimate)]
     return {
         "factors": {
-            figure.heading: factor
-            for figure in numbers
-            if figure.bar and (factor := figure.factor(row))
+            figure: factor for figure in numbers if figure.bar and (factor := figure.factor(row))
         },
-        "figures": [(f.heading, row[f.name], f.text(row)) for f in numbers if not f.bar],
+        "figures": [(f, row[f.name], f.text(row)) for f in numbers if not f.bar],
     }
 
 
