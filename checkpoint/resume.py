@@ -10,6 +10,7 @@ from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
 from runtime.cli import ConfigError, load
 from runtime.errors import UserError
+from runtime.files import write_atomic
 from runtime.launch import launch
 from runtime.runlog import RunFolder, all_checkpoints, step_of
 from runtime.world import World, describe_ranks
@@ -17,7 +18,8 @@ from runtime.world import World, describe_ranks
 
 def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
     """True, with a message, if the run has ended with the checkpoint's step."""
-    is_over = config.is_over(saved.step, saved.seconds) and world.broadcast(run.is_finished())
+    has_summary = world.broadcast((run.path / "summary.json").exists())
+    is_over = config.is_over(saved.step, saved.seconds) and has_summary
     if is_over:
         end = config.last_step or f"{config.max_minutes:g} minutes"
         run.message(
@@ -229,7 +231,7 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
         else:
             aside = run.create()
             notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-        run.write_config(config.to_yaml())
+        write_atomic(run.path / "config.yaml", config.to_yaml())
         return notes
 
     notes = world.on_rank0(open_folder)

@@ -157,9 +157,8 @@ def _tell_torchrun(text: str) -> None:
     traceback, and only once torch is imported.
     """
     if path := launch().error_file:
-        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def _wait_for_torchrun(seconds: float) -> None:

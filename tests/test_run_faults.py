@@ -5,7 +5,6 @@ command that resumes.
 import errno
 import io
 import itertools
-import math
 import os
 import shlex
 import signal
@@ -338,11 +337,7 @@ def test_the_upper_bounds_of_numbers_are_generous():
 
 
 def test_a_long_time_is_shown_sensibly():
-    assert [duration(seconds) for seconds in (59.6, 90_000, math.inf)] == [
-        "0:01:00",
-        "1 day, 1:00:00",
-        "over 1,000 days",
-    ]
+    assert [duration(seconds) for seconds in (59.6, 90_000)] == ["0:01:00", "1 day, 1:00:00"]
 
 
 # ---- compilers and other processes
