@@ -221,9 +221,7 @@ class RunFolder:
             self._console = open(os.devnull, "w")  # noqa: SIM115  # it is an error only once
             raise cannot_be_written(self.path / "console.log", error) from None
 
-    def log(
-        self, row: LogRow, last_step: int | None, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def log(self, row: LogRow, last_step: int | None, metrics: Mapping[str, float]) -> None:
         """Print a step's figures and add them to log.csv at once, so that a crash cannot lose them.
 
         `last_step` is None if the clock ends the run. `metrics`: figures of the step by name. They
@@ -237,7 +235,7 @@ class RunFolder:
             f"{row.tokens_per_sec:,.0f} tokens/s{time_left}"
         )
         logged = row._asdict()
-        further = {name: metric for name, metric in (metrics or {}).items() if name not in logged}
+        further = {name: metric for name, metric in metrics.items() if name not in logged}
         if self.rank == 0:
             append_row(self.path / "log.csv", LOG_COLUMNS, logged)
             if further:
