@@ -96,33 +96,33 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
 
 def _find_checkpoint(run: Path, config: Config) -> tuple[SavedState | None, list[str]]:
     """Find the checkpoint named by `resume`, else the newest of `run`; returns notes too."""
-    resume, named = config.resume, None
+    resume = config.resume
     if resume is None:
         return None, []
-    is_named = resume != "auto"
-    if is_named:
-        path = find_folder(str(resume), config.log_dir)
-        if not path:
-            raise UserError(
-                f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
-                f"or one of its checkpoints/step_*, or begin a new run with --init_from"
-            )
-        run, named = run_and_checkpoint(path)
-    if named:
-        saved = read_state(named)
-        later = [path for path in all_checkpoints(run) if step_of(path) > saved.step]
-        if later:
-            raise UserError(
-                f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
-                f"steps would be taken again; move them away first, or begin a new run with "
-                f"--init_from {shlex.quote(str(resume))}"
-            )
-        return saved, []
-    newest, skipped = newest_whole_checkpoint(run)
-    if is_named and not newest:
-        problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
-        raise CheckpointError("\n".join([problem, *skipped]))
-    return newest, skipped
+    if resume == "auto":
+        return newest_whole_checkpoint(run)
+    path = find_folder(resume, config.log_dir)
+    if not path:
+        raise UserError(
+            f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
+            f"or one of its checkpoints/step_*, or begin a new run with --init_from"
+        )
+    run, named = run_and_checkpoint(path)
+    if not named:
+        newest, skipped = newest_whole_checkpoint(run)
+        if not newest:
+            problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
+            raise CheckpointError("\n".join([problem, *skipped]))
+        return newest, skipped
+    saved = read_state(named)
+    later = [path for path in all_checkpoints(run) if step_of(path) > saved.step]
+    if later:
+        raise UserError(
+            f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
+            f"steps would be taken again; move them away first, or begin a new run with "
+            f"--init_from {shlex.quote(resume)}"
+        )
+    return saved, []
 
 
 def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:

@@ -131,8 +131,9 @@ def _load(
     for name, field in options.model_fields.items():
         if name in given and NoneType in get_args(field.annotation):
             # `resume:` in a file unsets an option; `--resume "$RUN"` with an empty RUN is a mistake
-            none = ("none", "null", "~") if name in values else ("none", "null", "~", "")
-            given[name] = None if str(given[name]).lower() in none else given[name]
+            text = str(given[name]).lower()
+            if text in ("none", "null", "~") or (text == "" and name not in values):
+                given[name] = None
     context = {  # validators need these besides the values
         "config": config and Path(config).stem,
         "world_size": launch().world_size,

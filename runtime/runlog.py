@@ -127,7 +127,7 @@ class RunFolder:
         for leftover in (self.path / "checkpoints").glob(".*.unfinished"):
             shutil.rmtree(leftover, ignore_errors=True)
         if keep_last:
-            delete(to_delete(self.path, keep_last, before=step + 1, protect=checkpoint))
+            delete_old(self.path, keep_last, before=step + 1, protect=checkpoint)
         for name in COLUMNS:
             if (self.path / name).exists():
                 earlier = {at: row for at, row in self._rows(name).items() if at <= step}
@@ -446,14 +446,14 @@ def all_checkpoints(run: Path, name: str = "best|step") -> list[Path]:
     return sorted(sorted(named), key=step_of)
 
 
-def to_delete(run: Path, keep: int, *, before: int, protect: Path | None) -> list[Path]:
-    """Return the checkpoints before a step except the `keep` newest and `protect`.
+def delete_old(run: Path, keep: int, *, before: int, protect: Path | None) -> None:
+    """Delete the checkpoints before a step except the `keep` newest and `protect`.
 
     Later ones are left alone: they are damaged, since the run did not resume from them.
     """
     counted = [path for path in all_checkpoints(run, "step") if step_of(path) < before]
     older = counted[: max(len(counted) - keep, 0)]
-    return [path for path in older if protect is None or path.name != protect.name]
+    delete(path for path in older if protect is None or path.name != protect.name)
 
 
 def step_of(folder: Path) -> int:

@@ -24,7 +24,7 @@ from checkpoint.weights import load_model
 from config import load_config
 from data.token_file import write_corpus
 from runtime.cli import ConfigError
-from runtime.runlog import read_rows
+from runtime.runlog import all_checkpoints, read_rows
 from tests import soak
 from tests.conftest import (
     ALONE,
@@ -353,6 +353,34 @@ def test_a_signal_to_one_rank_stops_and_saves_on_all_and_says_how_to_go_on(
         assert [process.returncode for process in processes] == [0, 0], outputs
     assert "to resume: the same command with --resume auto, or --resume " in outputs[0][0]
     assert read_state(newest(here)).step == len(log(here))
+
+
+SLOW_SAVE = """if True:
+    import runpy, sys, time
+    from pathlib import Path
+    import checkpoint.save
+
+    def save_slowly(path):
+        if not Path("saving").exists():
+            Path("saving").touch()
+            time.sleep(3)
+
+    checkpoint.save.flush_to_disk = save_slowly
+    sys.argv[0] = "train.py"
+    runpy.run_module("train", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_sigterm_during_a_slow_save_leaves_whole_checkpoints(tiny_config, tmp_path, here):
+    """Rank 1 hears no signal while it waits for rank 0, which writes."""
+    options = flags(tiny_config(max_steps=100_000, batch_size=2, checkpoint_every=3))
+    with ended(start_ranks(2, "-c", SLOW_SAVE, *options, cwd=tmp_path)) as ranks:
+        wait_for((tmp_path / "saving").exists, ranks[0])
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        outputs = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert [read_state(path).step for path in all_checkpoints(here)] == [3, len(log(here))]
 
 
 TWO_SIGNALS = """if True:
