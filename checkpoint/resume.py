@@ -18,15 +18,15 @@ from runtime.world import World, describe_ranks
 
 def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
     """True, with a message, if the run has ended with the checkpoint's step."""
-    has_summary = world.broadcast((run.path / "summary.json").exists())
-    is_over = config.is_over(saved.step, saved.seconds) and has_summary
-    if is_over:
-        end = config.last_step or f"{config.max_minutes:g} minutes"
-        run.message(
-            f"nothing to do: {saved.folder} is step {saved.step} of {end}; raise "
-            f"{'max_minutes' if config.max_minutes else 'max_steps'} to resume"
-        )
-    return is_over
+    has_summary = (run.path / "summary.json").exists()
+    if not config.is_over(saved.step, saved.seconds) or not world.broadcast(has_summary):
+        return False
+    end = config.last_step or f"{config.max_minutes:g} minutes"
+    run.message(
+        f"nothing to do: {saved.folder} is step {saved.step} of {end}; raise "
+        f"{'max_minutes' if config.max_minutes else 'max_steps'} to resume"
+    )
+    return True
 
 
 def restore(

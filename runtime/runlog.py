@@ -128,10 +128,12 @@ class RunFolder:
             shutil.rmtree(leftover, ignore_errors=True)
         if keep_last:
             delete_old(self.path, keep_last, before=step + 1, protect=checkpoint)
-        for name in COLUMNS:
-            if (self.path / name).exists():
-                earlier = {at: row for at, row in self._rows(name).items() if at <= step}
-                self._rewrite(name, earlier)
+        for name, columns in COLUMNS.items():
+            rows = {at: row for at, row in self._rows(name).items() if at <= step}
+            if name == "log.csv":  # exactly these columns, as in the rows to come
+                write_rows(self.path / name, columns, rows.values())
+            elif (self.path / name).exists():
+                self._rewrite(name, rows)
         self._open_console()
         (self.path / "summary.json").unlink(missing_ok=True)
 

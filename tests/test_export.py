@@ -265,7 +265,7 @@ def test_a_checkpoint_of_build_nanogpt_is_read_though_its_options_are_a_pickled_
     theirs = {f"module._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
     theirs["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()  # a mask
     options = dataclasses.make_dataclass("GPTConfig", OPTIONS)
-    options.__module__ = "__main__"  # of a script that has ended when the file is read
+    options.__module__ = "__main__"  # the script has ended when the file is read
     path, before = tmp_path / "model_19072.pt", set(torch.serialization.get_safe_globals())
     with monkeypatch.context() as script:
         script.setattr("__main__.GPTConfig", options, raising=False)
