@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from config import Config, load_config
 from data.token_file import TokenFileError
 from model import GPT, GPTConfig
 from runtime.cli import parse
-from runtime.device import check_compiler
 from runtime.errors import TrainingError, kind_of_failure
 from runtime.runlog import RunFolder, duration
 from runtime.signals import Stopped, StopRequest
@@ -41,8 +39,8 @@ from tests.conftest import (
     TINY,
     at_step,
     flags,
-    refused,
     run,
+    run_from_nothing,
 )
 from tests.test_resume import checkpoints, evals, folder_of, log, needs_dev_full, newest, same_end
 from train import train
@@ -384,10 +382,17 @@ def test_the_librarys_own_reason_is_kept(error, kind, reason):
     assert (found, line[: len(reason)]) == (kind, reason)
 
 
-def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compiling(monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", "/white space")
-    with refused("^--compile: /white space has white space in its name, "):
-        check_compiler(CPU)
+def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compiling(
+    tiny_config, tmp_path
+):
+    (tmp_path / "white space").mkdir()
+    options = flags(tiny_config(compile=True))
+    environment = {"TMPDIR": str(tmp_path / "white space"), "OMP_NUM_THREADS": "1"}
+    done = run_from_nothing("train.py", *options, cwd=tmp_path, **environment)
+    assert done.stderr.startswith(f"error: --compile: {tmp_path}/white space has white space in ")
+    assert done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert not (tmp_path / "logs").exists()
 
 
 # ---- options from Python
