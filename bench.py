@@ -117,7 +117,7 @@ class BenchOptions(HowOptions, WhatOptions):
             text = "needs a config, whose corpus it trains on, such as --config quickstart.yaml"
             problems.append(("scaling", f"scaling {text}"))
         if problems:
-            raise ContradictionError(problems)
+            raise ContradictionError(*problems)
         return self
 
 

@@ -47,6 +47,7 @@ FIXED, ARCHITECTURE = "fixed", "architecture"
 INITIAL = "initial weights"  # used only to initialize weights; ignored on resume
 THIS_CALL = "this call"  # never taken from a checkpoint
 PATH = "path"  # an input of the run, stored as an absolute path
+FROM_SCRATCH = Needs("init_from", ("scratch",))
 
 # Bounds far beyond any run: a number outside them is a typo, and would overflow or run forever.
 Size = Annotated[int, Field(ge=1, le=10**15)]  # tokens, sequences, units of a layer
@@ -57,6 +58,7 @@ NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Rate = Annotated[float, Field(gt=0, le=1e30)]
 Shape = Annotated[Size, ARCHITECTURE]
 Switch = Annotated[bool, Rung()]
+ModelSwitch = Annotated[Switch, ARCHITECTURE]
 ListedSwitch = Annotated[bool, Rung(listed=True)]
 
 
@@ -93,25 +95,23 @@ class ModelConfig(Options):
     """learned weights in norms"""
     activation: Annotated[Literal["gelu_tanh", "gelu", "relu2"], Rung(), ARCHITECTURE] = "gelu_tanh"
     """the MLP's activation; GPT-2 has the tanh approximation; relu2: relu(x)^2"""
-    rope: Annotated[Switch, ARCHITECTURE] = False
+    rope: ModelSwitch = False
     """rotary positions: rotate queries and keys by their position, instead of learned positions"""
-    qk_norm: Annotated[Switch, ARCHITECTURE] = False
+    qk_norm: ModelSwitch = False
     """normalize queries and keys of each head (RMSNorm without weights)"""
-    value_residual: Annotated[Switch, ARCHITECTURE] = False
+    value_residual: ModelSwitch = False
     """mix the first layer's values into the values of each later layer, by a learned share"""
-    embed_shortcut: Annotated[Switch, ARCHITECTURE] = False
+    embed_shortcut: ModelSwitch = False
     """normalize the embedded tokens, and add a learned share of them before every block"""
     logit_softcap: Annotated[NotNegative, Rung(), ARCHITECTURE] = 0.0
     """soft-cap the logits to plus or minus this value, by tanh; 0 is off"""
-    tie_weights: Annotated[Switch, ARCHITECTURE] = False
+    tie_weights: ModelSwitch = False
     """share one matrix between the token embedding and the output head"""
-    init: Annotated[Literal["torch", "gpt2"], Rung(), Needs("init_from", ("scratch",)), INITIAL] = (
-        "torch"
-    )
+    init: Annotated[Literal["torch", "gpt2"], Rung(), FROM_SCRATCH, INITIAL] = "torch"
     """initial weights: PyTorch's defaults, or GPT-2's N(0, 0.02)"""
-    residual_scaling: Annotated[Switch, Needs("init_from", ("scratch",)), INITIAL] = False
+    residual_scaling: Annotated[Switch, FROM_SCRATCH, INITIAL] = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
-    zero_init: Annotated[Switch, Needs("init_from", ("scratch",)), INITIAL] = False
+    zero_init: Annotated[Switch, FROM_SCRATCH, INITIAL] = False
     """initialize residual projections to 0, so that each block starts as the identity"""
     init_from: Annotated[Name, INITIAL] = "scratch"
     """scratch, a run's folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder, or a
@@ -313,8 +313,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     @model_validator(mode="before")
     @classmethod
     def _name_the_run(cls, values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        # Files of earlier runs still have these two options, now commands of check.py.
-        values = {n: v for n, v in values.items() if n not in ("estimate", "check") or v != "false"}
         if values.get("run_name") is None:
             return values | {"run_name": (info.context or {}).get("config") or "train"}
         return values
@@ -328,7 +326,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         if self.resume is None:
             problems += self._contradictions(context.get("world_size", 1))
         if problems:
-            raise ContradictionError(problems)
+            raise ContradictionError(*problems)
         return self
 
     def _wrong_names(self, run_name_is_given: bool) -> Iterator[tuple[str, str]]:

@@ -97,17 +97,18 @@ def open_corpus(
         split: [path for path in paths if split_of(path) == split]
         for split in ("train", "val", "test", None)
     }
+    training = named["train"] or named[None]
     if named["train"] and named[None]:
         raise TokenFileError(
             f"{named[None][0]}: its name has neither train nor val, but {named['train'][0].name} "
             f"has train: rename it, such as {named[None][0].stem}_train.bin, or move it away"
         )
-    share = COMPARED_WHOLE // max(1, len(named["train"] or named[None]))
+    share = COMPARED_WHOLE // max(1, len(training))
     with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         files = list(pool.map(lambda path: TokenFile(path, n_vocab, share), paths))
     check_shards(folder, {file.path.name: file.tokens for file in files})
     spans = {file.path: Span(file, 0, file.tokens) for file in files}
-    train = [spans[path] for path in named["train"] or named[None]]
+    train = [spans[path] for path in training]
     val = [spans[path] for path in named["val"] or named["test"]]
     if not train:
         raise TokenFileError(

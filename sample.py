@@ -60,7 +60,7 @@ class SampleOptions(Options):
         ):
             if {name, other} <= given:
                 raise ContradictionError(
-                    [(name, f"{name} and {other} exclude each other; leave one out")]
+                    (name, f"{name} and {other} exclude each other; leave one out")
                 )
         return self
 

@@ -30,6 +30,7 @@ OPTIONS = {
     "n_head": "n_head",
     "n_embd": "n_embd",
     "n_positions": "block_size",
+    "vocab_size": "vocab_size",
     "tie_word_embeddings": "tie_weights",
     "resid_pdrop": "dropout",
 }
@@ -92,8 +93,7 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     activation = str(theirs.get("activation_function", "gelu_new"))
     # transformers' defaults are GPT-2 (124M)'s, like GPTConfig's, except for these two.
     options = {"tie_weights": True, "activation": ACTIVATIONS.get(activation, activation)}
-    names = {**OPTIONS, "vocab_size": "vocab_size"}
-    options |= {ours: theirs[name] for name, ours in names.items() if name in theirs}
+    options |= {ours: theirs[name] for name, ours in OPTIONS.items() if name in theirs}
     return options, transpose_conv1d(with_our_names(read_tensors(folder / WEIGHTS)))
 
 
@@ -137,23 +137,21 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
     end_of_text = 50256 if config.n_vocab == 50257 else None  # another vocabulary may have none
     activation = next(name for name, ours in ACTIVATIONS.items() if ours == config.activation)
     options = {
+        **REQUIRED,
         "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
         "dtype": "float32",
         "activation_function": activation,
         "n_inner": None,
         "n_ctx": config.block_size,
-        "vocab_size": config.n_vocab,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
-        "layer_norm_epsilon": 1e-5,
         "initializer_range": 0.02,
-        "scale_attn_weights": True,
         "use_cache": True,
     }
     options |= {name: getattr(config, ours) for name, ours in OPTIONS.items()}
+    options["vocab_size"] = config.n_vocab  # without the padding rows
     write_atomic(folder / "config.json", json.dumps(options, indent=2) + "\n")
     theirs = transpose_conv1d(weights)
     for name in ("transformer.wte.weight", "lm_head.weight"):

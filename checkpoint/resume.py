@@ -10,6 +10,7 @@ from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
 from runtime.cli import ConfigError, load
 from runtime.errors import UserError
+from runtime.files import write_atomic
 from runtime.launch import launch
 from runtime.runlog import RunFolder, all_checkpoints, step_of
 from runtime.world import World, describe_ranks
@@ -17,14 +18,15 @@ from runtime.world import World, describe_ranks
 
 def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
     """True, with a message, if the run has ended with the checkpoint's step."""
-    is_over = config.is_over(saved.step, saved.seconds) and world.broadcast(run.is_finished())
-    if is_over:
-        end = config.last_step or f"{config.max_minutes:g} minutes"
-        run.message(
-            f"nothing to do: {saved.folder} is step {saved.step} of {end}; raise "
-            f"{'max_minutes' if config.max_minutes else 'max_steps'} to resume"
-        )
-    return is_over
+    has_summary = (run.path / "summary.json").exists()
+    if not config.is_over(saved.step, saved.seconds) or not world.broadcast(has_summary):
+        return False
+    end = config.last_step or f"{config.max_minutes:g} minutes"
+    run.message(
+        f"nothing to do: {saved.folder} is step {saved.step} of {end}; raise "
+        f"{'max_minutes' if config.max_minutes else 'max_steps'} to resume"
+    )
+    return True
 
 
 def restore(
@@ -94,33 +96,33 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
 
 def _find_checkpoint(run: Path, config: Config) -> tuple[SavedState | None, list[str]]:
     """Find the checkpoint named by `resume`, else the newest of `run`; returns notes too."""
-    resume, named = config.resume, None
+    resume = config.resume
     if resume is None:
         return None, []
-    is_named = resume != "auto"
-    if is_named:
-        path = find_folder(str(resume), config.log_dir)
-        if not path:
-            raise UserError(
-                f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
-                f"or one of its checkpoints/step_*, or begin a new run with --init_from"
-            )
-        run, named = run_and_checkpoint(path)
-    if named:
-        saved = read_state(named)
-        later = [path for path in all_checkpoints(run) if step_of(path) > saved.step]
-        if later:
-            raise UserError(
-                f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
-                f"steps would be taken again; move them away first, or begin a new run with "
-                f"--init_from {shlex.quote(str(resume))}"
-            )
-        return saved, []
-    newest, skipped = newest_whole_checkpoint(run)
-    if is_named and not newest:
-        problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
-        raise CheckpointError("\n".join([problem, *skipped]))
-    return newest, skipped
+    if resume == "auto":
+        return newest_whole_checkpoint(run)
+    path = find_folder(resume, config.log_dir)
+    if not path:
+        raise UserError(
+            f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
+            f"or one of its checkpoints/step_*, or begin a new run with --init_from"
+        )
+    run, named = run_and_checkpoint(path)
+    if not named:
+        newest, skipped = newest_whole_checkpoint(run)
+        if not newest:
+            problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
+            raise CheckpointError("\n".join([problem, *skipped]))
+        return newest, skipped
+    saved = read_state(named)
+    later = [path for path in all_checkpoints(run) if step_of(path) > saved.step]
+    if later:
+        raise UserError(
+            f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
+            f"steps would be taken again; move them away first, or begin a new run with "
+            f"--init_from {shlex.quote(resume)}"
+        )
+    return saved, []
 
 
 def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
@@ -229,7 +231,7 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
         else:
             aside = run.create()
             notes = [f"the earlier {run.path} is now {aside}"] if aside else []
-        run.write_config(config.to_yaml())
+        write_atomic(run.path / "config.yaml", config.to_yaml())
         return notes
 
     notes = world.on_rank0(open_folder)

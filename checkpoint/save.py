@@ -28,7 +28,7 @@ from checkpoint.state import SavedState, State, TakenStep, take_random_state
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
 from runtime.files import atomic_folder, delete, flush_to_disk, sha256, write_atomic
-from runtime.runlog import LogRow, RunFolder, all_checkpoints, step_of, to_delete
+from runtime.runlog import LogRow, RunFolder, all_checkpoints, delete_old, step_of
 from runtime.world import World, describe_ranks
 
 
@@ -93,11 +93,11 @@ def save_checkpoint(
     def write() -> None:
         with contextlib.suppress(OSError):  # the disk may still have room
             # First, as old checkpoints may fill the disk.
-            delete(to_delete(run, keep_last - 1, before=saved.step, protect=state.checkpoint))
+            delete_old(run, keep_last - 1, before=saved.step, protect=state.checkpoint)
             flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
         with atomic_folder(folder, replace=True) as unfinished:
             _write(unfinished, files, saved)
-        delete(to_delete(run, keep_last, before=saved.step + 1, protect=folder))
+        delete_old(run, keep_last, before=saved.step + 1, protect=folder)
 
     try:
         world.on_rank0(write)

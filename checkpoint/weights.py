@@ -190,9 +190,9 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
         padded = config.vocab_size == -(-GPT2_TOKENS // 64) * 64
         config = replace(config, real_vocab_size=GPT2_TOKENS if padded else config.vocab_size)
     # Before a model is made, of any size.
-    sizes = {"wte": config.vocab_size, "wpe": config.block_size}
-    if config.rope:
-        del sizes["wpe"]
+    sizes = {"wte": config.vocab_size}
+    if not config.rope:
+        sizes["wpe"] = config.block_size
     for name, ours in sizes.items():
         theirs = weights.get(f"transformer.{name}.weight", torch.empty(0)).shape
         if theirs != (ours, config.n_embd):

@@ -37,17 +37,10 @@ class ConfigError(UserError):
 
 
 class ContradictionError(ValueError):
-    """Options that exclude each other: pairs of (option to blame, message).
+    """Options that exclude each other. Its arguments are pairs: the option to blame, a message.
 
     Validators raise it; `load` makes it a ConfigError.
     """
-
-    def __init__(self, problems: list[tuple[str, str]]):
-        super().__init__(problems)  # one argument, so that the error can be pickled
-        self.problems = problems
-
-    def __str__(self) -> str:
-        return "; ".join(message for _, message in self.problems)
 
 
 class Options(BaseModel):
@@ -138,8 +131,9 @@ def _load(
     for name, field in options.model_fields.items():
         if name in given and NoneType in get_args(field.annotation):
             # `resume:` in a file unsets an option; `--resume "$RUN"` with an empty RUN is a mistake
-            none = ("none", "null", "~") if name in values else ("none", "null", "~", "")
-            given[name] = None if str(given[name]).lower() in none else given[name]
+            text = str(given[name]).lower()
+            if text in ("none", "null", "~") or (text == "" and name not in values):
+                given[name] = None
     context = {  # validators need these besides the values
         "config": config and Path(config).stem,
         "world_size": launch().world_size,
@@ -226,13 +220,11 @@ def read_yaml(path: Path, *above: Path) -> tuple[dict[str, Any], dict[str, str]]
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read one config file, without its `base:` merged in. Raises ConfigError."""
     try:
-        values = _parse_yaml(path.read_text(encoding="utf-8"))
+        values = _parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    if not values:
-        return {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold lines of the form `option: value`, nothing else")
     return dict(values)
@@ -386,8 +378,7 @@ def _error_lines(
         cause = context.get("error")
         if isinstance(cause, ContradictionError):
             lines += [
-                f"{origin[name]}: {text}" if name in origin else text
-                for name, text in cause.problems
+                f"{origin[name]}: {text}" if name in origin else text for name, text in cause.args
             ]
             continue
         name = str(problem["loc"][0]) if problem["loc"] else "option names"

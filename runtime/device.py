@@ -33,20 +33,19 @@ PATIENCE = 4  # times as long as usual that a measurement may take until they ag
 def choose_device(name: str, started: Launch | None = None) -> torch.device:
     """Return the device that `--device name` means for this rank. Raises UserError without it."""
     started = started or launch()
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if name in ("auto", "cuda") and not available["cuda"] and has_nvidia_gpu():
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.insert(0, "mps")
+    if torch.cuda.is_available():
+        available.insert(0, "cuda")
+    elif name in ("auto", "cuda") and has_nvidia_gpu():
         raise UserError(f"--device {name}: {why_no_cuda()}, or use --device cpu")
     if name == "auto":
-        name = next(kind for kind, there in available.items() if there)
-    if not available[name]:
-        here = ", ".join(kind for kind, there in available.items() if there)
+        name = available[0]
+    if name not in available:
         raise UserError(
             f"--device {name}: not available to this PyTorch ({torch.__version__}); available "
-            f"here: {here}"
+            f"here: {', '.join(available)}"
         )
     if name == "mps" and started.world_size > 1:
         raise UserError("--device mps: several ranks cannot share it; use --device cpu or one rank")
@@ -403,14 +402,12 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
 
     Empty if the device is too busy with other programs to measure one of them.
     """
-    dtypes = [torch.float32, torch.bfloat16]
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        dtypes.append(torch.float16)
-    rates = {str(d).removeprefix("torch."): matmul_tflops(device, d, seconds=0.3) for d in dtypes}
-    if on_gpu:
+    measure = functools.partial(matmul_tflops, device, seconds=0.3)
+    rates = {"float32": measure(torch.float32), "bfloat16": measure(torch.bfloat16)}
+    if device.type == "cuda":
+        rates["float16"] = measure(torch.float16)
         torch.set_float32_matmul_precision("high")
-        rates["tf32"] = matmul_tflops(device, torch.float32, seconds=0.3)
+        rates["tf32"] = measure(torch.float32)
     known = {name: rate for name, rate in rates.items() if rate}
     return known if len(known) == len(rates) else {}
 

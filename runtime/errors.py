@@ -97,16 +97,17 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError):
-        expected = TrainingError(f"{error.filename or place}: {error.strerror or error}")
+        message = f"{error.filename or place}: {error.strerror or error}"
     elif "can't start new thread" in str(error):
-        expected = TrainingError(f"{error}: raise the limit of processes (ulimit -u)")
+        message = f"{error}: raise the limit of processes (ulimit -u)"
     elif isinstance(error, RuntimeError | MemoryError):
         kind, reason = kind_of_failure(error)
         if kind not in advice:
             return None
-        expected = TrainingError(advice[kind].replace("{reason}", reason))
+        message = advice[kind].replace("{reason}", reason)
     else:
         return None
+    expected = TrainingError(message)
     for note in getattr(error, "__notes__", []):
         expected.add_note(note)
     return expected
@@ -157,9 +158,8 @@ def _tell_torchrun(text: str) -> None:
     traceback, and only once torch is imported.
     """
     if path := launch().error_file:
-        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def _wait_for_torchrun(seconds: float) -> None:

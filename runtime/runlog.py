@@ -96,29 +96,21 @@ class RunFolder:
             raise UserError(f"{self.path.parent}: is a file; choose another --log_dir")
         self._lock_folder()
         moved_to = None
-        try:
+        with contextlib.ExitStack() as undo:
             if self.path.exists():
                 moved_to = aside(self.path)
-                self._undo.callback(self._move_back, moved_to)  # first, as a signal may come
+                undo.callback(self._move_back, moved_to)  # first, as a signal may come
                 self.path.rename(moved_to)
-            self._undo.callback(shutil.rmtree, self.path, ignore_errors=True)
+            undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self.path.mkdir()
             write_rows(self.path / "log.csv", LOG_COLUMNS, [])
             self._open_console()
-        except BaseException:
-            self.abandon()
-            raise
+            self._undo = undo.pop_all()
         return moved_to
 
     def _move_back(self, moved_to: Path) -> None:
         with contextlib.suppress(OSError):  # the first error is the one to report
             moved_to.rename(self.path)
-
-    def abandon(self) -> None:
-        """Undo `create`: the run cannot start. An earlier run gets its name back."""
-        with self._lock:
-            self._close_files()
-            self._undo.close()
 
     def resume(self, step: int, checkpoint: Path | None = None, keep_last: int = 0) -> None:
         """Continue the folder after `step`: remove the rows of later steps from its logs.
@@ -130,24 +122,20 @@ class RunFolder:
         """
         self._lock_folder()
         self._resumed_after = step
-        try:
-            if not (checkpoint or self.path).is_dir():
-                raise UserError(f"{self.path}: was moved aside or deleted just now; start again")
-            for leftover in (self.path / "checkpoints").glob(".*.unfinished"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            if keep_last:
-                delete(to_delete(self.path, keep_last, before=step + 1, protect=checkpoint))
-            for name, columns in COLUMNS.items():
-                rows = {at: row for at, row in self._rows(name).items() if at <= step}
-                if name == "log.csv":  # exactly these columns, as in the rows to come
-                    write_rows(self.path / name, columns, rows.values())
-                elif (self.path / name).exists():
-                    self._rewrite(name, rows)
-            self._open_console()
-            (self.path / "summary.json").unlink(missing_ok=True)
-        except BaseException:
-            self.close()
-            raise
+        if not (checkpoint or self.path).is_dir():
+            raise UserError(f"{self.path}: was moved aside or deleted just now; start again")
+        for leftover in (self.path / "checkpoints").glob(".*.unfinished"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if keep_last:
+            delete_old(self.path, keep_last, before=step + 1, protect=checkpoint)
+        for name, columns in COLUMNS.items():
+            rows = {at: row for at, row in self._rows(name).items() if at <= step}
+            if name == "log.csv":  # exactly these columns, as in the rows to come
+                write_rows(self.path / name, columns, rows.values())
+            elif (self.path / name).exists():
+                self._rewrite(name, rows)
+        self._open_console()
+        (self.path / "summary.json").unlink(missing_ok=True)
 
     def _lock_folder(self) -> None:
         try:
@@ -163,31 +151,32 @@ class RunFolder:
         for text in self._early_messages:
             self._write(text)
 
-    def close(self) -> None:
-        """Close the files and let other processes write to the folder."""
-        with self._lock:
-            self._close_files()
+    def close(self, *, undo: bool = False) -> None:
+        """Close the files and let other processes write to the folder.
 
-    def _close_files(self) -> None:
-        self._trackers.close(failed=True)  # unless `finish` has closed them
-        if self._console:
-            with contextlib.suppress(OSError):  # a full disk was an error before
-                self._console.close()
-            self._console = None
+        `undo`: the run does not start, so revert `create`: an earlier run gets its name back.
+        """
+        with self._lock:
+            self._trackers.close(failed=True)  # unless `finish` has closed them
+            if self._console:
+                with contextlib.suppress(OSError):  # a full disk was an error before
+                    self._console.close()
+                self._console = None
+            if undo:
+                self._undo.close()
 
     def __enter__(self) -> "RunFolder":
         self._begun = time.monotonic()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Stopped) and self.rank == 0:  # before the first step: undo `create`
-            self.abandon()
-        elif self._console and error is not None:
+        is_stopped = isinstance(error, Stopped)  # before the first step
+        if self._console and error is not None and not is_stopped:
             with contextlib.suppress(OSError):  # a full disk may be the error
                 message = foreseen(error, str(self.path.parent), self._advice) or error
                 for line in str(message).splitlines() or [type(error).__name__]:
                     self._write(f"error: {line}")  # the command prints it at its end
-        self.close()
+        self.close(undo=is_stopped)
 
     # ---- writing, on all ranks
 
@@ -234,13 +223,7 @@ class RunFolder:
             self._console = open(os.devnull, "w")  # noqa: SIM115  # it is an error only once
             raise cannot_be_written(self.path / "console.log", error) from None
 
-    def write_config(self, text: str) -> None:
-        """Write config.yaml."""
-        write_atomic(self.path / "config.yaml", text)
-
-    def log(
-        self, row: LogRow, last_step: int | None, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def log(self, row: LogRow, last_step: int | None, metrics: Mapping[str, float]) -> None:
         """Print a step's figures and add them to log.csv at once, so that a crash cannot lose them.
 
         `last_step` is None if the clock ends the run. `metrics`: figures of the step by name. They
@@ -254,7 +237,7 @@ class RunFolder:
             f"{row.tokens_per_sec:,.0f} tokens/s{time_left}"
         )
         logged = row._asdict()
-        further = {name: metric for name, metric in (metrics or {}).items() if name not in logged}
+        further = {name: metric for name, metric in metrics.items() if name not in logged}
         if self.rank == 0:
             append_row(self.path / "log.csv", LOG_COLUMNS, logged)
             if further:
@@ -364,10 +347,6 @@ class RunFolder:
             for step, row in self._rows("eval.csv").items()
         }
 
-    def is_finished(self) -> bool:
-        """True if a run has ended here."""
-        return (self.path / "summary.json").exists()
-
 
 def _step_label(step: int, last_step: int | None) -> str:
     return f"step {step:{len(str(last_step))}d}/{last_step}" if last_step else f"step {step}"
@@ -469,14 +448,14 @@ def all_checkpoints(run: Path, name: str = "best|step") -> list[Path]:
     return sorted(sorted(named), key=step_of)
 
 
-def to_delete(run: Path, keep: int, *, before: int, protect: Path | None) -> list[Path]:
-    """Return the checkpoints before a step except the `keep` newest and `protect`.
+def delete_old(run: Path, keep: int, *, before: int, protect: Path | None) -> None:
+    """Delete the checkpoints before a step except the `keep` newest and `protect`.
 
     Later ones are left alone: they are damaged, since the run did not resume from them.
     """
     counted = [path for path in all_checkpoints(run, "step") if step_of(path) < before]
     older = counted[: max(len(counted) - keep, 0)]
-    return [path for path in older if protect is None or path.name != protect.name]
+    delete(path for path in older if protect is None or path.name != protect.name)
 
 
 def step_of(folder: Path) -> int:
@@ -485,7 +464,5 @@ def step_of(folder: Path) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as h:mm:ss, or `over 1,000 days`."""
-    if seconds > 1000 * 86400:
-        return "over 1,000 days"
+    """Return seconds as h:mm:ss, after days if there are any."""
     return str(datetime.timedelta(seconds=round(seconds)))

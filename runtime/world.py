@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
@@ -143,9 +142,6 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
             f"was started alone by mistake: unset WORLD_SIZE",
             file=sys.stderr,
         )
-    # A rank that torchrun started just before it was killed would try to reach its store for long.
-    if started.restart and _refuses(started.address):
-        raise TrainingError(f"torchrun has ended: nobody answers at {started.address}")
     limit = datetime.timedelta(seconds=timeout)
     gpu = device if device.type == "cuda" else None
     if gpu:
@@ -170,16 +166,6 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
             f"address through the network interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "
             f"no other program may use its port"
         ) from None
-
-
-def _refuses(address: str) -> bool:
-    """Return True if no process listens at the address, False if one may."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
 
 
 def _check_match(world: World, must_match: Mapping[str, Any]) -> World:

@@ -236,12 +236,6 @@ def test_a_file_that_names_no_split_is_refused_beside_one_that_says_train():
         split()
 
 
-@pytest.mark.parametrize("name", ["my_val_texts", "test", "my_dev"])
-def test_a_corpus_with_the_name_of_a_split_in_its_own_name_can_still_be_trained_on(name):
-    write_corpus(Path(name), [range(100)])
-    assert open_corpus(Path(name), 4, 128)[0].tokens == 100
-
-
 # ---- batches
 
 LAYOUTS = [(401,), (37, 5, 101, 4, 64, 1, 0, 33)]

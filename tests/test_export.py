@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -226,31 +225,8 @@ def test_a_folder_that_is_there_is_never_written_to(tiny_config, tmp_path):
 OPTIONS = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 32, "vocab_size": 50304}
 
 
-@pytest.fixture
-def pickled_from():
-    """Makes instances of a dataclass GPTConfig that are pickled as one of the module named, as in a
-    script that has ended.
-    """
-
-    def make(module, **fields):
-        theirs = dataclasses.make_dataclass("GPTConfig", fields)
-        theirs.__module__ = module
-        module = sys.modules.setdefault(module, type(sys)(module))
-        module.GPTConfig = theirs
-        made.append(module)
-        return theirs(**fields)
-
-    made = []
-    yield make
-    assert not any(hasattr(module, "GPTConfig") for module in made)
-
-
 def save(path, content):
-    """torch.save, after which no class GPTConfig is to be found any more."""
     torch.save(content, path)
-    for name in ("__main__", "train_gpt2"):
-        if hasattr(sys.modules.get(name), "GPTConfig"):
-            del sys.modules[name].GPTConfig
     return str(path)
 
 
@@ -283,14 +259,18 @@ def test_a_checkpoint_of_nanogpts_own_model_has_its_logits(tmp_path):
 
 
 def test_a_checkpoint_of_build_nanogpt_is_read_though_its_options_are_a_pickled_dataclass(
-    pickled_from, tmp_path
+    tmp_path, monkeypatch
 ):
     model = weights_of()
     theirs = {f"module._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
     theirs["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()  # a mask
-    content = {"model": theirs, "config": pickled_from("__main__", **OPTIONS), "step": 19072}
-    before = set(torch.serialization.get_safe_globals())
-    ours = load_model(save(tmp_path / "model_19072.pt", content))
+    options = dataclasses.make_dataclass("GPTConfig", OPTIONS)
+    options.__module__ = "__main__"  # the script has ended when the file is read
+    path, before = tmp_path / "model_19072.pt", set(torch.serialization.get_safe_globals())
+    with monkeypatch.context() as script:
+        script.setattr("__main__.GPTConfig", options, raising=False)
+        save(path, {"model": theirs, "config": options(**OPTIONS), "step": 19072})
+    ours = load_model(str(path))
     idx = torch.randint(50257, (2, 32))
     assert torch.equal(ours(idx), model(idx))
     assert ours.config.activation == "gelu_tanh"

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -182,10 +181,20 @@ class Run:
             any_free.bind(("localhost", 0))
             self.port = any_free.getsockname()[1]
         write_tiny_corpus(place)
-        options: dict[str, Any] = {"n_layer": 1, "batch_size": 1, "total_batch_tokens": 256}
-        options |= {"val_fraction": 0.1, "eval_every": 4, "checkpoint_every": 2, "timeout": 60}
-        options |= {"resume": "auto"}
-        self.config = tiny_run(place, **options, shuffle=True, max_steps=STEPS, run_name="run")
+        self.config = tiny_run(
+            place,
+            n_layer=1,
+            batch_size=1,
+            total_batch_tokens=256,
+            shuffle=True,
+            max_steps=STEPS,
+            val_fraction=0.1,
+            eval_every=4,
+            checkpoint_every=2,
+            timeout=60,
+            resume="auto",
+            run_name="run",
+        )
         (place / "gated.py").write_text(GATED)
         self.let_through(0)
 

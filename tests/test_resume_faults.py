@@ -1,6 +1,5 @@
 """Beginning and resuming with obstacles: full disks, links, other runs, damaged logs, odd names."""
 
-import functools
 import json
 import os
 import re
@@ -32,15 +31,15 @@ from tests.test_resume import (
 )
 
 
-def limit_file_size(limit):
-    """Act like a disk that is full once a file has this many bytes. stdout is discarded, so it is
-    not limited.
+def limit_file_size():
+    """Act like a disk that is full once a file has 500 bytes. stdout is discarded, so it is not
+    limited.
     """
     import resource
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 
 
 def contents(folder):
@@ -118,7 +117,7 @@ def test_a_run_that_cannot_write_its_first_files_leaves_all_as_it_was(go, tiny_c
     go(max_steps=1)
     before = contents(tmp_path / "logs")
     options = flags(tiny_config(max_steps=1))
-    done = run("train.py", *options, cwd=tmp_path, before=functools.partial(limit_file_size, 500))
+    done = run("train.py", *options, cwd=tmp_path, before=limit_file_size)
     said = r"error: .*/logs/train/console.log: cannot be written: File too large\n"
     assert re.fullmatch(said, done.stderr)
     assert contents(tmp_path / "logs") == before

@@ -5,7 +5,6 @@ command that resumes.
 import errno
 import io
 import itertools
-import math
 import os
 import shlex
 import signal
@@ -338,11 +337,7 @@ def test_the_upper_bounds_of_numbers_are_generous():
 
 
 def test_a_long_time_is_shown_sensibly():
-    assert [duration(seconds) for seconds in (59.6, 90_000, math.inf)] == [
-        "0:01:00",
-        "1 day, 1:00:00",
-        "over 1,000 days",
-    ]
+    assert [duration(seconds) for seconds in (59.6, 90_000)] == ["0:01:00", "1 day, 1:00:00"]
 
 
 # ---- compilers and other processes
@@ -354,35 +349,20 @@ GCC = """/tmp/torchinductor/header.h:9:10: fatal error: Python.h: No such file o
 compilation terminated."""
 
 
-@pytest.mark.parametrize(
-    ("output", "reason"),
-    [
-        (
-            GCC,
-            "fatal error: Python.h: No such file or directory; install Python's headers "
-            "(python3-dev on Debian and Ubuntu, "
-            "python3-devel on Fedora)",
-        ),
-        ("Killed", "Killed"),
-    ],
-)
 def test_a_compile_error_shows_the_compilers_own_line_and_what_to_install(
-    output, reason, tiny_config, monkeypatch, capsys
+    tiny_config, monkeypatch, capsys
 ):
-    error = InductorError(CppCompileError(["g++", "main.cpp"], output), None)
-    failing(monkeypatch, 1, error)
+    failing(monkeypatch, 1, InductorError(CppCompileError(["g++", "main.cpp"], GCC), None))
     assert main(tiny_config()) == 1
-    line = f"error: --compile failed: {reason}; or run without --compile\n"
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().err == (
+        "error: --compile failed: fatal error: Python.h: No such file or directory; install "
+        "Python's headers (python3-dev on Debian and Ubuntu, python3-devel on Fedora); or run "
+        "without --compile\n"
+    )
 
 
-def test_a_compiled_file_that_a_killed_process_left_is_named_to_be_deleted():
-    error = InductorError(ImportError("/cache/2n/c2n5.main.so: file too short"), None)
-    kind, reason = kind_of_failure(error)
-    assert kind == "compiler"
-    assert reason.endswith("/cache/2n/c2n5.main.so: file too short: delete it and start again")
-
-
+CLOSED = "Connection closed by peer [127.0.0.1]:31415."
+HALF_WRITTEN = InductorError(ImportError("/c2n5.main.so: file too short"), None)
 TRITON = "TritonMissing: Cannot find a working triton installation. Either the package is not"
 
 
@@ -391,6 +371,9 @@ TRITON = "TritonMissing: Cannot find a working triton installation. Either the p
     [
         (BackendCompilerFailed("inductor", TritonMissing(None), None), "compiler", TRITON),
         (InductorError(KeyError("buf0"), None), "compiler", "KeyError: 'buf0'"),
+        (InductorError(CppCompileError(["g++"], "Killed"), None), "compiler", "Killed"),
+        (HALF_WRITTEN, "compiler", "ImportError: /c2n5.main.so: file too short: delete it and"),
+        (RuntimeError(f"[/pytorch/gloo/pair.cc:538] {CLOSED}"), "lost rank", CLOSED),
         (RuntimeError("in a worker:\nValueError: bad"), "other", "ValueError: bad"),
     ],
 )
@@ -412,24 +395,9 @@ def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compil
     assert not (tmp_path / "logs").exists()
 
 
-def test_why_another_process_did_not_answer_is_told_without_the_place_in_pytorch():
-    said = "Connection closed by peer [127.0.0.1]:31415."
-    error = RuntimeError(f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] {said}")
-    assert kind_of_failure(error) == ("lost rank", said)
-
-
 # ---- options from Python
-
-
-def test_a_config_made_in_python_names_its_run(tiny_config, go, here):
-    assert Config(n_layer=1).run_name == "train"
-    go(Config(**tiny_config(max_steps=1).model_dump(exclude_unset=True)))
-    assert here.is_dir()
 
 
 @pytest.mark.parametrize("argv", ["--betas 0.8,0.95", "--betas=0.8,0.95", "--betas 0.8 0.95"])
 def test_betas_are_taken_with_a_comma_too(argv):
     assert parse(Config, argv.split()).betas == (0.8, 0.95)
-
-
-# ---- steps that are left out

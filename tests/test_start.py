@@ -284,11 +284,6 @@ def test_a_process_has_its_share_of_the_8_cores_of_its_machine(
         assert os.environ.get(name) == threads
 
 
-def test_without_sched_getaffinity_all_cores_count(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
-    assert cores(system=tmp_path) == os.cpu_count()
-
-
 def test_two_threads_of_one_core_are_one_core(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 6})
     assert cores(system=tmp_path) == 4, "nothing is known of them"
@@ -297,6 +292,3 @@ def test_two_threads_of_one_core_are_one_core(tmp_path, monkeypatch):
         place.mkdir(parents=True)
         (place / "thread_siblings_list").write_text(siblings)
     assert cores(system=tmp_path) == 3
-
-
-# ---- the folder for temporary files
