@@ -12,8 +12,8 @@ from typing import Any
 
 import jinja2
 
+from measure.report.pictures import COLOURS
 from runtime.files import write_atomic
-from runtime.report import COLOURS
 
 
 def write_page(
