@@ -10,7 +10,6 @@ python bench.py --config ddp.yaml --scaling 1,2,4         the same batch on more
 python bench.py --compare logs/reference/timeit.csv       beside earlier or published results
 """
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -162,10 +161,10 @@ def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
         return [(Path(options.config).stem, load_config(options.config, **values))]
     if "seq_len" in values:
         values = {"block_size": values["seq_len"]} | values
-    both: list[dict[str, Any]] = [{"bf16": False}, {"bf16": True}]
     return [
-        (size, load_config(f"timeit/{size}", **(precision | values)))
-        for size, precision in itertools.product(options.size, both)
+        (size, load_config(f"timeit/{size}", **({"bf16": bf16} | values)))
+        for size in options.size
+        for bf16 in (False, True)
     ]
 
 
@@ -176,13 +175,10 @@ def jobs_of(options: BenchOptions) -> list[Job]:
     """
     scanned = [options]
     if options.scan:
-        name, _, values = options.scan.partition("=")
         update: dict[str, Any] = {"computation": ("training_step",), "warmup_steps": (1,)}
         update |= options.model_dump(include=options.model_fields_set)
-        scanned = [
-            options.model_copy(update={**update, name: value})
-            for value in sorted(map(int, values.split(",")))
-        ]
+        values = sorted(map(int, options.scan.partition("=")[2].split(",")))
+        scanned = [options.model_copy(update=update | {options.scanned: n}) for n in values]
     return [
         Job(size, config, computation, warm_up(config, each.warmup_steps), each.steps)
         for each in scanned

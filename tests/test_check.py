@@ -69,14 +69,6 @@ def test_a_long_step_is_checked_in_small(tiny_config, capsys, monkeypatch):
     assert "ok      the above is of a small model" in capsys.readouterr().out
 
 
-def test_a_corpus_that_is_too_short_or_beyond_the_vocabulary_is_an_error(tiny_config, tmp_path):
-    with refused("lower batch_size"):
-        check(tiny_config(batch_size=1000), ALONE)
-    write_corpus(tmp_path / "data" / "odd", [[*range(100)] * 20 + [200]])
-    with refused("200"):
-        check(tiny_config(dataset="odd"), ALONE)
-
-
 def test_a_run_is_checked_with_the_weights_that_its_name_means(tiny_config, tmp_path, capsys):
     train(tiny_config(n_layer=1, max_steps=20, lr=1e-2, run_name="first"), ALONE)
     capsys.readouterr()
@@ -92,6 +84,8 @@ def test_a_tiny_vocabulary_is_checked(tiny_config, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"batch_size": 1000}, "lower batch_size"),
+        ({"dataset": "odd"}, "200"),
         ({"eval_every": 10, "val_fraction": 0.0}, "nothing to validate on"),
         ({"reference": "no-such.csv"}, "no-such.csv"),
         (
@@ -99,9 +93,10 @@ def test_a_tiny_vocabulary_is_checked(tiny_config, tmp_path):
             "no-such.jsonl",
         ),
     ],
-    ids=["no split", "no curve", "no questions"],
+    ids=["too short", "beyond the vocabulary", "no split", "no curve", "no questions"],
 )
-def test_what_a_run_would_not_start_with_is_an_error(options, message, tiny_config):
+def test_what_a_run_would_not_start_with_is_an_error(options, message, tiny_config, tmp_path):
+    write_corpus(tmp_path / "data" / "odd", [[*range(100)] * 20 + [200]])
     with refused(message):
         check(tiny_config(**options), ALONE)
 

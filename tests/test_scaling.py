@@ -2,15 +2,13 @@
 
 import csv
 import json
-import re
 
 import pytest
 import torch
 
 from measure.interleaved import rounds
 from measure.profile.scaling import split
-from runtime.errors import UserError
-from tests.conftest import TINY
+from tests.conftest import TINY, refused
 from tests.test_bench import command_line
 
 
@@ -48,42 +46,14 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
     assert float(two["efficiency"]) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--scaling 1,2", "scaling needs a config, whose corpus it trains on"),
-        ("--config CONFIG --scaling 1,0", "scaling: input should be greater than or"),
-        (
-            "--config CONFIG --scaling 1,2 --scan batch_size=1,2",
-            "scan has no effect with scaling",
-        ),
-        ("--rounds 9 --total_batch_tokens 64", "rounds has no effect without scaling"),
-        (
-            "--config CONFIG --scaling 1,3",
-            "--scaling 3: the 4 sequences of a step do not divide among 3 ranks; choose divisors "
-            "of 4",
-        ),
-        (
-            "--config CONFIG --scaling 1,2 --total_batch_tokens 100",
-            "total_batch_tokens 100 is not a multiple",
-        ),
-    ],
-)
-def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tiny_yaml, tmp_path):
-    words = arguments.replace("CONFIG", str(tiny_yaml)).split()
-    with pytest.raises(UserError, match=re.escape(message)):
-        command_line(*words, "--log_dir", tmp_path / "logs")
-    assert not (tmp_path / "logs").exists()
-
-
 def test_more_ranks_than_gpus_are_an_error_and_so_is_torchrun(tiny_yaml, monkeypatch):
     given = ("--config", tiny_yaml, "--scaling", "1,4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match="4 ranks, but 2 CUDA devices; start at most one for each"):
+    with refused("4 ranks, but 2 CUDA devices; start at most one for each"):
         command_line(*given, "--device", "cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="run it without torchrun"):
+    with refused("run it without torchrun"):
         command_line(*given)
 
 

@@ -242,12 +242,12 @@ def differences(a: State, b: State) -> list[str]:
     others = b.numbers()
     names = [name for name, number in a.numbers().items() if number != others[name]]
     for (file, first), second in zip(a.tensors().items(), b.tensors().values(), strict=True):
-        shared = first.keys() & second.keys()
-        names += [
-            f"{file} {name}"
-            for name in first.keys() | second.keys()
-            if name not in shared or not torch.equal(own_part(first[name]), own_part(second[name]))
-        ]
+        equal = {
+            name
+            for name in first.keys() & second.keys()
+            if torch.equal(own_part(first[name]), own_part(second[name]))
+        }
+        names += [f"{file} {name}" for name in (first.keys() | second.keys()) - equal]
     return sorted(names)
 
 

@@ -160,8 +160,8 @@ def figures(seconds: list[float], tokens: int, tflop: float, rate: float | None)
 
 def settings(config: Config) -> Row:
     """Return the options that affect the figures."""
-    names = {*ModelConfig.model_fields, *SpeedConfig.model_fields, "batch_size", "seq_len", "seed"}
-    names |= {"optimizer", "grad_clip", "weight_decay"}
+    names = {"batch_size", "seq_len", "seed", "optimizer", "grad_clip", "weight_decay"}
+    names |= ModelConfig.model_fields.keys() | SpeedConfig.model_fields.keys()
     about = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     return config.model_dump(mode="json", include=names) | about
 
