@@ -10,7 +10,6 @@ python bench.py --config ddp.yaml --scaling 1,2,4         the same batch on more
 python bench.py --compare logs/reference/timeit.csv       beside earlier or published results
 """
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -82,11 +81,14 @@ class BenchOptions(HowOptions, WhatOptions):
 
     model_config = ConfigDict(extra="allow")
 
+    @property
+    def scanned(self) -> str:
+        """The option whose values are scanned; empty without --scan."""
+        return (self.scan or "").partition("=")[0]
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         chosen = self.model_fields_set
-        scanned = (self.scan or "").partition("=")[0]
-        timed_steps = self.breakdown or self.scan
         # options, and with which others they have no effect
         without_effect = {
             **dict.fromkeys(MODES[:-1], ("scaling",)),
@@ -94,8 +96,8 @@ class BenchOptions(HowOptions, WhatOptions):
             "compare": MODES,
             "computation": [*INSPECT, "scaling"],
             "warmup_steps": [*INSPECT, "scaling"],
-            "steps": [] if timed_steps else ["trace", "memory", "scaling"],
-            scanned: ["scan"],
+            "steps": [] if self.breakdown or self.scan else ["trace", "memory", "scaling"],
+            self.scanned: ["scan"],
         }
         reasons = {
             name: f"with {other}"
@@ -129,19 +131,20 @@ from measure.profile.breakdown import inspect_models
 from measure.profile.scaling import measure_scaling
 from measure.profile.tables import (
     COLUMNS,
-    Means,
+    Results,
+    about_machine,
     compare,
     draw_scan,
     draw_times,
+    new_folder,
     read_results,
     scan_columns,
-    write_results,
 )
-from measure.profile.timing import FLOPS_SHARE, Job, Timing, settings, time_job
-from measure.report.report import Card, Report, Row
-from measure.report.tables import about_machine, new_folder
+from measure.profile.timing import FLOPS_SHARE, Job, key_of, label_of, time_job
+from measure.report.report import Card, Report, Row, write_csv
 from runtime.device import choose_device, matmul_rates
 from runtime.errors import TrainingError, UserError, reported
+from runtime.files import write_json
 from runtime.report import describe_duration, machine
 
 # ---- the jobs
@@ -158,10 +161,10 @@ def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
         return [(Path(options.config).stem, load_config(options.config, **values))]
     if "seq_len" in values:
         values = {"block_size": values["seq_len"]} | values
-    both: list[dict[str, Any]] = [{"bf16": False}, {"bf16": True}]
     return [
-        (size, load_config(f"timeit/{size}", **(precision | values)))
-        for size, precision in itertools.product(options.size, both)
+        (size, load_config(f"timeit/{size}", **({"bf16": bf16} | values)))
+        for size in options.size
+        for bf16 in (False, True)
     ]
 
 
@@ -172,13 +175,10 @@ def jobs_of(options: BenchOptions) -> list[Job]:
     """
     scanned = [options]
     if options.scan:
-        name, _, values = options.scan.partition("=")
         update: dict[str, Any] = {"computation": ("training_step",), "warmup_steps": (1,)}
         update |= options.model_dump(include=options.model_fields_set)
-        scanned = [
-            options.model_copy(update={**update, name: value})
-            for value in sorted(map(int, values.split(",")))
-        ]
+        values = sorted(map(int, options.scan.partition("=")[2].split(",")))
+        scanned = [options.model_copy(update=update | {options.scanned: n}) for n in values]
     return [
         Job(size, config, computation, warm_up(config, each.warmup_steps), each.steps)
         for each in scanned
@@ -196,13 +196,14 @@ def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(max(n, 3) if n and has_graphs else n for n in passes))
 
 
-def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Timing], list[str]]:
+def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
     """Time the jobs one after the other; after a failure, skip that model's larger batches.
 
-    Returns the finished timings, and a line for each failure. Writes the results after each job, so
-    that an interrupted call keeps them. Raises TrainingError if no job can be measured.
+    Returns the measured rows, and a line for each failure. Writes results.csv and results.json,
+    which also has the seconds of every pass, after each job, so that an interrupted call keeps
+    them. Raises TrainingError if no job can be measured.
     """
-    timings: list[Timing] = []
+    rows: list[Row] = []
     failed: dict[str, str] = {}  # line by label
     rates = matmul_rates(choose_device(jobs[0].config.device))
     work = [
@@ -212,79 +213,61 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Timing], list[str
     shorter = "--size small, --computation training_step, --steps 2"
     print(describe_duration(total_seconds(work, rates), MFU, shorter), flush=True)
     for job in jobs:
-        if job.label in failed:
+        label = label_of(job.row(0))
+        if label in failed:
             continue
-        timings += time_job(job)
-        write_results(timings, folder)
-        row = timings[-1].row()
+        rows += time_job(job)
+        write_csv(folder / "results.csv", rows)
+        write_json(folder / "results.json", rows)
+        row = rows[-1]
         figures = row["error"] or (
             "{tokens_per_sec:,.0f} tokens/s, {peak_memory_mb:,.0f} MB".format(**row)
         )
-        line = f"{job.label}, {job.config.batch_size} x {job.config.seq_len}: {figures}"
+        line = f"{label}, {job.config.batch_size} x {job.config.seq_len}: {figures}"
         print(line, flush=True)
         if row["error"]:
-            failed[job.label] = line
-    measured = [timing for timing in timings if not timing.error]
+            failed[label] = line
+    measured = [row for row in rows if not row["error"]]
     if not measured:
-        raise TrainingError(f"nothing could be measured: {timings[0].error}")
+        raise TrainingError(f"nothing could be measured: {rows[0]['error']}")
     return measured, [*failed.values()]
 
 
-# ---- the grid: every size, computation, warm-up and precision
-
-
-def time_grid(
-    options: BenchOptions, jobs: Sequence[Job], folder: Path, means: Means, first: Row
+def report_times(
+    options: BenchOptions, rows: list[Row], failed: Sequence[str], folder: Path, earlier: Results
 ) -> None:
-    """Write the table of times and its picture, beside the `means` of an earlier call."""
-    measured, failed = time_jobs(jobs, folder)
-    measured.sort(key=lambda timing: timing.mean_s)
-    rows = [timing.row() for timing in measured]
-    draw_times(measured, folder / "times.png")
-    beside = ""
-    if options.compare:
-        # the published file lacks the settings of its profile
-        profile = settings(load_config("timeit/small"))
-        beside = compare(measured, options.compare, means, profile | first)
+    """Report the timed rows with a picture: of a scan over its values, else from fast to slow.
+
+    Adds the times of `earlier` results.
+    """
+    about, remarks, meaning = [about_machine(rows[0])], [*failed], ""
+    if name := options.scanned:
+        rows.sort(key=label_of)
+        title, figures = f"Over {name}", scan_columns(name)
+        picture, caption = "scan.png", "over the values"
+        draw_scan(name, rows, folder / picture)
+    else:
+        rows.sort(key=lambda row: row["mean_s"])
+        title, figures = "Seconds per pass: forward, backward and both", COLUMNS
+        meaning = "Rows that differ only in warm-up come from the same passes: one leaves out the "
+        meaning += "first of them. std: the population's."
+        picture, caption = "times.png", "seconds per pass"
+        draw_times(rows, folder / picture)
+    if earlier:
+        about.append(f"there: {options.compare}")
+        remarks += compare(rows, earlier)
     notes = sorted({row["notes"] for row in rows} - {""})
     Report(
         folder,
-        "Seconds per pass: forward, backward and both",
-        COLUMNS,
+        title,
+        figures,
         rows,
-        remarks=[*(f"note: {note}" for note in notes), *failed],
-        about=[about_machine(rows[0])],
+        remarks=[*(f"note: {note}" for note in notes), *remarks],
+        about=about,
         where=machine(),
-        meaning="Rows that differ only in warm-up come from the same passes: one leaves out the "
-        "first of them. std: the population's.",
-        appendix=beside,
-        pictures={"times.png": "seconds per pass"},
-        cards=[Card(timing.job.label, timing.job.label) for timing in measured],
-    ).write()
-
-
-# ---- the scan: one option's values, up to out of memory
-
-
-def scan(name: str, jobs: Sequence[Job], folder: Path) -> None:
-    """Measure tokens/s and memory over the values of the option `name`, up to out of memory.
-
-    Raises TrainingError if nothing can be measured.
-    """
-    measured, failed = time_jobs(jobs, folder)
-    measured.sort(key=lambda timing: timing.job.label)
-    rows = [timing.row() for timing in measured]
-    draw_scan(name, measured, folder / "scan.png")
-    Report(
-        folder,
-        f"Over {name}",
-        scan_columns(name),
-        rows,
-        remarks=failed,
-        about=[about_machine(rows[0])],
-        where=machine(),
-        pictures={"scan.png": "over the values"},
-        cards=[Card(timing.job.label, timing.job.label) for timing in measured],
+        meaning=meaning,
+        pictures={picture: caption},
+        cards=[Card(label_of(row), label_of(row)) for row in rows],
     ).write()
 
 
@@ -301,19 +284,17 @@ def main(options: BenchOptions) -> None:
     device = choose_device(jobs[0].config.device)
     if options.memory and device.type != "cuda":
         raise UserError(f"--memory: needs CUDA, the device is {device.type}; leave it out")
-    means, first = read_results(Path(options.compare)) if options.compare else ({}, {})
-    wanted = {job.key(warmup) for job in jobs for warmup in job.warmup_steps}
-    if options.compare and not wanted & means.keys():
+    earlier = read_results(Path(options.compare)) if options.compare else {}
+    wanted = {key_of(job.row(warmup)) for job in jobs for warmup in job.warmup_steps}
+    if options.compare and not wanted & earlier.keys():
         raise UserError(f"{options.compare}: has none of the rows to be measured")
     folder = new_folder(options.log_dir)
     inspected = [name for name in INSPECT if getattr(options, name)]
     if inspected:
         models, from_corpus = job_configs(options), bool(options.config)
         inspect_models(inspected, models, folder, steps=options.steps, from_corpus=from_corpus)
-    if options.scan:
-        scan(options.scan.partition("=")[0], jobs, folder)
-    elif not inspected:
-        time_grid(options, jobs, folder, means, first)
+    if options.scan or not inspected:
+        report_times(options, *time_jobs(jobs, folder), folder, earlier)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 

@@ -1,15 +1,12 @@
-"""Print tables, draw pictures, describe this machine. Imports neither torch nor matplotlib."""
+"""Describe this machine, its code, durations and figures with intervals. Does not import torch."""
 
 import hashlib
-import itertools
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Scripts and folders of this project; in a copy without git, all others are the user's own
@@ -35,13 +32,6 @@ ROOMS = [
     "tests",
     "train.py",
 ]
-
-# Okabe and Ito (2008): distinct for the colour-blind too
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
-MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # distinct in print too
-BLUE, ORANGE = COLOURS[:2]
-Curve = tuple[Sequence[int], Sequence[Any]]  # steps, and the value at each
-Bar = tuple[str, float, str, tuple[float, float], str]  # name, length, label, interval, colour
 
 
 # ---- the machine
@@ -180,111 +170,3 @@ class Estimate:
         low, high = self.ends
         half = "" if self.low is None else f" +- {high - self.value:{style}}"
         return f"{self.value:{style}}{half}{' (within noise)' * (low <= 0 <= high)}"
-
-
-# ---- tables
-
-
-def _are_figures(cells: Sequence[str]) -> bool:
-    return all(cell[:1].isdigit() or not cell for cell in cells)
-
-
-def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table with right-aligned figures; columns that do not fit the terminal are dropped.
-
-    Only texts longer than 24 characters are broken into lines: rich would break figures too.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(markup=False)  # a name may contain brackets
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    space, shown = console.width, list[Sequence[str]]()
-    for heading, *texts in zip(headings, *rows, strict=True):
-        longest = max(map(len, [heading, *texts]))
-        space -= min(longest, 24) + 2
-        if space < 0 and shown:
-            break
-        shown.append(texts)
-        justify: Any = "right" if _are_figures(texts) else "left"
-        table.add_column(heading, justify=justify, no_wrap=longest <= 24, overflow="fold")
-    for line in zip(*shown, strict=True):
-        table.add_row(*line)
-    console.print(table)
-
-
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown, with figures on the right."""
-    cells = [[" ".join(text.split()).replace("|", r"\|") for text in row] for row in rows]
-    alignments = ["---:" if _are_figures(texts) else "---" for texts in zip(*cells, strict=True)]
-    return ["| " + " | ".join(line) + " |" for line in (headings, alignments, *cells)]
-
-
-# ---- pictures
-
-
-def new_figure(*shape: int, **options: Any) -> tuple[Any, Any]:
-    """Return a matplotlib figure and its axes, as `pyplot.subplots` does, for drawing to files.
-
-    `figsize` is in inches; further options go to `Figure.subplots`.
-    """
-    from matplotlib.figure import Figure  # imported here, as it takes a second
-
-    figure = Figure(figsize=options.pop("figsize", (8, 5)), layout="constrained")
-    return figure, figure.subplots(*shape, **options)
-
-
-def plain(name: str) -> str:
-    """Escape a name for matplotlib: $ begins a formula, and _ hides it from a legend."""
-    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
-
-
-def save_picture(figure: Any, path: Path, about: str = "") -> None:
-    """Write a picture to a file. `about`: the machine and the date, for a line below it."""
-    if about:
-        figure.supxlabel(plain(about), fontsize=7, color="0.4", x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
-
-
-def draw_losses(path: Path, training: Mapping[str, Curve], validation: Mapping[str, Curve]) -> None:
-    """Draw loss curves by the name of their run, validation losses dashed in the same colour."""
-    figure, axes = new_figure()
-    colours = dict(zip([*training, *validation], itertools.cycle(COLOURS), strict=False))
-    for name, curve in training.items():
-        axes.plot(*curve, color=colours[name], label=plain(name))
-    for number, (name, curve) in enumerate(validation.items()):
-        label, marker = plain(f"{name}, validation"), "os^"[number // len(COLOURS) % 3]
-        axes.plot(*curve, f"{marker}--", color=colours[name], markersize=3, label=label)
-    axes.set(xlabel="step", ylabel="loss, nats per token")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=3)
-    save_picture(figure, path)
-
-
-def draw_bars(
-    path: Path, bars: Sequence[Bar], xlabel: str, meanings: Mapping[str, str], about: str = ""
-) -> None:
-    """Draw horizontal bars, the first on top, hollow without an interval.
-
-    `meanings`: the legend's text for each colour. `about`: the machine and the date.
-    """
-    from matplotlib.patches import Patch
-
-    figure, axes = new_figure(figsize=(8, 1.2 + 0.32 * len(bars)))
-    names, lengths, labels, intervals, colours = zip(*bars, strict=True)
-    rows = range(len(bars))
-    drawn = axes.barh(rows, lengths, color=colours, tick_label=[plain(name) for name in names])
-    for row, (bar, label, (low, high)) in enumerate(zip(drawn, labels, intervals, strict=True)):
-        end = max(high, bar.get_width()), row
-        axes.annotate(label, end, (5, 0), textcoords="offset points", va="center")
-        if low == high:
-            bar.set(facecolor="none", edgecolor=colours[row])
-    axes.hlines(rows, *zip(*intervals, strict=True), colors="black")
-    axes.margins(x=0.4)  # room for the labels
-    axes.invert_yaxis()
-    axes.set_xlabel(plain(xlabel))
-    axes.spines[["top", "right"]].set_visible(False)
-    patches = [Patch(color=colour, label=text) for colour, text in meanings.items()]
-    figure.legend(handles=patches, loc="outside upper right", ncols=len(patches))
-    save_picture(figure, path, about)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import signal
 import statistics
 import types
@@ -17,13 +18,13 @@ from measure.interleaved import process
 from measure.profile import breakdown, tables, timing
 from measure.profile.breakdown import break_down
 from measure.profile.timing import Job, measure, passes, set_up
+from measure.report.report import write_csv
 from model import GPT, GPTConfig
 from runtime import device
 from runtime.cli import parse
-from runtime.errors import TrainingError, UserError
+from runtime.errors import TrainingError
 from runtime.report import about, describe_duration, flops_rate, project_files
-from runtime.start import parse_command_line
-from tests.conftest import CPU, ROOT, TINY, run_from_nothing
+from tests.conftest import CPU, ROOT, TINY, refused, run_from_nothing
 
 BATCH = {"seq_len": 32, "batch_size": 2, "device": "cpu"}
 
@@ -83,9 +84,8 @@ def test_a_pass_is_timed_between_synchronizations_and_its_graph_freed_afterwards
 def test_figures_follow_from_the_clock(computation, share, monkeypatch):
     durations = iter([8.0, 4.0, 2.0, 1.0, 3.0])
     monkeypatch.setattr(timing, "timed", lambda work, _: (work(), next(durations))[1])
-    cold, warm = measure(tiny_job(computation))
-    assert (cold.seconds, warm.seconds) == ([8.0, 4.0, 2.0], [2.0, 1.0, 3.0])
-    row = warm.row()
+    cold, row = measure(tiny_job(computation))
+    assert (cold["times_s"], row["times_s"]) == ([8.0, 4.0, 2.0], [2.0, 1.0, 3.0])
     figures = {"mean_s": 2, "min_s": 1, "max_s": 3, "total_s": 6, "tokens_per_sec": 32, "steps": 3}
     assert row.items() >= figures.items()
     assert row["std_s"] == statistics.pstdev([1, 2, 3])
@@ -95,59 +95,50 @@ def test_figures_follow_from_the_clock(computation, share, monkeypatch):
     assert flops_rate(0.0042) == "4.2 GFLOP/s"
 
 
-def planted(monkeypatch, seconds):
-    """Let each timed matmul of size n take `seconds(n)`, and the clock pass by as much."""
-    now = [0.0]
+def steady(n, now):  # 0.5 TFLOP/s
+    return 4e-12 * n**3
 
-    def timed(work, _):
-        taken = seconds(work)
-        now[0] += taken
+
+def without_room(n, now):
+    if n > 512:
+        raise torch.OutOfMemoryError
+    return steady(n, now)
+
+
+NOISE = random.Random(0)
+MATMULS = {
+    "steady": (steady, 0.5),
+    "without room for large matrices": (without_room, 0.5),
+    "of a busy first second": (lambda n, now: steady(n, now) + 0.1 * (now < 1.0), 0.5),
+    "never steady": (lambda n, now: steady(n, now) * 10 ** NOISE.uniform(0, 3), None),
+}
+
+
+@pytest.mark.parametrize(("seconds", "rate"), MATMULS.values(), ids=MATMULS)
+def test_a_matmul_has_a_rate_once_it_is_steady(seconds, rate, monkeypatch):
+    now = 0.0
+
+    def timed(n, _):
+        nonlocal now
+        taken = seconds(n, now)
+        now += taken
         return taken
 
-    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(device.time, "perf_counter", lambda: now)
     monkeypatch.setattr(device, "matmul", lambda n, *_: n)
     monkeypatch.setattr(device, "timed", timed)
-    return now
-
-
-def at_a_rate(n, tflops=0.5):
-    return 2 * n**3 / tflops / 1e12
-
-
-def test_a_steady_matmul_has_its_rate_and_one_without_room_that_of_smaller_matrices(monkeypatch):
-    planted(monkeypatch, at_a_rate)
-    assert device.matmul_tflops(CPU, torch.float32) == pytest.approx(0.5)
-
-    def full(n):
-        if n > 512:
-            raise torch.OutOfMemoryError
-        return at_a_rate(n)
-
-    planted(monkeypatch, full)
-    assert device.matmul_tflops(CPU, torch.float32) == pytest.approx(0.5)
-
-
-def test_a_matmul_of_a_busy_moment_is_sampled_until_it_is_steady(monkeypatch):
-    # For a second another program takes the processor for a time slice in each matmul.
-    now = planted(monkeypatch, lambda n: at_a_rate(n) + (0.1 if now[0] < 1.0 else 0.0))
-    assert device.matmul_tflops(CPU, torch.float32) == pytest.approx(0.5)
-
-
-def test_a_matmul_that_is_never_steady_has_no_rate(monkeypatch):
-    noise = random.Random(0)
-    planted(monkeypatch, lambda n: at_a_rate(n) * 10 ** noise.uniform(0, 3))
-    assert device.matmul_tflops(CPU, torch.float32) is None
-    assert device.matmul_rates(CPU) == {}
+    assert device.matmul_tflops(CPU, torch.float32) == (rate and pytest.approx(rate))
+    assert bool(device.matmul_rates(CPU)) == bool(rate)
 
 
 def test_backward_gets_a_fresh_untimed_forward_and_cleared_gradients():
     work = set_up(tiny_job().config)
-    prepare, timed = passes(work, "backward")
+    prepare = passes(work, "backward")
     gradients = []
     for _ in range(2):
-        loss = prepare()
+        backward = prepare()
         assert all(p.grad is None for p in work.state.model.parameters())
-        timed(loss)
+        backward()
         gradients.append(work.state.model.lm_head.weight.grad.clone())
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
@@ -156,8 +147,7 @@ def test_backward_gets_a_fresh_untimed_forward_and_cleared_gradients():
 def test_a_training_step_changes_the_weights_and_forward_backward_does_not(computation):
     work = set_up(tiny_job().config)
     before = work.state.model.lm_head.weight.clone()
-    prepare, timed = passes(work, computation)
-    timed(prepare())
+    passes(work, computation)()()
     is_changed = not torch.equal(before, work.state.model.lm_head.weight)
     assert is_changed == (computation == "training_step")
 
@@ -197,14 +187,15 @@ def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(tmp_pa
     _, error = process.in_fresh_process("signal:raise_signal", signal.SIGKILL)
     assert error == "its process was killed, as the system does when memory runs out"
 
-    timings = timing.time_job(tiny_job(batch_size=2**40))  # more than there is
-    failed = [(each.error, each.warmup_steps) for each in timings]
-    assert failed == [("out of memory", 0), ("out of memory", 2)]
-    timings += timing.time_job(tiny_job())
-    tables.write_results(timings, tmp_path)
-    means, first = tables.read_results(tmp_path / "results.csv")
-    assert means == {each.job.key(each.warmup_steps): each.mean_s for each in timings[2:]}
-    assert (first["mean_s"], first["error"], first["n_embd"]) == ("", "out of memory", "32")
+    rows = timing.time_job(tiny_job(batch_size=2**40))  # more than there is
+    failed = [(row["error"], row["warmup_steps"], row["n_embd"]) for row in rows]
+    assert failed == [("out of memory", 0, 32), ("out of memory", 2, 32)]
+    rows += timing.time_job(tiny_job())
+    write_csv(tmp_path / "results.csv", rows)
+    read = tables.read_results(tmp_path / "results.csv")
+    assert {key: row["mean_s"] for key, row in read.items()} == {
+        timing.key_of(row): row["mean_s"] for row in rows[2:]
+    }
 
 
 # ---- the published profile
@@ -212,38 +203,30 @@ def test_out_of_memory_and_a_killed_process_are_rows_and_the_rest_goes_on(tmp_pa
 
 def test_the_default_is_the_published_profile():
     jobs = bench.jobs_of(BenchOptions())
-    published, _ = tables.read_results(ROOT / "logs/reference/timeit.csv")
-    assert {job.key(n) for job in jobs for n in job.warmup_steps} == published.keys()
+    published = tables.read_results(ROOT / "logs/reference/timeit.csv")
+    keys = {timing.key_of(job.row(n)) for job in jobs for n in job.warmup_steps}
+    assert keys == published.keys()
     assert {job.steps for job in jobs} == {5}
     medium = next(job.config for job in jobs if job.size == "medium")
     assert (medium.n_embd, medium.n_layer, medium.n_head) == (1024, 24, 16)
 
 
+def configs(words):
+    return bench.job_configs(parse(BenchOptions, words.split(), others=Config))
+
+
 def test_a_training_config_gives_model_batch_and_precision():
-    words = (
-        "--config=speedup7 --batch_size=2 --no-compile --loss_chunks=8 --no-bf16 --betas 0.9 0.95"
-    )
-    ((name, config),) = bench.job_configs(parse(BenchOptions, words.split(), others=Config))
-    assert name == "speedup7"
-    given = {
-        "batch_size": 2,
-        "compile": False,
-        "loss_chunks": 8,
-        "bf16": False,
-        "betas": (0.9, 0.95),
-    }
-    assert config == load_config("speedup7", **given, total_batch_tokens=None)
+    words = "--config=speedup7 --batch_size=2 --no-compile --no-bf16 --betas 0.9 0.95"
+    given = {"batch_size": 2, "compile": False, "bf16": False, "betas": (0.9, 0.95)}
+    assert configs(words) == [
+        ("speedup7", load_config("speedup7", **given, total_batch_tokens=None))
+    ]
 
 
 def test_the_profile_takes_options_of_training_and_a_precision_is_the_only_one():
-    words = "--size=small --no-bf16 --seq_len=64 --warmup_steps=2"
-    ((_, config),) = {*bench.job_configs(parse(BenchOptions, words.split(), others=Config))}
-    assert (config.bf16, config.seq_len, config.block_size, config.warmup_steps) == (
-        False,
-        64,
-        64,
-        0,
-    )
+    ((_, config),) = {*configs("--size=small --no-bf16 --seq_len=64 --warmup_steps=2")}
+    shown = (config.bf16, config.seq_len, config.block_size, config.warmup_steps)
+    assert shown == (False, 64, 64, 0)
 
 
 @pytest.mark.parametrize(
@@ -262,10 +245,10 @@ def test_a_warm_row_leaves_out_the_passes_that_record_cuda_graphs(options, warmu
 # ---- tables
 
 
-@pytest.mark.parametrize("content", ["a,b\n1,2\n", "[1, 2]", ""])
+@pytest.mark.parametrize("content", ["a,b\n1,2\n", f"{','.join(timing.KEY)},mean_s\n1,2,3,4,x\n"])
 def test_a_bad_results_file_is_one_clear_error(tmp_path, content):
     (tmp_path / "r.csv").write_text(content)
-    with pytest.raises(UserError, match=r"^\S+: not a results.csv of bench.py: .+$"):
+    with refused(r"^\S+: not a results.csv of bench.py: .+$"):
         tables.read_results(tmp_path / "r.csv")
 
 
@@ -301,17 +284,28 @@ def test_every_command_answers_help_without_torch():
         ("--steps=3 --trace", "steps has no effect with trace"),
         ("--scan=batch_size=1 --warmup_steps=0,1", "scan takes one number of warm-up steps"),
         ("--max_steps=9", "--max_steps: max_steps has no effect in a benchmark"),
-        ("--brekdown", "--brekdown: unknown option; did you mean --breakdown?"),
         ("--batch_sise=1", "--batch_sise: unknown option; did you mean --batch_size?"),
+        ("--memory --device=cpu", "--memory: needs CUDA, the device is cpu; leave it out"),
+        ("--scaling=1,2", "scaling needs a config, whose corpus it trains on"),
+        ("--config=TINY --scaling=1,0", "scaling: input should be greater than or"),
+        ("--config=TINY --scaling=1,2 --scan=batch_size=1", "scan has no effect with scaling"),
+        ("--rounds=9 --total_batch_tokens=64", "rounds has no effect without scaling"),
+        (
+            "--config=TINY --scaling=1,3",
+            "--scaling 3: the 2 sequences of a step do not divide among 3 ranks; choose divisors "
+            "of 2",
+        ),
+        (
+            "--config=TINY --scaling=1,2 --total_batch_tokens=100",
+            "total_batch_tokens 100 is not a multiple",
+        ),
     ],
 )
-def test_mistakes_are_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        parse_command_line(BenchOptions, arguments.split(" "), others=Config)
-    assert ended.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert any(message in line for line in lines), lines
-    assert all(line.startswith("error: ") for line in lines)
+def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tiny_yaml, tmp_path):
+    words = arguments.replace("TINY", tiny_yaml).split()
+    with refused(re.escape(message)):
+        command_line(*words, "--log_dir", tmp_path / "logs")
+    assert not (tmp_path / "logs").exists()
 
 
 # ---- the parts of a step
@@ -342,17 +336,13 @@ def test_the_parts_operations_add_up_to_the_models():
     assert sum(part_flops(config, tokens=1).values()) == pytest.approx(per_token, rel=2e-3)
     steps = 5400e12 / (per_token * config.tokens_per_step(1))
     hours = total_seconds([(config, steps), (config, steps)], {"float32": 2.0})
-    said = describe_duration(hours, 0.5, "less")
-    assert said == "takes about 3.0 hours, at 50% MFU; shorter: less"
+    assert describe_duration(hours, 0.5, "less") == (
+        "takes about 3.0 hours, at 50% MFU; shorter: less"
+    )
     unknown = describe_duration(total_seconds([(config, steps)], {}), 0.5, "less")
     assert unknown.startswith("how long this takes is not known: the device could not be measured")
-    assert [about(s) for s in (90, 7200, 36_000, 172_800, 8e6)] == [
-        "2 minutes",
-        "2.0 hours",
-        "10 hours",
-        "2 days",
-        "93 days",
-    ]
+    spoken = "2 minutes, 2.0 hours, 10 hours, 2 days, 93 days"
+    assert ", ".join(map(about, (90, 7200, 36_000, 172_800, 8e6))) == spoken
 
 
 @pytest.mark.gpu
@@ -369,7 +359,7 @@ def test_a_memory_snapshot_and_a_trace_of_a_gpu(tmp_path):
 @pytest.mark.usefixtures("in_this_process")
 def test_a_scan_goes_from_the_smallest_value_until_out_of_memory(tiny_yaml, tmp_path, capsys):
     tiny = ("--config", tiny_yaml, "--steps", 1, "--log_dir", tmp_path, "--scan")
-    with pytest.raises(UserError, match="seq_len 64 is longer than block_size 32"):
+    with refused("seq_len 64 is longer than block_size 32"):
         command_line(*tiny, "seq_len=8,16,64")
     assert not (tmp_path / "bench").exists()
     with pytest.raises(TrainingError, match="nothing could be measured: out of memory"):
@@ -395,11 +385,12 @@ def test_a_grid_is_measured_and_compared_with(tiny_yaml, tmp_path, capsys):
     assert {(each["computation"], each["warmup_steps"]) for each in rows} == {
         *itertools.product(("forward", "training_step"), (0, 1))
     }
-    again = ("--computation", "forward", f"--log_dir={tmp_path}/again")
+    again = ("--computation", "forward", f"--log_dir={tmp_path}/again", "--batch_size=1")
     command_line(*tiny, *again, "--compare", folder / "results.csv")
     (report,) = tmp_path.glob("again/bench/*/report.md")
-    assert "here / there" in report.read_text()
-    with pytest.raises(UserError, match="has none of the rows to be measured"):
+    assert "| there, s | here / there |" in report.read_text()
+    assert "\nnote: batch_size differs: 1 here, 2 there\n" in report.read_text()
+    with refused("has none of the rows to be measured"):
         command_line(*tiny, "--compare", ROOT / "logs/reference/timeit.csv")
 
 
@@ -416,8 +407,3 @@ def test_a_step_is_traced_and_broken_down(dataset, corpus, tmp_path, capsys):
     assert ("data is random tokens" in printed) == (dataset == "nowhere")
     files = {path.name for path in tmp_path.glob("bench/*/*")}
     assert files == {"parts.md", "trace_tiny_full.json.gz"}
-
-
-def test_memory_snapshots_need_cuda():
-    with pytest.raises(UserError, match="--memory: needs CUDA, the device is cpu; leave it out"):
-        command_line("--memory", "--device", "cpu")

@@ -71,7 +71,9 @@ def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, cap
     assert list(tmp_path.iterdir()) == []
 
 
-def test_epochs_are_of_the_corpus_that_is_there_and_nothing_is_trained(tiny_config, capsys):
+def test_epochs_are_of_the_corpus_that_is_there_and_nothing_is_trained(
+    tiny_config, monkeypatch, capsys
+):
     train(tiny_config(run_name="first", max_steps=1), ALONE)
     config = tiny_config(init_from="first", val_fraction=0.1, max_steps=60)
     capsys.readouterr()
@@ -79,13 +81,14 @@ def test_epochs_are_of_the_corpus_that_is_there_and_nothing_is_trained(tiny_conf
     out = capsys.readouterr().out
     epochs = f"{60 * 4 * 32 / 3600:.2f} epochs of the 3,600 tokens of {config.data_dir}/tiny"
     assert f"{epochs}, which has 400 more" in out
-    for line in (
-        r"memory:  of the process: [\d,]+ MB parameters, .*",
-        r"batch:   the largest batch_size that fits is [\d,]+, in the [\d,]+ MB .*",
-    ):
-        assert re.search(f"^{line}$", out, re.MULTILINE)
+    assert re.search(
+        r"\nbatch:   the largest batch_size that fits is [\d,]+, in the [\d,]+ MB", out
+    )
     assert re.fullmatch(r"estimated peak: \d+ MB", out.splitlines()[-1])
     assert not Path(config.log_dir, "train").exists()
+    monkeypatch.setattr(module, "matmul_tflops", lambda *_, **__: None)  # never steady
+    estimate(config, ALONE)
+    assert "time:    not known: the device could not be measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -112,11 +115,10 @@ def test_check_is_for_a_run_from_its_first_step_and_train_names_it(tiny_config):
     assert (ran.returncode, "--estimate: is a command of its own" in ran.stderr) == (2, True)
 
 
-def test_a_long_run_says_how_long_it_takes(tiny_config, monkeypatch, capsys):
+def test_a_long_run_says_how_long_it_takes(monkeypatch):
     monkeypatch.setattr(summary, "matmul_rates", lambda _: {"float32": 0.2})
-    state = Mock(step=0)
     folder = Mock()
-    announce_long_run(load_config("baseline"), state, ALONE, folder)
+    announce_long_run(load_config("baseline"), Mock(step=0), ALONE, folder)
     (line,) = folder.message.call_args.args
     assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)
     assert folder.expect.call_args.args[0] == pytest.approx(15 * 60 / 50, rel=0.05)
@@ -129,19 +131,8 @@ def test_an_announced_time_is_corrected_once_by_the_first_steps(
     monkeypatch.setattr("train.announce_long_run", lambda *args: args[-1].expect(announced))
     train(tiny_config(max_steps=8), ALONE)
     out = capsys.readouterr().out
-    line = rf"^takes about 0 minutes more, by its first steps: they are {factor} times as long"
-    assert len(re.findall(line, out, re.MULTILINE)) == 1
-    before, _, _ = out.partition("takes about")
-    assert "step 4/8" in before
-    assert "step 5/8" not in before
-
-
-def test_an_estimate_without_a_steady_matmul_gives_no_hours(tiny_config, monkeypatch, capsys):
-    monkeypatch.setattr(module, "matmul_tflops", lambda *_, **__: None)
-    estimate(tiny_config(), ALONE)
-    out = capsys.readouterr().out
-    assert "time:    not known: the device could not be measured" in out
-    assert "estimated peak" in out
+    line = rf"step 4/8 .*\ntakes about 0 minutes more, by its first steps: they are {factor} times"
+    assert len(re.findall(line, out)) == out.count("takes about") == 1
 
 
 # ---- memory
@@ -188,19 +179,11 @@ def test_fake_steps_take_what_real_ones_do(options, tiny_config, monkeypatch):
         assert moment.total() > 0
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_parameters_gradients_and_state_are_the_bytes_of_a_model_and_its_checkpoint(
-    optimizer, tiny_config
-):
-    config = tiny_config(optimizer=optimizer, n_embd=128, n_layer=1, tie_weights=True, max_steps=1)
-    moments, numbers = moments_of(config), build_model(config)[1].num_parameters()
-    kept = moments["kept"]
-    assert kept.parameters == pytest.approx(4 * numbers, rel=0.01)
-    assert moments["clipping"].gradients == 4 * numbers
-    train(config, ALONE)
-    files = (Path(config.log_dir) / "train/checkpoints/step_000001").glob("*.safetensors")
-    size = sum(file.stat().st_size for file in files)
-    assert kept.parameters + kept.optimizer == pytest.approx(size, rel=0.02)
+def test_parameters_and_gradients_have_4_bytes_for_each_number(tiny_config):
+    config = tiny_config(n_layer=1, tie_weights=True)
+    moments, size = moments_of(config), 4 * build_model(config)[1].num_parameters()
+    assert moments["kept"].parameters == pytest.approx(size, rel=0.1)  # with buffers
+    assert moments["clipping"].gradients == size
 
 
 def test_what_saves_memory_is_estimated_to_save_it(tiny_config):

@@ -30,6 +30,7 @@ from measure.ladder import report as ladder_report
 from measure.ladder import rungs as comparison
 from measure.ladder.device import Device, measure_device
 from measure.ladder.record import Record, Summary
+from measure.report import pictures, tables
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import UserError, why_it_failed
 from tests.conftest import ROOT, TINY, ended, forks, run, start, wait_for
@@ -940,16 +941,16 @@ def test_plot_draws_the_losses_of_runs_with_those_of_validation():
 def test_a_narrow_terminal_cuts_no_name_and_no_figure(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     row = ["speedup5_max_auto", "12,345", "[2] (1 to 3)", "a longer text that may be broken"]
-    reports.print_table("title", ["stage", "ms/step", "x base", "note"], [row])
+    tables.print_table("title", ["stage", "ms/step", "x base", "note"], [row])
     printed = capsys.readouterr().out
     assert [cell for cell in row if cell in printed] == row[:2]
     assert "…" not in printed
 
 
 def test_a_name_may_not_break_a_table_or_a_picture():
-    lines = reports.markdown_table(["stage", "n"], [("a|b\nc", "1")])
+    lines = tables.markdown_table(["stage", "n"], [("a|b\nc", "1")])
     assert lines[-1] == r"| a\|b c | 1 |"
-    assert reports.plain("_a$b") == r" _a\$b"
+    assert pictures.plain("_a$b") == r" _a\$b"
 
 
 @pytest.mark.parametrize("has_git", [True, False])

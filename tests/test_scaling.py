@@ -2,15 +2,13 @@
 
 import csv
 import json
-import re
 
 import pytest
 import torch
 
 from measure.interleaved import rounds
 from measure.profile.scaling import split
-from runtime.errors import UserError
-from tests.conftest import TINY
+from tests.conftest import TINY, refused
 from tests.test_bench import command_line
 
 
@@ -34,65 +32,28 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
     assert names == {"interleaved.json", "report.html", "report.md", "results.csv", "scaling.png"}
 
     one, two = json.loads((folder / "interleaved.json").read_text())["sides"]
-    assert len(one["tokens_per_sec"]) == len(two["tokens_per_sec"]) == 6
-    assert "--total_batch_tokens 128 --batch_size 4" in one["command"]
     assert "--total_batch_tokens 128 --batch_size 2" in two["command"]
     # the same sequences
     assert one["turns"][0]["loss"] == pytest.approx(two["turns"][0]["loss"], abs=1e-5)
-    assert "ranks" not in one["turns"][0]
     for turn in two["turns"]:
-        assert [(rank["asleep"], rank["tokens"]) for rank in turn["ranks"]] == [
-            (True, turn["tokens"])
-        ] * 2
+        assert [rank["tokens"] for rank in turn["ranks"]] == [turn["tokens"]] * 2
 
     with (folder / "results.csv").open(newline="") as file:
-        one, two = [
-            {name: float(cell) for name, cell in row.items() if name != "device" and cell}
-            for row in csv.DictReader(file)
-        ]
-    assert (one["ranks"], one["efficiency"]) == (1, 1)
-    assert (two["ranks"], two["batch_size"], two["micro_steps"]) == (2, 2, 1)
-    assert two["efficiency"] == pytest.approx(two["over_first"] / two["hardware"])
-    report = (folder / "report.md").read_text()
-    assert "| ranks | threads | batch | tokens/s | x first | efficiency | MB each |" in report
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--scaling 1,2", "scaling needs a config, whose corpus it trains on"),
-        ("--config CONFIG --scaling 1,0", "scaling: input should be greater than or"),
-        (
-            "--config CONFIG --scaling 1,2 --scan batch_size=1,2",
-            "scan has no effect with scaling",
-        ),
-        ("--rounds 9 --total_batch_tokens 64", "rounds has no effect without scaling"),
-        (
-            "--config CONFIG --scaling 1,3",
-            "--scaling 3: the 4 sequences of a step do not divide among 3 ranks; choose divisors "
-            "of 4",
-        ),
-        (
-            "--config CONFIG --scaling 1,2 --total_batch_tokens 100",
-            "total_batch_tokens 100 is not a multiple",
-        ),
-    ],
-)
-def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tiny_yaml, tmp_path):
-    words = arguments.replace("CONFIG", str(tiny_yaml)).split()
-    with pytest.raises(UserError, match=re.escape(message)):
-        command_line(*words, "--log_dir", tmp_path / "logs")
-    assert not (tmp_path / "logs").exists()
+        one, two = csv.DictReader(file)
+    assert (one["ranks"], one["efficiency"]) == ("1", "1.0")
+    assert (two["ranks"], two["batch_size"], two["micro_steps"]) == ("2", "2", "1")
+    share = float(two["over_first"]) / float(two["hardware"])
+    assert float(two["efficiency"]) == pytest.approx(share)
 
 
 def test_more_ranks_than_gpus_are_an_error_and_so_is_torchrun(tiny_yaml, monkeypatch):
     given = ("--config", tiny_yaml, "--scaling", "1,4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match="4 ranks, but 2 CUDA devices; start at most one for each"):
+    with refused("4 ranks, but 2 CUDA devices; start at most one for each"):
         command_line(*given, "--device", "cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="run it without torchrun"):
+    with refused("run it without torchrun"):
         command_line(*given)
 
 

@@ -25,9 +25,9 @@ from measure.interleaved.rounds import (
     split_command_line,
     training_side,
 )
+from measure.report.tables import print_table
 from runtime.cli import Options, parse
 from runtime.errors import UserError, reported
-from runtime.report import print_table
 from runtime.start import start
 
 

@@ -20,9 +20,10 @@ from measure.ladder.report import failures_of, keep, left_out, where_of
 from measure.ladder.rungs import ablated
 from measure.ladder.stages import Stage, make_stage, seed_name, with_bases
 from measure.report.page import curve_of
+from measure.report.pictures import draw_losses
 from measure.report.report import Figure, Report, Row
 from runtime.errors import UserError
-from runtime.report import Estimate, draw_losses
+from runtime.report import Estimate
 from runtime.runlog import curve
 
 Curve = dict[int, float]  # validation loss by step

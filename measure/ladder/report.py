@@ -19,10 +19,10 @@ from measure.ladder.stages import (
     series_folder,
 )
 from measure.report.page import curve_of, write_page
-from measure.report.report import Card, Figure, Report, Row
-from measure.report.tables import PEAK_MEMORY, draw_panels
+from measure.report.pictures import draw_losses, draw_panels
+from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row
 from runtime.errors import UserError
-from runtime.report import Estimate, draw_losses
+from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS, curve, read_rows
 
 FIGURES = [

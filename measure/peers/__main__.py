@@ -33,8 +33,7 @@ from measure.interleaved.rounds import (
     say,
     training_side,
 )
-from measure.report.report import Figure, Report, Row
-from measure.report.tables import PEAK_MEMORY
+from measure.report.report import PEAK_MEMORY, Figure, Report, Row
 from runtime.cli import Options
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import aside, write_json

@@ -6,7 +6,6 @@ a small model with the same options is checked. Nothing is kept.
 
 import contextlib
 import io
-import itertools
 import math
 import statistics
 import tempfile
@@ -29,7 +28,6 @@ from inference.evaluation import Evaluation
 from inference.validation import evaluating
 from measure.preflight.estimate import describe_disk
 from model import GPT, GPTConfig
-from runtime.cli import load
 from runtime.device import matmul_rates, peak_memory_mb
 from runtime.runlog import RunFolder
 from runtime.world import World
@@ -222,8 +220,8 @@ def resumes_exactly(run: Run, folder: Path) -> Finding:
         save(new, run.state, run.config, run.world)
     step, device = run.state.step + 1, run.world.device
     random_state = take_random_state(device)
-    values = run.config.model_dump(exclude={"resume"}) | {"resume": str(run.state.checkpoint)}
-    saved, config, _ = find_checkpoint(load(Config, values), run.world)
+    config = run.config.model_copy(update={"resume": str(run.state.checkpoint)})
+    saved, config, _ = find_checkpoint(config, run.world)
     resumed = setup(config, run.world, saved)
     lost = differences(run.state, resumed.state)
     again = train_step(resumed, step)
@@ -244,12 +242,12 @@ def differences(a: State, b: State) -> list[str]:
     others = b.numbers()
     names = [name for name, number in a.numbers().items() if number != others[name]]
     for (file, first), second in zip(a.tensors().items(), b.tensors().values(), strict=True):
-        shared = first.keys() & second.keys()
-        names += [
-            f"{file} {name}"
-            for name in first.keys() | second.keys()
-            if name not in shared or not torch.equal(own_part(first[name]), own_part(second[name]))
-        ]
+        equal = {
+            name
+            for name in first.keys() & second.keys()
+            if torch.equal(own_part(first[name]), own_part(second[name]))
+        }
+        names += [f"{file} {name}" for name in (first.keys() | second.keys()) - equal]
     return sorted(names)
 
 
@@ -271,9 +269,7 @@ def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
         "max_steps": 10**6,
     }
     config = config.model_copy(update=changed)
-    loader, _ = open_data(config, world, config.n_vocab)
-    batch = [tensor.to(world.device) for tensor in loader.batch(1)]
-    run = setup(config, world, batches=itertools.repeat((batch[0], batch[1])))
+    run = setup(config, world)
     run.state.scaler.load_state_dict(scaler)
     start, losses = time.perf_counter(), list[float]()
     while len(losses) < OVERFIT_STEPS:

@@ -202,7 +202,7 @@ def moment_of(
     config: Config,
     world: World,
     model: GPT,
-    kept: int = 0,
+    kept: int,
 ) -> Moment:
     """Return a moment of a rank of the run, from one of an uncompiled process.
 

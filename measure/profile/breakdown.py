@@ -12,9 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from config import Config
 from data.token_file import TokenFileError
 from measure.interleaved.process import in_fresh_process
-from measure.profile.timing import precision, set_up
+from measure.profile.tables import FLOP_RATE, about_machine
+from measure.profile.timing import set_up
 from measure.report.report import Figure, Row
-from measure.report.tables import FLOP_RATE, about_machine, show_table, texts_of
+from measure.report.tables import markdown_table, print_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_atomic
@@ -122,30 +123,16 @@ PART = [
 # ---- operators and memory
 
 
-OPERATOR = ["operator", "calls", "ms", "share"]  # ms: without the operators it calls
-
-
-def trace(run: Run, path: Path) -> list[tuple[str, ...]]:
-    """Write a Chrome trace of a step, after two of warm-up; returns rows of its operators."""
-    device = run.world.device
+def trace(run: Run, path: Path) -> str:
+    """Write a Chrome trace of a step, after two of warm-up; returns a table of its operators."""
     for _ in range(2):
         train_step(run, 1)
     with torch.profiler.profile() as profile:
         train_step(run, 1)
-        synchronize(device)
+        synchronize(run.world.device)
     profile.export_chrome_trace(str(path))
-    # An operator includes the time of its kernels, which are listed again as device events.
-    attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    operators = [
-        (getattr(event, attribute) / 1e3, event.count, event.key)
-        for event in profile.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CPU
-    ]
-    total = sum(ms for ms, *_ in operators) or 1.0
-    return [
-        (f"{name:.60}", f"{calls:,}", f"{ms:.1f}", f"{ms / total:.1%}")
-        for ms, calls, name in sorted(operators, reverse=True)[:12]
-    ]
+    device = "cuda" if run.world.device.type == "cuda" else "cpu"
+    return profile.key_averages().table(f"self_{device}_time_total", row_limit=20, time_unit="ms")
 
 
 def snapshot(run: Run, path: Path) -> None:
@@ -174,7 +161,7 @@ def inspect_models(
     """
     lines = ["# Where a training step's time goes", ""]
     for name, config in models:
-        bits = precision(config)
+        bits = "mixed" if config.bf16 or config.fp16 else "full"
         title = f"{name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens"
         print(title, flush=True)
         call = "measure.profile.breakdown:inspect_model"
@@ -214,10 +201,15 @@ def inspect_model(
     if "breakdown" in wanted:
         title = f"parts of a step, uncompiled; data: {data}"
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
-        lines += show_table(title, *texts_of(PART, break_down(run, steps)))
+        parts = break_down(run, steps)
+        cells = [[figure.text(part) for figure in PART] for part in parts]
+        headings = [figure.heading for figure in PART]
+        print_table(title, headings, cells)
+        lines += [*markdown_table(headings, cells), ""]
     if "trace" in wanted:
         if device.type == "mps":
             print("note: the trace has no Apple GPU: PyTorch's profiler does not see it")
         operators = trace(run, folder / f"trace_{label}.json.gz")
-        lines += show_table("top operators", OPERATOR, operators)
+        print(operators)
+        lines += ["```", operators, "```"]
     return lines

@@ -7,15 +7,12 @@ from typing import Any
 import torch
 
 from config import Config, load_config
-from measure.interleaved.comparison import MeasuredSide
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import to_flags
-from measure.interleaved.rounds import (
-    LEFT_OUT,
-    run_rounds,
-    training_side,
-)
+from measure.interleaved.rounds import LEFT_OUT, run_rounds, training_side
+from measure.profile.tables import about_machine, new_folder
+from measure.report.pictures import draw_panels
 from measure.report.report import Figure, Report, Row
-from measure.report.tables import about_machine, draw_panels, new_folder
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.launch import Launch, launch
@@ -39,64 +36,6 @@ def split(config: Config, ranks: int) -> tuple[int, int]:
     batch = max(n for n in range(1, min(each, config.batch_size) + 1) if each % n == 0)
     return batch, each // batch
 
-
-def measure_scaling(
-    name: str,
-    values: Mapping[str, Any],
-    counts: Sequence[int],
-    rounds: int,
-    log_dir: str,
-) -> None:
-    """Interleave runs of the config `name` on each number of ranks in `counts`, and report.
-
-    Results go to a new folder in `log_dir`. Raises UserError for what cannot be measured
-    here, TrainingError if a side fails.
-    """
-    if launch().world_size > 1:
-        raise UserError("--scaling: starts its ranks itself; run it without torchrun")
-    config, most = load_config(name, **values), max(counts)
-    device = choose_device(config.device, Launch(world_size=most, local_world_size=most))
-    batch_sizes = {n: split(config, n)[0] for n in sorted(set(counts))}
-    folder = new_folder(log_dir)
-    if device.type == "cpu" and most > cores():
-        print(f"note: {most} ranks share {cores()} cores, which says nothing of more cores")
-    sides = []
-    for n, batch_size in batch_sizes.items():
-        given = {"total_batch_tokens": config.tokens_per_step(1), "batch_size": batch_size}
-        arguments = ["--config", name, *to_flags({**values, **given})]
-        sides.append(training_side(f"{n} rank{'s' * (n > 1)}", arguments, ranks=n))
-    found = run_rounds(sides, rounds, results=folder / "interleaved.json")
-    rows: list[Row] = []
-    for i, (ranks, side) in enumerate(zip(batch_sizes, found.sides, strict=True)):
-        rows.append(row := row_of(config, device, side, ranks))
-        row["over_first"] = found.ratio(i) if i else Estimate(1.0)
-        row["hardware"] = row["used"] / rows[0]["used"]
-        # how many times as fast, over how many times as much hardware
-        row["efficiency"] = row["over_first"].value / row["hardware"]
-    report(rows, name, folder, found.rounds)
-
-
-def row_of(config: Config, device: torch.device, side: MeasuredSide, ranks: int) -> Row:
-    """Return the figures of a number of ranks that follow from its side alone."""
-    threads = side.turns[-1].threads
-    batch_size, micro_steps = split(config, ranks)
-    tokens = config.tokens_per_step(1)
-    return {
-        "device": device_name(device),
-        "ranks": ranks,
-        "threads": threads,  # of each rank
-        "batch_size": batch_size,
-        "micro_steps": micro_steps,
-        "tokens": tokens,  # of a step, of all ranks
-        "tokens_per_sec": side.median,
-        # GPUs, or cores
-        "used": ranks if device.type == "cuda" else min(cores(), ranks * threads),
-        "step_s": tokens / side.median,
-        "memory_mb": side.peak_memory_mb,
-    }
-
-
-# ---- the report
 
 FIGURES = [
     Figure("ranks", "ranks"),
@@ -124,23 +63,75 @@ FIGURES = [
 ]
 
 
-def report(rows: Sequence[Row], name: str, folder: Path, rounds: int) -> None:
-    """Report the figures, with a picture."""
-    ranks = [row["ranks"] for row in rows]
-    factors = {
-        "measured": (ranks, [row["over_first"].value for row in rows]),
-        "hardware": (ranks, [row["hardware"] for row in rows]),
+def measure_scaling(
+    name: str, values: Mapping[str, Any], counts: Sequence[int], rounds: int, log_dir: str
+) -> None:
+    """Interleave runs of the config `name` on each number of ranks in `counts`, and report.
+
+    Results go to a new folder in `log_dir`. Raises UserError for what cannot be measured
+    here, TrainingError if a side fails.
+    """
+    if launch().world_size > 1:
+        raise UserError("--scaling: starts its ranks itself; run it without torchrun")
+    config, counts = load_config(name, **values), sorted(set(counts))
+    most = counts[-1]
+    device = choose_device(config.device, Launch(world_size=most, local_world_size=most))
+    batch_sizes = [split(config, ranks)[0] for ranks in counts]
+    folder = new_folder(log_dir)
+    if device.type == "cpu" and most > cores():
+        print(f"note: {most} ranks share {cores()} cores, which says nothing of more cores")
+    sides = []
+    for ranks, batch_size in zip(counts, batch_sizes, strict=True):
+        given = {"total_batch_tokens": config.tokens_per_step(1), "batch_size": batch_size}
+        arguments = ["--config", name, *to_flags({**values, **given})]
+        sides.append(training_side(f"{ranks} rank{'s' * (ranks > 1)}", arguments, ranks=ranks))
+    found = run_rounds(sides, rounds, results=folder / "interleaved.json")
+    report(Path(name).stem, config, device, counts, found, folder)
+
+
+def report(
+    name: str,
+    config: Config,
+    device: torch.device,
+    counts: Sequence[int],
+    found: Comparison,
+    folder: Path,
+) -> None:
+    """Report the figures of each number of ranks in `counts`, with a picture."""
+    tokens, rows = config.tokens_per_step(1), list[Row]()
+    for i, (ranks, side) in enumerate(zip(counts, found.sides, strict=True)):
+        batch_size, micro_steps = split(config, ranks)
+        threads = side.turns[-1].threads
+        row: Row = {
+            "device": device_name(device),
+            "ranks": ranks,
+            "threads": threads,
+            "batch_size": batch_size,
+            "micro_steps": micro_steps,
+            "tokens": tokens,
+            "tokens_per_sec": side.median,
+            # GPUs, or cores
+            "used": ranks if device.type == "cuda" else min(cores(), ranks * threads),
+            "step_s": tokens / side.median,
+            "memory_mb": side.peak_memory_mb,
+            "over_first": found.ratio(i) if i else Estimate(1.0),
+        }
+        rows.append(row)
+        row["hardware"] = row["used"] / rows[0]["used"]
+        row["efficiency"] = row["over_first"].value / row["hardware"]
+    curves = {
+        "measured": (counts, [row["over_first"].value for row in rows]),
+        "hardware": (counts, [row["hardware"] for row in rows]),
     }
-    panels = {f"tokens/s over those of {ranks[0]}": factors}
-    draw_panels(folder / "scaling.png", panels, "ranks")
+    draw_panels(folder / "scaling.png", {f"tokens/s over those of {counts[0]}": curves}, "ranks")
     Report(
         folder,
-        f"{Path(name).stem}: the same batch on more ranks",
+        f"{name}: the same batch on more ranks",
         FIGURES,
         rows,
         about=[
-            f"{about_machine(rows[0])} {rows[0]['tokens']:,} tokens a "
-            f"step, {rounds} interleaved rounds after the first {LEFT_OUT}."
+            f"{about_machine(rows[0])} {tokens:,} tokens a "
+            f"step, {found.rounds} interleaved rounds after the first {LEFT_OUT}."
         ],
         where=machine(),
         pictures={"scaling.png": "tokens/s"},

@@ -1,37 +1,36 @@
-"""Tables, files and pictures of a benchmark."""
+"""Columns, files and pictures of a benchmark."""
 
 import csv
+import datetime
 import itertools
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-from measure.profile.timing import Key, Timing
-from measure.report.report import Figure, Row, write_csv
-from measure.report.tables import (
-    FLOP_RATE,
-    PEAK_MEMORY,
-    TOKENS_PER_SEC,
-    draw_panels,
-    show_table,
-    texts_of,
-)
+from config import load_config
+from measure.profile.timing import key_of, label_of, settings
+from measure.report.pictures import COLOURS, draw_bars, draw_panels
+from measure.report.report import PEAK_MEMORY, Figure, Row
 from runtime.errors import UserError
-from runtime.files import write_json
-from runtime.report import BLUE, ORANGE, draw_bars
+from runtime.report import flops_rate, git_commit, machine
 
-Means = dict[Key, float]  # seconds
-
-KEY = [
-    Figure("size", "size"),
-    Figure("computation", "computation"),
-    Figure("warmup_steps", "warm"),
-    Figure("mixed_precision", "mixed", lambda row: "yes" if row["mixed_precision"] else "no"),
-]
+Results = dict[tuple[str, ...], Row]  # rows by key
+TOKENS_PER_SEC = Figure("tokens_per_sec", "tokens/s", ",.0f")
+FLOP_RATE = Figure(
+    "tflops", "FLOP rate", lambda row: "" if row["tflops"] is None else flops_rate(row["tflops"])
+)
+SIZE, COMPUTATION = Figure("size", "size"), Figure("computation", "computation")
+MIXED = Figure("mixed_precision", "mixed", lambda row: "yes" if row["mixed_precision"] else "no")
 RATES = [FLOP_RATE, Figure("utilization", "MFU", ".0%", "against the measured matmul rate")]
 COLUMNS = [
-    *KEY,
+    SIZE,
+    COMPUTATION,
+    Figure("warmup_steps", "warm"),
+    MIXED,
     Figure("mean_s", "mean, s", ".4g"),
-    *RATES,  # a terminal of 80 characters has room up to here
+    Figure("there_s", "there, s", ".4g", "the mean in the results to compare with"),
+    Figure("over_there", "here / there", ".3f"),
+    *RATES,  # without a comparison, a terminal of 80 characters has room up to here
     *(Figure(f"{name}_s", name, ".4g") for name in ("median", "std", "min", "max", "total")),
     TOKENS_PER_SEC,
     PEAK_MEMORY,
@@ -40,96 +39,84 @@ COLUMNS = [
 
 def scan_columns(name: str) -> list[Figure]:
     """Return the columns of a scan over the option `name`."""
-    model = [*KEY[:2], KEY[-1]]
-    return [*model, Figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
+    return [SIZE, COMPUTATION, MIXED, Figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
+
+
+def about_machine(row: Row) -> str:
+    """Describe the machine, the device and threads of `row`, the versions and the day."""
+    return (
+        f"{machine()}; device {row['device']}, {row['threads']} threads, "
+        f"torch {version('torch')}, commit {git_commit()}, {datetime.date.today()}."
+    )
 
 
 # ---- files
 
 
-def write_results(timings: Sequence[Timing], folder: Path) -> None:
-    """Write results.csv, and results.json with the seconds of every pass; pandas reads both."""
-    rows = [timing.row() for timing in timings]
-    write_csv(folder / "results.csv", rows)
-    passes = [row | {"times_s": t.seconds} for row, t in zip(rows, timings, strict=True)]
-    write_json(folder / "results.json", passes)
+def new_folder(log_dir: str) -> Path:
+    """Make a fresh folder for the results of a call of bench.py."""
+    folder = Path(log_dir) / "bench" / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    folder.mkdir(parents=True)
+    return folder
 
 
-def read_results(path: Path) -> tuple[Means, Row]:
-    """Read the mean of each row of a results.csv, and its first row. Raises UserError."""
+def read_results(path: Path) -> Results:
+    """Read the rows of a results.csv by their keys, except failed ones. Raises UserError."""
+    published = settings(load_config("timeit/small"))  # its file lacks the settings
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        means = {
-            (
-                r["size"],
-                r["computation"],
-                int(r["warmup_steps"]),
-                r["mixed_precision"].lower() == "true",
-            ): float(r["mean_s"])
-            for r in rows
-            if r["mean_s"]  # empty after an error
-        }
-        return means, dict(rows[0])
+            rows = [published | row for row in csv.DictReader(file)]
+        return {key_of(r): r | {"mean_s": float(r["mean_s"])} for r in rows if r["mean_s"]}
     except (OSError, LookupError, TypeError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a results.csv of bench.py: {error!r}") from None
 
 
-def compare(timings: Sequence[Timing], place: str, means: Means, first: Row) -> str:
-    """Print the timings beside the `means` from the file `place`; returns the report's section.
-
-    `first`: a row of that file, or other settings that it was measured with.
-    """
-    columns = [
-        *KEY,
-        Figure("mean_s", "mean here, s", ".4g"),
-        Figure("there_s", "there, s", ".4g"),
-        Figure("over_there", "here / there", ".3f"),
-    ]
-    shared = [
-        timing.row() | {"there_s": mean, "over_there": timing.mean_s / mean}
-        for timing in timings
-        if (mean := means.get(timing.key))
-    ]
-    lines = [f"## Beside {place}", "", *show_table(f"beside {place}", *texts_of(columns, shared))]
-    row = timings[0].row()
-    for name in ("batch_size", "seq_len", "vocab_size", "compile", "flash", "fp16", "device"):
-        here, there = str(row[name]), str(first.get(name, row[name]))
-        if here.lower() != there.lower():
-            lines += [f"{name} differs: {here} here, {there} there.", ""]
-            print(f"note: {lines[-2]}")
-    return "\n".join(lines).rstrip()
+def compare(rows: Sequence[Row], earlier: Results) -> list[str]:
+    """Add the means of earlier results to the rows; returns notes on settings that differ."""
+    notes = dict[str, None]()  # a set in order
+    for row in rows:
+        there = earlier.get(key_of(row))
+        if there:
+            row |= {"there_s": there["mean_s"], "over_there": row["mean_s"] / there["mean_s"]}
+            for name in (
+                "batch_size",
+                "seq_len",
+                "vocab_size",
+                "compile",
+                "flash",
+                "fp16",
+                "device",
+            ):
+                if str(row[name]).lower() != str(there.get(name, row[name])).lower():
+                    notes[f"note: {name} differs: {row[name]} here, {there[name]} there"] = None
+    return [*notes]
 
 
 # ---- pictures
 
 
-def draw_times(timings: Sequence[Timing], path: Path) -> None:
+def draw_times(rows: Sequence[Row], path: Path) -> None:
     """Draw bars of the mean seconds: blue in full precision, orange in mixed."""
     bars = []
-    for timing in timings:
-        row = timing.row()
-        name = f"{timing.job.label}, warm-up {timing.warmup_steps}"
+    for row in rows:
         mean, std = row["mean_s"], row["std_s"]
-        colour = ORANGE if row["mixed_precision"] else BLUE
+        name = f"{label_of(row)}, warm-up {row['warmup_steps']}"
+        colour = COLOURS[row["mixed_precision"]]
         bars.append((name, mean, f"{mean:.3g}", (mean - std, mean + std), colour))
-    meanings = {BLUE: "full precision", ORANGE: "mixed precision"}
+    meanings = dict(zip(COLOURS, ("full precision", "mixed precision"), strict=False))
     draw_bars(path, bars, "seconds per pass: mean, and one standard deviation", meanings)
 
 
-def draw_scan(name: str, timings: Sequence[Timing], path: Path) -> None:
+def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
     """Draw tokens/s and peak memory over the option `name`, a line for each model.
 
-    The timings are sorted by model.
+    The rows are sorted by model.
     """
-    groups = {
-        label: [timing.row() for timing in group]
-        for label, group in itertools.groupby(timings, lambda timing: timing.job.label)
-    }
+    groups = {label: [*group] for label, group in itertools.groupby(rows, label_of)}
     panels = {
         title: {
-            label: ([row[name] for row in rows], [row[figure] for row in rows])
-            for label, rows in groups.items()
+            label: ([row[name] for row in group], [row[figure] for row in group])
+            for label, group in groups.items()
         }
         for title, figure in (("tokens/s", "tokens_per_sec"), ("peak memory, MB", "peak_memory_mb"))
     }

@@ -1,11 +1,9 @@
 """Time one computation of one model in a fresh process."""
 
 import dataclasses
-import functools
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,13 +28,18 @@ from train import Run, setup, train_step
 # Share of a training step's FLOPs: the backward pass has two matmuls for each of the forward pass.
 FLOPS_SHARE = {"forward": 1 / 3, "backward": 2 / 3, "forward_backward": 1.0, "training_step": 1.0}
 
+KEY = ("size", "computation", "warmup_steps", "mixed_precision")  # columns that identify a row
 
-Key = tuple[str, str, int, bool]  # size, computation, warm-up passes, mixed precision
+
+def key_of(row: Row) -> tuple[str, ...]:
+    """Return the identity of a measurement: equal in two files, it is the same one."""
+    return tuple(str(row[name]).lower() for name in KEY)
 
 
-def precision(config: Config) -> str:
-    """Return `mixed` or `full`."""
-    return "mixed" if config.bf16 or config.fp16 else "full"
+def label_of(row: Row) -> str:
+    """Describe the model and the computation of a row."""
+    bits = "mixed" if row["mixed_precision"] else "full"
+    return f"{row['size']} {row['computation']}, {bits} precision"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,64 +52,10 @@ class Job:
     warmup_steps: tuple[int, ...]
     steps: int  # timed passes
 
-    @property
-    def label(self) -> str:
-        """Describe the model and the computation."""
-        return f"{self.size} {self.computation}, {precision(self.config)} precision"
-
-    def key(self, warmup_steps: int) -> Key:
-        """Return the identity of a measurement: equal in two files, it is the same one."""
-        is_mixed = precision(self.config) == "mixed"
-        return self.size, self.computation, warmup_steps, is_mixed
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """The timed passes of a job, or the error that ended it."""
-
-    job: Job
-    warmup_steps: int  # passes before the timed ones
-    seconds: Sequence[float] = ()  # one entry per timed pass
-    flops: float = 0.0  # per pass
-    matmul_tflops: float | None = None  # rate of a large matmul in this precision on this device
-    peak_memory_mb: float = 0.0
-    about: Row = dataclasses.field(default_factory=dict)  # the model and the device
-    error: str = ""
-
-    @property
-    def key(self) -> Key:
-        """Return the identity of this measurement."""
-        return self.job.key(self.warmup_steps)
-
-    @property
-    def mean_s(self) -> float:
-        """Return the mean seconds of a pass."""
-        return statistics.fmean(self.seconds)
-
-    def row(self) -> Row:
-        """Return the row in tables and files: key, figures unless there is an error, settings."""
-        config, names = self.job.config, ("size", "computation", "warmup_steps", "mixed_precision")
-        row: Row = dict(zip(names, self.key, strict=True))
-        if not self.error:
-            # a matmul slower than some pass was timed in a busy moment
-            is_known = mfu(self.flops / min(self.seconds) / 1e12, self.matmul_tflops)
-            matmul = self.matmul_tflops if is_known else None
-            tflops = self.flops / self.mean_s / 1e12
-            row |= {
-                "mean_s": self.mean_s,
-                "median_s": statistics.median(self.seconds),
-                "std_s": statistics.pstdev(self.seconds),  # the published profile has it too
-                "min_s": min(self.seconds),
-                "max_s": max(self.seconds),
-                "total_s": sum(self.seconds),
-                "steps": len(self.seconds),
-                "tokens_per_sec": config.batch_size * config.seq_len / self.mean_s,
-                "tflops": tflops,
-                "matmul_tflops": matmul,
-                "utilization": mfu(tflops, matmul),
-                "peak_memory_mb": self.peak_memory_mb,
-            }
-        return row | {"error": self.error} | settings(config) | self.about
+    def row(self, warmup_steps: int) -> Row:
+        """Return the part of a row that identifies it."""
+        is_mixed = self.config.bf16 or self.config.fp16
+        return dict(zip(KEY, (self.size, self.computation, warmup_steps, is_mixed), strict=True))
 
 
 def with_mixed_precision_of(device: torch.device, config: Config) -> tuple[Config, list[str]]:
@@ -135,73 +84,90 @@ def set_up(config: Config, *, from_corpus: bool = False) -> Run:
     return dataclasses.replace(run, notes=notes)
 
 
-def passes(run: Run, computation: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return an untimed function that prepares a pass, and the pass, which takes its result."""
+def passes(run: Run, computation: str) -> Callable[[], Callable[[], object]]:
+    """Return a function that prepares a pass, which is not timed, and returns the pass."""
 
     def forward() -> Tensor:
         x, y = next(run.batches)
         with run.autocast():
             return run.model(x, y)
 
-    def prepare() -> Tensor | None:
+    def prepare() -> Callable[[], object]:
         run.state.model.zero_grad(set_to_none=True)
-        return forward() if computation == "backward" else None
+        if computation == "backward":
+            return forward().backward
+        return {
+            "forward": forward,
+            "forward_backward": lambda: forward().backward(),
+            "training_step": lambda: train_step(run, 1),
+        }[computation]
 
-    work: dict[str, Callable[[Any], object]] = {
-        "forward": lambda _: forward(),
-        "backward": lambda loss: loss.backward(),
-        "forward_backward": lambda _: forward().backward(),
-        "training_step": lambda _: train_step(run, 1),
-    }
-    return prepare, work[computation]
+    return prepare
 
 
 # ---- timing
 
 
-def measure(job: Job) -> list[Timing]:
-    """Time the job's passes; returns a Timing for each of its numbers of warm-up passes.
+def measure(job: Job) -> list[Row]:
+    """Time the job's passes; returns a row for each of its numbers of warm-up passes.
 
     All come from the same passes: with w passes of warm-up, the first w are left out and the next
-    `steps` count. So timings differ in the passes that count, not in the noise between two
+    `steps` count. So rows differ in the passes that count, not in the noise between two
     measurements. Raises UserError for options that this device lacks.
     """
     run = set_up(job.config)
     config, model, device = run.config, run.state.model, run.world.device
-    prepare, work = passes(run, job.computation)
-    seconds = [
-        timed(functools.partial(work, prepare()), device)
-        for _ in range(max(job.warmup_steps) + job.steps)
-    ]
+    prepare = passes(run, job.computation)
+    seconds = [timed(prepare(), device) for _ in range(max(job.warmup_steps) + job.steps)]
     peak = peak_memory_mb(device)  # before the matmul adds to it
     tokens = config.batch_size * config.seq_len
-    timing = Timing(
-        dataclasses.replace(job, config=config),
-        warmup_steps=0,
-        flops=model.flops_per_token(config.seq_len) * tokens * FLOPS_SHARE[job.computation],
-        matmul_tflops=matmul_tflops(device, matmul_dtype(bf16=config.bf16, fp16=config.fp16)),
-        peak_memory_mb=peak,
-        about={
-            "device": device_name(device),
-            "parameters": model.num_parameters(),
-            "notes": "; ".join(run.notes),
-        },
-    )
+    flops = model.flops_per_token(config.seq_len) * tokens * FLOPS_SHARE[job.computation]
+    rate = matmul_tflops(device, matmul_dtype(bf16=config.bf16, fp16=config.fp16))
+    about = {
+        "peak_memory_mb": peak,
+        "error": "",
+        **settings(config),
+        "device": device_name(device),
+        "parameters": model.num_parameters(),
+        "notes": "; ".join(run.notes),
+    }
     return [
-        dataclasses.replace(timing, warmup_steps=w, seconds=seconds[w : w + job.steps])
+        job.row(w) | figures(seconds[w : w + job.steps], tokens, flops / 1e12, rate) | about
         for w in job.warmup_steps
     ]
 
 
+def figures(seconds: list[float], tokens: int, tflop: float, rate: float | None) -> Row:
+    """Return the figures of passes. `tokens`, `tflop`: of each pass; `rate`: a large matmul's."""
+    mean = statistics.fmean(seconds)
+    # a matmul slower than some pass was timed in a busy moment
+    rate = rate if mfu(tflop / min(seconds), rate) else None
+    return {
+        "times_s": seconds,
+        "mean_s": mean,
+        "median_s": statistics.median(seconds),
+        "std_s": statistics.pstdev(seconds),  # the published profile has it too
+        "min_s": min(seconds),
+        "max_s": max(seconds),
+        "total_s": sum(seconds),
+        "steps": len(seconds),
+        "tokens_per_sec": tokens / mean,
+        "tflops": tflop / mean,
+        "matmul_tflops": rate,
+        "utilization": mfu(tflop / mean, rate),
+    }
+
+
 def settings(config: Config) -> Row:
     """Return the options that affect the figures."""
-    names = {*ModelConfig.model_fields, *SpeedConfig.model_fields, "batch_size", "seq_len", "seed"}
-    names |= {"optimizer", "grad_clip", "weight_decay"}
+    names = {"batch_size", "seq_len", "seed", "optimizer", "grad_clip", "weight_decay"}
+    names |= ModelConfig.model_fields.keys() | SpeedConfig.model_fields.keys()
     about = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     return config.model_dump(mode="json", include=names) | about
 
 
-def time_job(job: Job) -> list[Timing]:
-    """Time a job in a fresh process; if it fails, each Timing has the error."""
-    timings, error = in_fresh_process("measure.profile.timing:measure", job)
-    return timings or [Timing(job, warmup, error=error) for warmup in job.warmup_steps]
+def time_job(job: Job) -> list[Row]:
+    """Time a job in a fresh process; if it fails, each row has the error."""
+    rows, error = in_fresh_process("measure.profile.timing:measure", job)
+    failed = {"times_s": [], "error": error, **settings(job.config)}
+    return rows or [job.row(warmup) | failed for warmup in job.warmup_steps]

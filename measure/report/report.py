@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from measure.report.page import write_page
+from measure.report.pictures import COLOURS, draw_bars
+from measure.report.tables import markdown_table, print_table
 from runtime.errors import TrainingError, UserError
 from runtime.files import write_atomic
-from runtime.report import COLOURS, Estimate, draw_bars, markdown_table, print_table
+from runtime.report import Estimate
 
 Row = dict[str, Any]
 INTERVALS = (
@@ -65,6 +67,14 @@ class Card:
         return self.name if self.title == self.name else f"{self.title} ({self.name})"
 
 
+PEAK_MEMORY = Figure(
+    "peak_memory_mb",
+    "MB",
+    ",.0f",
+    "peak memory in MiB, of the GPU's tensors on CUDA, else of the process",
+)
+
+
 @dataclass
 class Report:
     """A table of figures, and all that explains it."""
@@ -76,7 +86,6 @@ class Report:
     remarks: Sequence[str] = ()  # failures and notes
     about: Sequence[str] = ()  # machines and versions
     meaning: str = ""  # explains all figures together
-    appendix: str = ""  # Markdown at the end of report.md
     pictures: Mapping[str, str] = field(default_factory=dict)  # caption by file
     bars: str = ""  # file for a picture of the bars
     where: str = ""  # machine and date, for that picture and the page
@@ -111,7 +120,6 @@ class Report:
             "\n".join(f"- {line}" for line in meanings),
             *notes,
             *(f"![{caption}]({name})" for name, caption in {**pictures, **self.pictures}.items()),
-            self.appendix,
         ]
         write_atomic(self.folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
         write_csv(self.folder / "results.csv", self.rows)

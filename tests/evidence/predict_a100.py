@@ -22,7 +22,7 @@ from measure.ladder.record import Prediction
 from measure.ladder.roofline import predict
 from measure.ladder.rungs import published_factor
 from measure.ladder.stages import plan
-from runtime.report import markdown_table
+from measure.report.tables import markdown_table
 from tests.conftest import ROOT
 from tests.fake_cuda import GPU, attention, environment, fake_h200
 

@@ -1,0 +1,94 @@
+"""Draw a report's pictures as PNG files. Imports matplotlib, which takes a second, when drawing."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito (2008): distinct for the colour-blind too
+COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
+MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # distinct in print too
+Curve = tuple[Sequence[int], Sequence[Any]]  # x, such as steps, and the value at each
+Bar = tuple[str, float, str, tuple[float, float], str]  # name, length, label, interval, colour
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure; sizes are in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain(name: str) -> str:
+    """Escape a name for matplotlib: $ begins a formula, and _ hides it from a legend."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
+def draw_panels(
+    path: Path, panels: Mapping[str, Mapping[str, Curve]], xlabel: str, ylabel: str = ""
+) -> None:
+    """Draw a panel of labelled curves for each title, up to four beside each other.
+
+    A label has the same colour and marker in all panels.
+    """
+    columns = min(4, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    picture = new_figure(max(8, 4 * columns), max(5, 3 * rows))
+    labels = dict.fromkeys(itertools.chain(*panels.values()))
+    looks = itertools.cycle(zip(COLOURS, MARKERS, strict=True))
+    styles = dict(zip(labels, looks, strict=False))
+    drawn: dict[str, Any] = {}
+    for number, (title, curves) in enumerate(panels.items(), 1):
+        axes = picture.add_subplot(rows, columns, number, title=title)
+        for label, (x, y) in curves.items():
+            colour, marker = styles[label]
+            size = 3 if len(x) <= 100 else 0  # markers of many points would hide the line
+            (drawn[label],) = axes.plot(
+                x, y, color=colour, marker=marker, markersize=size, alpha=0.7, label=plain(label)
+            )
+        axes.grid(alpha=0.3)
+    picture.legend(handles=[*drawn.values()], loc="outside upper center", ncols=3)
+    picture.supxlabel(xlabel)
+    picture.supylabel(ylabel)
+    picture.savefig(path, dpi=130)
+
+
+def draw_losses(path: Path, training: Mapping[str, Curve], validation: Mapping[str, Curve]) -> None:
+    """Draw loss curves by the name of their run: a panel of training losses, one of validation."""
+    panels = {"training": training, "validation": validation}
+    curves = {title: of_runs for title, of_runs in panels.items() if of_runs}
+    draw_panels(path, curves, "step", "loss, nats per token")
+
+
+def draw_bars(
+    path: Path, bars: Sequence[Bar], xlabel: str, meanings: Mapping[str, str], about: str = ""
+) -> None:
+    """Draw horizontal bars, the first on top, hollow without an interval.
+
+    `meanings`: the legend's text for each colour. `about`: the machine and the date.
+    """
+    from matplotlib.patches import Patch
+
+    picture = new_figure(8, 1.2 + 0.32 * len(bars))
+    axes = picture.add_subplot()
+    names, lengths, labels, _, colours = zip(*bars, strict=True)
+    errors = [(length - low, high - length) for _, length, _, (low, high), _ in bars]
+    drawn = axes.barh(
+        range(len(bars)),
+        lengths,
+        color=["none" if low == high else colour for *_, (low, high), colour in bars],
+        edgecolor=colours,
+        xerr=[*zip(*errors, strict=True)],
+        tick_label=[plain(name) for name in names],
+    )
+    axes.bar_label(drawn, labels, padding=5)
+    axes.margins(x=0.4)  # room for the labels
+    axes.invert_yaxis()
+    axes.set_xlabel(plain(xlabel))
+    axes.spines[["top", "right"]].set_visible(False)
+    patches = [Patch(color=colour, label=text) for colour, text in meanings.items()]
+    picture.legend(handles=patches, loc="outside upper right", ncols=len(patches))
+    if about:
+        picture.supxlabel(plain(about), fontsize=7, color="0.4", x=0.01, ha="left")
+    picture.savefig(path, dpi=130)
