@@ -483,7 +483,8 @@ def test_an_empty_prompt_is_an_error(tiny_model):
 
 
 def test_draws_follow_temperature_and_top_k():
-    p, generator = probabilities(torch.tensor([0.0, 1.0, 2.0, -5.0]), [], 0.5, 2), seeded(0)
-    drawn = torch.tensor([draw(p, generator) for _ in range(20_000)])
+    (likeliest,), (p,) = probabilities(torch.tensor([[0.0, 1.0, 2.0, -5.0]]), [[]], 0.5, 2)
+    generator = seeded(0)
+    drawn = torch.tensor([draw(likeliest, p, generator) for _ in range(20_000)])
     expected = torch.tensor([0.0, math.exp(2.0), math.exp(4.0), 0.0])
     close(drawn.bincount(minlength=4) / 20_000, expected / expected.sum(), rtol=0, atol=0.02)
