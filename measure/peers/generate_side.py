@@ -19,7 +19,7 @@ class GenerateOptions(Options):
     texts: Positive = 16
     """texts at a time"""
     tokens: int = Field(100, ge=5)
-    """tokens of each text, after <|endoftext|>"""
+    """tokens of each text, after a line break"""
     bf16: bool = False
     """weights in bfloat16"""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
@@ -62,6 +62,7 @@ from runtime.errors import reported
 # Generates the tokens of several texts: of how many, how many each, drawn from the k likeliest.
 Generate = Callable[[int, int, int], list[list[int]]]
 TEMPERATURE, TOP_K = 0.8, 50  # the defaults of sample.py
+START = 198  # a line break: <|endoftext|> would end a text that repeats it
 
 
 def our_generate(options: SideOptions) -> Generate:
@@ -71,7 +72,7 @@ def our_generate(options: SideOptions) -> Generate:
     pack_weights(model, options.texts)
 
     def generate(texts: int, tokens: int, top_k: int) -> list[list[int]]:
-        grown = [Text("", [END_OF_TEXT], seeded(i)) for i in range(texts)]
+        grown = [Text("", [START], seeded(i)) for i in range(texts)]
         list(grow(model, grown, tokens, temperature=TEMPERATURE, top_k=top_k))
         return [text.tokens[1:] for text in grown]
 
@@ -89,9 +90,10 @@ def peer_generate(options: SideOptions) -> Generate:
         how |= {"do_sample": True, "use_cache": True, "pad_token_id": END_OF_TEXT}
 
     def generate(texts: int, tokens: int, top_k: int) -> list[list[int]]:
-        start = torch.full((texts, 1), END_OF_TEXT, device=device)
+        start = torch.full((texts, 1), START, device=device)
         with torch.no_grad():
-            return model.generate(start, max_new_tokens=tokens, top_k=top_k, **how)[:, 1:].tolist()
+            grown = model.generate(start, max_new_tokens=tokens, top_k=top_k, **how)
+        return grown[:, 1:].tolist()
 
     return generate
 
