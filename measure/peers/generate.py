@@ -11,6 +11,7 @@ import statistics
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from config import Config
 from measure.interleaved.options import given, optional_fields, to_flags
@@ -22,7 +23,7 @@ from runtime.errors import reported
 from runtime.report import items, print_table
 from runtime.start import start
 
-Shape = optional_fields(
+Shape: Any = optional_fields(
     Config, "n_layer", "n_head", "n_embd", "block_size", title="of the model", none="as GPT-2 has"
 )
 

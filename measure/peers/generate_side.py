@@ -81,7 +81,8 @@ def our_generate(options: SideOptions) -> Generate:
 
 def peer_generate(options: SideOptions) -> Generate:
     """Load a peer's model. Raises UserError."""
-    model: Any = build_peer(options.peer, Config(init_from=options.folder))[0].eval()
+    config = Config.model_validate({"init_from": options.folder})
+    model: Any = build_peer(options.peer, config)[0].eval()
     device = choose_device(options.device)
     model.to(device, matmul_dtype(bf16=options.bf16))
     how: dict[str, Any] = {"temperature": TEMPERATURE}
