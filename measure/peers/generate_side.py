@@ -7,8 +7,6 @@ It answers like measure/interleaved/side.py; a step is `texts` texts of `tokens`
 
 from typing import Literal
 
-from pydantic import Field
-
 from runtime.cli import Options, Positive
 from runtime.start import parse_command_line, set_up_process
 
@@ -18,7 +16,7 @@ class GenerateOptions(Options):
 
     texts: Positive = 16
     """texts at a time"""
-    tokens: int = Field(100, ge=5)
+    tokens: Positive = 100
     """tokens of each text, after a line break"""
     bf16: bool = False
     """weights in bfloat16"""
@@ -65,38 +63,34 @@ TEMPERATURE, TOP_K = 0.8, 50  # the defaults of sample.py
 START = 198  # a line break: <|endoftext|> would end a text that repeats it
 
 
-def our_generate(options: SideOptions) -> Generate:
-    """Load the model as sample.py does. Raises UserError."""
+def our_generate(options: SideOptions) -> tuple[Any, Generate]:
+    """Load the model as sample.py does; returns it too. Raises UserError."""
     model = load_model(options.folder)
-    model.to(choose_device(options.device), matmul_dtype(bf16=options.bf16))
-    pack_weights(model, options.texts)
 
     def generate(texts: int, tokens: int, top_k: int) -> list[list[int]]:
         grown = [Text("", [START], seeded(i)) for i in range(texts)]
         list(grow(model, grown, tokens, temperature=TEMPERATURE, top_k=top_k))
         return [text.tokens[1:] for text in grown]
 
-    return generate
+    return model, generate
 
 
-def peer_generate(options: SideOptions) -> Generate:
-    """Load a peer's model. Raises UserError."""
+def peer_generate(options: SideOptions) -> tuple[Any, Generate]:
+    """Load a peer's model; returns it too. Raises UserError."""
     config = Config.model_validate({"init_from": options.folder})
     model: Any = build_peer(options.peer, config)[0].eval()
-    device = choose_device(options.device)
-    model.to(device, matmul_dtype(bf16=options.bf16))
     how: dict[str, Any] = {"temperature": TEMPERATURE}
     if options.peer == TRANSFORMERS:
         model.generation_config.eos_token_id = None  # no text ends before its last token
         how |= {"do_sample": True, "use_cache": True, "pad_token_id": END_OF_TEXT}
 
     def generate(texts: int, tokens: int, top_k: int) -> list[list[int]]:
-        start = torch.full((texts, 1), START, device=device)
+        start = torch.full((texts, 1), START, device=model.lm_head.weight.device)
         with torch.no_grad():
             grown = model.generate(start, max_new_tokens=tokens, top_k=top_k, **how)
         return grown[:, 1:].tolist()
 
-    return generate
+    return model, generate
 
 
 def take_steps(generate: Generate, options: SideOptions, count: int) -> dict[str, Any]:
@@ -114,8 +108,12 @@ def take_steps(generate: Generate, options: SideOptions, count: int) -> dict[str
 def main(options: SideOptions) -> None:
     """Generate as often as is asked for. Raises UserError."""
     answers = take_stdout()
-    generate = peer_generate(options) if options.peer else our_generate(options)
-    likeliest = generate(1, 5, 1)[0]
+    model, generate = peer_generate(options) if options.peer else our_generate(options)
+    # In fp32, and few: nanoGPT's GELU is the exact one, which is another model after some tokens.
+    likeliest = generate(1, 2, 1)[0]
+    model.to(choose_device(options.device), matmul_dtype(bf16=options.bf16))
+    if not options.peer:
+        pack_weights(model, options.texts)
     serve(answers, lambda count: take_steps(generate, options, count) | {"likeliest": likeliest})
 
 
