@@ -110,11 +110,11 @@ class Sampler:
         device = choose_device(options.device)
         notes = options.notes() + check_precision(device, bf16=options.bf16)
         if options.compile:
-            notes += check_compiler(device)
             if device.type == "cpu":
-                # GPT-2 (124M) in fp32, one text: 60 ms of CPU time for each token instead of 39;
-                # 48 if attention read no more keys than there are, as uncompiled.
+                # GPT-2 (124M) in fp32, one text: a token takes 60 ms of CPU time instead of 39, and
+                # 48 ms if attention reads the text's keys alone, as it does uncompiled.
                 raise UserError("--compile: decoding on a CPU is slower compiled; run without it")
+            notes += check_compiler(device)
         path = find_weights(options.run, options.log_dir).absolute()
         model = load_model(str(path))
         for note in notes + weight_notes(path, model.config):

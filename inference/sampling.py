@@ -214,8 +214,8 @@ def grow(
         idx = pad_sequence(rows, batch_first=True).to(device)
         compute = decode if decode and decoding else next_logits
         keys = keys_for(context if compute is decode else max(lengths), device)
-        # Texts of equal lengths, and the padded end of prefilled ones, need no mask. Compiled code
-        # always has one: without it it would be compiled again.
+        # Texts of equal lengths need no mask; nor does prefill, as padding comes last. Compiled code
+        # always has a mask, as it would be compiled again without.
         masked = compute is decode or keys > (min if decoding else max)(lengths)
         logits = compute(model, cache, keys, idx, torch.tensor(lengths, device=device), masked)
         logits = logits.float().cpu()  # (B, V)

@@ -52,7 +52,7 @@ def write_weights(options: AllOptions, folder: Path) -> None:
 
     torch.manual_seed(0)
     model = GPT(GPTConfig(**given(options, Shape), tie_weights=True))
-    for p in model.parameters():  # so large that every part of the model changes the choices
+    for p in model.parameters():  # every part of the model has to change the choices
         torch.nn.init.normal_(p, std=0.2)
     write_hugging_face(folder, model.config, model.state_dict())
 

@@ -40,7 +40,7 @@ class SideOptions(GenerateOptions, WhichSide):
 if __name__ == "__main__":
     OPTIONS = parse_command_line(SideOptions, description=__doc__)
     if not OPTIONS.peer:
-        set_up_process(OPTIONS.device)  # as sample.py does; a peer runs as a user would start it
+        set_up_process(OPTIONS.device)  # sample.py does this too; a peer runs as users start it
 
 import time
 from collections.abc import Callable
