@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.files import CheckpointError
 from checkpoint.weights import load_model, load_weights
 from config import load_config
-from inference.sampling import seeded
+from inference.sampling import draw, probabilities, seeded
 from kernels import attention
 from model import GPT, GPTConfig
 from tests.conftest import generate, transformers_pair
@@ -438,3 +438,11 @@ def test_the_chunked_loss_is_that_of_the_whole_without_gradients_too(tiny_model)
 def test_an_empty_prompt_is_an_error(tiny_model):
     with pytest.raises(ValueError, match="the prompt is empty"):
         generate(tiny_model(), tokens(T=0), 5)
+
+
+def test_draws_follow_temperature_and_top_k():
+    (likeliest,), (p,) = probabilities(torch.tensor([[0.0, 1.0, 2.0, -5.0]]), [[]], 0.5, 2)
+    generator = seeded(0)
+    drawn = torch.tensor([draw(likeliest, p, generator) for _ in range(20_000)])
+    expected = torch.tensor([0.0, math.exp(2.0), math.exp(4.0), 0.0])
+    close(drawn.bincount(minlength=4) / 20_000, expected / expected.sum(), rtol=0, atol=0.02)

@@ -1,4 +1,4 @@
-"""Peers: what is one, equal first losses, and a whole comparison of tiny models."""
+"""Peers: what is one, equal first losses, and whole comparisons of tiny models."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from config import Config
 from measure.interleaved import rounds
 from measure.interleaved.comparison import Comparison
 from measure.peers import __main__ as peers
+from measure.peers import generate
 from measure.peers.__main__ import (
     ROUNDED_TOLERANCE,
     TOLERANCE,
@@ -253,3 +254,51 @@ def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, fo
     assert {len(side["tokens_per_sec"]) for side in group} == {6}
     ours, theirs = (side["turns"][0]["loss"] for side in group)
     assert theirs == pytest.approx(ours, abs=2e-3)
+
+
+# nanoGPT's generate, but for temperature: the likeliest token alone
+GENERATE = """
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        for _ in range(max_new_tokens):
+            logits, _ = self(idx, idx)
+            idx = torch.cat((idx, logits[:, -1:].argmax(-1)), dim=1)
+        return idx
+"""
+
+
+def compare_generation(path, tmp_path, monkeypatch):
+    """Compare tiny models, with a peer's file; returns the sides' results."""
+    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "tiny.yaml").write_text(
+        "n_layer: 2\nn_head: 2\nn_embd: 16\nblock_size: 64\nseq_len: 64\ntie_weights: true\n"
+    )
+    what = [
+        "--texts=2",
+        "--tokens=5",
+        "--device=cpu",
+        "--rounds=6",
+        f"--config={tmp_path}/tiny.yaml",
+    ]
+    paths = ["--peer", path, f"--output={tmp_path}/o.json"]
+    generate.main(parse(generate.AllOptions, [*what, *paths]))
+    return json.loads((tmp_path / "o.json").read_text())["sides"]
+
+
+def test_generation_is_compared_from_equal_weights(peer, tmp_path, monkeypatch, forked, capsys):
+    path = peer()
+    with open(path, "a") as file:
+        file.write(GENERATE)
+    sides = compare_generation(path, tmp_path, monkeypatch)
+    assert [side["name"] for side in sides] == ["ours", "transformers", f"{tmp_path.name}/model.py"]
+    assert {turn["tokens"] % 10 for side in sides for turn in side["turns"]} == {0}
+    assert "2 texts at a time, 6 interleaved rounds" in capsys.readouterr().out
+
+
+def test_a_peer_that_generates_other_tokens_is_not_compared(peer, tmp_path, monkeypatch, forked):
+    monkeypatch.setattr(peers, "find_spec", lambda _: None)
+    path = peer()
+    with open(path, "a") as file:
+        file.write(GENERATE.replace("argmax", "argmin"))
+    with pytest.raises(TrainingError, match=r"model\.py: its likeliest tokens are"):
+        compare_generation(path, tmp_path, monkeypatch)

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers.generation import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -21,10 +22,18 @@ from transformers.generation import (
 import inference.sampling
 import sample
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.sampling import Text, grow, probabilities, seeded
+from inference.sampling import (
+    Text,
+    grow,
+    keys_for,
+    next_logits,
+    pack_weights,
+    probabilities,
+    seeded,
+)
 from runtime.cli import ConfigError, parse
 from runtime.errors import UserError
-from sample import SampleOptions, Sampler, read_prompts
+from sample import SampleOptions, Sampler, compile_decoding, read_prompts
 from tests.conftest import ROOT, refused, run, start, transformers_pair, wait_for
 
 # the last ones reach the context's end, 32
@@ -65,12 +74,11 @@ def test_probabilities_are_those_of_transformers(settings):
     theirs += [TopKLogitsWarper(s["top_k"])] if s["top_k"] else []
     theirs += [TopPLogitsWarper(s["top_p"])] if s["top_p"] < 1 else []
     generator = seeded(0)
-    for _ in range(20):
-        logits = torch.randn(200, generator=generator) * 3
-        text = torch.randint(0, 200, (30,), generator=generator)
-        expected = theirs(text[None], logits[None])[0].softmax(-1)
-        ours = probabilities(logits, text.tolist(), **s)
-        torch.testing.assert_close(ours / ours.sum(), expected)
+    logits = torch.randn(20, 200, generator=generator) * 3
+    texts = torch.randint(0, 200, (20, 30), generator=generator)
+    tokens, p = probabilities(logits, texts.tolist(), **s)
+    ours = torch.zeros(20, 200).scatter(1, tokens, p / p.sum(-1, keepdim=True))
+    torch.testing.assert_close(ours, theirs(texts, logits).softmax(-1))
 
 
 def grown(model, prompts, n, seeds=None, **settings):
@@ -89,8 +97,8 @@ def alone(model, prompt, n, seed=0, **settings):
 
 @pytest.mark.parametrize("settings", [(1.0, None, 1e-300), (0, 3, 1e-9), (1e-45, 3), (1e-20, 3)])
 def test_a_tiny_top_p_and_temperature_0_keep_the_likeliest_token(settings):
-    p = probabilities(torch.tensor([0.0, 3.0, 1.0, 2.0]), [0], *settings)
-    assert p.nonzero().tolist() == [[1]]
+    tokens, p = probabilities(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), [[0]], *settings)
+    assert tokens[p > 0].tolist() == [1]
 
 
 # ---- together and alone
@@ -104,6 +112,55 @@ def test_prompts_of_different_lengths_each_get_what_they_get_alone_also_where_th
     settings = {"temperature": temperature, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
     one_by_one = [alone(model, prompt, 40, seed, **settings) for seed, prompt in enumerate(PROMPTS)]
     assert grown(model, PROMPTS, 40, range(5), **settings) == one_by_one
+
+
+def test_attention_of_a_gpu_sees_a_multiple_of_128_keys_and_gives_the_same_logits(
+    tiny_model, monkeypatch
+):
+    """cuDNN's attention takes long to plan for each new number of keys."""
+    assert [keys_for(200, torch.device(kind)) for kind in ("cpu", "cuda")] == [200, 256]
+    model, lengths, logits = tiny_model(block_size=300, init="gpt2"), set[int](), []
+    attention = F.scaled_dot_product_attention
+
+    def attend(q, k, v, **given):
+        lengths.add(k.size(2))
+        return attention(q, k, v, **given)
+
+    def watched(*given):
+        logits.append(next_logits(*given))
+        return logits[-1]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(inference.sampling, "next_logits", watched)
+    for prompts in ([[*range(100)] * 2, [1, 2, 3]], [[*range(100)] * 2] * 2):
+        grown(model, prompts, 70)
+        assert lengths == {*range(200, 270)}
+        with monkeypatch.context() as on_gpu:
+            on_gpu.setattr(
+                inference.sampling, "keys_for", lambda n, _: keys_for(n, torch.device("cuda"))
+            )
+            lengths.clear()
+            grown(model, prompts, 70)
+            assert lengths == {256, 384}
+        torch.testing.assert_close(logits[:70], logits[70:])
+        lengths.clear()
+        logits.clear()
+
+
+def test_packed_weights_give_the_same_logits_and_those_of_one_text_or_in_bf16_are_not_packed(
+    tiny_model,
+):
+    model, plain = tiny_model(init="gpt2"), tiny_model(init="gpt2")
+    for rows, dtype in ((1, torch.float32), (5, torch.bfloat16)):
+        pack_weights(model.to(dtype), rows)
+        assert type(model.lm_head) is torch.nn.Linear
+    model = tiny_model(init="gpt2")
+    pack_weights(model, 5)
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
+    idx = torch.arange(60).reshape(2, 30)
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx), plain(idx))
+    assert grown(model, PROMPTS, 40) == grown(plain, PROMPTS, 40)
 
 
 def test_each_text_stops_at_its_own_end_and_the_others_go_on(tiny_model, monkeypatch):
@@ -248,8 +305,13 @@ def test_bf16_weights_continue_a_prompt_that_is_longer_than_the_context(run_fold
     assert sampler.model.lm_head.weight.dtype == torch.bfloat16
 
 
+def test_compile_is_refused_on_a_cpu(printed):
+    with refused("--compile: decoding on a CPU is slower compiled; run without it"):
+        printed("--compile")
+
+
 def test_compiled_text_is_the_plain_one_and_decoding_is_compiled_once(
-    run_folder, printed, monkeypatch
+    tiny_model, monkeypatch, capsys
 ):
     graphs = []
 
@@ -257,12 +319,13 @@ def test_compiled_text_is_the_plain_one_and_decoding_is_compiled_once(
         graphs.append(graph)
         return graph.forward
 
-    (run_folder / "prompts.txt").write_text("One\nTwo and three\n\nFour\n")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    words = ("--temperature", 0, "--prompt_file", "prompts.txt", "--max_new_tokens", 40)
-    plain, compiled = (printed(*words, "--batch_size", 2, *more) for more in ((), ("--compile",)))
-    assert compiled.out == plain.out
-    assert "note: compiled in " in compiled.err
+    monkeypatch.setattr(sample, "END_OF_TEXT", 0)  # a tiny model's vocabulary
+    model = tiny_model(init="gpt2")
+    decode = compile_decoding(model, 2)
+    assert "note: compiled in " in capsys.readouterr().err
+    for prompts in (PROMPTS[:2], PROMPTS[3:], [[1, 2], [3, 4]]):
+        assert grown(model, prompts, 40, decode=decode) == grown(model, prompts, 40)
     assert len(graphs) == 1
 
 

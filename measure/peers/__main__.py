@@ -97,13 +97,13 @@ def peer_name(path: str) -> str:
     return "/".join(Path(path).resolve().parts[-2:])
 
 
-def peer_paths(options: PeersOptions) -> dict[str, str]:
-    """Return the peers to compare with by their names.
+def peer_paths(files: Sequence[str]) -> dict[str, str]:
+    """Return the peers to compare with by their names: these files, and transformers if installed.
 
     Raises UserError for a file that is missing or named twice, and if there are no peers.
     """
     peers = {TRANSFORMERS: TRANSFORMERS} if find_spec(TRANSFORMERS) else {}
-    for path in options.peer:
+    for path in files:
         if (name := peer_name(path)) in peers:
             raise UserError(f"--peer: {name} is named twice; names are the file's and its folder's")
         if not Path(path).is_file():
@@ -271,7 +271,7 @@ def report(
 def main(options: PeersOptions) -> None:
     """Compare our side with each peer. Raises UserError."""
     config = our_config(options)
-    peers = peer_paths(options)
+    peers = peer_paths(options.peer)
     folder = Path(options.log_dir) / "peers"
     with tempfile.TemporaryDirectory() as place:
         check_peers(peers, config, Path(place))

@@ -1,0 +1,98 @@
+"""Compare how fast this project, transformers and others generate text, interleaved.
+
+python -m measure.peers.generate --texts 16
+python -m measure.peers.generate --texts 1 --peer ../nanoGPT/model.py
+
+All sides have the same random weights of GPT-2 (124M), and their likeliest tokens have to agree.
+Ours loads them as sample.py does. A peer runs its own `generate`, as a user would start it.
+"""
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from config import load_config
+from measure.interleaved.options import to_flags
+from measure.interleaved.rounds import RoundsOptions, SideError, run_rounds, training_side
+from measure.peers.__main__ import peer_paths
+from measure.peers.generate_side import GenerateOptions
+from measure.report.tables import print_table
+from runtime.cli import Options
+from runtime.errors import reported
+from runtime.start import start
+
+
+class CompareOptions(Options):
+    """what to compare"""
+
+    config: str = "gpt2_124m.yaml"
+    """config of the model"""
+    peer: tuple[str, ...] = ()
+    """nanoGPT-like Python files whose GPT has nanoGPT's generate; transformers is always compared,
+    if it is installed
+    """
+    output: str | None = None
+    """JSON file for the rounds of every side, written after each"""
+
+
+class AllOptions(RoundsOptions, CompareOptions, GenerateOptions):
+    """All options of a comparison of generation."""
+
+
+def write_weights(options: AllOptions, folder: Path) -> None:
+    """Write random weights, which all sides load."""
+    import torch
+
+    from checkpoint.hugging_face import write_hugging_face
+    from model import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig.of(load_config(options.config)))
+    for p in model.parameters():  # every part of the model has to change the choices
+        torch.nn.init.normal_(p, std=0.2)
+    write_hugging_face(folder, model.config, model.state_dict())
+
+
+def check_likeliest(options: AllOptions, folder: str, peers: Iterable[str]) -> None:
+    """Raise SideError if a peer's two likeliest tokens differ from ours.
+
+    In fp32, and only two: nanoGPT's exact GELU makes other choices after some tokens.
+    """
+    from measure.peers.generate_side import our_generate, peer_generate
+
+    ours = our_generate(folder)[1](1, 2, 1)
+    for peer in peers:
+        theirs = peer_generate(folder, peer)[1](1, 2, 1)
+        if theirs != ours:
+            raise SideError(peer, f"its likeliest tokens are {theirs[0]}, ours {ours[0]}")
+
+
+def main(options: AllOptions) -> None:
+    """Compare, and print a row for each side. Raises UserError and SideError."""
+    peers = peer_paths(options.peer)
+    how = to_flags(options.model_dump(include=set(GenerateOptions.model_fields)))
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights(options, Path(folder))
+        check_likeliest(options, folder, peers.values())
+        sides = [
+            training_side(
+                name,
+                [*how, "--folder", folder, "--peer", path],
+                module="measure.peers.generate_side",
+            )
+            for name, path in {"ours": "", **peers}.items()
+        ]
+        results = Path(options.output) if options.output else None
+        found = run_rounds(sides, options.rounds, options.width, results=results)
+    rows = [
+        (side.name, f"{side.median:,.1f}", str(found.ratio(0, i)) if i else "")
+        for i, side in enumerate(found.sides)
+    ]
+    title = f"{options.texts} texts at a time, {found.rounds} interleaved rounds"
+    print_table(title, ["side", "tokens/s", "ours over it"], rows)
+
+
+if __name__ == "__main__":
+    OPTIONS = start(AllOptions, description=__doc__)
+    with reported("the comparison"):
+        main(OPTIONS)
