@@ -8,18 +8,30 @@ Ours loads them as sample.py does. A peer runs its own `generate`, as a user wou
 """
 
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from config import load_config
 from measure.interleaved.options import to_flags
-from measure.interleaved.rounds import RoundsOptions, SideError, run_rounds, training_side
+from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds, training_side
 from measure.peers.__main__ import peer_paths
-from measure.peers.generate_side import GenerateOptions
 from measure.report.tables import print_table
-from runtime.cli import Options
+from runtime.cli import Options, Positive
 from runtime.errors import reported
 from runtime.start import start
+
+
+class GenerateOptions(Options):
+    """what to generate"""
+
+    texts: Positive = 16
+    """texts at a time"""
+    tokens: Positive = 100
+    """tokens of each text, after a line break"""
+    bf16: bool = False
+    """weights in bfloat16"""
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    """auto, cuda, mps or cpu"""
 
 
 class CompareOptions(Options):
@@ -53,27 +65,12 @@ def write_weights(options: AllOptions, folder: Path) -> None:
     write_hugging_face(folder, model.config, model.state_dict())
 
 
-def check_likeliest(options: AllOptions, folder: str, peers: Iterable[str]) -> None:
-    """Raise SideError if a peer's two likeliest tokens differ from ours.
-
-    In fp32, and only two: nanoGPT's exact GELU makes other choices after some tokens.
-    """
-    from measure.peers.generate_side import our_generate, peer_generate
-
-    ours = our_generate(folder)[1](1, 2, 1)
-    for peer in peers:
-        theirs = peer_generate(folder, peer)[1](1, 2, 1)
-        if theirs != ours:
-            raise SideError(peer, f"its likeliest tokens are {theirs[0]}, ours {ours[0]}")
-
-
 def main(options: AllOptions) -> None:
     """Compare, and print a row for each side. Raises UserError and SideError."""
     peers = peer_paths(options.peer)
     how = to_flags(options.model_dump(include=set(GenerateOptions.model_fields)))
     with tempfile.TemporaryDirectory() as folder:
         write_weights(options, Path(folder))
-        check_likeliest(options, folder, peers.values())
         sides = [
             training_side(
                 name,
@@ -83,7 +80,13 @@ def main(options: AllOptions) -> None:
             for name, path in {"ours": "", **peers}.items()
         ]
         results = Path(options.output) if options.output else None
-        found = run_rounds(sides, options.rounds, options.width, results=results)
+
+        def check(side: Side) -> None:
+            theirs, ours = (s.turns[0].likeliest for s in (side, sides[0]))
+            if theirs != ours:
+                raise SideError(side.name, f"its likeliest tokens are {theirs}, ours {ours}")
+
+        found = run_rounds(sides, options.rounds, options.width, results=results, check=check)
     rows = [
         (side.name, f"{side.median:,.1f}", str(found.ratio(0, i)) if i else "")
         for i, side in enumerate(found.sides)

@@ -5,23 +5,9 @@ echo 1 | python -m measure.peers.generate_side --folder FOLDER --peer transforme
 It answers like measure/interleaved/side.py; a step is `texts` texts of `tokens` tokens.
 """
 
-from typing import Literal
-
-from runtime.cli import Options, Positive
+from measure.peers.generate import GenerateOptions
+from runtime.cli import Options
 from runtime.start import parse_command_line, set_up_process
-
-
-class GenerateOptions(Options):
-    """what to generate"""
-
-    texts: Positive = 16
-    """texts at a time"""
-    tokens: Positive = 100
-    """tokens of each text, after a line break"""
-    bf16: bool = False
-    """weights in bfloat16"""
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
-    """auto, cuda, mps or cpu"""
 
 
 class WhichSide(Options):
@@ -42,7 +28,6 @@ if __name__ == "__main__":
     if not OPTIONS.peer:
         set_up_process(OPTIONS.device)  # sample.py does this too; a peer runs as users start it
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -109,10 +94,12 @@ def main(options: SideOptions) -> None:
     """Generate as often as is asked for. Raises UserError."""
     answers, folder, peer = take_stdout(), options.folder, options.peer
     model, generate = peer_generate(folder, peer) if peer else our_generate(folder)
+    # In fp32, and only two: nanoGPT's exact GELU makes other choices after some tokens.
+    likeliest = generate(1, 2, 1)[0]
     model.to(choose_device(options.device), matmul_dtype(bf16=options.bf16))
     if not peer:
         pack_weights(model, options.texts)
-    serve(answers, functools.partial(take_steps, generate, options))
+    serve(answers, lambda count: take_steps(generate, options, count) | {"likeliest": likeliest})
 
 
 if __name__ == "__main__":
