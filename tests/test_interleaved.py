@@ -222,7 +222,6 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
     ("options", "message"),
     [
         ({"sides": ["quickstart.yaml"]}, "at least two sides"),
-        ({"sides": ["quickstart.yaml"] * 2}, "two sides are the same"),
         ({"sides": ["quickstart.yaml", "nowhere.yaml"]}, "no such config file"),
         ({"sides": ["quickstart.yaml", "quickstart.yaml --flush"]}, "did you mean --flash"),
         ({"sides": ["quickstart.yaml", "quickstart.yaml --seed '1"]}, "No closing quotation; a"),

@@ -21,8 +21,7 @@ def to_flags(values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list | tuple):
-            flags += [f"--{name}", ",".join(map(str, value))]
         elif value is not None:
-            flags += [f"--{name}", str(value)]
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+            flags.append(f"--{name}={text}")
     return flags
