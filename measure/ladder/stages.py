@@ -38,7 +38,10 @@ ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
 SPEEDUP = "speedup"
 PUBLISHED = REFERENCE / "published.csv"  # the published figures of the configs here
+CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
 NOT_TIMED = 5  # first steps, which published times leave out
+# options that change the losses of a run
+CHANGE_LOSS = ModelConfig.model_fields | DataConfig.model_fields | OptimizationConfig.model_fields
 # options that the ladder sets for each run
 RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config"}
 
@@ -181,14 +184,13 @@ def series_names() -> list[str]:
 
 def series(folder: Path) -> list[Path]:
     """List the YAMLs of a series, each after its base. Raises ConfigError."""
-    pattern = "speedup*.yaml" if folder == CONFIG_DIR else "*.yaml"
-    files = {path.resolve(): base_of(path) for path in sorted(folder.glob(pattern))}
-    first = [base for base in files.values() if folder == CONFIG_DIR and base not in files]
-    files = dict.fromkeys(base for base in first if base) | files  # baseline.yaml
+    patterns = ("baseline.yaml", "speedup*.yaml") if folder == CONFIG_DIR else ("*.yaml",)
+    files = [path.resolve() for pattern in patterns for path in sorted(folder.glob(pattern))]
 
     def after(base: Path | None) -> Iterator[Path]:
         for path in files:
-            if (files[path] if files[path] in files else None) == base:
+            found = base_of(path)
+            if (found if found in files else None) == base:
                 yield from (path, *after(path))
 
     return [*after(None)]
@@ -312,8 +314,7 @@ def make_stage(
 
 def _same_training(a: Config, b: Config) -> bool:
     """True if two configs compute the same losses, until the shorter run ends."""
-    fields = ModelConfig.model_fields | DataConfig.model_fields | OptimizationConfig.model_fields
-    names = {"seed", *fields} - {"data_dir"}
+    names = {"seed", *CHANGE_LOSS} - {"data_dir"}
     if a.lr_schedule == "constant":
         names.remove("max_steps")
     return a.model_dump(include=names) == b.model_dump(include=names)
@@ -359,33 +360,33 @@ def published_rows(log: str) -> dict[int, Row]:
 def run_stages(
     stages: Sequence[Stage],
     rerun: bool,
-    *,
-    anywhere: bool = False,
-    at_once: int = 1,
-    gpus: int = 0,
+    seeds: int,
+    device: Device,
 ) -> None:
-    """Run the stages that are not finished with the same settings, `at_once` of them at a time.
+    """Run the stages that are not finished with the same settings.
 
-    `anywhere`: runs that another machine finished count too, if only losses are compared. `gpus`:
-    the number of GPUs to spread runs over. A stage that fails is marked, and the other ones run.
-    Raises KeyboardInterrupt if the user stops.
+    With seeds only losses are compared: several runs train at once, as many as there are seeds,
+    GPUs, or cores for them, and a run that another machine finished counts too. A stage that fails
+    is marked, and the other ones run. Raises KeyboardInterrupt if the user stops.
     """
     to_run: list[Stage] = []
     for stage in stages:
         finished = stage.finished
-        if finished and not rerun and (anywhere or finished.summary.machine == machine()):
+        if finished and not rerun and (seeds or finished.summary.machine == machine()):
             print(f"== {stage.name}: finished before", flush=True)
         else:
             to_run.append(stage)
+    at_once = min(seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
+    environments: list[dict[str, str]] = [{}]
+    if at_once > 1:
+        threads = str(max(1, cores() // at_once))
+        environments = [
+            {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(at_once)
+        ]
     for i in range(0, len(to_run), at_once):
         together = to_run[i : i + at_once]
-        print(f"== {i + len(together)} of {len(to_run)}: {', '.join(s.name for s in together)}")
-        sys.stdout.flush()
-        shares = {"OMP_NUM_THREADS": str(max(1, cores() // at_once))} if at_once > 1 else {}
-        environments = [
-            shares | ({"CUDA_VISIBLE_DEVICES": str(j % gpus)} if shares and gpus else {})
-            for j in range(len(together))
-        ]
+        names = ", ".join(stage.name for stage in together)
+        print(f"== {i + len(together)} of {len(to_run)}: {names}", flush=True)
         errors = run_commands([stage.command for stage in together], environments)
         for stage, error in zip(together, errors, strict=True):
             stage.error = error
@@ -401,21 +402,21 @@ def run_commands(
 ) -> list[str | None]:
     """Run commands side by side, which print to our stdout; return the error line of each, or None.
 
-    Ctrl-C interrupts the commands too, and KeyboardInterrupt is raised once they have ended.
+    There is an environment for each command, or more. Ctrl-C interrupts the commands too, and
+    KeyboardInterrupt is raised once they have ended.
     """
+    processes, errors = [], []  # errors: files with their stderr
     with contextlib.ExitStack() as stack:
-        files = [
-            stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands
-        ]
-        processes = [
-            subprocess.Popen(
-                command,
-                stderr=file,
-                env={**os.environ, **more},
-                preexec_fn=functools.partial(exit_when_parent_dies, os.getpid()),
+        for command, more in zip(commands, environments, strict=False):
+            errors.append(stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")))
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    stderr=errors[-1],
+                    env={**os.environ, **more},
+                    preexec_fn=functools.partial(exit_when_parent_dies, os.getpid()),
+                )
             )
-            for command, file, more in zip(commands, files, environments, strict=True)
-        ]
         try:
             for process in processes:
                 process.wait()
@@ -427,5 +428,5 @@ def run_commands(
             raise
         return [
             why_it_failed(process.returncode, file) if process.returncode else None
-            for process, file in zip(processes, files, strict=True)
+            for process, file in zip(processes, errors, strict=True)
         ]
