@@ -41,11 +41,11 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, rerun: bool, device:
         if is_known or both[0] == both[1]:  # a mode of torch.compile does nothing without compile
             continue
         print(f"== interleaved {i} of {len(stages)}: {stage.name}", flush=True)
-        # If both do not fit in memory, neither retains freed memory: otherwise one process would
-        # keep memory from the other one, and the comparison would be unfair.
+        # If both do not fit in memory, each returns freed memory after its turn: otherwise one
+        # process would keep memory from the other one, and the comparison would be unfair.
         runs = [side.finished.summary.peak_memory_mb for side in (base, stage) if side.finished]
         fits = device.memory_mb is None or HEADROOM * sum(runs) <= device.memory_mb
-        environment = {} if fits else {"GLIBC_TUNABLES": "", "FREES_CACHE": "1"}
+        environment = {} if fits else {"FREES_CACHE": "1"}
         sides = [training_side(side.name, side.arguments, environment) for side in (base, stage)]
         try:
             found = run_rounds(sides, rounds)
@@ -53,7 +53,7 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, rerun: bool, device:
             stage.error = str(error)
             print(f"failed: {stage.name}: {error}", flush=True)
             continue
-        about = {"device": here[1], "settings": both, "retained_memory": fits}
+        about = {"device": here[1], "settings": both}
         stage.record.comparisons[stage.name] = found.model_copy(update=about)
         stage.record.save()
 
