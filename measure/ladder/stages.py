@@ -1,15 +1,11 @@
 """Plan and run the stages of a ladder, and look up their published figures."""
 
-import contextlib
 import csv
 import functools
-import os
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,20 +21,18 @@ from config import (
     load_config,
 )
 from measure.interleaved.comparison import Comparison
+from measure.interleaved.process import start_process
 from measure.ladder.device import Device
 from measure.ladder.record import Planned, Record, Run, differences, stored_config
 from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
 from runtime.runlog import Row, curve, read_rows
-from runtime.signals import exit_when_parent_dies
-from runtime.start import cores
 
 ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
 SPEEDUP = "speedup"
 PUBLISHED = REFERENCE / "published.csv"  # the published figures of the configs here
-CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
 NOT_TIMED = 5  # first steps, which published times leave out
 # options that change the losses of a run
 CHANGE_LOSS = ModelConfig.model_fields | DataConfig.model_fields | OptimizationConfig.model_fields
@@ -357,76 +351,37 @@ def published_rows(log: str) -> dict[int, Row]:
 # ---- running
 
 
-def run_stages(
-    stages: Sequence[Stage],
-    rerun: bool,
-    seeds: int,
-    device: Device,
-) -> None:
-    """Run the stages that are not finished with the same settings.
+def run_stages(stages: Sequence[Stage], rerun: bool, anywhere: bool) -> None:
+    """Run the stages that are not finished with the same settings, one after the other.
 
-    With seeds only losses are compared: several runs train at once, as many as there are seeds,
-    GPUs, or cores for them, and a run that another machine finished counts too. A stage that fails
-    is marked, and the other ones run. Raises KeyboardInterrupt if the user stops.
+    `anywhere`: a run that another machine finished counts too, as only losses are compared. A stage
+    that fails is marked, and the other ones run. Raises KeyboardInterrupt if the user stops.
     """
-    to_run: list[Stage] = []
-    for stage in stages:
+    for number, stage in enumerate(stages, start=1):
         finished = stage.finished
-        if finished and not rerun and (seeds or finished.summary.machine == machine()):
+        if finished and not rerun and (anywhere or finished.summary.machine == machine()):
             print(f"== {stage.name}: finished before", flush=True)
-        else:
-            to_run.append(stage)
-    at_once = min(seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
-    environments: list[dict[str, str]] = [{}]
-    if at_once > 1:
-        threads = str(max(1, cores() // at_once))
-        environments = [
-            {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(at_once)
-        ]
-    for i in range(0, len(to_run), at_once):
-        together = to_run[i : i + at_once]
-        names = ", ".join(stage.name for stage in together)
-        print(f"== {i + len(together)} of {len(to_run)}: {names}", flush=True)
-        errors = run_commands([stage.command for stage in together], environments)
-        for stage, error in zip(together, errors, strict=True):
-            stage.error = error
-            stage.forget()
-            if error is None and stage.finished is None:
-                stage.error = "stopped before its last step; the same command runs it again"
-            if stage.error:
-                print(f"failed: {stage.name}: {stage.error}", flush=True)
+            continue
+        print(f"== {number} of {len(stages)}: {stage.name}", flush=True)
+        stage.error = run_command(stage.command)
+        stage.forget()
+        if stage.error is None and stage.finished is None:
+            stage.error = "stopped before its last step; the same command runs it again"
+        if stage.error:
+            print(f"failed: {stage.name}: {stage.error}", flush=True)
 
 
-def run_commands(
-    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]
-) -> list[str | None]:
-    """Run commands side by side, which print to our stdout; return the error line of each, or None.
+def run_command(command: Sequence[str]) -> str | None:
+    """Run a command, which prints to our stdout; return its error line, or None.
 
-    There is an environment for each command, or more. Ctrl-C interrupts the commands too, and
-    KeyboardInterrupt is raised once they have ended.
+    Ctrl-C interrupts the command too, and KeyboardInterrupt is raised once it has ended.
     """
-    processes, errors = [], []  # errors: files with their stderr
-    with contextlib.ExitStack() as stack:
-        for command, more in zip(commands, environments, strict=False):
-            errors.append(stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")))
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    stderr=errors[-1],
-                    env={**os.environ, **more},
-                    preexec_fn=functools.partial(exit_when_parent_dies, os.getpid()),
-                )
-            )
+    process, errors = start_process(command)
+    with errors:
         try:
-            for process in processes:
-                process.wait()
+            process.wait()
         except KeyboardInterrupt:
-            for process in processes:
-                process.send_signal(signal.SIGINT)
-            for process in processes:
-                process.wait()
+            process.send_signal(signal.SIGINT)
+            process.wait()
             raise
-        return [
-            why_it_failed(process.returncode, file) if process.returncode else None
-            for process, file in zip(processes, errors, strict=True)
-        ]
+        return why_it_failed(process.returncode, errors) if process.returncode else None
