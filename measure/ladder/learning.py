@@ -14,11 +14,11 @@ from typing import Any
 from measure.interleaved.ratio import mean_over_seeds, product
 from measure.ladder import rungs as speeds
 from measure.ladder.explain import card_of
-from measure.ladder.report import failures_of, keep, left_out, where_of
+from measure.ladder.report import where_of, write_report
 from measure.ladder.stages import Stage, make_stage, seed_name, with_bases
 from measure.report.page import curve_of
 from measure.report.pictures import draw_losses
-from measure.report.report import Card, Figure, Report, Row
+from measure.report.report import Card, Figure, Row
 from runtime.errors import UserError
 from runtime.report import Estimate
 from runtime.runlog import curve
@@ -183,10 +183,7 @@ def rows_of(rungs: Rungs) -> list[Row]:
 
 
 def report_learned_ablation(title: str, names: Sequence[str], rungs: Rungs) -> list[str]:
-    """Report the decrease of the loss by each optimization, on first and last; return the failures.
-
-    Raises UserError, or TrainingError after failures, if nothing is finished.
-    """
+    """Report the decrease of the loss by each optimization: on first, and on last."""
     ends = {name: [last(val_losses(run)) for run in runs] for name, runs in finished(rungs).items()}
     rows = list[Row]()
     for name in names:
@@ -198,11 +195,11 @@ def report_learned_ablation(title: str, names: Sequence[str], rungs: Rungs) -> l
         }
         if row:
             rows.append({"optimization": name, **row})
-    return write_report(
+    return write_losses(
         rungs,
-        f"What each optimization of {title} learns",
-        WORTH,
-        rows,
+        title=f"What each optimization of {title} learns",
+        figures=WORTH,
+        rows=rows,
         meaning="All other options, such as learning rates, stay as they are.",
     )
 
@@ -218,30 +215,15 @@ def means_of(rungs: Rungs) -> dict[str, tuple[list[int], list[float]]]:
     return means
 
 
-def write_report(
-    rungs: Rungs,
-    title: str,
-    figures: Sequence[Figure],
-    rows: Sequence[Row],
-    about: Sequence[str] = (),
-    cards: Sequence[Card] = (),
-    **more: Any,
+def write_losses(
+    rungs: Rungs, about: Sequence[str] = (), cards: Sequence[Card] = (), **parts: Any
 ) -> list[str]:
-    """Write a report with the mean losses of the finished rungs, and keep their runs.
-
-    `more`: other fields of the report. Returns the failures. Raises UserError, or TrainingError
-    after failures, if nothing is finished.
-    """
+    """Write a report with the mean losses of the finished rungs, as `write_report` does."""
     runs, means = [*chain(*rungs.values())], means_of(finished(rungs))
-    failures, folder = failures_of(runs), runs[0].record.folder
     summaries = [run.finished.summary for run in runs if run.finished]
     titles = {card.name: card.title for card in cards}
-    Report(
-        folder,
-        title,
-        figures,
-        rows,
-        remarks=failures + left_out(runs),
+    failures = write_report(
+        runs,
         about=[*about, *dict.fromkeys(summary.about for summary in summaries)],
         where=where_of((summary.machine, summary.day) for summary in summaries),
         pictures={"learning.png": "validation losses"},
@@ -255,18 +237,14 @@ def write_report(
             for name, losses in means.items()
         ],
         learns=True,
-        **more,
-    ).write()
-    draw_losses(folder / "learning.png", {}, means)
-    keep(runs)
+        **parts,
+    )
+    draw_losses(runs[0].record.folder / "learning.png", {}, means)
     return failures
 
 
 def report_learning(ladder: str, rungs: Rungs) -> list[str]:
-    """Report the losses of the finished rungs, with learning.png; returns the failures.
-
-    Raises UserError, or TrainingError after failures, if nothing is finished.
-    """
+    """Report the losses of the finished rungs, with learning.png, as in `write_report`."""
     rows, runs = rows_of(rungs), [*chain(*rungs.values())]
     config, headline = runs[0].config, ""
     cards = [
@@ -277,11 +255,11 @@ def report_learning(ladder: str, rungs: Rungs) -> list[str]:
         best = min(reached, key=lambda row: row["tokens_share"].value)
         headline = f"{best['stage']}: the loss that {cards[0].name} ends with, after "
         headline += f"{best['tokens_share']} of its tokens."
-    return write_report(
+    return write_losses(
         rungs,
-        f"What the rungs of {ladder} learn",
-        FIGURES,
-        rows,
+        title=f"What the rungs of {ladder} learn",
+        figures=FIGURES,
+        rows=rows,
         about=[
             f"{config.max_steps:,} steps of {config.tokens_per_step(1):,} tokens; seeds of each "
             f"rung: {len(next(iter(rungs.values())))}.",

@@ -18,8 +18,8 @@ from measure.ladder.stages import (
     series,
     series_folder,
 )
-from measure.report.page import curve_of, write_page
-from measure.report.pictures import draw_losses, draw_panels
+from measure.report.page import curve_of
+from measure.report.pictures import draw_losses
 from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row
 from runtime.errors import UserError
 from runtime.report import Estimate
@@ -100,9 +100,18 @@ FIGURES = [
 ]
 
 
-def failures_of(stages: Iterable[Stage]) -> list[str]:
-    """Return a line for each stage that failed."""
-    return [f"failed: {stage.name}: {stage.error}" for stage in stages if stage.error]
+def write_report(stages: Sequence[Stage], **parts: Any) -> list[str]:
+    """Write a report with these parts, and copy the finished runs into the ladder's record.
+
+    Returns a line for each stage that failed. Raises UserError, or TrainingError after failures, if
+    nothing is finished.
+    """
+    record = stages[0].record
+    failures = [f"failed: {stage.name}: {stage.error}" for stage in stages if stage.error]
+    Report(folder=record.folder, remarks=failures + left_out(stages), **parts).write()
+    record.runs |= {stage.name: stage.finished for stage in stages if stage.finished}
+    record.save()
+    return failures
 
 
 def left_out(stages: Iterable[Stage]) -> list[str]:
@@ -127,23 +136,12 @@ def where_of(places: Iterable[tuple[str, str | None]]) -> str:
     return "; ".join(", ".join([machine, *sorted(days[machine])]) for machine in days)
 
 
-def keep(stages: Iterable[Stage]) -> None:
-    """Copy the finished runs of a ladder into its record, and write it."""
-    stages = list(stages)
-    record = stages[0].record
-    record.runs |= {stage.name: stage.finished for stage in stages if stage.finished}
-    record.save()
-
-
 # ---- a ladder
 
 
 def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
-    """Report the finished stages, with speed.png and loss.png; returns the failures.
-
-    Raises UserError, or TrainingError after failures, if nothing is finished.
-    """
-    rows, folder = rows_of(stages), stages[0].record.folder
+    """Report the finished stages, with speed.png, as in `write_report`."""
+    rows = rows_of(stages)
     done = [stage for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     runs = dict[str, list[str]]()  # names of stages by the description of their runs
@@ -163,21 +161,11 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
         card_of(stage.name, stage.file, stage.base.file if stage.base else stage.file)
         for stage in done
     ]
-    published = {
-        stage.name: {
-            "published": curve(published_rows(stage.published.log)),
-            "measured": curve(stage.finished.log),
-        }
-        for stage in done
-        if stage.published.log and stage.finished
-    }
-    failures = failures_of(stages)
-    Report(
-        folder,
-        "A ladder" if ladder == "ladder" else f"The {name} ladder",
-        FIGURES,
-        rows,
-        remarks=failures + left_out(stages),
+    return write_report(
+        stages,
+        title="A ladder" if ladder == "ladder" else f"The {name} ladder",
+        figures=FIGURES,
+        rows=rows,
         about=[
             *(
                 f"{', '.join(names) if len(names) < len(done) else 'all'}: {about}"
@@ -185,17 +173,12 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
             ),
             *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
         ],
-        pictures={"loss.png": "loss curves, measured over published"} if published else {},
         bars="speed.png",
         where=where_of(places),
         cards=cards,
         curves=loss_curves(done, cards),
         headline=headline_of(rows, cards),
-    ).write()
-    if published:
-        draw_panels(folder / "loss.png", published, "step", "loss, nats per token")
-    keep(stages)
-    return failures
+    )
 
 
 def headline_of(rows: Sequence[Row], cards: Sequence[Card]) -> str:
@@ -239,10 +222,7 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
             rows = read_rows(folder / "eval.csv", EVAL_COLUMNS)
             validation[str(folder)] = curve(rows, "val_loss")
     draw_losses(path, training, validation)
-    named = training | {f"{name}, validation": run for name, run in validation.items()}
-    curves = [curve_of(name, *run) for name, run in named.items() if run[0]]
-    write_page(page := path.with_suffix(".html"), title="Loss curves", about=folders, curves=curves)
-    print(f"wrote {path} and {page}")
+    print(f"wrote {path}")
 
 
 # ---- an ablation
@@ -272,10 +252,7 @@ WORTH = [
 
 
 def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> list[str]:
-    """Report two rungs for each optimization: on first, and on last; returns the failures.
-
-    Raises UserError, or TrainingError after failures, if nothing is compared.
-    """
+    """Report two rungs for each optimization, on first and on last, as in `write_report`."""
     rows: list[Row] = []
     about = dict[str, None]()  # a set in order
     places = list[tuple[str, str | None]]()
@@ -295,20 +272,15 @@ def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> lis
                     "memory_mb_with": everything,
                 }
             )
-    stages = [*chain(*rungs.values())]
-    failures = failures_of(stages)
-    Report(
-        stages[0].record.folder,
-        f"What each optimization of {title} is worth",
-        WORTH,
-        rows,
-        remarks=failures + left_out(stages),
+    return write_report(
+        [*chain(*rungs.values())],
+        title=f"What each optimization of {title} is worth",
+        figures=WORTH,
+        rows=rows,
         about=[*about],
         bars="worth.png",
         where=where_of(places),
-    ).write()
-    keep(stages)
-    return failures
+    )
 
 
 # ---- several machines
@@ -321,14 +293,15 @@ def across(folders: Sequence[str], out: Path) -> None:
     """
     factors: dict[str, dict[str, Estimate | None]] = {}  # over the base, by machine and stage
     bases: dict[str, str] = {}
-    files: dict[str, Path] = {}  # known configs of stages and bases
+    files: dict[str, Path] = {}  # configs of the stages of known series
     about: list[str] = []  # the machines, each with the last day of its ladder
     for folder in map(Path, folders):
         name = folder.resolve().parent.name
         name = str(folder) if name in factors else name
         factors[name], of_stages = read_factors(folder / "results.csv")
         bases |= of_stages
-        files |= configs_of(folder.name.removesuffix(SUFFIX), chain(*of_stages.items()))
+        if place := series_folder(folder.name.removesuffix(SUFFIX)):
+            files |= {path.stem: path for path in series(place)}
         days = sorted(run.summary.day for run in Record.load(folder).runs.values())
         about.append(", ".join([name, *days[-1:]]))
     stages = list(dict.fromkeys(chain(*factors.values())))
@@ -361,13 +334,6 @@ def across(folders: Sequence[str], out: Path) -> None:
         where="; ".join(about),
         cards=cards,
     ).write()
-
-
-def configs_of(ladder: str, stages: Iterable[str]) -> dict[str, Path]:
-    """Return the config of each stage of a series in configs/; of other ladders none is known."""
-    place = series_folder(ladder)
-    known = {path.stem: path for path in series(place)} if place else {}
-    return {stage: known[stage] for stage in stages if stage in known}
 
 
 def read_factors(path: Path) -> tuple[dict[str, Estimate | None], dict[str, str]]:

@@ -127,18 +127,15 @@ class Report:
             self._draw(bars, [card.label for card in cards])
         write_page(
             self.folder / "report.html",
-            title=self.title,
-            headline=self.headline,
-            where=self.where,
-            about=self.about,
-            meanings=[*meanings, *notes],
-            figures=figures,
-            cards=[
-                dataclasses.asdict(card) | _shown(figures, row)
-                for card, row in zip(cards, self.rows, strict=True)
-            ],
-            curves=self.curves,
-            learns=self.learns,
+            **vars(self)
+            | {
+                "meanings": [*meanings, *notes],
+                "figures": figures,
+                "cards": [
+                    dataclasses.asdict(card) | _shown(figures, row)
+                    for card, row in zip(cards, self.rows, strict=True)
+                ],
+            },
         )
         print_table(self.title, headings, cells)
         print("\n".join([*self.remarks, f"{self.folder}: report.html, report.md and results.csv"]))
