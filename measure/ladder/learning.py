@@ -15,7 +15,7 @@ from measure.interleaved.ratio import mean_over_seeds, product
 from measure.ladder import rungs as speeds
 from measure.ladder.explain import card_of
 from measure.ladder.report import where_of, write_report
-from measure.ladder.stages import Stage, make_stage, seed_name, with_bases
+from measure.ladder.stages import Stage, make_stage, with_bases
 from measure.report.page import curve_of
 from measure.report.pictures import draw_losses
 from measure.report.report import Card, Figure, Row
@@ -86,15 +86,16 @@ def with_seeds(stage: Stage, seeds: int, name: str = "") -> list[Stage]:
     name, first = name or stage.name, stage.config.seed
     if not stage.config.eval_every:
         raise UserError(f"{name}: sets no eval_every, so it has no validation loss")
-    runs = [
+    return [
         make_stage(
-            seed_name(name, seed), str(stage.file), stage.record, [*stage.options, f"--seed={seed}"]
+            f"{name}_seed_{seed}",
+            str(stage.file),
+            stage.record,
+            [*stage.options, f"--seed={seed}"],
+            ranks=stage.ranks,
         )
         for seed in range(first, first + seeds)
     ]
-    for run in runs:
-        run.ranks = stage.ranks
-    return runs
 
 
 def runs_of_ablation(
@@ -246,15 +247,11 @@ def write_losses(
 def report_learning(ladder: str, rungs: Rungs) -> list[str]:
     """Report the losses of the finished rungs, with learning.png, as in `write_report`."""
     rows, runs = rows_of(rungs), [*chain(*rungs.values())]
-    config, headline = runs[0].config, ""
+    config = runs[0].config
     cards = [
         card_of(row["stage"], rungs[row["stage"]][0].file, rungs[row["base"]][0].file)
         for row in rows
     ]
-    if reached := [row for row in rows if row["tokens_share"]]:
-        best = min(reached, key=lambda row: row["tokens_share"].value)
-        headline = f"{best['stage']}: the loss that {cards[0].name} ends with, after "
-        headline += f"{best['tokens_share']} of its tokens."
     return write_losses(
         rungs,
         title=f"What the rungs of {ladder} learn",
@@ -265,5 +262,4 @@ def report_learning(ladder: str, rungs: Rungs) -> list[str]:
             f"rung: {len(next(iter(rungs.values())))}.",
         ],
         cards=cards,
-        headline=headline,
     )

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from measure.interleaved.comparison import Comparison
 from measure.ladder.explain import card_of
 from measure.ladder.quick import SUFFIX
 from measure.ladder.record import Record
@@ -141,31 +142,25 @@ def where_of(places: Iterable[tuple[str, str | None]]) -> str:
 
 def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
     """Report the finished stages, with speed.png, as in `write_report`."""
-    rows = rows_of(stages)
-    done = [stage for stage in stages if stage.finished]
+    done = [(stage, stage.finished.summary) for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     runs = dict[str, list[str]]()  # names of stages by the description of their runs
-    places = list[tuple[str, str]]()
-    for stage in done:
-        run = stage.finished
-        assert run
+    for stage, summary in done:
         tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
-        of_all = f"{run.summary.about}, {run.summary.day}"
-        for about in (f"{run.summary.steps} steps of {tokens}", of_all):
+        for about in (f"{summary.steps} steps of {tokens}", f"{summary.about}, {summary.day}"):
             runs.setdefault(about, []).append(f"`{stage.name}`")
-        places.append((run.summary.machine, run.summary.day))
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
     cards = [
         card_of(stage.name, stage.file, stage.base.file if stage.base else stage.file)
-        for stage in done
+        for stage, _ in done
     ]
     return write_report(
         stages,
         title="A ladder" if ladder == "ladder" else f"The {name} ladder",
         figures=FIGURES,
-        rows=rows,
+        rows=rows_of(stages),
         about=[
             *(
                 f"{', '.join(names) if len(names) < len(done) else 'all'}: {about}"
@@ -174,25 +169,10 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
             *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
         ],
         bars="speed.png",
-        where=where_of(places),
+        where=where_of((summary.machine, summary.day) for _, summary in done),
         cards=cards,
-        curves=loss_curves(done, cards),
-        headline=headline_of(rows, cards),
+        curves=loss_curves([stage for stage, _ in done], cards),
     )
-
-
-def headline_of(rows: Sequence[Row], cards: Sequence[Card]) -> str:
-    """Return how far the ladder leads, and its best rungs."""
-    if not rows:
-        return ""
-    most = max(rows, key=lambda row: row["over_first"].value)
-    headline = f"{most['stage']}: {most['over_first']} times as fast as {cards[0].name}."
-    best = sorted(
-        (-factor.value, f" {card.title}: {factor} over {row['base']}.")
-        for card, row in zip(cards, rows, strict=True)
-        if (factor := row["over_base"]) and factor.ends[0] > 1
-    )
-    return headline + "".join(text for _, text in best[:2])
 
 
 def loss_curves(stages: Sequence[Stage], cards: Sequence[Card]) -> list[dict[str, Any]]:
@@ -253,23 +233,18 @@ WORTH = [
 
 def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> list[str]:
     """Report two rungs for each optimization, on first and on last, as in `write_report`."""
-    rows: list[Row] = []
-    about = dict[str, None]()  # a set in order
-    places = list[tuple[str, str | None]]()
+    rows, found = list[Row](), list[Comparison]()
     for optimization, both in rungs.items():
         first, last = (stage.comparison()[0] for stage in both)
-        for r in filter(None, (first, last)):
-            about[f"{r.machine}; device {r.device}, commit {r.git}"] = None
-            places.append((r.machine, r.date))
-        without, everything = (s.peak_memory_mb for s in last.sides) if last else (None, None)
+        found += filter(None, (first, last))
         if first or last:
             rows.append(
                 {
                     "optimization": optimization,
                     "first": first and first.ratio(),
                     "last": last and last.ratio(),
-                    "memory_mb_without": without,
-                    "memory_mb_with": everything,
+                    "memory_mb_without": last and last.sides[0].peak_memory_mb,
+                    "memory_mb_with": last and last.sides[1].peak_memory_mb,
                 }
             )
     return write_report(
@@ -277,9 +252,9 @@ def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> lis
         title=f"What each optimization of {title} is worth",
         figures=WORTH,
         rows=rows,
-        about=[*about],
+        about=[*dict.fromkeys(f"{r.machine}; device {r.device}, commit {r.git}" for r in found)],
         bars="worth.png",
-        where=where_of(places),
+        where=where_of((r.machine, r.date) for r in found),
     )
 
 

@@ -150,11 +150,6 @@ class Stage:
         return (None, differing) if differing else (found, "")
 
 
-def seed_name(name: str, seed: int) -> str:
-    """Return the name of a stage's run with this seed, in a ladder that trains several."""
-    return f"{name}_seed_{seed}"
-
-
 # ---- which stages there are
 
 
@@ -238,9 +233,9 @@ def planned_before(record: Record, of_runs: Sequence[str]) -> list[Stage]:
     """Return the stages of a ladder's record, with further options. Raises UserError."""
     stages = list[Stage]()
     for name, planned in record.stages.items():
+        options = [*planned.options, *of_runs]
         config = str(ROOT / planned.config)
-        stages.append(make_stage(name, config, record, [*planned.options, *of_runs]))
-        stages[-1].ranks = planned.ranks
+        stages.append(make_stage(name, config, record, options, ranks=planned.ranks))
     if not stages:
         raise UserError(f"{record.folder}: no finished stage to report")
     return with_bases(stages)
@@ -290,7 +285,12 @@ def in_place_of_bf16(stages: Sequence[Stage]) -> str:
 
 
 def make_stage(
-    name: str, config: str, record: Record, options: Sequence[str], base: Stage | None = None
+    name: str,
+    config: str,
+    record: Record,
+    options: Sequence[str],
+    base: Stage | None = None,
+    ranks: int = 1,
 ) -> Stage:
     """Make the stage of a config with options. Raises UserError."""
     path = find_config(config, also=[*series_names()]).resolve()
@@ -300,7 +300,7 @@ def make_stage(
             "given before --"
         )
     resolved = parse(Config, [f"--config={config}", *options], config_file=True)
-    stage = Stage(name, path, [*options], resolved, record, base)
+    stage = Stage(name, path, [*options], resolved, record, base, ranks=ranks)
     if _same_training(resolved, load_config(config)):
         stage.published = published(path)
     return stage

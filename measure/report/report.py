@@ -91,7 +91,6 @@ class Report:
     where: str = ""  # machine and date, for that picture and the page
     cards: Sequence[Card] = ()  # one per row
     curves: Sequence[Mapping[str, Any]] = ()  # from page.curve_of
-    headline: str = ""
     learns: bool = False  # the page shows the curves first
 
     def write(self) -> None:
