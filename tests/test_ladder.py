@@ -289,13 +289,6 @@ def test_a_report_says_why_a_stage_or_its_interleaved_rounds_are_left_out(capsys
         ladder_report.report("ladder", found)
 
 
-def test_what_is_the_same_of_several_runs_is_reported_once():
-    ladder_report.report("ladder", finished("baseline", "a100/opt0", "a100/opt1"))
-    text = (LADDER / "report.md").read_text()
-    assert "- `baseline`: 10 steps of 2 x 1024 tokens\n" in text
-    assert "- `opt0`, `opt1`: 10 steps of 8 x 1024 tokens\n" in text
-
-
 # ---- a report alone
 
 
