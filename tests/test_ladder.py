@@ -30,7 +30,7 @@ from measure.ladder import report as ladder_report
 from measure.ladder import rungs as comparison
 from measure.ladder.device import Device, measure_device
 from measure.ladder.record import Record, Summary
-from measure.report import pictures, tables
+from measure.report import tables
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import UserError, why_it_failed
 from tests.conftest import ROOT, TINY, ended, forks, run, start, wait_for
@@ -837,12 +837,6 @@ def test_a_narrow_terminal_cuts_no_name_and_no_figure(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert [cell for cell in row if cell in printed] == row[:2]
     assert "…" not in printed
-
-
-def test_a_name_may_not_break_a_table_or_a_picture():
-    lines = tables.markdown_table(["stage", "n"], [("a|b\nc", "1")])
-    assert lines[-1] == r"| a\|b c | 1 |"
-    assert pictures.plain("_a$b") == r" _a\$b"
 
 
 @pytest.mark.parametrize("has_git", [True, False])

@@ -279,8 +279,7 @@ def across(folders: Sequence[str], out: Path) -> None:
             files |= {path.stem: path for path in series(place)}
         days = sorted(run.summary.day for run in Record.load(folder).runs.values())
         about.append(", ".join([name, *days[-1:]]))
-    stages = list(dict.fromkeys(chain(*factors.values())))
-    known = [stage for stage in stages if stage in files and bases[stage] in files]
+    known = [stage for stage, base in bases.items() if {stage, base} <= files.keys()]
     for name, column in {
         "A100, published": "a100_tokens_per_sec",
         "one GPU, published": "gpu_ms",
@@ -289,7 +288,7 @@ def across(folders: Sequence[str], out: Path) -> None:
         factors[name] = {stage: Estimate(factor) for stage, factor in published.items() if factor}
     cards = [
         card_of(stage, files[stage], files[bases[stage]]) if stage in known else Card(stage, stage)
-        for stage in stages
+        for stage in bases
     ]
     Report(
         out,
