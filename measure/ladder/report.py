@@ -10,7 +10,6 @@ from typing import Any
 from measure.interleaved.comparison import Comparison
 from measure.ladder.explain import card_of
 from measure.ladder.quick import SUFFIX
-from measure.ladder.record import Record
 from measure.ladder.rungs import COMPARED, counterpart, rows_of
 from measure.ladder.stages import (
     Stage,
@@ -269,7 +268,6 @@ def across(folders: Sequence[str], out: Path) -> None:
     factors: dict[str, dict[str, Estimate | None]] = {}  # over the base, by machine and stage
     bases: dict[str, str] = {}
     files: dict[str, Path] = {}  # configs of the stages of known series
-    about: list[str] = []  # the machines, each with the last day of its ladder
     for folder in map(Path, folders):
         name = folder.resolve().parent.name
         name = str(folder) if name in factors else name
@@ -277,8 +275,6 @@ def across(folders: Sequence[str], out: Path) -> None:
         bases |= of_stages
         if place := series_folder(folder.name.removesuffix(SUFFIX)):
             files |= {path.stem: path for path in series(place)}
-        days = sorted(run.summary.day for run in Record.load(folder).runs.values())
-        about.append(", ".join([name, *days[-1:]]))
     known = [stage for stage, base in bases.items() if {stage, base} <= files.keys()]
     for name, column in {
         "A100, published": "a100_tokens_per_sec",
@@ -301,11 +297,9 @@ def across(folders: Sequence[str], out: Path) -> None:
             {"stage": card.label, **{name: of.get(card.name) for name, of in factors.items()}}
             for card in cards
         ],
-        about=about,
         meaning="The speed of each stage over that of the stage that it changes. Published: the "
         "same step in the a100 series and in the list of timings on one GPU (`logs/reference/`).",
         bars="across.png",
-        where="; ".join(about),
         cards=cards,
     ).write()
 
