@@ -165,19 +165,18 @@ def settings(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=IRRELEVANT) | resolved
 
 
-def stored_config(values: Mapping[str, Any]) -> Config:
-    """Make a config from options that another version of this code stored.
+def differences(there: Mapping[str, Any], here: Config) -> str:
+    """List the settings in which a stored run differs: `batch_size 1 there, 2 here`.
 
-    A missing option has its default. An unknown one is ignored if it is off. Raises ConfigError.
+    Another version of this code may have stored its options: a missing one has its default, and an
+    unknown one is ignored if it is off.
     """
     known = Config.model_fields
-    kept = {n: v for n, v in values.items() if n in known or str(v).lower() not in OFF}
-    return load(Config, kept)
-
-
-def differences(there: Config, here: Config) -> str:
-    """List the settings in which a stored run differs: `batch_size 1 there, 2 here`."""
-    ran, wanted = settings(there), settings(here)
+    kept = {n: v for n, v in there.items() if n in known or str(v).lower() not in OFF}
+    try:
+        ran, wanted = settings(load(Config, kept)), settings(here)
+    except UserError as error:
+        return str(error)
     return ", ".join(
         f"{name} {show(ran[name])} there, {show(wanted[name])} here"
         for name in wanted

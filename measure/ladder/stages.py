@@ -23,7 +23,7 @@ from config import (
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.process import start_process
 from measure.ladder.device import Device
-from measure.ladder.record import Planned, Record, Run, differences, stored_config
+from measure.ladder.record import Planned, Record, Run, differences
 from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
@@ -113,7 +113,6 @@ class Stage:
                 run = self.record.runs[self.name]
             else:
                 return None, ""
-            differing = differences(stored_config(run.config), self.config)
         except OSError:
             return None, "not finished"
         except ValidationError:
@@ -122,6 +121,7 @@ class Stage:
             return None, str(error)
         if run.summary.interrupted:
             return None, "not finished"
+        differing = differences(run.config, self.config)
         return (None, differing) if differing else (run, "")
 
     @property
@@ -141,11 +141,7 @@ class Stage:
         found = self.record.comparisons.get(self.name)
         if not (found and self.base) or self.error:
             return None, ""
-        try:
-            stored = [stored_config(side) for side in found.settings]
-        except UserError as error:
-            return None, str(error)
-        both = zip(stored, (self.base.config, self.config), strict=True)
+        both = zip(found.settings, (self.base.config, self.config), strict=True)
         differing = " and ".join(dict.fromkeys(filter(None, (differences(*pair) for pair in both))))
         return (None, differing) if differing else (found, "")
 
