@@ -16,7 +16,7 @@ def without_end(config: C) -> C:
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return options as flags of train.py, without those that are None."""
+    """Return options as flags of train.py, except options that are None."""
     flags: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):

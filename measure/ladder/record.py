@@ -15,7 +15,7 @@ from runtime.files import write_json
 from runtime.runlog import EVAL_COLUMNS, Row, read_rows
 
 FILE = "ladder.json"
-LIMITS = ("arithmetic", "memory", "launches")  # of an operation: the slowest is its time
+LIMITS = ("arithmetic", "memory", "launches")  # an operation takes as long as the slowest
 # Options that change neither the results of a run nor its speed
 IRRELEVANT = {"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every"}
 IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
