@@ -10,6 +10,7 @@ from typing import Any
 from measure.interleaved.comparison import Comparison
 from measure.ladder.explain import card_of
 from measure.ladder.quick import SUFFIX
+from measure.ladder.record import Run
 from measure.ladder.rungs import COMPARED, counterpart, rows_of
 from measure.ladder.stages import (
     Stage,
@@ -141,10 +142,11 @@ def where_of(places: Iterable[tuple[str, str | None]]) -> str:
 
 def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
     """Report the finished stages, with speed.png, as in `write_report`."""
-    done = [(stage, stage.finished.summary) for stage in stages if stage.finished]
+    done = [(stage, stage.finished) for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     runs = dict[str, list[str]]()  # names of stages by the description of their runs
-    for stage, summary in done:
+    for stage, run in done:
+        summary = run.summary
         tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
         for about in (f"{summary.steps} steps of {tokens}", f"{summary.about}, {summary.day}"):
             runs.setdefault(about, []).append(f"`{stage.name}`")
@@ -168,18 +170,17 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
             *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
         ],
         bars="speed.png",
-        where=where_of((summary.machine, summary.day) for _, summary in done),
+        where=where_of((run.summary.machine, run.summary.day) for _, run in done),
         cards=cards,
-        curves=loss_curves([stage for stage, _ in done], cards),
+        curves=loss_curves(done, cards),
     )
 
 
-def loss_curves(stages: Sequence[Stage], cards: Sequence[Card]) -> list[dict[str, Any]]:
+def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> list[dict[str, Any]]:
     """Return the loss curves of finished stages, then the published ones."""
     curves, published = [], []
-    for stage, card in zip(stages, cards, strict=True):
-        assert stage.finished
-        log, ranks = stage.finished.log, stage.finished.summary.world_size
+    for (stage, run), card in zip(done, cards, strict=True):
+        log, ranks = run.log, run.summary.world_size
         tokens, times = stage.config.tokens_per_step, curve(log, "dt_ms")[1]
         curves.append(curve_of(card.title, *curve(log), times, tokens_per_step=tokens(ranks)))
         if name := stage.published.log:
