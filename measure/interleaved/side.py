@@ -77,9 +77,7 @@ def take_steps(run: Run, count: int) -> dict[str, Any]:
         torch.cuda.empty_cache()
         return_freed_memory()
     return {
-        "seconds": state.step_seconds[
-            -count:
-        ],  # without the first step of a side that freed memory
+        "seconds": state.step_seconds[-count:],  # the step after freed memory is not timed
         "tokens": count * run.config.tokens_per_step(world.world_size),
         "loss": state.last_loss,
         "peak_memory_mb": peak_memory_mb(device),

@@ -246,8 +246,8 @@ def write_losses(
 
 def report_learning(ladder: str, rungs: Rungs) -> list[str]:
     """Report the losses of the finished rungs, with learning.png, as in `write_report`."""
-    rows, runs = rows_of(rungs), [*chain(*rungs.values())]
-    config = runs[0].config
+    rows, first = rows_of(rungs), next(iter(rungs.values()))
+    config = first[0].config
     cards = [
         card_of(row["stage"], rungs[row["stage"]][0].file, rungs[row["base"]][0].file)
         for row in rows
@@ -259,7 +259,7 @@ def report_learning(ladder: str, rungs: Rungs) -> list[str]:
         rows=rows,
         about=[
             f"{config.max_steps:,} steps of {config.tokens_per_step(1):,} tokens; seeds of each "
-            f"rung: {len(next(iter(rungs.values())))}.",
+            f"rung: {len(first)}.",
         ],
         cards=cards,
     )
