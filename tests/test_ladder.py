@@ -474,7 +474,7 @@ def test_a_config_without_each_of_its_optimizations_is_compared(monkeypatch):
     Path("both.yaml").write_text("{base: flash.yaml, lr_schedule: constant, grad_clip: 1}")
     compared = fake_interleaving(monkeypatch)
     assert climb("--ablate", "both.yaml", "--", "--n_layer", "2") == 0
-    extra, no_flash, no_clip = ["--n_layer", "2"], ["--no-flash"], ["--grad_clip=0.0"]
+    extra, no_flash, no_clip = ["--n_layer", "2"], ["--no-flash"], ["--grad_clip", "0.0"]
     nothing = [*extra, *no_clip, *no_flash]
     assert [(stage.name, stage.base.options, stage.options) for stage in compared] == [
         ("grad_clip_first", nothing, [*extra, *no_flash]),

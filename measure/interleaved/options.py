@@ -22,6 +22,6 @@ def to_flags(values: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         elif value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
-            flags.append(f"--{name}={text}")
+            parts = value if isinstance(value, list | tuple) else [value]
+            flags += [f"--{name}", ",".join(map(str, parts))]
     return flags
