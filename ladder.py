@@ -25,9 +25,9 @@ from measure.interleaved.ratio import FEWEST
 from measure.interleaved.rounds import LEFT_OUT, split_command_line, steps_of_a_turn
 from measure.ladder.device import Device, measure_device
 from measure.ladder.learning import (
-    ablation_rungs,
     report_learned_ablation,
     report_learning,
+    runs_of_ablation,
     with_seeds,
 )
 from measure.ladder.prediction import predict_stages
@@ -36,8 +36,8 @@ from measure.ladder.record import Record
 from measure.ladder.report import across, plot_runs, report, report_ablation
 from measure.ladder.rungs import ablated, interleave_stages, run_alone
 from measure.ladder.stages import (
+    CHANGE_LOSS,
     Stage,
-    instead_of_bf16,
     ladder_of,
     make_stage,
     make_stage_here,
@@ -52,10 +52,9 @@ from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import sole_writer
 from runtime.report import describe_duration
-from runtime.start import cores, start
+from runtime.start import start
 
 QUICK = f"speedup{SUFFIX}"
-CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
 SHORTER = "--rounds 6 or 0, and -- --max_steps 10; finished runs are kept"
 
 
@@ -155,20 +154,18 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
         ladder, stages = planned(options, of_runs, device)
         record, seeds = stages[0].record, options.seeds or (3 if stages[0].config.eval_every else 0)
         record.stages, record.seeds = {stage.name: stage.planned for stage in stages}, seeds
-    stages = with_bases(chosen(stages, options.stages))
-    rungs = {stage.name: with_seeds(stage, seeds) for stage in stages if seeds}
-    if seeds:
-        stages = with_bases([runs[0] for runs in rungs.values()])
+    rungs = {stage.name: with_seeds(stage, seeds) for stage in chosen(stages, options.stages)}
+    stages = with_bases([runs[0] for runs in rungs.values()])
     if device:
         rounds = options.rounds
         if options.quick and "rounds" not in options.model_fields_set:
             rounds = ROUNDS
-        runs = by_seed(rungs) if seeds else stages
         with sole_writer(record.folder):
             record.save()
+            runs = by_seed(rungs)
             announce(runs, stages[1:] if rounds else [], rounds, options, device)
             predict_stages(stages, device)
-            run_stages(runs, options.rerun, anywhere=seeds > 0, **side_by_side(seeds, device))
+            run_stages(runs, options.rerun, anywhere=seeds > 0)
             if rounds:
                 alone = [stage for stage in stages if run_alone(stage)]
                 interleave_stages(alone, rounds, options.rerun, device)
@@ -200,42 +197,32 @@ def by_seed(rungs: Mapping[str, Sequence[Stage]]) -> list[Stage]:
     return [*chain(*zip(*rungs.values(), strict=True))]
 
 
-def side_by_side(seeds: int, device: Device) -> dict[str, int]:
-    """Return how many runs to train at once, and on how many GPUs."""
-    at_once = min(seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
-    return {"at_once": at_once, "gpus": device.gpus}
-
-
 def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
     """Compare and report the optimizations of a config; returns the failures."""
     (config,) = options.configs
     title, seeds = Path(config).stem, options.seeds or 0
     record, device = Record.load(Path(options.log_dir) / f"ablate_{title}"), None
-    if options.report_only and "all" in record.stages:
-        of_runs = [*record.stages["all"].options, *of_runs]
-    with_all = make_stage("all", config, record, of_runs)
     if not options.report_only:
-        device = measure_device(with_all.config.device)
-        of_runs += instead_of_bf16(with_all.config, device)
-        record.stages["all"] = make_stage("all", config, record, of_runs).planned
-    if seeds:
-        names, runs_of = ablation_rungs(config, of_runs, record, seeds)
-        runs = by_seed(runs_of)
-    else:
-        rungs = ablated(config, of_runs, record)
-        names = [*rungs]
-    if not names:
+        device = measure_device(make_stage("all", config, record, of_runs).config.device)
+        with_all = make_stage_here("all", config, record, of_runs, device)
+        record.stages["all"], of_runs = with_all.planned, with_all.options
+    elif "all" in record.stages:
+        of_runs = [*record.stages["all"].options, *of_runs]
+    rungs = ablated(config, of_runs, record, CHANGE_LOSS if seeds else Config.model_fields)
+    if not rungs:
         what = "that changes the loss" if seeds else "on"
         raise UserError(f"{config}: has no optimization {what}, so there is nothing to ablate")
+    runs_of = runs_of_ablation(rungs, seeds) if seeds else {}
     if device:
         with sole_writer(record.folder):
             if seeds:
+                runs = by_seed(runs_of)
                 announce(runs, [], 0, options, device)
-                run_stages(runs, options.rerun, anywhere=True, **side_by_side(seeds, device))
+                run_stages(runs, options.rerun, anywhere=True)
             else:
                 interleave_stages([*chain(*rungs.values())], options.rounds, options.rerun, device)
     if seeds:
-        return report_learned_ablation(title, names, runs_of)
+        return report_learned_ablation(title, [*rungs], runs_of)
     return report_ablation(title, rungs)
 
 

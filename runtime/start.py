@@ -120,6 +120,12 @@ def trim_memory_if_short(device: str = "cpu") -> None:
         libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
         libc.mallopt(M_TOP_PAD, 128 * 2**10)
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Return the memory that glibc retains so far to the system."""
+    if libc := _glibc():
         libc.malloc_trim(0)
 
 

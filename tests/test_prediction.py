@@ -10,7 +10,7 @@ import ladder
 from config import load_config
 from measure.ladder import prediction, roofline
 from measure.ladder.device import Device
-from measure.ladder.record import Record
+from measure.ladder.record import Predictions, Record
 from measure.ladder.roofline import count, fuse, predict
 from measure.ladder.stages import plan
 from tests.conftest import CPU, ROOT, TINY
@@ -68,7 +68,7 @@ def test_the_slowest_of_arithmetic_memory_and_launch_is_what_an_operation_takes(
     by_launches = predict(config, rates(launch_us=5.0), CPU)
     assert by_launches.launches == pytest.approx(5e-6 * len(operations))
     assert by_launches.tokens_per_sec == pytest.approx(128 / by_launches.launches, rel=1e-3)
-    assert by_launches.shares()["predicted_launches"] == pytest.approx(1, abs=1e-3)
+    assert by_launches.share("launches") == pytest.approx(1, abs=1e-3)
 
 
 def test_micro_steps_and_chunks_of_the_loss_cost_what_one_batch_does():
@@ -138,12 +138,10 @@ def test_a_ladder_predicts_its_factors_before_it_runs(rungs, capsys):
 
 
 @pytest.mark.usefixtures("forked_processes")
-def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(rungs, capsys):
-    rungs.mkdir(parents=True)
-    older = {"where": "elsewhere", "rates": rates().model_dump(), "stages": {}}
-    (rungs / "predicted.json").write_text(json.dumps(older))
+@pytest.mark.usefixtures("rungs")
+def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(capsys):
     stages = plan(["plain.yaml"], "logs", [], Device())[1]
-    assert stages[0].record.predicted
+    stages[0].record.predicted = Predictions(where="elsewhere", rates=rates(), stages={})
     prediction.predict_stages(stages, rates(tflops={"bfloat16": 1.0}))
     assert capsys.readouterr().out == "note: nothing is predicted: KeyError: 'float32'\n"
     assert stages[0].record.predicted is None

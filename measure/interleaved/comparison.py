@@ -41,19 +41,19 @@ class MeasuredSide(BaseModel, allow_inf_nan=False):
         return max(rank.peak_memory_mb for turn in self.turns for rank in [turn, *turn.ranks])
 
 
-class Comparison(BaseModel):
-    """The result of interleaving several sides. Files of earlier versions lack some fields."""
+class Comparison(BaseModel, extra="allow"):
+    """The result of interleaving several sides. Files of earlier versions lack some fields, and
+    keep others.
+    """
 
     machine: str
     date: str | None = None
     git: str | None = None
     left_out: int  # the first turns, which compile and warm up
     sides: list[MeasuredSide] = Field(min_length=2)
-    # a ladder's rung adds the device, the options of both sides, and whether both could retain
-    # freed memory (runtime/start.py)
+    # a ladder's rung adds the device, and the options of both sides
     device: str | None = None
     settings: list[dict[str, Any]] = []
-    retained_memory: bool | None = None
 
     @property
     def rounds(self) -> int:

@@ -16,13 +16,12 @@ def without_end(config: C) -> C:
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return options as flags of train.py, without those that are None."""
+    """Return options as flags of train.py, except options that are None."""
     flags: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list | tuple):
-            flags += [f"--{name}", ",".join(map(str, value))]
         elif value is not None:
-            flags += [f"--{name}", str(value)]
+            parts = value if isinstance(value, list | tuple) else [value]
+            flags += [f"--{name}", ",".join(map(str, parts))]
     return flags

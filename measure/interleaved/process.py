@@ -1,16 +1,38 @@
-"""Call functions in fresh processes. Does not import torch."""
+"""Start processes that end with this one, and call functions in them. Does not import torch."""
 
+import functools
 import multiprocessing
 import os
 import pkgutil
 import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, TextIO
 
 from runtime.errors import UserError, kind_of_failure
 from runtime.signals import exit_when_parent_dies
 from runtime.start import retain_freed_memory
+
+
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, **pipes: Any
+) -> tuple[subprocess.Popen[str], TextIO]:
+    """Start a command with further environment variables; return it, and an open file with its
+    stderr.
+    """
+    errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+    process = subprocess.Popen(
+        command,
+        stderr=errors,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        preexec_fn=functools.partial(exit_when_parent_dies, os.getpid()),
+        **pipes,
+    )
+    return process, errors
 
 
 def in_fresh_process(function: str, *arguments: Any) -> tuple[Any, str]:

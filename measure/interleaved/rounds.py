@@ -11,7 +11,6 @@ import select
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +20,13 @@ from typing import Any
 from pydantic import Field
 
 from measure.interleaved.comparison import Comparison, MeasuredSide, Turn
+from measure.interleaved.process import start_process
 from measure.interleaved.ratio import FEWEST, median_ratio
 from runtime.cli import Options
 from runtime.errors import TrainingError, why_it_failed
 from runtime.files import write_json
 from runtime.launch import environment_of
 from runtime.report import git_commit, machine
-from runtime.signals import exit_when_parent_dies
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.
@@ -110,21 +109,12 @@ class Side:
             # torchrun's agent has one too; it lives as long as this object
             self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             of_ranks = [environment_of(i, self.ranks, self.store.port) for i in range(self.ranks)]
-        self.processes: list[subprocess.Popen[str]] = []
-        self.errors: list[Any] = []  # files with their stderr
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.processes, self.errors = [], []  # one of each per rank
         for of_rank in of_ranks:
-            self.errors.append(tempfile.TemporaryFile("w+", errors="replace"))
-            self.processes.append(
-                subprocess.Popen(
-                    self.command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self.errors[-1],
-                    text=True,
-                    env=os.environ | self.environment | of_rank,
-                    preexec_fn=functools.partial(exit_when_parent_dies, os.getpid()),
-                )
-            )
+            process, errors = start_process(self.command, self.environment | of_rank, **pipes)
+            self.processes.append(process)
+            self.errors.append(errors)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,11 +25,13 @@ import torch
 from measure.interleaved.options import without_end
 from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
+from runtime.start import return_freed_memory
 from runtime.world import joined_world
 from train import Run, setup, take_step
 
 ASLEEP = 0.1  # a process that uses less of one core counts as asleep
-# Set if two sides do not fit on a GPU together: each frees its cache after its turn.
+# Set if two sides do not fit in memory together: each returns freed memory to the system after its
+# turn, and gets it again in an untimed first step of the next.
 FREES_CACHE = bool(os.environ.get("FREES_CACHE"))
 
 
@@ -73,8 +75,9 @@ def take_steps(run: Run, count: int) -> dict[str, Any]:
     state.taken.clear()  # nothing is logged
     if FREES_CACHE:
         torch.cuda.empty_cache()
+        return_freed_memory()
     return {
-        "seconds": state.step_seconds[-count:],  # without the step that gets the freed memory again
+        "seconds": state.step_seconds[-count:],  # the step after freed memory is not timed
         "tokens": count * run.config.tokens_per_step(world.world_size),
         "loss": state.last_loss,
         "peak_memory_mb": peak_memory_mb(device),

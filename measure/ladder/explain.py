@@ -23,27 +23,20 @@ BESIDE = (
     "run_name",
 )  # options set beside a technique
 OTHERS = ("_", "describe", "notes", "to_yaml", "advice")  # methods that only describe options
-AGAIN = "The same again"  # title of a stage that repeats its base
 
 
 def card_of(name: str, file: Path, base: Path) -> Card:
     """Explain the stage of a config over the stage of another one."""
-    title, why = title_of(name, file, base), explained(file)[1]
-    if title == AGAIN:
-        why = ["It differs by its seed alone: its factor is noise (A/A)."]
+    title, why = explained(file)
+    title = title or name
+    if file == base and name != file.stem:
+        title, why = "The same again", ["It differs by its seed alone: its factor is noise (A/A)."]
+    elif any(between.stem in CHANGE_SPEED for between in skipped(file, base)):
+        title += ", and all before it"
     options = [option for option in read_yaml_mapping(file) if option != "base" and file != base]
     options = [option for option in options if option not in BESIDE] or options
     code = [*dict.fromkeys(itertools.chain(*map(code_of, options)))]
     return Card(name, title, base.stem, why, changes(file), code)
-
-
-def title_of(name: str, file: Path, base: Path) -> str:
-    """Return the title of a stage over the stage with the config `base`."""
-    if file == base and name != file.stem:
-        return AGAIN
-    title = explained(file)[0] or name
-    leaves_out = any(between.stem in CHANGE_SPEED for between in skipped(file, base))
-    return f"{title}, and all before it" if leaves_out else title
 
 
 def skipped(file: Path, base: Path) -> list[Path]:

@@ -11,17 +11,14 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from config import DataConfig, ModelConfig, OptimizationConfig
 from measure.interleaved.ratio import mean_over_seeds, product
 from measure.ladder import rungs as speeds
 from measure.ladder.explain import card_of
-from measure.ladder.record import Record
-from measure.ladder.report import failures_of, keep, left_out, where_of
-from measure.ladder.rungs import ablated
-from measure.ladder.stages import Stage, make_stage, seed_name, with_bases
+from measure.ladder.report import where_of, write_report
+from measure.ladder.stages import Stage, make_stage, with_bases
 from measure.report.page import curve_of
 from measure.report.pictures import draw_losses
-from measure.report.report import Figure, Report, Row
+from measure.report.report import Card, Figure, Row
 from runtime.errors import UserError
 from runtime.report import Estimate
 from runtime.runlog import curve
@@ -81,38 +78,36 @@ WORTH = [
 def with_seeds(stage: Stage, seeds: int, name: str = "") -> list[Stage]:
     """Return a run of the stage for each seed: the one of its config, the next, ...
 
-    `name`: of the runs, without the seed. Raises UserError for a config that does not evaluate.
+    With 0 seeds, return the stage itself. `name`: of the runs, without the seed. Raises UserError
+    for a config that does not evaluate.
     """
+    if not seeds:
+        return [stage]
     name, first = name or stage.name, stage.config.seed
     if not stage.config.eval_every:
         raise UserError(f"{name}: sets no eval_every, so it has no validation loss")
-    runs = [
+    return [
         make_stage(
-            seed_name(name, seed), str(stage.file), stage.record, [*stage.options, f"--seed={seed}"]
+            f"{name}_seed_{seed}",
+            str(stage.file),
+            stage.record,
+            [*stage.options, f"--seed={seed}"],
+            ranks=stage.ranks,
         )
         for seed in range(first, first + seeds)
     ]
-    for run in runs:
-        run.ranks = stage.ranks
-    return runs
 
 
-def ablation_rungs(
-    config: str, options: Sequence[str], record: Record, seeds: int
-) -> tuple[list[str], dict[str, list[Stage]]]:
-    """Return the optimizations of a config that change the loss, and the rungs to train.
-
-    The rungs: `none` and `all` of them, each alone (`NAME_first`), and all but each (`NAME_last`).
+def runs_of_ablation(
+    rungs: Mapping[str, tuple[Stage, Stage]], seeds: int
+) -> dict[str, list[Stage]]:
+    """Return the runs of an ablation: of `none` and `all` optimizations, of each alone
+    (`NAME_first`), and of all but each (`NAME_last`).
     """
-    sections = (ModelConfig, DataConfig, OptimizationConfig)
-    among = {name for section in sections for name in section.model_fields}
-    rungs = ablated(config, options, record, among)
     named = dict[str, Stage | None]()
     for first, last in rungs.values():
         named |= {"none": first.base, "all": last, first.name: first, last.name: last.base}
-    return [*rungs], {
-        name: with_seeds(stage, seeds, name) for name, stage in named.items() if stage
-    }
+    return {name: with_seeds(stage, seeds, name) for name, stage in named.items() if stage}
 
 
 def val_losses(run: Stage) -> Curve:
@@ -165,13 +160,13 @@ def rows_of(rungs: Rungs) -> list[Row]:
     """Return a row for each finished rung; none if the first one is not finished."""
     curves = {name: [val_losses(run) for run in runs] for name, runs in finished(rungs).items()}
     ends = {name: [last(losses) for losses in of_seeds] for name, of_seeds in curves.items()}
-    names = {runs[0].name: name for name, runs in rungs.items()}
     heads = with_bases([runs[0] for runs in rungs.values()])
-    bases = {names[stage.name]: names[(stage.base or stage).name] for stage in heads}
-    over_first = {names[row["stage"]]: row["over_first"] for row in speeds.rows_of(heads)}
+    names = {stage.name: name for stage, name in zip(heads, rungs, strict=True)}
+    speed_rows = {row["stage"]: row for row in speeds.rows_of(heads)}
     first, rows = next(iter(rungs)), list[Row]()
     for name in curves if first in curves else []:
-        base, speed = bases[name], over_first[name]
+        head = rungs[name][0]
+        base, speed = names[(head.base or head).name], speed_rows[head.name]["over_first"]
         is_compared = base in curves and base != name
         tokens = Estimate(1.0) if name == first else share_of_tokens(curves[name], curves[first])
         rows.append(
@@ -189,12 +184,8 @@ def rows_of(rungs: Rungs) -> list[Row]:
 
 
 def report_learned_ablation(title: str, names: Sequence[str], rungs: Rungs) -> list[str]:
-    """Report the decrease of the loss by each optimization, on first and last; return the failures.
-
-    Raises UserError, or TrainingError after failures, if nothing is finished.
-    """
-    done, stages = finished(rungs), [*chain(*rungs.values())]
-    ends = {name: [last(val_losses(run)) for run in runs] for name, runs in done.items()}
+    """Report the decrease of the loss by each optimization: on first, and on last."""
+    ends = {name: [last(val_losses(run)) for run in runs] for name, runs in finished(rungs).items()}
     rows = list[Row]()
     for name in names:
         pairs = {"first": ("none", f"{name}_first"), "last": (f"{name}_last", "all")}
@@ -205,21 +196,13 @@ def report_learned_ablation(title: str, names: Sequence[str], rungs: Rungs) -> l
         }
         if row:
             rows.append({"optimization": name, **row})
-    failures, folder = failures_of(stages), stages[0].record.folder
-    Report(
-        folder,
-        f"What each optimization of {title} learns",
-        WORTH,
-        rows,
-        remarks=failures + left_out(stages),
+    return write_losses(
+        rungs,
+        title=f"What each optimization of {title} learns",
+        figures=WORTH,
+        rows=rows,
         meaning="All other options, such as learning rates, stay as they are.",
-        pictures={"learning.png": "validation losses"},
-        curves=mean_curves(done, {}),
-        learns=True,
-    ).write()
-    draw_losses(folder / "learning.png", {}, means_of(done))
-    keep(stages)
-    return failures
+    )
 
 
 def means_of(rungs: Rungs) -> dict[str, tuple[list[int], list[float]]]:
@@ -233,54 +216,50 @@ def means_of(rungs: Rungs) -> dict[str, tuple[list[int], list[float]]]:
     return means
 
 
-def mean_curves(rungs: Rungs, titles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the mean validation losses of each finished rung for a page."""
-    return [
-        curve_of(
-            titles.get(name, name),
-            *losses,
-            tokens_per_step=rungs[name][0].config.tokens_per_step(1),
-        )
-        for name, losses in means_of(rungs).items()
-    ]
+def write_losses(
+    rungs: Rungs, about: Sequence[str] = (), cards: Sequence[Card] = (), **parts: Any
+) -> list[str]:
+    """Write a report with the mean losses of the finished rungs, as `write_report` does."""
+    runs, means = [*chain(*rungs.values())], means_of(finished(rungs))
+    summaries = [run.finished.summary for run in runs if run.finished]
+    titles = {card.name: card.title for card in cards}
+    failures = write_report(
+        runs,
+        about=[*about, *dict.fromkeys(summary.about for summary in summaries)],
+        where=where_of((summary.machine, summary.day) for summary in summaries),
+        pictures={"learning.png": "validation losses"},
+        cards=cards,
+        curves=[
+            curve_of(
+                titles.get(name, name),
+                *losses,
+                tokens_per_step=rungs[name][0].config.tokens_per_step(1),
+            )
+            for name, losses in means.items()
+        ],
+        learns=True,
+        **parts,
+    )
+    draw_losses(runs[0].record.folder / "learning.png", {}, means)
+    return failures
 
 
 def report_learning(ladder: str, rungs: Rungs) -> list[str]:
-    """Report the losses of the finished rungs, with learning.png; returns the failures.
-
-    Raises UserError, or TrainingError after failures, if nothing is finished.
-    """
-    rows, runs = rows_of(rungs), [*chain(*rungs.values())]
-    failures, config, folder = failures_of(runs), runs[0].config, runs[0].record.folder
-    summaries = [run.finished.summary for run in runs if run.finished]
+    """Report the losses of the finished rungs, with learning.png, as in `write_report`."""
+    rows, first = rows_of(rungs), next(iter(rungs.values()))
+    config = first[0].config
     cards = [
         card_of(row["stage"], rungs[row["stage"]][0].file, rungs[row["base"]][0].file)
         for row in rows
     ]
-    done = {card.name: rungs[card.name] for card in cards}
-    headline = ""
-    if reached := [row for row in rows if row["tokens_share"]]:
-        best = min(reached, key=lambda row: row["tokens_share"].value)
-        headline = f"{best['stage']}: the loss that {cards[0].name} ends with, after "
-        headline += f"{best['tokens_share']} of its tokens."
-    Report(
-        folder,
-        f"What the rungs of {ladder} learn",
-        FIGURES,
-        rows,
-        remarks=failures + left_out(runs),
+    return write_losses(
+        rungs,
+        title=f"What the rungs of {ladder} learn",
+        figures=FIGURES,
+        rows=rows,
         about=[
             f"{config.max_steps:,} steps of {config.tokens_per_step(1):,} tokens; seeds of each "
-            f"rung: {len(next(iter(rungs.values())))}.",
-            *dict.fromkeys(summary.about for summary in summaries),
+            f"rung: {len(first)}.",
         ],
-        where=where_of((summary.machine, summary.day) for summary in summaries),
-        pictures={"learning.png": "validation losses"},
         cards=cards,
-        curves=mean_curves(done, {card.name: card.title for card in cards}),
-        headline=headline,
-        learns=True,
-    ).write()
-    draw_losses(folder / "learning.png", {}, means_of(done))
-    keep(runs)
-    return failures
+    )

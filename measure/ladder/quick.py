@@ -5,19 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import Config, load_config, step_seconds
+from config import Config, step_seconds
 from measure.ladder.device import Device
 from measure.ladder.explain import CHANGE_SPEED
 from measure.ladder.record import Record
-from measure.ladder.stages import (
-    Stage,
-    can_gain,
-    instead_of_bf16,
-    make_stage,
-    make_stage_here,
-    with_bases,
-)
-from runtime.cli import parse
+from measure.ladder.stages import Stage, can_gain, make_stage, make_stage_here, with_bases
 
 AGAIN = "baseline_again"  # the first stage with another seed: its factor is noise
 SUFFIX = "_quick"  # ends the ladder's name
@@ -60,17 +52,12 @@ MOST_BATCHES = 8
 BATCH_MB, BESIDE_MB = 3_650, 5_000
 
 
-def size_for(device: Device) -> Size:
+def size_for(configs: Sequence[Config], device: Device) -> Size:
     """Return the largest size that fits the device and has short steps, or the smallest."""
     found, sizes = SIZES[0], [*SIZES]
     if device.gpus and device.memory_mb:
         fit = int((device.memory_mb - BESIDE_MB) / BATCH_MB)
         sizes += [ON_GPU._replace(batches=n) for n in range(1, 1 + min(fit, MOST_BATCHES))]
-    plain_configs = map(load_config, CHANGE_SPEED)
-    configs = [
-        parse(Config, [f"--config={name}", *instead_of_bf16(config, device)], config_file=True)
-        for name, config in zip(CHANGE_SPEED, plain_configs, strict=True)
-    ]
     for size in sizes if device.tflops else ():
         small = [config.model_copy(update=size.changes(config)) for config in configs]
         if statistics.fmean(step_seconds(config, device.tflops) for config in small) < LONGEST_STEP:
@@ -83,12 +70,11 @@ def quick_stages(folder: Path, of_runs: Sequence[str], device: Device) -> list[S
 
     Options of `of_runs` come last. Raises UserError for wrong ones.
     """
-    record = Record.load(folder)
-    size = Size(*record.size) if record.size else size_for(device)
-    record.size = size
-    stages = []
-    for name in CHANGE_SPEED:
-        changes = size.changes(load_config(name))
+    record, stages = Record.load(folder), list[Stage]()
+    full = [make_stage_here(name, name, record, [], device).config for name in CHANGE_SPEED]
+    record.size = record.size or size_for(full, device)
+    for name, config in zip(CHANGE_SPEED, full, strict=True):
+        changes = Size(*record.size).changes(config)
         options = [*(f"--{option}={value}" for option, value in changes.items()), *of_runs]
         stage = make_stage_here(name, name, record, options, device)
         if can_gain(stage, device):

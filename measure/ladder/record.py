@@ -1,6 +1,5 @@
 """All results of a ladder in one file, ladder.json: runs, comparisons, predictions."""
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from runtime.files import write_json
 from runtime.runlog import EVAL_COLUMNS, Row, read_rows
 
 FILE = "ladder.json"
-PREDICTED = ("predicted_arithmetic", "predicted_memory", "predicted_launches")  # shares of a step
+LIMITS = ("arithmetic", "memory", "launches")  # an operation takes as long as the slowest
 # Options that change neither the results of a run nor its speed
 IRRELEVANT = {"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every"}
 IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
@@ -82,13 +81,9 @@ class Run(BaseModel):
         logs = {"log": by_column(read_rows(folder / "log.csv"))}
         if evaluated.exists():
             logs["eval"] = by_column(read_rows(evaluated, EVAL_COLUMNS))
-        return cls.model_validate(
-            {
-                "config": read_yaml_mapping(folder / "config.yaml"),
-                "summary": Summary.model_validate_json((folder / "summary.json").read_bytes()),
-                **logs,
-            }
-        )
+        summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
+        config = read_yaml_mapping(folder / "config.yaml")
+        return cls.model_validate({"config": config, "summary": summary, **logs})
 
 
 class Prediction(BaseModel):
@@ -102,14 +97,16 @@ class Prediction(BaseModel):
     @property
     def tokens_per_sec(self) -> float:
         """The predicted speed."""
-        return self.tokens / (self.arithmetic + self.memory + self.launches)
+        return self.tokens / self.seconds
 
-    def shares(self) -> dict[str, float]:
-        """Return the predicted share of the step for each of PREDICTED."""
-        limits = (self.arithmetic, self.memory, self.launches)
-        return {
-            name: seconds / sum(limits) for name, seconds in zip(PREDICTED, limits, strict=True)
-        }
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of the step."""
+        return sum(getattr(self, limit) for limit in LIMITS)
+
+    def share(self, limit: str) -> float:
+        """Return the predicted share of the step that one of LIMITS takes."""
+        return getattr(self, limit) / self.seconds
 
 
 class Predictions(BaseModel):
@@ -142,12 +139,11 @@ class Record(BaseModel):
 
     @classmethod
     def load(cls, folder: Path) -> "Record":
-        """Read a ladder's record; without one, the files that earlier versions wrote. UserError."""
-        path = folder / FILE
+        """Read a ladder's record; without one, it is empty. Raises UserError if it is damaged."""
+        path, record = folder / FILE, cls()
         try:
-            record = (
-                cls.model_validate_json(path.read_bytes()) if path.exists() else earlier(folder)
-            )
+            if path.exists():
+                record = cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
             problem = error.errors()[0]["msg"]
             raise UserError(f"{path}: is damaged: {problem}; delete it or restore it") from None
@@ -157,21 +153,6 @@ class Record(BaseModel):
         """Write ladder.json."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / FILE, self.model_dump(mode="json", exclude_defaults=True))
-
-
-def earlier(folder: Path) -> Record:
-    """Collect the files of earlier versions, which kept one for each run and each comparison."""
-    record = Record()
-    comparisons = {path.parent.name: path for path in sorted(folder.glob("*/interleaved.json"))}
-    for when in ("first", "last"):  # an ablation had two files per optimization
-        comparisons |= {path.stem: path for path in sorted(folder.glob(f"*_{when}.json"))}
-    for name, path in comparisons.items():
-        with contextlib.suppress(OSError, ValidationError):
-            record.comparisons[name] = Comparison.model_validate_json(path.read_bytes())
-    with contextlib.suppress(OSError, ValidationError):
-        path = folder / "predicted.json"
-        record.predicted = Predictions.model_validate_json(path.read_bytes())
-    return record
 
 
 # ---- settings
@@ -184,19 +165,18 @@ def settings(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=IRRELEVANT) | resolved
 
 
-def stored_config(values: Mapping[str, Any]) -> Config:
-    """Make a config from options that another version of this code stored.
+def differences(there: Mapping[str, Any], here: Config) -> str:
+    """List the settings in which a stored run differs: `batch_size 1 there, 2 here`.
 
-    A missing option has its default. An unknown one is ignored if it is off. Raises ConfigError.
+    Another version of this code may have stored its options: a missing one has its default, and an
+    unknown one is ignored if it is off.
     """
     known = Config.model_fields
-    kept = {n: v for n, v in values.items() if n in known or str(v).lower() not in OFF}
-    return load(Config, kept)
-
-
-def differences(there: Config, here: Config) -> str:
-    """List the settings in which a stored run differs: `batch_size 1 there, 2 here`."""
-    ran, wanted = settings(there), settings(here)
+    kept = {n: v for n, v in there.items() if n in known or str(v).lower() not in OFF}
+    try:
+        ran, wanted = settings(load(Config, kept)), settings(here)
+    except UserError as error:
+        return str(error)
     return ", ".join(
         f"{name} {show(ran[name])} there, {show(wanted[name])} here"
         for name in wanted

@@ -7,9 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from measure.interleaved.comparison import Comparison
 from measure.ladder.explain import card_of
 from measure.ladder.quick import SUFFIX
-from measure.ladder.record import Record
+from measure.ladder.record import Run
 from measure.ladder.rungs import COMPARED, counterpart, rows_of
 from measure.ladder.stages import (
     Stage,
@@ -18,8 +19,8 @@ from measure.ladder.stages import (
     series,
     series_folder,
 )
-from measure.report.page import curve_of, write_page
-from measure.report.pictures import draw_losses, draw_panels
+from measure.report.page import curve_of
+from measure.report.pictures import draw_losses
 from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row
 from runtime.errors import UserError
 from runtime.report import Estimate
@@ -100,9 +101,18 @@ FIGURES = [
 ]
 
 
-def failures_of(stages: Iterable[Stage]) -> list[str]:
-    """Return a line for each stage that failed."""
-    return [f"failed: {stage.name}: {stage.error}" for stage in stages if stage.error]
+def write_report(stages: Sequence[Stage], **parts: Any) -> list[str]:
+    """Write a report with these parts, and copy the finished runs into the ladder's record.
+
+    Returns a line for each stage that failed. Raises UserError, or TrainingError after failures, if
+    nothing is finished.
+    """
+    record = stages[0].record
+    failures = [f"failed: {stage.name}: {stage.error}" for stage in stages if stage.error]
+    Report(folder=record.folder, remarks=failures + left_out(stages), **parts).write()
+    record.runs |= {stage.name: stage.finished for stage in stages if stage.finished}
+    record.save()
+    return failures
 
 
 def left_out(stages: Iterable[Stage]) -> list[str]:
@@ -127,57 +137,31 @@ def where_of(places: Iterable[tuple[str, str | None]]) -> str:
     return "; ".join(", ".join([machine, *sorted(days[machine])]) for machine in days)
 
 
-def keep(stages: Iterable[Stage]) -> None:
-    """Copy the finished runs of a ladder into its record, and write it."""
-    stages = list(stages)
-    record = stages[0].record
-    record.runs |= {stage.name: stage.finished for stage in stages if stage.finished}
-    record.save()
-
-
 # ---- a ladder
 
 
 def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
-    """Report the finished stages, with speed.png and loss.png; returns the failures.
-
-    Raises UserError, or TrainingError after failures, if nothing is finished.
-    """
-    rows, folder = rows_of(stages), stages[0].record.folder
-    done = [stage for stage in stages if stage.finished]
+    """Report the finished stages, with speed.png, as in `write_report`."""
+    done = [(stage, stage.finished) for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     runs = dict[str, list[str]]()  # names of stages by the description of their runs
-    places = list[tuple[str, str]]()
-    for stage in done:
-        run = stage.finished
-        assert run
+    for stage, run in done:
+        summary = run.summary
         tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
-        of_all = f"{run.summary.about}, {run.summary.day}"
-        for about in (f"{run.summary.steps} steps of {tokens}", of_all):
+        for about in (f"{summary.steps} steps of {tokens}", f"{summary.about}, {summary.day}"):
             runs.setdefault(about, []).append(f"`{stage.name}`")
-        places.append((run.summary.machine, run.summary.day))
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
     cards = [
         card_of(stage.name, stage.file, stage.base.file if stage.base else stage.file)
-        for stage in done
+        for stage, _ in done
     ]
-    published = {
-        stage.name: {
-            "published": curve(published_rows(stage.published.log)),
-            "measured": curve(stage.finished.log),
-        }
-        for stage in done
-        if stage.published.log and stage.finished
-    }
-    failures = failures_of(stages)
-    Report(
-        folder,
-        "A ladder" if ladder == "ladder" else f"The {name} ladder",
-        FIGURES,
-        rows,
-        remarks=failures + left_out(stages),
+    return write_report(
+        stages,
+        title="A ladder" if ladder == "ladder" else f"The {name} ladder",
+        figures=FIGURES,
+        rows=rows_of(stages),
         about=[
             *(
                 f"{', '.join(names) if len(names) < len(done) else 'all'}: {about}"
@@ -185,39 +169,18 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
             ),
             *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
         ],
-        pictures={"loss.png": "loss curves, measured over published"} if published else {},
         bars="speed.png",
-        where=where_of(places),
+        where=where_of((run.summary.machine, run.summary.day) for _, run in done),
         cards=cards,
         curves=loss_curves(done, cards),
-        headline=headline_of(rows, cards),
-    ).write()
-    if published:
-        draw_panels(folder / "loss.png", published, "step", "loss, nats per token")
-    keep(stages)
-    return failures
-
-
-def headline_of(rows: Sequence[Row], cards: Sequence[Card]) -> str:
-    """Return how far the ladder leads, and its best rungs."""
-    if not rows:
-        return ""
-    most = max(rows, key=lambda row: row["over_first"].value)
-    headline = f"{most['stage']}: {most['over_first']} times as fast as {cards[0].name}."
-    best = sorted(
-        (-factor.value, f" {card.title}: {factor} over {row['base']}.")
-        for card, row in zip(cards, rows, strict=True)
-        if (factor := row["over_base"]) and factor.ends[0] > 1
     )
-    return headline + "".join(text for _, text in best[:2])
 
 
-def loss_curves(stages: Sequence[Stage], cards: Sequence[Card]) -> list[dict[str, Any]]:
+def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> list[dict[str, Any]]:
     """Return the loss curves of finished stages, then the published ones."""
     curves, published = [], []
-    for stage, card in zip(stages, cards, strict=True):
-        assert stage.finished
-        log, ranks = stage.finished.log, stage.finished.summary.world_size
+    for (stage, run), card in zip(done, cards, strict=True):
+        log, ranks = run.log, run.summary.world_size
         tokens, times = stage.config.tokens_per_step, curve(log, "dt_ms")[1]
         curves.append(curve_of(card.title, *curve(log), times, tokens_per_step=tokens(ranks)))
         if name := stage.published.log:
@@ -239,10 +202,7 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
             rows = read_rows(folder / "eval.csv", EVAL_COLUMNS)
             validation[str(folder)] = curve(rows, "val_loss")
     draw_losses(path, training, validation)
-    named = training | {f"{name}, validation": run for name, run in validation.items()}
-    curves = [curve_of(name, *run) for name, run in named.items() if run[0]]
-    write_page(page := path.with_suffix(".html"), title="Loss curves", about=folders, curves=curves)
-    print(f"wrote {path} and {page}")
+    print(f"wrote {path}")
 
 
 # ---- an ablation
@@ -272,43 +232,30 @@ WORTH = [
 
 
 def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> list[str]:
-    """Report two rungs for each optimization: on first, and on last; returns the failures.
-
-    Raises UserError, or TrainingError after failures, if nothing is compared.
-    """
-    rows: list[Row] = []
-    about = dict[str, None]()  # a set in order
-    places = list[tuple[str, str | None]]()
+    """Report two rungs for each optimization, on first and on last, as in `write_report`."""
+    rows, found = list[Row](), list[Comparison]()
     for optimization, both in rungs.items():
         first, last = (stage.comparison()[0] for stage in both)
-        for r in filter(None, (first, last)):
-            about[f"{r.machine}; device {r.device}, commit {r.git}"] = None
-            places.append((r.machine, r.date))
-        without, everything = (s.peak_memory_mb for s in last.sides) if last else (None, None)
+        found += filter(None, (first, last))
         if first or last:
             rows.append(
                 {
                     "optimization": optimization,
                     "first": first and first.ratio(),
                     "last": last and last.ratio(),
-                    "memory_mb_without": without,
-                    "memory_mb_with": everything,
+                    "memory_mb_without": last and last.sides[0].peak_memory_mb,
+                    "memory_mb_with": last and last.sides[1].peak_memory_mb,
                 }
             )
-    stages = [*chain(*rungs.values())]
-    failures = failures_of(stages)
-    Report(
-        stages[0].record.folder,
-        f"What each optimization of {title} is worth",
-        WORTH,
-        rows,
-        remarks=failures + left_out(stages),
-        about=[*about],
+    return write_report(
+        [*chain(*rungs.values())],
+        title=f"What each optimization of {title} is worth",
+        figures=WORTH,
+        rows=rows,
+        about=[*dict.fromkeys(f"{r.machine}; device {r.device}, commit {r.git}" for r in found)],
         bars="worth.png",
-        where=where_of(places),
-    ).write()
-    keep(stages)
-    return failures
+        where=where_of((r.machine, r.date) for r in found),
+    )
 
 
 # ---- several machines
@@ -321,18 +268,15 @@ def across(folders: Sequence[str], out: Path) -> None:
     """
     factors: dict[str, dict[str, Estimate | None]] = {}  # over the base, by machine and stage
     bases: dict[str, str] = {}
-    files: dict[str, Path] = {}  # known configs of stages and bases
-    about: list[str] = []  # the machines, each with the last day of its ladder
+    files: dict[str, Path] = {}  # configs of the stages of known series
     for folder in map(Path, folders):
         name = folder.resolve().parent.name
         name = str(folder) if name in factors else name
         factors[name], of_stages = read_factors(folder / "results.csv")
         bases |= of_stages
-        files |= configs_of(folder.name.removesuffix(SUFFIX), chain(*of_stages.items()))
-        days = sorted(run.summary.day for run in Record.load(folder).runs.values())
-        about.append(", ".join([name, *days[-1:]]))
-    stages = list(dict.fromkeys(chain(*factors.values())))
-    known = [stage for stage in stages if stage in files and bases[stage] in files]
+        if place := series_folder(folder.name.removesuffix(SUFFIX)):
+            files |= {path.stem: path for path in series(place)}
+    known = [stage for stage, base in bases.items() if {stage, base} <= files.keys()]
     for name, column in {
         "A100, published": "a100_tokens_per_sec",
         "one GPU, published": "gpu_ms",
@@ -341,7 +285,7 @@ def across(folders: Sequence[str], out: Path) -> None:
         factors[name] = {stage: Estimate(factor) for stage, factor in published.items() if factor}
     cards = [
         card_of(stage, files[stage], files[bases[stage]]) if stage in known else Card(stage, stage)
-        for stage in stages
+        for stage in bases
     ]
     Report(
         out,
@@ -354,20 +298,11 @@ def across(folders: Sequence[str], out: Path) -> None:
             {"stage": card.label, **{name: of.get(card.name) for name, of in factors.items()}}
             for card in cards
         ],
-        about=about,
         meaning="The speed of each stage over that of the stage that it changes. Published: the "
         "same step in the a100 series and in the list of timings on one GPU (`logs/reference/`).",
         bars="across.png",
-        where="; ".join(about),
         cards=cards,
     ).write()
-
-
-def configs_of(ladder: str, stages: Iterable[str]) -> dict[str, Path]:
-    """Return the config of each stage of a series in configs/; of other ladders none is known."""
-    place = series_folder(ladder)
-    known = {path.stem: path for path in series(place)} if place else {}
-    return {stage: known[stage] for stage in stages if stage in known}
 
 
 def read_factors(path: Path) -> tuple[dict[str, Estimate | None], dict[str, str]]:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from config import Config
 from measure.ladder.device import Device
-from measure.ladder.record import Prediction
+from measure.ladder.record import LIMITS, Prediction
 from measure.preflight.estimate import Numberless
 from runtime.device import choose_device, cpu_has, usable_precision
 from runtime.world import World
@@ -95,12 +95,9 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 def count(config: Config, device: torch.device) -> list[Operation]:
     """Return the operations of a training step on one rank, without torch.compile."""
-    config, shape = (
-        config.model_copy(update={"compile": False}),
-        (config.batch_size, config.seq_len),
-    )
+    config = config.model_copy(update={"compile": False})
     with FakeTensorMode(), device:
-        ids = torch.zeros(shape, dtype=torch.long)
+        ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.long)
         with Numberless():
             run = setup(config, World(device), batches=itertools.repeat((ids, ids)))
             train_step(run, 1)  # creates the optimizer's state
@@ -154,16 +151,12 @@ def predict(config: Config, rates: Device, device: torch.device) -> Prediction:
     bandwidth, launch = rates.gigabytes_per_s, rates.launch_us
     assert bandwidth  # predict_stages requires both
     assert launch is not None
-    seconds = dict.fromkeys(("arithmetic", "memory", "launches"), 0.0)
+    seconds = dict.fromkeys(LIMITS, 0.0)
     for op in operations:
         tflops = rates.tflops[fp32 if op.dtype == "float32" else op.dtype]
-        takes = {
-            "arithmetic": op.flops / tflops / 1e12,
-            "memory": op.bytes / bandwidth / 1e9,
-            "launches": launch / 1e6,
-        }
-        limit = max(takes, key=lambda name: takes[name])
-        seconds[limit] += takes[limit]
+        takes = (op.flops / tflops / 1e12, op.bytes / bandwidth / 1e9, launch / 1e6)
+        slowest, limit = max(zip(takes, LIMITS, strict=True))
+        seconds[limit] += slowest
     return Prediction(tokens=config.tokens_per_step(1), **seconds)
 
 

@@ -1,7 +1,7 @@
 """Compare stages with their bases: speed from interleaved runs, loss curves with published ones."""
 
 import statistics
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from measure.interleaved.options import to_flags
 from measure.interleaved.ratio import product
 from measure.interleaved.rounds import SideError, run_rounds, training_side
 from measure.ladder.device import Device
-from measure.ladder.record import PREDICTED, Prediction, Record, settings
+from measure.ladder.record import LIMITS, Record, settings
 from measure.ladder.stages import Published, Stage, make_stage, published, published_rows
 from runtime.cli import show
 from runtime.report import Estimate, machine
@@ -41,11 +41,11 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, rerun: bool, device:
         if is_known or both[0] == both[1]:  # a mode of torch.compile does nothing without compile
             continue
         print(f"== interleaved {i} of {len(stages)}: {stage.name}", flush=True)
-        # If both do not fit in memory, neither retains freed memory: otherwise one process would
-        # keep memory from the other one, and the comparison would be unfair.
+        # If both do not fit in memory, each returns freed memory after its turn: otherwise one
+        # process would keep memory from the other one, and the comparison would be unfair.
         runs = [side.finished.summary.peak_memory_mb for side in (base, stage) if side.finished]
         fits = device.memory_mb is None or HEADROOM * sum(runs) <= device.memory_mb
-        environment = {} if fits else {"GLIBC_TUNABLES": "", "FREES_CACHE": "1"}
+        environment = {} if fits else {"FREES_CACHE": "1"}
         sides = [training_side(side.name, side.arguments, environment) for side in (base, stage)]
         try:
             found = run_rounds(sides, rounds)
@@ -53,7 +53,7 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, rerun: bool, device:
             stage.error = str(error)
             print(f"failed: {stage.name}: {error}", flush=True)
             continue
-        about = {"device": here[1], "settings": both, "retained_memory": fits}
+        about = {"device": here[1], "settings": both}
         stage.record.comparisons[stage.name] = found.model_copy(update=about)
         stage.record.save()
 
@@ -65,7 +65,7 @@ def run_alone(stage: Stage) -> bool:
 
 
 def ablated(
-    config: str, options: Sequence[str], record: Record, among: Container[str] = Config.model_fields
+    config: str, options: Sequence[str], record: Record, among: Container[str]
 ) -> dict[str, tuple[Stage, Stage]]:
     """Return two rungs for each optimization that a config has on, of those `among`.
 
@@ -110,13 +110,15 @@ def switched_off(config: Config) -> dict[str, dict[str, Any]]:
 def rows_of(stages: Sequence[Stage]) -> list[ReportRow]:
     """Return a row for each finished stage. Losses in nats per token, memory in MiB."""
     rows: dict[str, ReportRow] = {}
-    predicted = stages[0].record.predicted
+    predictions = stages[0].record.predicted
+    predicted = predictions.stages if predictions else {}
     for stage in stages:
         base = stage.base or stage
         if stage.finished is None:
             continue
         summary, result = stage.finished.summary, stage.comparison()[0]
         rate = summary.median_tokens_per_sec
+        ours, theirs = (predicted.get(side.name) for side in (stage, base))
         first, before = next(iter(rows.values()), None), rows.get(base.name)
         over_base = Estimate(rate / before["tokens_per_sec"]) if before else None
         over_first = Estimate(rate / first["tokens_per_sec"]) if first else Estimate(1.0)
@@ -135,7 +137,10 @@ def rows_of(stages: Sequence[Stage]) -> list[ReportRow]:
             "rounds": result.rounds if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
             "a100_over_base": counterpart(stage.file, base.file, "a100_tokens_per_sec"),
-            **predicted_figures(predicted.stages if predicted else {}, stage.name, base.name),
+            "predicted_over_base": ours.tokens_per_sec / theirs.tokens_per_sec
+            if ours and theirs
+            else None,
+            **{f"predicted_{limit}": ours and ours.share(limit) for limit in LIMITS},
             "over_first": over_first,
             **summary.model_dump(include=SUMMARIZED),
             "published_tokens_per_sec": stage.published.tokens_per_sec,
@@ -144,29 +149,19 @@ def rows_of(stages: Sequence[Stage]) -> list[ReportRow]:
     return list(rows.values())
 
 
-def predicted_figures(
-    predicted: Mapping[str, Prediction], stage: str, base: str
-) -> dict[str, float | None]:
-    """Return a stage's predicted speed over its base, and the shares of its predicted step.
-
-    All are None without a prediction of both.
-    """
-    figures: dict[str, float | None] = dict.fromkeys(["predicted_over_base", *PREDICTED])
-    if stage in predicted and base in predicted:
-        speeds = [predicted[name].tokens_per_sec for name in (stage, base)]
-        figures |= {"predicted_over_base": speeds[0] / speeds[1], **predicted[stage].shares()}
-    return figures
+def factor(ours: float | None, theirs: float | None) -> float | None:
+    """Return the ratio of two published figures; None if one is missing, or both are the same."""
+    return ours / theirs if ours and theirs and ours != theirs else None
 
 
 def published_factor(ours: Published, theirs: Published) -> float | None:
     """Return the ratio of two published speeds on one device; None if it is not known."""
-    if ours == theirs or ours.device != theirs.device:
+    if ours.device != theirs.device:
         return None
-    if ours.tokens_per_sec and theirs.tokens_per_sec:
-        return ours.tokens_per_sec / theirs.tokens_per_sec
-    if ours.ms_per_step and theirs.ms_per_step:  # a list of times that names no batch
-        return theirs.ms_per_step / ours.ms_per_step
-    return None
+    # a list of times names no batch, so it has no tokens/s
+    return factor(ours.tokens_per_sec, theirs.tokens_per_sec) or factor(
+        theirs.ms_per_step, ours.ms_per_step
+    )
 
 
 def counterpart(stage: Path, base: Path, column: str) -> float | None:
@@ -176,9 +171,7 @@ def counterpart(stage: Path, base: Path, column: str) -> float | None:
     adds nothing in that series.
     """
     ours, theirs = (getattr(published(path), column) for path in (stage, base))
-    if not (ours and theirs) or ours == theirs:
-        return None
-    return theirs / ours if column == "gpu_ms" else ours / theirs
+    return factor(theirs, ours) if column == "gpu_ms" else factor(ours, theirs)
 
 
 def published_difference(stage: Stage) -> float | None:

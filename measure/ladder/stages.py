@@ -1,15 +1,11 @@
 """Plan and run the stages of a ladder, and look up their published figures."""
 
-import contextlib
 import csv
 import functools
-import os
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,20 +21,21 @@ from config import (
     load_config,
 )
 from measure.interleaved.comparison import Comparison
+from measure.interleaved.process import start_process
 from measure.ladder.device import Device
-from measure.ladder.record import Planned, Record, Run, differences, stored_config
+from measure.ladder.record import Planned, Record, Run, differences
 from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
 from runtime.runlog import Row, curve, read_rows
-from runtime.signals import exit_when_parent_dies
-from runtime.start import cores
 
 ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
 SPEEDUP = "speedup"
 PUBLISHED = REFERENCE / "published.csv"  # the published figures of the configs here
 NOT_TIMED = 5  # first steps, which published times leave out
+# options that change the losses of a run
+CHANGE_LOSS = ModelConfig.model_fields | DataConfig.model_fields | OptimizationConfig.model_fields
 # options that the ladder sets for each run
 RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config"}
 
@@ -116,7 +113,6 @@ class Stage:
                 run = self.record.runs[self.name]
             else:
                 return None, ""
-            differing = differences(stored_config(run.config), self.config)
         except OSError:
             return None, "not finished"
         except ValidationError:
@@ -125,6 +121,7 @@ class Stage:
             return None, str(error)
         if run.summary.interrupted:
             return None, "not finished"
+        differing = differences(run.config, self.config)
         return (None, differing) if differing else (run, "")
 
     @property
@@ -144,18 +141,9 @@ class Stage:
         found = self.record.comparisons.get(self.name)
         if not (found and self.base) or self.error:
             return None, ""
-        try:
-            stored = [stored_config(side) for side in found.settings]
-        except UserError as error:
-            return None, str(error)
-        both = zip(stored, (self.base.config, self.config), strict=True)
+        both = zip(found.settings, (self.base.config, self.config), strict=True)
         differing = " and ".join(dict.fromkeys(filter(None, (differences(*pair) for pair in both))))
         return (None, differing) if differing else (found, "")
-
-
-def seed_name(name: str, seed: int) -> str:
-    """Return the name of a stage's run with this seed, in a ladder that trains several."""
-    return f"{name}_seed_{seed}"
 
 
 # ---- which stages there are
@@ -181,14 +169,13 @@ def series_names() -> list[str]:
 
 def series(folder: Path) -> list[Path]:
     """List the YAMLs of a series, each after its base. Raises ConfigError."""
-    pattern = "speedup*.yaml" if folder == CONFIG_DIR else "*.yaml"
-    files = {path.resolve(): base_of(path) for path in sorted(folder.glob(pattern))}
-    first = [base for base in files.values() if folder == CONFIG_DIR and base not in files]
-    files = dict.fromkeys(base for base in first if base) | files  # baseline.yaml
+    patterns = ("baseline.yaml", "speedup*.yaml") if folder == CONFIG_DIR else ("*.yaml",)
+    files = [path.resolve() for pattern in patterns for path in sorted(folder.glob(pattern))]
 
     def after(base: Path | None) -> Iterator[Path]:
         for path in files:
-            if (files[path] if files[path] in files else None) == base:
+            found = base_of(path)
+            if (found if found in files else None) == base:
                 yield from (path, *after(path))
 
     return [*after(None)]
@@ -242,9 +229,9 @@ def planned_before(record: Record, of_runs: Sequence[str]) -> list[Stage]:
     """Return the stages of a ladder's record, with further options. Raises UserError."""
     stages = list[Stage]()
     for name, planned in record.stages.items():
+        options = [*planned.options, *of_runs]
         config = str(ROOT / planned.config)
-        stages.append(make_stage(name, config, record, [*planned.options, *of_runs]))
-        stages[-1].ranks = planned.ranks
+        stages.append(make_stage(name, config, record, options, ranks=planned.ranks))
     if not stages:
         raise UserError(f"{record.folder}: no finished stage to report")
     return with_bases(stages)
@@ -294,7 +281,12 @@ def in_place_of_bf16(stages: Sequence[Stage]) -> str:
 
 
 def make_stage(
-    name: str, config: str, record: Record, options: Sequence[str], base: Stage | None = None
+    name: str,
+    config: str,
+    record: Record,
+    options: Sequence[str],
+    base: Stage | None = None,
+    ranks: int = 1,
 ) -> Stage:
     """Make the stage of a config with options. Raises UserError."""
     path = find_config(config, also=[*series_names()]).resolve()
@@ -304,7 +296,7 @@ def make_stage(
             "given before --"
         )
     resolved = parse(Config, [f"--config={config}", *options], config_file=True)
-    stage = Stage(name, path, [*options], resolved, record, base)
+    stage = Stage(name, path, [*options], resolved, record, base, ranks=ranks)
     if _same_training(resolved, load_config(config)):
         stage.published = published(path)
     return stage
@@ -312,8 +304,7 @@ def make_stage(
 
 def _same_training(a: Config, b: Config) -> bool:
     """True if two configs compute the same losses, until the shorter run ends."""
-    fields = ModelConfig.model_fields | DataConfig.model_fields | OptimizationConfig.model_fields
-    names = {"seed", *fields} - {"data_dir"}
+    names = {"seed", *CHANGE_LOSS} - {"data_dir"}
     if a.lr_schedule == "constant":
         names.remove("max_steps")
     return a.model_dump(include=names) == b.model_dump(include=names)
@@ -356,76 +347,37 @@ def published_rows(log: str) -> dict[int, Row]:
 # ---- running
 
 
-def run_stages(
-    stages: Sequence[Stage],
-    rerun: bool,
-    *,
-    anywhere: bool = False,
-    at_once: int = 1,
-    gpus: int = 0,
-) -> None:
-    """Run the stages that are not finished with the same settings, `at_once` of them at a time.
+def run_stages(stages: Sequence[Stage], rerun: bool, anywhere: bool) -> None:
+    """Run the stages that are not finished with the same settings, one after the other.
 
-    `anywhere`: runs that another machine finished count too, if only losses are compared. `gpus`:
-    the number of GPUs to spread runs over. A stage that fails is marked, and the other ones run.
-    Raises KeyboardInterrupt if the user stops.
+    `anywhere`: a run that another machine finished counts too, as only losses are compared. A stage
+    that fails is marked, and the other ones run. Raises KeyboardInterrupt if the user stops.
     """
-    to_run: list[Stage] = []
-    for stage in stages:
+    for number, stage in enumerate(stages, start=1):
         finished = stage.finished
         if finished and not rerun and (anywhere or finished.summary.machine == machine()):
             print(f"== {stage.name}: finished before", flush=True)
-        else:
-            to_run.append(stage)
-    for i in range(0, len(to_run), at_once):
-        together = to_run[i : i + at_once]
-        print(f"== {i + len(together)} of {len(to_run)}: {', '.join(s.name for s in together)}")
-        sys.stdout.flush()
-        shares = {"OMP_NUM_THREADS": str(max(1, cores() // at_once))} if at_once > 1 else {}
-        environments = [
-            shares | ({"CUDA_VISIBLE_DEVICES": str(j % gpus)} if shares and gpus else {})
-            for j in range(len(together))
-        ]
-        errors = run_commands([stage.command for stage in together], environments)
-        for stage, error in zip(together, errors, strict=True):
-            stage.error = error
-            stage.forget()
-            if error is None and stage.finished is None:
-                stage.error = "stopped before its last step; the same command runs it again"
-            if stage.error:
-                print(f"failed: {stage.name}: {stage.error}", flush=True)
+            continue
+        print(f"== {number} of {len(stages)}: {stage.name}", flush=True)
+        stage.error = run_command(stage.command)
+        stage.forget()
+        if stage.error is None and stage.finished is None:
+            stage.error = "stopped before its last step; the same command runs it again"
+        if stage.error:
+            print(f"failed: {stage.name}: {stage.error}", flush=True)
 
 
-def run_commands(
-    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]
-) -> list[str | None]:
-    """Run commands side by side, which print to our stdout; return the error line of each, or None.
+def run_command(command: Sequence[str]) -> str | None:
+    """Run a command, which prints to our stdout; return its error line, or None.
 
-    Ctrl-C interrupts the commands too, and KeyboardInterrupt is raised once they have ended.
+    Ctrl-C interrupts the command too, and KeyboardInterrupt is raised once it has ended.
     """
-    with contextlib.ExitStack() as stack:
-        files = [
-            stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands
-        ]
-        processes = [
-            subprocess.Popen(
-                command,
-                stderr=file,
-                env={**os.environ, **more},
-                preexec_fn=functools.partial(exit_when_parent_dies, os.getpid()),
-            )
-            for command, file, more in zip(commands, files, environments, strict=True)
-        ]
+    process, errors = start_process(command)
+    with errors:
         try:
-            for process in processes:
-                process.wait()
+            process.wait()
         except KeyboardInterrupt:
-            for process in processes:
-                process.send_signal(signal.SIGINT)
-            for process in processes:
-                process.wait()
+            process.send_signal(signal.SIGINT)
+            process.wait()
             raise
-        return [
-            why_it_failed(process.returncode, file) if process.returncode else None
-            for process, file in zip(processes, files, strict=True)
-        ]
+        return why_it_failed(process.returncode, errors) if process.returncode else None

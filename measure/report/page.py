@@ -16,20 +16,8 @@ import jinja2
 from runtime.files import write_atomic
 
 
-def write_page(
-    path: Path,
-    *,
-    title: str,
-    headline: str = "",
-    where: str = "",
-    about: Sequence[str] = (),
-    meanings: Sequence[str] = (),
-    figures: Sequence[Any] = (),
-    cards: Sequence[Mapping[str, Any]] = (),
-    curves: Sequence[Mapping[str, Any]] = (),
-    learns: bool = False,
-) -> None:
-    """Write the page.
+def write_page(path: Path, *, cards: Sequence[Mapping[str, Any]] = (), **parts: Any) -> None:
+    """Write the page with the parts of a report; all but `title` may be missing.
 
     `where`: the machine. `about`: lines on the runs. `meanings`: lines that explain the `figures`.
     `cards`: a report's rows. `curves`: from `curve_of`. `learns`: the curves come first.
@@ -41,19 +29,8 @@ def write_page(
         lstrip_blocks=True,
     )
     factors = [factor for card in cards for factor in card["factors"].values()]
-    page = environment.get_template("page.html").render(
-        title=title,
-        headline=headline,
-        where=where,
-        about=about,
-        meanings=meanings,
-        figures=figures,
-        cards=cards,
-        curves=curves,
-        learns=learns,
-        ends=[0.9, 1.1, *itertools.chain(*(factor.ends for factor in factors))],
-        log=math.log,
-    )
+    ends = [0.9, 1.1, *itertools.chain(*(factor.ends for factor in factors))]
+    page = environment.get_template("page.html").render(parts, cards=cards, ends=ends, log=math.log)
     write_atomic(path, page)
 
 

@@ -15,14 +15,11 @@ Bar = tuple[str, float, str, tuple[float, float], str]  # name, length, label, i
 
 def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure; sizes are in inches."""
+    import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams["text.parse_math"] = False  # a name may contain $
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def plain(name: str) -> str:
-    """Escape a name for matplotlib: $ begins a formula, and _ hides it from a legend."""
-    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def draw_panels(
@@ -45,7 +42,7 @@ def draw_panels(
             colour, marker = styles[label]
             size = 3 if len(x) <= 100 else 0  # markers of many points would hide the line
             (drawn[label],) = axes.plot(
-                x, y, color=colour, marker=marker, markersize=size, alpha=0.7, label=plain(label)
+                x, y, color=colour, marker=marker, markersize=size, alpha=0.7, label=label
             )
         axes.grid(alpha=0.3)
     picture.legend(handles=[*drawn.values()], loc="outside upper center", ncols=3)
@@ -80,15 +77,15 @@ def draw_bars(
         color=["none" if low == high else colour for *_, (low, high), colour in bars],
         edgecolor=colours,
         xerr=[*zip(*errors, strict=True)],
-        tick_label=[plain(name) for name in names],
+        tick_label=names,
     )
     axes.bar_label(drawn, labels, padding=5)
     axes.margins(x=0.4)  # room for the labels
     axes.invert_yaxis()
-    axes.set_xlabel(plain(xlabel))
+    axes.set_xlabel(xlabel)
     axes.spines[["top", "right"]].set_visible(False)
     patches = [Patch(color=colour, label=text) for colour, text in meanings.items()]
     picture.legend(handles=patches, loc="outside upper right", ncols=len(patches))
     if about:
-        picture.supxlabel(plain(about), fontsize=7, color="0.4", x=0.01, ha="left")
+        picture.supxlabel(about, fontsize=7, color="0.4", x=0.01, ha="left")
     picture.savefig(path, dpi=130)

@@ -91,7 +91,6 @@ class Report:
     where: str = ""  # machine and date, for that picture and the page
     cards: Sequence[Card] = ()  # one per row
     curves: Sequence[Mapping[str, Any]] = ()  # from page.curve_of
-    headline: str = ""
     learns: bool = False  # the page shows the curves first
 
     def write(self) -> None:
@@ -127,18 +126,15 @@ class Report:
             self._draw(bars, [card.label for card in cards])
         write_page(
             self.folder / "report.html",
-            title=self.title,
-            headline=self.headline,
-            where=self.where,
-            about=self.about,
-            meanings=[*meanings, *notes],
-            figures=figures,
-            cards=[
-                dataclasses.asdict(card) | _shown(figures, row)
-                for card, row in zip(cards, self.rows, strict=True)
-            ],
-            curves=self.curves,
-            learns=self.learns,
+            **vars(self)
+            | {
+                "meanings": [*meanings, *notes],
+                "figures": figures,
+                "cards": [
+                    dataclasses.asdict(card) | _shown(figures, row)
+                    for card, row in zip(cards, self.rows, strict=True)
+                ],
+            },
         )
         print_table(self.title, headings, cells)
         print("\n".join([*self.remarks, f"{self.folder}: report.html, report.md and results.csv"]))

@@ -34,6 +34,5 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table in Markdown, with figures on the right."""
-    cells = [[" ".join(text.split()).replace("|", r"\|") for text in row] for row in rows]
-    alignments = ["---:" if _are_figures(texts) else "---" for texts in zip(*cells, strict=True)]
-    return ["| " + " | ".join(line) + " |" for line in (headings, alignments, *cells)]
+    alignments = ["---:" if _are_figures(texts) else "---" for texts in zip(*rows, strict=True)]
+    return ["| " + " | ".join(line) + " |" for line in (headings, alignments, *rows)]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from measure.ladder.device import Device
-from measure.ladder.record import Prediction
+from measure.ladder.record import LIMITS, Prediction
 from measure.ladder.roofline import predict
 from measure.ladder.rungs import published_factor
 from measure.ladder.stages import plan
@@ -74,7 +74,7 @@ def main() -> None:
             # What made opt0 faster than its baseline is not known: configs/a100/opt0.yaml.
             counts = published and name != "opt0"
             close += bool(counts and abs(off or 0.0) <= 0.25)
-            shares = [f"{share:.0%}" for share in mine.shares().values()]
+            shares = [f"{share:.0%}" for share in map(mine.share, LIMITS)]
             predicted = 1e3 * mine.tokens / mine.tokens_per_sec
             figures = [f"{predicted:,.1f}", f"{ms:,.1f}" if ms else ""]
             factors = [f"{factor:.2f}", f"{published:.2f}", f"{off:+.0%}"] if counts else [""] * 3
