@@ -265,7 +265,7 @@ def test_tensors_that_are_missing_or_of_another_dtype_are_refused(harm, go, here
     save_file(tensors, path)
     if harm == "no file":
         path.unlink()
-        said = "step_000002: has no optimizer.safetensors; leave out the option that needs it"
+        said = "step_000002/optimizer.safetensors: missing or damaged: FileNotFoundError"
     reseal(path.parent)
     with refused(said):
         go(resume="auto", max_steps=3)
