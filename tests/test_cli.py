@@ -148,12 +148,6 @@ def test_a_run_that_cannot_start_here_says_why(
     assert message in failure(*command, cwd=tmp_path, status=status, **env)
 
 
-def test_a_log_dir_that_is_a_file_is_told(tiny_config, tmp_path):
-    (tmp_path / "logs").touch()
-    line = failure("train.py", *flags(tiny_config(log_dir="logs")), cwd=tmp_path)
-    assert line == "error: logs: is a file; choose another --log_dir"
-
-
 def test_mistakes_under_torchrun_are_printed_once_and_nobody_hangs(tmp_path):
     """An indivisible batch counts the processes that torchrun started."""
     done = torchrun("--n_layr", "3", "--total_batch_tokens", "12288", cwd=tmp_path)

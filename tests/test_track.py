@@ -137,7 +137,7 @@ def test_one_more_figure_of_a_step_reaches_metrics_csv_and_trackers_once_for_eac
 def test_metrics_csv_takes_other_figures_from_a_later_version_of_the_code(tmp_path):
     for step, name in ((1, "old"), (2, "new"), (3, "new")):
         folder = RunFolder(tmp_path / "run")
-        folder.resume(step - 1) if step > 1 else folder.create()
+        folder.resume(step - 1, folder.path) if step > 1 else folder.create()
         folder.log(LogRow(step, 1.0, 1.0, 1.0, 1.0, 1.0), None, {"loss": 1.0, name: step / 2})
         folder.close()
     assert (tmp_path / "run/metrics.csv").read_text() == "step,old,new\n1,0.5,\n2,,1.0\n3,,1.5\n"
