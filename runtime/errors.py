@@ -98,8 +98,6 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
         return error
     if isinstance(error, OSError):
         message = f"{error.filename or place}: {error.strerror or error}"
-    elif "can't start new thread" in str(error):
-        message = f"{error}: raise the limit of processes (ulimit -u)"
     elif isinstance(error, RuntimeError | MemoryError):
         kind, reason = kind_of_failure(error)
         if kind not in advice:
