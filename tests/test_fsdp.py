@@ -16,6 +16,7 @@ from tests.conftest import (
     ALONE,
     COMPILED,
     MODERN,
+    end_of,
     refused,
     run_ranks,
     tiny_run,
@@ -23,7 +24,6 @@ from tests.conftest import (
 )
 from tests.sharded import restored
 from tests.test_evaluate import item, write_items
-from tests.test_resume import same_end
 from tests.test_train import column, rows
 
 # all that a step does, over GPT-2's vocabulary, padded, so that samples and HellaSwag take part
@@ -231,7 +231,7 @@ def test_a_checkpoint_resumes_with_the_same_bits_sharded_or_not_on_any_number_of
 
 def test_a_resume_with_fsdp_is_exact(two, place):
     straight, again = (place / "logs" / name for name in ("straight", "again"))
-    same_end(straight, again)
+    assert end_of(straight) == end_of(again)
 
 
 def test_shards_of_an_earlier_version_are_refused_by_the_commit_that_reads_them(place, tmp_path):
