@@ -189,6 +189,12 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
         # padded to a multiple of 64; another number includes tokens that were added.
         padded = config.vocab_size == -(-GPT2_TOKENS // 64) * 64
         config = replace(config, real_vocab_size=GPT2_TOKENS if padded else config.vocab_size)
+    rows = len(weights.get("transformer.wte.weight", ()))
+    if rows != config.vocab_size:  # more rows would be dropped as padding
+        raise CheckpointError(
+            f"{path}: weights that do not fit the model: transformer.wte.weight has {rows} rows, "
+            f"by its options {config.vocab_size}"
+        )
     return config, weights
 
 
