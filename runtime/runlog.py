@@ -196,12 +196,8 @@ class RunFolder:
             return
         try:
             print(text, flush=True)
-        except OSError as error:
+        except OSError:
             drop(sys.stdout)
-            text += (
-                f"\nnote: nothing can be printed any more ({error.strerror}); the run continues, "
-                f"and console.log has its output"
-            )
         if self._console:
             self._write(text)
         else:

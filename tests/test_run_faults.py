@@ -215,15 +215,11 @@ def full_disk():
 
 
 @needs_dev_full
-@pytest.mark.parametrize(
-    ("unread", "why"), [(broken_pipe, "Broken pipe"), (full_disk, "No space left on device")]
-)
-def test_output_that_nobody_reads_does_not_end_a_run(unread, why, tiny_config, here, tmp_path):
+@pytest.mark.parametrize("unread", [broken_pipe, full_disk])
+def test_output_that_nobody_reads_does_not_end_a_run(unread, tiny_config, here, tmp_path):
     done = run("train.py", *flags(tiny_config()), cwd=tmp_path, before=unread)
     assert (done.returncode, done.stderr) == (0, "")
-    console = (here / "console.log").read_text()
-    assert console.count(f"note: nothing can be printed any more ({why}); the run continues") == 1
-    assert "done: 6 steps" in console
+    assert "done: 6 steps" in (here / "console.log").read_text()
 
 
 @pytest.mark.parametrize(
