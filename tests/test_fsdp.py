@@ -54,9 +54,9 @@ NEWER = MODERN | {"n_embd": 8, "embed_lr": 0.01, "scalar_lr": 0.02}
 Action = tuple[str, dict[str, Any]]
 
 
-def orders(place: Path, actions: dict[str, Action]) -> list[str]:
-    """Return the command that does the actions, with the options of a tiny run of that name or of
-    a resume.
+def do(ranks: int, place: Path, actions: dict[str, Action]) -> dict[str, Any]:
+    """Let ranks do the actions, each with the options of a tiny run of that name or of a resume;
+    returns rank 0's results by name.
     """
     given = []
     for name, (action, options) in actions.items():
@@ -64,12 +64,8 @@ def orders(place: Path, actions: dict[str, Action]) -> list[str]:
             config = tiny_run(place, run_name=name, **options)
             options = config.model_dump(mode="json", include=config.model_fields_set)
         given.append((action, options))
-    return ["-m", "tests.sharded", json.dumps(given), "results.json"]
-
-
-def do(ranks: int, place: Path, actions: dict[str, Action]) -> dict[str, Any]:
-    """Let ranks do the actions; returns rank 0's results by name."""
-    for done in run_ranks(ranks, *orders(place, actions), cwd=place, timeout=2000):
+    command = ["-m", "tests.sharded", json.dumps(given), "results.json"]
+    for done in run_ranks(ranks, *command, cwd=place, timeout=2000):
         assert done.returncode == 0, done.stderr
         assert "Warning: FSDP2" not in done.stderr
     return dict(zip(actions, json.loads((place / "results.json").read_text()), strict=True))
