@@ -133,15 +133,12 @@ def find_folder(name: str, log_dir: str) -> Path | None:
 def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
     """Return the run's folder, and the checkpoint if the path names one.
 
-    `path`: a run's folder, its checkpoints/, or a checkpoint in there.
+    `path`: a run's folder, or a checkpoint in its checkpoints/.
     """
     # Not resolved: checkpoints/ may be a link to a larger disk, and the run's folder has the link.
     path = Path(os.path.abspath(path))
-    if not (path / "checkpoints").is_dir():
-        if path.name == "checkpoints":
-            return path.parent, None
-        if path.parent.name == "checkpoints":
-            return path.parent.parent, path
+    if path.parent.name == "checkpoints" and not (path / "checkpoints").is_dir():
+        return path.parent.parent, path
     return path, None
 
 

@@ -179,7 +179,7 @@ def test_a_step_that_ranks_cannot_share_says_what_works(ranks, batch_size, go, h
 
 def test_another_run_name_than_the_resumed_runs_says_what_to_do(go, here):
     go()
-    for resume in map(str, (here, here / "checkpoints", newest(here))):
+    for resume in map(str, (here, newest(here))):
         said = f"--run_name: run_name other is not the run that resume {resume} is of; leave "
         with refused(said):
             load_config(resume=resume, run_name="other")
@@ -211,7 +211,7 @@ def linked(go, here, tmp_path):
     return here
 
 
-WAYS = ["{run}/", "{run}/checkpoints", "{run}/checkpoints/step_000004", "train"]
+WAYS = ["{run}/", "{run}/checkpoints/step_000004", "train"]
 
 
 @pytest.mark.parametrize("way", [*WAYS, "auto"])
