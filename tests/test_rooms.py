@@ -48,10 +48,10 @@ def tree(name):
     return ast.parse((ROOT / name).read_text(encoding="utf-8"))
 
 
-def imports(name, nodes=None):
+def imports(name):
     """The modules of this project that a file imports, wherever in it: `runtime.cli`, `model`."""
     names = []
-    for node in ast.walk(tree(name)) if nodes is None else nodes:
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
