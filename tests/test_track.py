@@ -121,7 +121,7 @@ def test_one_more_figure_of_a_step_reaches_metrics_csv_and_trackers_once_for_eac
     go(**options)
     assert (here / "metrics.csv").exists() == (len(known) > 2)
     for name, changes in (("old", {}), ("new", {"resume": "auto", "max_steps": 7})):
-        More = namedtuple("More", [*known, name])  # type: ignore[misc]
+        More = namedtuple("More", [*known, name])
         monkeypatch.setattr(checkpoint.state, "Figures", More)
         monkeypatch.setattr(train_module, "Figures", lambda *two, More=More: More(*two, sum(two)))
         shutil.rmtree(here / "checkpoints/step_000006")
