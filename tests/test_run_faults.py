@@ -365,6 +365,13 @@ def test_the_librarys_own_reason_is_kept(error, kind, reason):
     assert (found, line[: len(reason)]) == (kind, reason)
 
 
+@pytest.mark.parametrize("size", [10**14, 2**62])
+def test_tensors_that_memory_has_no_room_for_are_told_by_pytorchs_words(size):
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(size)
+    assert kind_of_failure(caught.value) == ("memory", "out of memory")
+
+
 def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compiling(
     tiny_config, tmp_path
 ):
