@@ -104,7 +104,7 @@ def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
             raise CheckpointError(f"{problem}: it has {name} of type {tensor.dtype}")
     ours, n_vocab = model.state_dict(), model.config.n_vocab
     positions = "transformer.wpe.weight"
-    with refusing(problem, KeyError, RuntimeError, TypeError):  # TypeError: of a scalar
+    with refusing(problem, LookupError, RuntimeError, TypeError):
         embedding = weights["transformer.wte.weight"]
         weights = {"lm_head.weight": embedding} | weights
         if model.config.tie_weights and not torch.equal(weights["lm_head.weight"], embedding):
@@ -186,11 +186,11 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
         # padded to a multiple of 64; another number includes tokens that were added.
         padded = config.vocab_size == -(-GPT2_TOKENS // 64) * 64
         config = replace(config, real_vocab_size=GPT2_TOKENS if padded else config.vocab_size)
-    rows = len(weights.get("transformer.wte.weight", ()))
-    if rows != config.vocab_size:  # more rows would be dropped as padding
+    shape = weights.get("transformer.wte.weight", torch.empty(0)).shape
+    if shape[:1] != (config.vocab_size,):  # more rows would be dropped as padding
         raise CheckpointError(
-            f"{path}: weights that do not fit the model: transformer.wte.weight has {rows} rows, "
-            f"by its options {config.vocab_size}"
+            f"{path}: weights that do not fit the model: transformer.wte.weight is {[*shape]}, by "
+            f"its options it has {config.vocab_size} rows"
         )
     return config, weights
 
