@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from checkpoint.weights import load_model
 from config import load_config
@@ -174,7 +173,7 @@ def test_losses_and_norms_are_the_same_within_the_precision(one, other, within, 
         assert ours == pytest.approx(theirs, rel=within)
 
 
-def test_bf16_gathers_blocks_in_bf16_and_keeps_the_rest_in_fp32(two, place):
+def test_bf16_gathers_blocks_in_bf16_and_keeps_the_rest_in_fp32(two):
     """Gradients are summed once a step for each block and once for the rest, in two micro-steps."""
     fp32 = "torch.float32"
     assert two["bf16"] == {
@@ -183,8 +182,6 @@ def test_bf16_gathers_blocks_in_bf16_and_keeps_the_rest_in_fp32(two, place):
         "head": fp32,
         "sums": [fp32] * 3 * 4,
     }
-    (file,) = (place / "logs/bf16").glob("checkpoints/*/model.safetensors")
-    assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
