@@ -75,7 +75,7 @@ def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
             or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype)
         ):
             raise CheckpointError(f"{file}: does not fit the run: {name} differs")
-        own_part(ours).copy_(own_part(shard_like(theirs, ours)))
+        ours.copy_(shard_like(theirs, ours))
 
 
 def refuse_pointer(path: Path) -> None:
@@ -132,8 +132,11 @@ def gather_whole(tensors: Tensors, rank: int) -> Tensors:
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of a whole tensor, of which this rank keeps its part if `like` is sharded."""
-    if is_sharded(like):
+    """Return a copy of a whole tensor, of which this rank keeps its part if `like` is sharded.
+
+    A scalar, such as an optimizer's count of steps, stays whole.
+    """
+    if is_sharded(like) and tensor.dim():
         from torch.distributed.tensor import distribute_tensor
 
         mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]

@@ -226,7 +226,7 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
 
     def open_folder() -> list[str]:
         if saved:
-            run.resume(saved.step, saved.folder, config.keep_last)
+            run.resume(saved.step, saved.folder)
             notes = [f"resumes from {saved.folder}, after step {saved.step}"]
         else:
             aside = run.create()

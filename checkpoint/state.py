@@ -186,18 +186,19 @@ class State:
         weights = self.model.state_dict()  # after an evaluation this makes FSDP shard them again
         if self.model.config.tie_weights:
             del weights["lm_head.weight"]
-        return {MODEL: weights, OPTIMIZER: self._optimizer_tensors()}
+        moments = {
+            f"{name}/{key}": value
+            for optimizer in self.optimizers
+            for name, p in self.model.named_parameters()
+            for key, value in optimizer.state.get(p, {}).items()
+        }
+        return {MODEL: weights, OPTIMIZER: moments}
 
     def load(self, file: Path) -> None:
         """Restore the tensors in a file. Raises CheckpointError if it is damaged or does not fit.
 
         Each rank reads all of it, and keeps its shards.
         """
-        if not file.exists():
-            raise CheckpointError(
-                f"{file.parent}: has no {file.name}; leave out the option that needs it, or begin "
-                f"a new run with --init_from"
-            )
         if file.name == OPTIMIZER:  # its tensors do not exist before the first step
             self._load_optimizers(file, read_tensors(file))
         else:
@@ -215,15 +216,6 @@ class State:
         self.recent = Recent(saved.recent)
         if saved.scaler:
             self.scaler.load_state_dict(saved.scaler)
-
-    def _optimizer_tensors(self) -> Tensors:
-        """Return the optimizers' state as named tensors, `<parameter>/<name of the state>`."""
-        return {
-            f"{name}/{key}": value
-            for optimizer in self.optimizers
-            for name, p in self.model.named_parameters()
-            for key, value in optimizer.state.get(p, {}).items()
-        }
 
     def _load_optimizers(self, file: Path, tensors: Tensors) -> None:
         """Restore the optimizers' state.
@@ -246,7 +238,7 @@ class State:
                         f"{file}: the optimizer's state does not fit the model's {names[p]}"
                     )
                 for key, tensor in state.items():
-                    state[key] = shard_like(tensor, p) if tensor.dim() else tensor.clone()
+                    state[key] = shard_like(tensor, p)
             numbered = {i: state for i, state in enumerate(states) if state}
             optimizer.load_state_dict(optimizer.state_dict() | {"state": numbered})
 
@@ -291,9 +283,9 @@ class SavedState(BaseModel):
     """checkpoint.json: the state of a run without tensors, its options and its corpus."""
 
     folder: Path = Field(exclude=True)  # the folder that was read
-    step: int = Field(ge=0)
+    step: int
     tokens: int  # trained on so far
-    tokens_per_step: int = Field(ge=1)
+    tokens_per_step: int
     best_val_loss: float | None
     skipped_steps: int
     skipped_overflows: int = 0  # these four are not in checkpoints of an earlier version

@@ -44,10 +44,9 @@ def build_model(config: Config, resumes: bool = False) -> tuple[Config, GPT]:
     if resumes or config.init_from == "scratch":
         return config, GPT(GPTConfig.of(config))
     path = find_weights(config.init_from, config.log_dir)
-    theirs, weights = read_weights(path)  # before the model: this checks its size
+    theirs, weights = read_weights(path)
     given = config.model_dump(exclude_unset=True)
     fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
-    # A shorter context keeps the first positions.
     fixed["block_size"] = min(theirs.block_size, given.get("block_size", theirs.block_size))
     check_given(given, fixed, f"init_from {config.init_from}")
     # A given vocab_size may pad the same vocabulary to another size.
@@ -59,8 +58,6 @@ def build_model(config: Config, resumes: bool = False) -> tuple[Config, GPT]:
             f"vocab_size {config.vocab_size} makes {config.n_vocab} tokens, but init_from {path} "
             f"has {theirs.n_vocab}; leave vocab_size and real_vocab_size out"
         )
-    if not config.rope:
-        weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][: config.block_size]
     return config, load_weights(GPT(GPTConfig.of(config)), weights, path)
 
 
@@ -98,22 +95,25 @@ def weight_notes(path: Path, config: GPTConfig) -> list[str]:
 def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
     """Copy weights into the model, tied or not and padded or not on either side; returns it.
 
-    Padding rows that only one side has stay as they are. Raises CheckpointError for weights that
-    do not fit.
+    Padding rows that only one side has stay as they are. A model with a shorter context gets the
+    first positions. Raises CheckpointError for weights that do not fit.
     """
     problem = f"{source}: weights that do not fit the model"
     for name, tensor in weights.items():
         if not tensor.is_floating_point():
             raise CheckpointError(f"{problem}: it has {name} of type {tensor.dtype}")
-    embedding = weights["transformer.wte.weight"]
-    weights = {"lm_head.weight": embedding} | weights
-    if model.config.tie_weights and not torch.equal(weights["lm_head.weight"], embedding):
-        raise CheckpointError(
-            f"{problem}: it has an lm_head.weight other than its transformer.wte.weight, and the "
-            f"model ties them"
-        )
     ours, n_vocab = model.state_dict(), model.config.n_vocab
-    with refusing(problem, RuntimeError, TypeError):  # TypeError: of a scalar
+    positions = "transformer.wpe.weight"
+    with refusing(problem, LookupError, RuntimeError, TypeError):
+        embedding = weights["transformer.wte.weight"]
+        weights = {"lm_head.weight": embedding} | weights
+        if model.config.tie_weights and not torch.equal(weights["lm_head.weight"], embedding):
+            raise CheckpointError(
+                f"{problem}: it has an lm_head.weight other than its transformer.wte.weight, and "
+                f"the model ties them"
+            )
+        if positions in ours:
+            weights[positions] = weights[positions][: model.config.block_size]
         for name in ("transformer.wte.weight", "lm_head.weight"):
             theirs, padding = weights[name], ours[name][n_vocab:]
             if n_vocab <= len(theirs) != len(ours[name]):
@@ -133,15 +133,12 @@ def find_folder(name: str, log_dir: str) -> Path | None:
 def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
     """Return the run's folder, and the checkpoint if the path names one.
 
-    `path`: a run's folder, its checkpoints/, or a checkpoint in there.
+    `path`: a run's folder, or a checkpoint in its checkpoints/.
     """
     # Not resolved: checkpoints/ may be a link to a larger disk, and the run's folder has the link.
     path = Path(os.path.abspath(path))
-    if not (path / "checkpoints").is_dir():
-        if path.name == "checkpoints":
-            return path.parent, None
-        if path.parent.name == "checkpoints":
-            return path.parent.parent, path
+    if path.parent.name == "checkpoints" and not (path / "checkpoints").is_dir():
+        return path.parent.parent, path
     return path, None
 
 
@@ -189,17 +186,12 @@ def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
         # padded to a multiple of 64; another number includes tokens that were added.
         padded = config.vocab_size == -(-GPT2_TOKENS // 64) * 64
         config = replace(config, real_vocab_size=GPT2_TOKENS if padded else config.vocab_size)
-    # Before a model is made, of any size.
-    sizes = {"wte": config.vocab_size}
-    if not config.rope:
-        sizes["wpe"] = config.block_size
-    for name, ours in sizes.items():
-        theirs = weights.get(f"transformer.{name}.weight", torch.empty(0)).shape
-        if theirs != (ours, config.n_embd):
-            raise CheckpointError(
-                f"{path}: weights that do not fit the model: transformer.{name}.weight is "
-                f"{[*theirs]}, by its options {[ours, config.n_embd]}"
-            )
+    shape = weights.get("transformer.wte.weight", torch.empty(0)).shape
+    if shape[:1] != (config.vocab_size,):  # more rows would be dropped as padding
+        raise CheckpointError(
+            f"{path}: weights that do not fit the model: transformer.wte.weight is {[*shape]}, by "
+            f"its options it has {config.vocab_size} rows"
+        )
     return config, weights
 
 

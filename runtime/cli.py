@@ -11,7 +11,6 @@ import functools
 import os
 import re
 import reprlib
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -179,10 +178,6 @@ def find_config(name: str, folder: Path = Path(), also: Sequence[str] = ()) -> P
         for path in (place / name, place / f"{name}.yaml"):
             if os.path.isfile(path):  # False also for a name that is too long, or has a NUL
                 return path
-    if os.path.isdir(name):
-        files = sorted(Path(name).glob("*.yaml"))
-        inside = f"; name its files, such as {shlex.join(map(str, files[:3]))}" if files else ""
-        raise ConfigError(f"{name}: is a folder, not a config file{inside}")
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
     asked = name.removesuffix(".yaml")

@@ -88,11 +88,11 @@ def check_has_code(device: torch.device) -> None:
     """
     major, minor = torch.cuda.get_device_capability(device)
     known = torch.cuda.get_arch_list()
-    archs = [re.match(r"(sm|compute)_(\d+)(\d)", name) for name in known]
-    for arch in archs or [None]:
-        if arch is None:  # unknown, as on AMD's GPUs
-            return
-        kind, has = arch[1], (int(arch[2]), int(arch[3]))
+    archs = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(known))
+    if not archs:  # unknown, as on AMD's GPUs
+        return
+    for kind, *digits in archs:
+        has = tuple(map(int, digits))
         if has <= (major, minor) and (kind == "compute" or has[0] == major):
             return
     raise UserError(
@@ -402,14 +402,13 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
 
     Empty if the device is too busy with other programs to measure one of them.
     """
-    measure = functools.partial(matmul_tflops, device, seconds=0.3)
+    measure: Any = functools.partial(matmul_tflops, device, seconds=0.3)
     rates = {"float32": measure(torch.float32), "bfloat16": measure(torch.bfloat16)}
     if device.type == "cuda":
         rates["float16"] = measure(torch.float16)
         torch.set_float32_matmul_precision("high")
         rates["tf32"] = measure(torch.float32)
-    known = {name: rate for name, rate in rates.items() if rate}
-    return known if len(known) == len(rates) else {}
+    return rates if all(rates.values()) else {}
 
 
 def bf16_slowdown(device: torch.device) -> float:

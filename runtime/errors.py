@@ -98,8 +98,6 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
         return error
     if isinstance(error, OSError):
         message = f"{error.filename or place}: {error.strerror or error}"
-    elif "can't start new thread" in str(error):
-        message = f"{error}: raise the limit of processes (ulimit -u)"
     elif isinstance(error, RuntimeError | MemoryError):
         kind, reason = kind_of_failure(error)
         if kind not in advice:
@@ -119,20 +117,15 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
 def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
     """Print why this process ends, on stderr, and end it.
 
-    torchrun reports the rank that ended first as the cause, and ends the others at once. If all
-    ranks of a machine fail together, the first one prints; the others wait to be ended, and print
-    only if they failed alone. `lost_rank`: this rank only noticed that another one is gone, so it
-    must not end before torchrun has noticed too.
+    torchrun reports the rank that ended first as the cause, and ends the others at once. So a rank
+    that only noticed that another one is gone (`lost_rank`) waits to be ended before it prints. If
+    all ranks of a machine fail together, the first one prints, and the others wait too.
     """
-    is_first = launch().local_rank == 0
     if not lost_rank:
         _tell_torchrun(text)
-    if not is_first:
-        _wait_for_torchrun(2 * WAIT_FOR_TORCHRUN_S if lost_rank else WAIT_FOR_TORCHRUN_S)
+    _wait_for_torchrun(lost_rank + (launch().local_rank > 0))
     with contextlib.suppress(OSError):  # nobody may read it
         print(text, file=sys.stderr, flush=True)
-    if is_first and lost_rank:
-        _wait_for_torchrun(WAIT_FOR_TORCHRUN_S)
     _leave(status)
 
 
@@ -162,11 +155,11 @@ def _tell_torchrun(text: str) -> None:
             Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
-def _wait_for_torchrun(seconds: float) -> None:
+def _wait_for_torchrun(times: int) -> None:
     """Give torchrun the time to end this process, as it does once another rank has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    time.sleep(seconds)
+    time.sleep(times * WAIT_FOR_TORCHRUN_S)
 
 
 # ---- the output of commands
@@ -207,7 +200,7 @@ def drop(stream: TextIO) -> None:
 def in_a_line(error: BaseException) -> str:
     """Return the class and the beginning of an error of any library, as a part of one line."""
     text = f"{type(error).__name__}: {error}".rstrip(": ")
-    return "".join(c for c in textwrap.shorten(text, 160, placeholder=" ...") if c.isprintable())
+    return printable(textwrap.shorten(text, 160, placeholder=" ..."))
 
 
 # ---- PyTorch's errors

@@ -28,8 +28,12 @@ def write_atomic(path: Path, text: str) -> None:
     try:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8", newline="")
-        else:
-            _replace(path.resolve(), text)
+            return
+        target = path.resolve()
+        unfinished = target.with_name(f"{target.name}.tmp")
+        unfinished.write_text(text, encoding="utf-8", newline="")
+        flush_to_disk(unfinished)
+        unfinished.replace(target)
     except OSError as error:
         raise cannot_be_written(path, error) from None
 
@@ -39,20 +43,6 @@ def write_json(path: Path, content: Any) -> None:
     text = json.dumps(content, indent=1, default=dataclasses.asdict) + "\n"
     # a list of numbers takes one line
     write_atomic(path, re.sub(r'\[\n[^][{}"]*\]', lambda match: " ".join(match[0].split()), text))
-
-
-def _replace(path: Path, text: str) -> None:
-    unfinished = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(unfinished, "w", newline="", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
 
 
 def cannot_be_written(path: Path, error: OSError) -> OSError:

@@ -92,8 +92,6 @@ class RunFolder:
         Raises UserError if another process is writing to the folder. If the new one cannot be
         created, the earlier one stays as it was.
         """
-        if os.path.isfile(self.path.parent):
-            raise UserError(f"{self.path.parent}: is a file; choose another --log_dir")
         self._lock_folder()
         moved_to = None
         with contextlib.ExitStack() as undo:
@@ -112,28 +110,23 @@ class RunFolder:
         with contextlib.suppress(OSError):  # the first error is the one to report
             moved_to.rename(self.path)
 
-    def resume(self, step: int, checkpoint: Path | None = None, keep_last: int = 0) -> None:
+    def resume(self, step: int, checkpoint: Path) -> None:
         """Continue the folder after `step`: remove the rows of later steps from its logs.
 
-        First, as the disk may be full, leftovers of interrupted saves are deleted, and checkpoints
-        beyond `keep_last`; 0 deletes none, and `checkpoint`, from which the run resumes, is always
-        kept. Raises UserError if another process is writing to the folder or has moved it aside,
-        or if a log cannot be read.
+        First, as the disk may be full, leftovers of interrupted saves are deleted. Raises UserError
+        if another process is writing to the folder or has moved it aside with the `checkpoint`, or
+        if a log cannot be read.
         """
         self._lock_folder()
         self._resumed_after = step
-        if not (checkpoint or self.path).is_dir():
+        if not checkpoint.is_dir():
             raise UserError(f"{self.path}: was moved aside or deleted just now; start again")
         for leftover in (self.path / "checkpoints").glob(".*.unfinished"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if keep_last:
-            delete_old(self.path, keep_last, before=step + 1, protect=checkpoint)
-        for name, columns in COLUMNS.items():
-            rows = {at: row for at, row in self._rows(name).items() if at <= step}
-            if name == "log.csv":  # exactly these columns, as in the rows to come
-                write_rows(self.path / name, columns, rows.values())
-            elif (self.path / name).exists():
-                self._rewrite(name, rows)
+        for name in COLUMNS:
+            if (self.path / name).exists():
+                rows = self._rows(name).items()
+                self._rewrite(name, {at: row for at, row in rows if at <= step})
         self._open_console()
         (self.path / "summary.json").unlink(missing_ok=True)
 
@@ -203,12 +196,8 @@ class RunFolder:
             return
         try:
             print(text, flush=True)
-        except OSError as error:
+        except OSError:
             drop(sys.stdout)
-            text += (
-                f"\nnote: nothing can be printed any more ({error.strerror}); the run continues, "
-                f"and console.log has its output"
-            )
         if self._console:
             self._write(text)
         else:

@@ -77,7 +77,7 @@ def share_cores() -> None:
             os.environ["OMP_NUM_THREADS"] = share
 
 
-def cores(pid: int = 0, system: Path = Path("/")) -> int:
+def cores(pid: int = 0) -> int:
     """Count the cores that a process may use; `pid` 0 is this process.
 
     Two hardware threads of one core count once, as in PyTorch's own default.
@@ -85,9 +85,9 @@ def cores(pid: int = 0, system: Path = Path("/")) -> int:
     siblings = set()
     has_affinity = hasattr(os, "sched_getaffinity")  # macOS has none
     for cpu in os.sched_getaffinity(pid) if has_affinity else range(os.cpu_count() or 1):
-        place = system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        place = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
-            siblings.add(place.read_text())
+            siblings.add(Path(place).read_text())
         except OSError:
             siblings.add(str(cpu))
     return len(siblings)
@@ -142,7 +142,7 @@ def _glibc() -> ctypes.CDLL | None:
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
 
 
-def memory_left(system: Path = Path("/")) -> float:
+def memory_left() -> float:
     """Return the available memory in bytes; infinity if the system does not report it.
 
     It is the least of the machine's and of the limits of this process's cgroups (version 2).
@@ -153,10 +153,10 @@ def memory_left(system: Path = Path("/")) -> float:
 
     left = [math.inf]
     with contextlib.suppress(OSError, IndexError):
-        left.append(number(system / "proc/meminfo", "MemAvailable:") * 1024)
-    group = system / "sys/fs/cgroup"
+        left.append(number(Path("/proc/meminfo"), "MemAvailable:") * 1024)
+    group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError):
-        group /= (system / "proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
+        group /= Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
     for place in (group, *group.parents):  # any of them may have a limit
         with contextlib.suppress(OSError, IndexError):  # "max": no limit
             used = number(place / "memory.current")

@@ -174,11 +174,9 @@ def _check_match(world: World, must_match: Mapping[str, Any]) -> World:
     everyones, gpus = zip(*world.gather((own, device_name(world.device))), strict=True)
     problems = []
     for name in own:
-        first_ranks: dict[str, int] = {}
-        for rank, values in enumerate(everyones):
-            first_ranks.setdefault(str(values.get(name)), rank)
-        if len(first_ranks) > 1:
-            found = [f"{value} on rank {rank}" for value, rank in first_ranks.items()]
+        values = [str(theirs.get(name)) for theirs in everyones]
+        if len({*values}) > 1:
+            found = [f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values)]
             problems.append(f"{name}: all ranks need the same, but it is {' and '.join(found)}")
     if problems:
         raise UserError("\n".join(problems))

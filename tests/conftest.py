@@ -3,6 +3,7 @@ processes.
 """
 
 import contextlib
+import csv
 import functools
 import itertools
 import multiprocessing.forkserver
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 import summary
+from checkpoint.files import STATE, read_json
 from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
@@ -33,6 +35,7 @@ from runtime.device import NOTED_SLOWDOWN, bf16_slowdown
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.launch import environment_of
+from runtime.runlog import all_checkpoints
 from runtime.start import cores
 from runtime.world import World
 
@@ -430,7 +433,7 @@ def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
     processes: list[Any] = []
     for rank in range(ranks):
         env = environment_of(rank, ranks, store.port) | {"OMP_NUM_THREADS": "1"}
-        processes.append(start(*command, cwd=cwd, before=None, **env))
+        processes.append(start(*command, cwd=cwd, **env))
         processes[-1].store = store  # lives as long as they do
     return processes
 
@@ -495,13 +498,40 @@ def tokens_in(path: Path) -> np.ndarray:
     return file.read([0], file.tokens)[0]
 
 
+def folder_of(run: Path | Config) -> Path:
+    """The folder of a run, given that or its config."""
+    return run if isinstance(run, Path) else Path(run.log_dir) / str(run.run_name)
+
+
+def log(run: Path | Config) -> list[tuple[str, ...]]:
+    """Every column of a run's log but the times."""
+    with open(folder_of(run) / "log.csv", newline="") as file:
+        return [(row["step"], row["loss"], row["lr"], row["norm"]) for row in csv.DictReader(file)]
+
+
+def end_of(run: Path | Config) -> dict[str, Any]:
+    """All that an interruption must not change: figures, the best checkpoint's name, and of the
+    last one the tensors' hashes, the numbers and the ranks' dropout.
+    """
+    folder = folder_of(run)
+    last, evaluations = all_checkpoints(folder)[-1], folder / "eval.csv"
+    saved = read_json(last / STATE)
+    dropout = [rank["torch_cpu"] for rank in saved.pop("random")]
+    del saved["config"], saved["seconds"]
+    return {
+        "log": log(run),
+        "evaluations": evaluations.exists() and evaluations.read_text(),
+        "best": [path.name for path in all_checkpoints(folder, "best")],
+        "tensors": [sha256(path) for path in sorted(last.glob("*.safetensors"))],
+        "dropout": dropout,
+        **saved,
+    }
+
+
 def reseal(folder: Path) -> None:
     """Write a checkpoint's checksums anew, as one who means harm would."""
-    names = sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-    )
-    lines = [f"{sha256(folder / name)}  {name}\n" for name in names if name != "SHA256SUMS"]
-    (folder / "SHA256SUMS").write_text("".join(lines))
+    command = "sha256sum *.safetensors *.json > SHA256SUMS"
+    subprocess.run(command, shell=True, cwd=folder, check=True)
 
 
 def refused(message: str) -> Any:

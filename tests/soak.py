@@ -10,8 +10,6 @@ torchrun is killed, the same command is started again.
 """
 
 import contextlib
-import csv
-import hashlib
 import os
 import random
 import shutil
@@ -26,12 +24,20 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from checkpoint.files import STATE, read_json
 from config import Config
 from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.runlog import all_checkpoints
 from runtime.start import parse_command_line
-from tests.conftest import TORCHRUN, children, flags, kill_all, start, tiny_run, write_tiny_corpus
+from tests.conftest import (
+    TORCHRUN,
+    children,
+    end_of,
+    flags,
+    kill_all,
+    start,
+    tiny_run,
+    write_tiny_corpus,
+)
 
 STEPS_PER_KILL = 12
 # share of several ranks' lives that are counted from their start: most of these end while the ranks
@@ -155,19 +161,6 @@ class Run:
         kill_all([self.process.pid, *self.ranks, *self.alive()])
         raise RuntimeError("\n".join([f"{self.path} {what}", *self.process.communicate()]))
 
-    def end(self) -> tuple[Any, ...]:
-        """Return the hash of the last tensors, the random state of each rank's
-        dropout, the log without the times, the evaluations, and the best checkpoint.
-        """
-        (last,), digest = self.newest(), hashlib.sha256()
-        for path in sorted(last.glob("*.safetensors")):
-            digest.update(path.read_bytes())
-        dropout = [rank["torch_cpu"] for rank in read_json(last / STATE)["random"]]
-        with open(self.path / "log.csv", newline="") as file:
-            log = [row[:4] for row in csv.reader(file)]
-        best = [path.name for path in all_checkpoints(self.path, "best")]
-        return digest.hexdigest(), dropout, log, (self.path / "eval.csv").read_text(), best
-
 
 def main(options: SoakOptions) -> int:
     """Return the exit status: 1 if any number differs. Raises RuntimeError if a run fails or
@@ -207,7 +200,7 @@ def main(options: SoakOptions) -> int:
             ranks, process = KINDS[kind]
             in_a_write += run.kill(moments.sample(run.ranks, min(ranks, len(run.ranks))), process)
             kills[kind] += 1
-        differ += run.end() != straight.end()
+        differ += end_of(run.path) != end_of(straight.path)
     print(
         f"{options.kills} kills {dict(kills)} in {rounds} run(s) of {values['max_steps']} steps, "
         f"{in_a_write} of them while a checkpoint was being written; {differ} run(s) ended with "

@@ -16,8 +16,7 @@ import torch
 from config import THIS_CALL, Config, Needs, Rung
 from measure.preflight import checks, estimate
 from runtime.cli import ConfigError, _value_type, load
-from tests.conftest import ALONE, COMPILED, TINY, tiny_run
-from tests.test_resume import log
+from tests.conftest import ALONE, COMPILED, TINY, end_of, log, tiny_run
 from train import main, train
 
 Values = dict[str, object]  # keys are names of options
@@ -84,21 +83,15 @@ def runs(options: type[Config]) -> list[Values]:
 def test_each_choice_trains_saves_resumes_bit_for_bit_and_passes_estimate_and_check(
     options, corpus, tmp_path, here, capsys, monkeypatch
 ):
-    """Every file of the last checkpoint counts: weights, optimizer, and all that JSON holds."""
     shape = COMPILED if "compile" in options else {}
     config = tiny_run(tmp_path, **BASE | shape | options, checkpoint_every=2)
     last = here / "checkpoints/step_000003"
-
-    def end():
-        files = {path.name: path.read_bytes() for path in last.iterdir()}
-        return {"log": tuple(log(here)), **files}.items()
-
     train(config, ALONE)
-    straight = end()
+    straight = end_of(here)
     shutil.rmtree(last)
     again = train(config.model_copy(update={"resume": "auto"}), ALONE)
     assert (again["resumed_after_step"], again["skipped_steps"]) == (2, 0)
-    assert {name for name, _ in straight ^ end()} == set()
+    assert end_of(here) == straight
 
     monkeypatch.setattr(estimate, "matmul_tflops", lambda *_, **__: 1.0)  # takes seconds
     estimate.estimate(config, ALONE)

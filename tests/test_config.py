@@ -206,7 +206,6 @@ FLAG_MISTAKES = """
 --config => --config: expected one argument
 --config speedup99 => speedup99: no such config file .. did you mean speedup9?
 --config zzz => zzz: no such config file .. configs/, which has .. files, such as
---config . => .: is a folder, not a config file
 --log_dir= => --log_dir: .. at least 1 character
 --config= => (empty): no such config file
 --run_name= => --run_name: .. at least 1 character

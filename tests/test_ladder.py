@@ -212,7 +212,7 @@ def test_two_ladders_do_not_climb_in_one_folder(tmp_path):
     [
         ("speedpu", "speedpu: no such config file, here or in configs/; did you mean speedup?"),
         ("configs/mine", "configs/mine: no such config file, here or in configs/, which has "),
-        (f"{ROOT}/configs/reference", "is a folder, not a config file"),
+        (f"{ROOT}/configs/reference", "configs/reference: no such config file"),
         ("", "name a series (speedup, a100, as_logged, cpu, gpu_ms, modern, mps, timeit), a"),
         ("speedup -- --max_step 3", "--max_step: unknown option; did you mean --max_steps"),
         ("speedup -- --n_embd 100", "n_embd 100 does not divide into 12 heads"),

@@ -189,8 +189,6 @@ LIKE_MACOS = """if True:
 def test_torchrun_works_on_a_system_without_linuxs_functions(tiny_config, tmp_path):
     script = tmp_path / "like_macos.py"
     script.write_text(LIKE_MACOS.format(root=str(ROOT), train=str(ROOT / "train.py")))
-    lines, _ = torchrun(tmp_path, script, "--n_layer", "0")
-    assert lines == ["error: --n_layer: input should be greater than or equal to 1, not '0'"]
     options = flags(tiny_config(max_steps=1, batch_size=2))
     done = run(*TORCHRUN, "--nproc_per_node=2", script, *options, cwd=tmp_path, before=forks)
     assert done.returncode == 0, done.stderr

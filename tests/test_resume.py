@@ -2,7 +2,6 @@
 the middle of a run; checkpoints that went bad.
 """
 
-import csv
 import functools
 import json
 import os
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 
 import inference.evaluation
 from checkpoint.resume import newest_whole_checkpoint
-from checkpoint.state import COUNTS, State, read_state
+from checkpoint.state import State, read_state
 from checkpoint.weights import load_model
 from config import load_config
 from data.token_file import write_corpus
@@ -31,10 +30,13 @@ from tests.conftest import (
     COMPILED,
     MODERN,
     at_step,
+    end_of,
     ended,
     fast_precision,
     flags,
+    folder_of,
     fork_server,
+    log,
     refused,
     reseal,
     run,
@@ -54,19 +56,8 @@ PARTS = ["model.safetensors", "optimizer.safetensors", "checkpoint.json", "SHA25
 NO_SPACE = "No space left on device"
 
 
-def folder_of(run):
-    """The folder of a run, given that or its config."""
-    return run if isinstance(run, Path) else Path(run.log_dir) / run.run_name
-
-
 def newest(run):
     return newest_whole_checkpoint(folder_of(run))[0].folder
-
-
-def log(run):
-    """Every column of the log but the times."""
-    with open(folder_of(run) / "log.csv", newline="") as file:
-        return [(row["step"], row["loss"], row["lr"], row["norm"]) for row in csv.DictReader(file)]
 
 
 def evals(run):
@@ -75,18 +66,6 @@ def evals(run):
 
 def checkpoints(run):
     return sorted(path.name for path in (folder_of(run) / "checkpoints").iterdir())
-
-
-def same_end(ours, theirs):
-    """Assert that two runs ended with the same log and, bit for bit, the same state."""
-    assert log(ours) == log(theirs)
-    ours, theirs = (
-        {path.name: path.read_bytes() for path in newest(run).glob("*.safetensors")}
-        | {name: getattr(read_state(newest(run)), name) for name in ("scaler", "recent", *COUNTS)}
-        for run in (ours, theirs)
-    )
-    for name in ours.keys() | theirs.keys():
-        assert ours[name] == theirs[name] or name == "seconds", name
 
 
 # ---- exact
@@ -137,10 +116,8 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     summary = go(twice)
     torch.set_num_threads(before)
     assert (summary["steps"], summary["resumed_after_step"]) == (7, 5)
-    same_end(twice, straight)
-    if "eval_every" in WAYS[way]:
-        assert evals(twice) == evals(straight)
-        assert summary["val_loss"] is not None
+    assert end_of(twice) == end_of(straight)
+    assert (summary["val_loss"] is None) == ("eval_every" not in WAYS[way])
 
 
 def test_a_resume_after_the_last_step_has_nothing_to_do(go, here, capsys):
@@ -326,15 +303,11 @@ def test_no_checkpoint_is_saved_where_none_are_kept(go, here):
     assert not (here / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("speed", ["compile", "fp16"])
-def test_a_checkpoint_holds_plain_names_and_all_state(speed, go, here):
-    go(**(COMPILED | {"compile": speed == "compile", "fp16": speed == "fp16"}))
+def test_a_checkpoint_of_a_compiled_run_has_plain_names_and_checksums(go, here):
+    go(**COMPILED)
     folder = newest(here)
-    weights, state = load_file(folder / "model.safetensors"), read_state(folder)
-    assert not any(name.startswith(("module.", "_orig_mod.")) for name in weights)
-    assert "lm_head.weight" not in weights  # it is transformer.wte.weight
-    assert state.scaler == {} if speed == "compile" else state.scaler["scale"] == 65536.0
-    assert (state.step, state.tokens, len(state.random)) == (6, 6 * 128, 1)
+    weights = load_file(folder / "model.safetensors")
+    assert all(name.startswith("transformer.") for name in weights)  # a tied head is not stored
     assert "transformer.wte.weight/exp_avg" in load_file(folder / "optimizer.safetensors")
     subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=folder, check=True)
 
@@ -415,24 +388,6 @@ def test_a_rank_that_hangs_ends_the_others_with_a_message(tiny_config, tmp_path,
 
 
 # ---- faults
-
-
-def test_a_corpus_that_goes_bad_stops_the_run_and_it_goes_on_once_restored(
-    go, here, corpus, monkeypatch
-):
-    (path,) = (corpus / "tiny").glob("*.bin")
-    good = path.read_bytes()
-    disarm = at_step(
-        monkeypatch, lambda call, _: path.write_bytes(good[:3000]) and None if call == 5 else None
-    )
-    with refused("became shorter while in use"):
-        go(checkpoint_every=2, max_steps=40)
-    assert read_state(newest(here)).step >= 4
-    with refused("damaged"):
-        go(resume="auto", max_steps=40)
-    path.write_bytes(good)
-    disarm()
-    assert go(resume="auto", max_steps=40)["steps"] == 40
 
 
 def poisoned(model):

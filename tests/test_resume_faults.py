@@ -21,13 +21,12 @@ from checkpoint.weights import build_model, find_weights, load_model
 from config import Config, load_config
 from runtime.cli import ConfigError, parse
 from runtime.runlog import RunFolder
-from tests.conftest import TINY, flags, refused, reseal, run
+from tests.conftest import TINY, end_of, flags, refused, reseal, run
 from tests.test_resume import (
     NO_SPACE,
     PARTS,
     checkpoints,
     newest,
-    same_end,
 )
 
 
@@ -100,7 +99,7 @@ def test_a_full_disk_keeps_the_checkpoints_before_and_a_lower_keep_last_makes_ro
     assert go(**options, keep_last=1, resume="auto")["resumed_after_step"] == 6
     assert checkpoints(here) == ["step_000008"]
     go(max_steps=8, keep_last=1, run_name="straight")
-    same_end(here, tmp_path / "logs/straight")
+    assert end_of(here) == end_of(tmp_path / "logs/straight")
 
 
 def test_the_newest_whole_checkpoint_is_never_deleted_for_room(go, here, disk):
@@ -150,10 +149,7 @@ def steep(go, here):
     [
         "--lr_schedule cosine --min_lr 1e-3",
         "--total_batch_tokens 96",
-        "--block_size 2048",
-        "--n_embd 20",
         "--seq_len 48",
-        "--batch_size 2",
         "--n_head 4",
     ],
 )
@@ -183,7 +179,7 @@ def test_a_step_that_ranks_cannot_share_says_what_works(ranks, batch_size, go, h
 
 def test_another_run_name_than_the_resumed_runs_says_what_to_do(go, here):
     go()
-    for resume in map(str, (here, here / "checkpoints", newest(here))):
+    for resume in map(str, (here, newest(here))):
         said = f"--run_name: run_name other is not the run that resume {resume} is of; leave "
         with refused(said):
             load_config(resume=resume, run_name="other")
@@ -215,7 +211,7 @@ def linked(go, here, tmp_path):
     return here
 
 
-WAYS = ["{run}/", "{run}/checkpoints", "{run}/checkpoints/step_000004", "train"]
+WAYS = ["{run}/", "{run}/checkpoints/step_000004", "train"]
 
 
 @pytest.mark.parametrize("way", [*WAYS, "auto"])
@@ -253,35 +249,29 @@ def test_a_run_of_which_only_the_best_checkpoint_is_left_has_weights_and_resumes
     assert go(load_config(resume=str(here), max_steps=5))["resumed_after_step"] == 4
 
 
-@pytest.mark.parametrize("harm", ["one missing", "half precision", "no file"])
+@pytest.mark.parametrize("harm", ["one missing", "half precision"])
 def test_tensors_that_are_missing_or_of_another_dtype_are_refused(harm, go, here):
     go(max_steps=2)
     path = newest(here) / "optimizer.safetensors"
     tensors = load_file(path)
-    name, said = "transformer.wte.weight/exp_avg", "the optimizer's state does not fit the model's"
+    name = "transformer.wte.weight/exp_avg"
     tensor = tensors.pop(name)
     if harm == "half precision":
         tensors[name] = tensor.half()
     save_file(tensors, path)
-    if harm == "no file":
-        path.unlink()
-        said = "step_000002: has no optimizer.safetensors; leave out the option that needs it"
     reseal(path.parent)
-    with refused(said):
+    with refused("the optimizer's state does not fit the model's"):
         go(resume="auto", max_steps=3)
 
 
-def test_a_checkpoint_of_another_version_and_another_name_resumes_and_is_saved_under_its_own(
-    go, here, tmp_path, capsys
-):
+def test_a_checkpoint_of_another_version_resumes(go, here, tmp_path, capsys):
     go(max_steps=2)
-    renamed = (here / "checkpoints/step_000002").rename(here / "checkpoints/final")
-    state = json.loads((renamed / "checkpoint.json").read_text())
+    folder = newest(here)
+    state = json.loads((folder / "checkpoint.json").read_text())
     state["config"]["later"] = 7
-    (renamed / "checkpoint.json").write_text(json.dumps(state | {"run_id": "0123"}))
-    reseal(renamed)
-    go(load_config(resume=str(renamed), max_steps=4))
+    (folder / "checkpoint.json").write_text(json.dumps(state | {"run_id": "0123"}))
+    reseal(folder)
+    go(load_config(resume=str(folder), max_steps=4))
     assert "later 7 -> (unknown to this version)" in capsys.readouterr().out
-    assert checkpoints(here) == ["final", "step_000004"]
     go(run_name="straight", max_steps=4)
-    same_end(here, tmp_path / "logs/straight")
+    assert end_of(here) == end_of(tmp_path / "logs/straight")

@@ -1,4 +1,4 @@
-"""Rooms: the imports that each may have, and the torch calls that the recipe shows."""
+"""Rooms: the imports that each may have."""
 
 import ast
 import functools
@@ -44,19 +44,14 @@ OURS = {name.removesuffix(".py").partition("/")[0] for name in FILES}
 
 
 @functools.cache
-def text_of(name):
-    return (ROOT / name).read_text(encoding="utf-8")
-
-
-@functools.cache
 def tree(name):
-    return ast.parse(text_of(name))
+    return ast.parse((ROOT / name).read_text(encoding="utf-8"))
 
 
-def imports(name, nodes=None):
+def imports(name):
     """The modules of this project that a file imports, wherever in it: `runtime.cli`, `model`."""
     names = []
-    for node in ast.walk(tree(name)) if nodes is None else nodes:
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -105,24 +100,3 @@ def test_options_errors_reports_and_the_ladder_do_without_torch():
     code = f"import sys, {WITHOUT_TORCH}; assert not {{'torch', 'matplotlib'}} & {{*sys.modules}}"
     ran = run_from_nothing("-c", code, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
-
-
-# The torch call of each optimization, in the file in which a reader of nanoGPT looks for it.
-RUNGS = {
-    "train.py": [
-        "torch.set_float32_matmul_precision(",
-        "torch.autocast",
-        "torch.compile(",
-        "DistributedDataParallel(",
-        "fully_shard(",
-        "torch.amp.GradScaler(",
-        "fused",
-    ],
-    "model.py": ["F.scaled_dot_product_attention(", "padding"],
-    "optimizer.py": ["torch.optim.AdamW(", "clip_grads_with_norm_(", "math.cos(", "weight_decay"],
-}
-
-
-@pytest.mark.parametrize(("name", "calls"), RUNGS.items())
-def test_the_recipe_shows_each_optimizations_torch_call(name, calls):
-    assert [call for call in calls if call not in text_of(name)] == []

@@ -29,7 +29,7 @@ from data.token_file import TokenFileError
 from model import GPT, GPTConfig
 from runtime.cli import parse
 from runtime.errors import TrainingError, kind_of_failure
-from runtime.runlog import RunFolder, duration
+from runtime.runlog import RunFolder
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
 from tests.conftest import (
@@ -38,11 +38,14 @@ from tests.conftest import (
     ROOT,
     TINY,
     at_step,
+    end_of,
     flags,
+    folder_of,
+    log,
     run,
     run_from_nothing,
 )
-from tests.test_resume import checkpoints, evals, folder_of, log, needs_dev_full, newest, same_end
+from tests.test_resume import checkpoints, needs_dev_full, newest
 from train import train
 
 
@@ -128,8 +131,7 @@ def test_a_fault_in_or_after_a_step_saves_what_is_whole_and_the_run_goes_on_exac
     summary = go(**options, resume="auto")
     assert (summary["resumed_after_step"], summary["steps"]) == (3, 6)
     go(**options, run_name="straight")
-    same_end(here, straight)
-    assert options is not EVALUATES or evals(here) == evals(straight)
+    assert end_of(here) == end_of(straight)
 
 
 def test_a_fault_in_the_middle_of_an_update_is_not_saved(go, here, monkeypatch):
@@ -177,9 +179,7 @@ def test_the_error_line_says_how_to_resume_quoted_for_the_shell(tiny_config, mon
     folder = str(folder_of(config))
     assert line == f"error: a bad file; {to_go_on(shlex.quote(folder))}"
     train(load_config(resume=folder), ALONE)
-    last = capsys.readouterr().out.splitlines()[-1]
-    command = shlex.split(last.partition("for text: ")[2])
-    assert command == ["python", "sample.py", folder]
+    assert capsys.readouterr().out.endswith(f"for text: python sample.py {shlex.quote(folder)}\n")
 
 
 def test_one_of_several_ranks_saves_nothing_at_a_fault_and_says_how_to_resume(tiny_config, here):
@@ -215,15 +215,11 @@ def full_disk():
 
 
 @needs_dev_full
-@pytest.mark.parametrize(
-    ("unread", "why"), [(broken_pipe, "Broken pipe"), (full_disk, "No space left on device")]
-)
-def test_output_that_nobody_reads_does_not_end_a_run(unread, why, tiny_config, here, tmp_path):
+@pytest.mark.parametrize("unread", [broken_pipe, full_disk])
+def test_output_that_nobody_reads_does_not_end_a_run(unread, tiny_config, here, tmp_path):
     done = run("train.py", *flags(tiny_config()), cwd=tmp_path, before=unread)
     assert (done.returncode, done.stderr) == (0, "")
-    console = (here / "console.log").read_text()
-    assert console.count(f"note: nothing can be printed any more ({why}); the run continues") == 1
-    assert "done: 6 steps" in console
+    assert "done: 6 steps" in (here / "console.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -308,9 +304,7 @@ SLOW_IMPORT = (
 )
 
 
-@pytest.mark.parametrize(
-    "command", ["train.py --dataset none", "sample.py any", "bench.py", "evaluate.py any"]
-)
+@pytest.mark.parametrize("command", ["train.py --dataset none", "sample.py any"])
 def test_ctrl_c_during_the_import_of_torch_ends_a_command_in_one_line(command, tmp_path):
     (tmp_path / "torch.py").write_text(SLOW_IMPORT)
     script, *words = command.split()
@@ -327,17 +321,6 @@ def test_ctrl_c_during_the_import_of_torch_ends_a_command_in_one_line(command, t
     assert process.communicate(timeout=20)[1] == "\nerror: interrupted\n"
     assert process.returncode == 130
     assert not (tmp_path / "logs").exists()
-
-
-# ---- numbers out of reach
-
-
-def test_the_upper_bounds_of_numbers_are_generous():
-    load_config(max_steps=10**9, lr=1e30, eval_tokens=10**15, total_batch_tokens=4 * 1024 * 10**8)
-
-
-def test_a_long_time_is_shown_sensibly():
-    assert [duration(seconds) for seconds in (59.6, 90_000)] == ["0:01:00", "1 day, 1:00:00"]
 
 
 # ---- compilers and other processes
@@ -380,6 +363,13 @@ TRITON = "TritonMissing: Cannot find a working triton installation. Either the p
 def test_the_librarys_own_reason_is_kept(error, kind, reason):
     found, line = kind_of_failure(error)
     assert (found, line[: len(reason)]) == (kind, reason)
+
+
+@pytest.mark.parametrize("size", [10**14, 2**62])
+def test_tensors_that_memory_has_no_room_for_are_told_by_pytorchs_words(size):
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(size)
+    assert kind_of_failure(caught.value) == ("memory", "out of memory")
 
 
 def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compiling(

@@ -27,7 +27,6 @@ def environment(monkeypatch):
             "OMP_NUM_THREADS",
             "TORCHELASTIC_RUN_ID",
             "TORCHINDUCTOR_COMPILE_THREADS",
-            "TORCH_CPP_LOG_LEVEL",
             "CUDA_VISIBLE_DEVICES",
             "PYTORCH_ALLOC_CONF",
             "PYTORCH_CUDA_ALLOC_CONF",
@@ -93,6 +92,7 @@ GROWS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         ("cuda", True, {"PYTORCH_CUDA_ALLOC_CONF": "any"}, True, {}),
         ("cpu", True, {}, False, {}),
         ("auto", True, {"CUDA_VISIBLE_DEVICES": "-1"}, False, {}),
+        ("auto", True, {"CUDA_VISIBLE_DEVICES": ""}, False, {}),
         ("auto", False, {}, False, {}),
     ],
 )
@@ -142,33 +142,34 @@ def test_what_is_kept_is_given_back_between_steps_where_memory_is_short(left, ke
     assert printed_by(FREED, left) in kept
 
 
-def test_the_memory_that_is_left_is_the_machines_or_the_containers(tmp_path):
-    def put(path, text):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
+@pytest.fixture
+def files(monkeypatch):
+    """Texts of the system's files by path; all other files are missing."""
+    texts = {}
 
-    assert memory_left(tmp_path) == math.inf, "a system that does not tell"
-    put("proc/meminfo", "MemFree:        1000 kB\nMemAvailable:   3000 kB\n")
-    assert memory_left(tmp_path) == 3000 * 1024
-    put("proc/self/cgroup", "1:cpu:/\n0::/job/step\n")  # a group without files here
-    put("sys/fs/cgroup/memory.stat", "anon 5\ninactive_file 1000000\n")
-    put("sys/fs/cgroup/memory.current", "3000000\n")
+    def read_text(path):
+        if str(path) not in texts:
+            raise FileNotFoundError(path)
+        return texts[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    return texts
+
+
+def test_the_memory_that_is_left_is_the_machines_or_the_containers(files):
+    assert memory_left() == math.inf, "a system that does not tell"
+    files["/proc/meminfo"] = "MemFree:        1000 kB\nMemAvailable:   3000 kB\n"
+    assert memory_left() == 3000 * 1024
+    files["/proc/self/cgroup"] = "1:cpu:/\n0::/job/step\n"  # a group without files here
+    files["/sys/fs/cgroup/memory.stat"] = "anon 5\ninactive_file 1000000\n"
+    files["/sys/fs/cgroup/memory.current"] = "3000000\n"
     for limit, left in (("max", 3000 * 1024), ("9000000", 3000 * 1024), ("4000000", 2_000_000)):
-        put("sys/fs/cgroup/memory.max", f"{limit}\n")
-        assert memory_left(tmp_path) == left
-    put("sys/fs/cgroup/job/memory.stat", "inactive_file 0\n")
-    put("sys/fs/cgroup/job/memory.current", "1000\n")
-    put("sys/fs/cgroup/job/memory.max", "5000\n")
-    assert memory_left(tmp_path) == 4000, "the smallest limit counts"
-
-
-@pytest.mark.parametrize(
-    ("given", "found"), [({}, "ERROR"), ({"TORCH_CPP_LOG_LEVEL": "INFO"}, "INFO")]
-)
-def test_the_environment_that_the_user_has_set_stands(given, found, environment):
-    environment(**given)
-    set_up_process()
-    assert os.environ["TORCH_CPP_LOG_LEVEL"] == found
+        files["/sys/fs/cgroup/memory.max"] = f"{limit}\n"
+        assert memory_left() == left
+    files["/sys/fs/cgroup/job/memory.stat"] = "inactive_file 0\n"
+    files["/sys/fs/cgroup/job/memory.current"] = "1000\n"
+    files["/sys/fs/cgroup/job/memory.max"] = "5000\n"
+    assert memory_left() == 4000, "the smallest limit counts"
 
 
 # ---- the device
@@ -190,29 +191,16 @@ OLD = (
     ids=["old open driver", "driver of another kind", "PyTorch for CPUs"],
 )
 def test_a_gpu_that_pytorch_cannot_use_is_an_error_and_not_a_run_on_the_cpu(
-    device, cuda, driver, message, monkeypatch
+    device, cuda, driver, message, files, monkeypatch
 ):
-    def read_text(path):
-        if driver is None:
-            raise FileNotFoundError(path)
-        return driver
-
+    if driver:
+        files["/proc/driver/nvidia/version"] = driver
     monkeypatch.setattr(runtime.device, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(Path, "read_text", read_text)
     with answering(is_available=False):
         with pytest.raises(UserError, match=f"--device {device}: .*{message}.*--device cpu"):
             choose_device(device)
         assert choose_device("cpu") == CPU
-
-
-def test_a_gpu_that_is_hidden_is_none(monkeypatch):
-    monkeypatch.setattr(Path, "exists", lambda path: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with answering(is_available=False):
-        assert choose_device("auto") == CPU
-        with pytest.raises(UserError, match="--device cuda: not available to this PyTorch"):
-            choose_device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -284,11 +272,10 @@ def test_a_process_has_its_share_of_the_8_cores_of_its_machine(
         assert os.environ.get(name) == threads
 
 
-def test_two_threads_of_one_core_are_one_core(tmp_path, monkeypatch):
+def test_two_threads_of_one_core_are_one_core(files, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 6})
-    assert cores(system=tmp_path) == 4, "nothing is known of them"
-    for cpu, siblings in enumerate(["0,4", "1,5", "2,6", "3,7", "0,4", "1,5", "2,6", "3,7"]):
-        place = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        place.mkdir(parents=True)
-        (place / "thread_siblings_list").write_text(siblings)
-    assert cores(system=tmp_path) == 3
+    assert cores() == 4, "nothing is known of them"
+    for cpu in range(8):
+        place = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        files[place] = f"{cpu % 4},{cpu % 4 + 4}"
+    assert cores() == 3

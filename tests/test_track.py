@@ -14,7 +14,7 @@ import checkpoint.state
 import runtime.track as track
 import train as train_module
 from config import load_config
-from runtime.runlog import LOG_COLUMNS, LogRow, RunFolder, read_rows
+from runtime.runlog import LOG_COLUMNS, curve, read_rows
 from tests.conftest import (
     at_step,
     refused,
@@ -50,9 +50,9 @@ def same(curves, folder):
     curves, ours = dict(curves), logged(folder)
     utilization, memory = curves.pop("train/utilization"), curves.pop("train/memory_mb")
     assert curves.keys() == ours.keys()
-    for name, curve in ours.items():
+    for name, expected in ours.items():
         rounded = {"train/dt_ms": 0.0006, "train/tokens_per_sec": 0.06}.get(name, 0)
-        assert curves[name] == pytest.approx(curve, rel=1e-6, abs=rounded), name
+        assert curves[name] == pytest.approx(expected, rel=1e-6, abs=rounded), name
     assert memory.keys() | utilization.keys() <= ours["train/loss"].keys()
     assert all(0 < share <= 1 for share in utilization.values())
 
@@ -113,34 +113,26 @@ def test_a_run_of_two_calls_has_its_whole_curves_with_each_step_once(
     same(tensorboard(here)[0], here)
 
 
-More = namedtuple("More", [*checkpoint.state.Figures._fields, "ratio"])  # type: ignore[misc]
-
-
 def test_one_more_figure_of_a_step_reaches_metrics_csv_and_trackers_once_for_each_step(
     go, here, tensorboard, monkeypatch
 ):
-    options = {"tensorboard": True, "checkpoint_every": 2}
+    """A later version of the code resumes the run with another figure in place of the first."""
+    options, known = {"tensorboard": True, "checkpoint_every": 2}, checkpoint.state.Figures._fields
     go(**options)
-    assert (here / "metrics.csv").exists() == (len(checkpoint.state.Figures._fields) > 2)
-    monkeypatch.setattr(checkpoint.state, "Figures", More)
-    monkeypatch.setattr(train_module, "Figures", lambda *known: More(*known, known[0] / known[1]))
-    go(**options)
-    shutil.rmtree(here / "checkpoints/step_000006")
-    go(**options, resume="auto", max_steps=7)
-    ratios = {step: row["ratio"] for step, row in read_rows(here / "metrics.csv", ()).items()}
-    log = read_rows(here / "log.csv")
-    assert [*next(iter(log.values()))] == [*LOG_COLUMNS]
-    assert ratios == pytest.approx({at: row["loss"] / row["norm"] for at, row in log.items()})
-    assert tensorboard(here)[0]["train/ratio"] == pytest.approx(ratios)
-
-
-def test_metrics_csv_takes_other_figures_from_a_later_version_of_the_code(tmp_path):
-    for step, name in ((1, "old"), (2, "new"), (3, "new")):
-        folder = RunFolder(tmp_path / "run")
-        folder.resume(step - 1) if step > 1 else folder.create()
-        folder.log(LogRow(step, 1.0, 1.0, 1.0, 1.0, 1.0), None, {"loss": 1.0, name: step / 2})
-        folder.close()
-    assert (tmp_path / "run/metrics.csv").read_text() == "step,old,new\n1,0.5,\n2,,1.0\n3,,1.5\n"
+    assert (here / "metrics.csv").exists() == (len(known) > 2)
+    for name, changes in (("old", {}), ("new", {"resume": "auto", "max_steps": 7})):
+        More = namedtuple("More", [*known, name])
+        monkeypatch.setattr(checkpoint.state, "Figures", More)
+        monkeypatch.setattr(train_module, "Figures", lambda *two, More=More: More(*two, sum(two)))
+        shutil.rmtree(here / "checkpoints/step_000006")
+        go(**options | changes)
+    log, metrics = read_rows(here / "log.csv"), read_rows(here / "metrics.csv", ())
+    assert [*log[1]] == [*LOG_COLUMNS]
+    sums = {step: pytest.approx(row["loss"] + row["norm"]) for step, row in log.items()}
+    old, new = (dict(zip(*curve(metrics, name), strict=True)) for name in ("old", "new"))
+    assert (len(old), old | new) == (4, sums)
+    curves, _ = tensorboard(here)
+    assert curves["train/old"] | curves["train/new"] == sums
 
 
 # ---- Weights & Biases
