@@ -27,18 +27,21 @@ def make_optimizers(
     matrices = {}
     if make_for_matrices:
         matrices = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
-    rest = [p for name, p in params.items() if name not in matrices]
-    rates = {p: rate_of(name, p, config) for name, p in params.items()}
 
     # Weight decay pulls weights towards 0. That regularizes matrices and embeddings; biases and
     # norms have no reason to be small, so GPT-3 does not decay them.
     decayed_dims = 2 if config.decay_matrices_only else 0
-    decayed = [p for p in rest if p.dim() >= decayed_dims]
-    plain = [p for p in rest if p.dim() < decayed_dims]
+    decayed: list[Tensor] = []
+    plain: list[Tensor] = []
+    rest = defaultdict[tuple[float, float], list[Tensor]](list)  # by learning rate and decay
+    for name, p in params.items():
+        kind, decay = (decayed, config.weight_decay) if p.dim() >= decayed_dims else (plain, 0.0)
+        kind.append(p)
+        if name not in matrices:
+            rest[rate_of(name, p, config), decay].append(p)
     groups = [
-        {"params": [p for p in kind if rates[p] == rate], "lr": rate, "weight_decay": decay}
-        for kind, decay in ((decayed, config.weight_decay), (plain, 0.0))
-        for rate in dict.fromkeys(rates[p] for p in kind)
+        {"params": group, "lr": rate, "weight_decay": decay}
+        for (rate, decay), group in rest.items()
     ]
     optimizers = [make_for_rest(groups, config)]
     if make_for_matrices:
@@ -48,7 +51,7 @@ def make_optimizers(
             group["lr_factor"] = group["lr"] / config.lr
     return optimizers, [
         f"{sum(p.numel() for p in params.values()):,} parameters",
-        count_parameters("decayed", [*decayed, *matrices.values()]),
+        count_parameters("decayed", decayed),
         count_parameters("non-decayed", plain),
     ]
 
@@ -206,16 +209,12 @@ def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:
     Returns the norm before clipping, on the device: to read it would wait for the device.
     """
     parameters = list(model.parameters())
-    norm = global_norm([p.grad for p in parameters if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if hasattr(norm, "full_tensor"):  # with FSDP: the norm over the shards of all ranks
+        norm = norm.full_tensor()
     if grad_clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     return norm
-
-
-def global_norm(tensors: list[Tensor]) -> Tensor:
-    """Return the norm of all tensors as one vector, with FSDP over the shards of all ranks."""
-    norm = torch.nn.utils.get_total_norm(tensors)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
@@ -263,10 +262,6 @@ def describe_rate_change(
     if math.isclose(new, learning_rate(after, before, seconds), rel_tol=0.01):
         return []
     line = f"the learning rate of step {step + 1} is {new:.3g}, it was {old:.3g} at step {step}"
-    name = "max_minutes" if config.max_minutes else "max_steps"
-    ends = getattr(before, name), getattr(config, name)
-    if config.lr_schedule != "constant" and ends[0] != ends[1]:
-        line += f" ({name} {ends[0]} -> {ends[1]} stretches {config.lr_schedule})"
     if config.lr_schedule == "wsd" and not config.max_minutes and step > last_stable_step(before):
         line += (
             f"; to train longer with wsd, resume from a checkpoint before the decay began: step "

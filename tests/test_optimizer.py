@@ -59,13 +59,13 @@ JUMPS = {
         {"lr_schedule": "cosine", "max_steps": 100},
         {"max_steps": 200},
         100,
-        "0.00055, it was 0.0001 at step 100 (max_steps 100 -> 200 stretches cosine)",
+        "0.00055, it was 0.0001 at step 100",
     ),
     "wsd, after its decay": (
         {"lr_schedule": "wsd", "max_steps": 100, "wsd_decay_fraction": 0.3},
         {"max_steps": 200},
         100,
-        "0.001, it was 0.0001 at step 100 (max_steps 100 -> 200 stretches wsd); to train longer "
+        "0.001, it was 0.0001 at step 100; to train longer "
         "with wsd, resume from a checkpoint before the decay began: step 70 or earlier",
     ),
     "wsd, before its decay": ({"lr_schedule": "wsd", "max_steps": 100}, {"max_steps": 200}, 50, ""),
@@ -73,7 +73,7 @@ JUMPS = {
         {"lr_schedule": "cosine", "max_minutes": 1},
         {"max_minutes": 2},
         100,
-        "0.00055, it was 0.0001 at step 100 (max_minutes 1.0 -> 2.0 stretches cosine)",
+        "0.00055, it was 0.0001 at step 100",
     ),
     "another rate": ({}, {"lr": 5e-4}, 10, "0.0005, it was 0.001 at step 10"),
     "in the warm-up": ({"warmup_steps": 50, "lr_schedule": "cosine"}, {"log_every": 5}, 1, ""),
@@ -81,9 +81,7 @@ JUMPS = {
 
 
 @pytest.mark.parametrize(("options", "changed", "step", "line"), JUMPS.values(), ids=JUMPS)
-def test_a_rate_that_jumps_at_a_resume_is_told_from_what_to_what_and_why(
-    options, changed, step, line
-):
+def test_a_rate_that_jumps_at_a_resume_is_told_from_what_to_what(options, changed, step, line):
     options = {"lr": 1e-3, "min_lr": 1e-4} | options
     before, now = load_config(**options), load_config(**options | changed)
     told = describe_rate_change(now, before.model_dump(mode="json"), step, 60.0)
