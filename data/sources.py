@@ -152,10 +152,7 @@ def read_pieces(path: Path, column: str, separator: str | None, bad: BadRecords)
 def _describe(record: Any, column: str) -> str:
     if isinstance(record, Exception):
         return f"not JSON: {in_a_line(record)}"
-    if isinstance(record, dict):
-        names = ", ".join(map(repr, record))
-        return f'no text under "{column}" (--text_column); it has {names}'
-    return f"no text but {reprlib.repr(record)}"
+    return f'no text under "{column}" (--text_column) in {reprlib.repr(record)}'
 
 
 def _open(path: Path) -> io.BufferedReader:

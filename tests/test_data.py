@@ -84,7 +84,8 @@ BAD_FILES = {
     "wrong version": (ints(version=2) + bytes(200), r"\[20240520, 2\], not with \[20240520, 1\]"),
     "truncated": (ints() + bytes(150), "100 tokens, 1,224 bytes .* has 1,174 bytes"),
     "negative count": (ints(count=-1) + bytes(200), "damaged.*-1 tokens"),
-    "shorter than a header": (ints()[:-4], "too short: 1,020 bytes, but the header"),
+    "shorter than a header": (ints()[:-4], "100 tokens, 1,224 bytes .* has 1,020 bytes"),
+    "empty": (b"", r"its 0 bytes begin with the numbers \[\]"),
 }
 
 
