@@ -353,7 +353,7 @@ def test_a_run_whose_corpus_was_changed_or_deleted(tiny_config, corpus, file, ca
     with pytest.raises(UserError, match="no such corpus"):
         evaluate_run()
     assert "validation" not in evaluate_run(hellaswag=str(file))
-    assert "note: no validation loss: data/tiny: no such corpus" in capsys.readouterr().out
+    assert f"note: no validation loss: {corpus}/tiny: no such corpus" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
