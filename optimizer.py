@@ -59,7 +59,7 @@ def make_optimizers(
 def make_adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
     """Build AdamW for groups with their learning rates and weight decay."""
     # Fused: one kernel for the whole update instead of several passes over each tensor.
-    fused = True if config.fused_adamw else None  # None: PyTorch's own choice
+    fused = config.fused_adamw or None  # None: PyTorch's own choice
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
