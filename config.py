@@ -542,12 +542,9 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     def to_yaml(self) -> str:
         """Return all options as a YAML file, with which `--config` repeats the run."""
-        changed: dict[str, Any] = {"resume": None}  # repeating a run does not resume it
-        if self.lr_schedule != "constant":
-            changed["min_lr"] = self.final_lr()
         return (
             "# All options of one run. Repeat it with: python train.py --config <this file>\n\n"
-            + to_yaml(self.model_copy(update=changed))
+            + to_yaml(self.model_copy(update={"resume": None}))  # repeating does not resume
         )
 
 
