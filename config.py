@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from runtime.cli import ContradictionError, Name, Options, load, show, to_yaml
+from runtime.cli import ContradictionError, Name, Options, ZeroIsOff, load, show, to_yaml
 
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
 
@@ -52,7 +52,6 @@ FROM_SCRATCH = Needs("init_from", ("scratch",))
 # Bounds far beyond any run: a number outside them is a typo, and would overflow or run forever.
 Size = Annotated[int, Field(ge=1, le=10**15)]  # tokens, sequences, units of a layer
 Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
-ZeroIsOff = Annotated[int, Field(ge=0, le=10**9)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Rate = Annotated[float, Field(gt=0, le=1e30)]
