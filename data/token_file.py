@@ -113,7 +113,7 @@ def count_tokens(path: Path) -> int:
         )
     count = ints[2]
     expected = HEADER_BYTES + TOKEN_BYTES * count
-    if count < 0 or size != expected:
+    if size != expected:
         raise TokenFileError(
             f"{path}: damaged: by its header it has {count:,} tokens, {expected:,} bytes in all, "
             f"but the file has {size:,} bytes; {hint}"
