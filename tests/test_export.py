@@ -85,18 +85,6 @@ def same_logits(folder, ours):
     torch.testing.assert_close(theirs(idx).logits, ours(idx), rtol=1e-4, atol=1e-4)
 
 
-def test_what_transformers_wrote_is_exported_as_transformers_wrote_it(tmp_path):
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
-    transformers_pair(tmp_path / "theirs", **sizes)
-    export(str(tmp_path / "theirs"), tmp_path / "ours")
-    folders = [tmp_path / name for name in ("theirs", "ours")]
-    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in folders)
-    del ours["n_ctx"]
-    assert {name: theirs.get(name) for name in ours} == ours
-    theirs, ours = ((folder / "model.safetensors").read_bytes() for folder in folders)
-    assert theirs == ours
-
-
 @pytest.mark.parametrize("rows", [50258, 50304, 50320])
 def test_rows_of_added_tokens_are_kept_and_only_50304_rows_are_taken_for_padding_with_a_note(
     rows, tiny_config, tmp_path, capsys
