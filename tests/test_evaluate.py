@@ -53,12 +53,10 @@ def item(seed: int = 0, **changes) -> dict:
 
     ctx_a, ctx_b = words(2, 20), words(1, 3) if seed % 2 else ""
     return {
-        "ind": seed,
         "activity_label": words(1, 3),
         "ctx_a": ctx_a,
         "ctx_b": ctx_b,
         "ctx": f"{ctx_a} {ctx_b}".strip(),
-        "split": "val",
         "endings": [words(1, 12) for _ in range(4)],
         "label": draw.randrange(4),
         "source_id": "x~y",
