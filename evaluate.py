@@ -6,7 +6,6 @@ HellaSwag scores. Under torchrun the ranks share the work.
 """
 
 import contextlib
-import json
 import math
 import sys
 import warnings
@@ -79,7 +78,7 @@ from runtime.device import (
     matmul_dtype,
     usable_precision,
 )
-from runtime.files import write_atomic
+from runtime.files import write_json
 from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
@@ -131,7 +130,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     if options.json and not world.rank:
         path = Path(options.json)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
+        write_json(path, results)
     return results
 
 
