@@ -299,8 +299,8 @@ def test_targets_are_the_next_tokens_and_no_window_crosses_the_end_of_a_file(siz
     assert torch.equal(y, x + 1)
 
 
-def order(n, seed=1337, epoch=0):
-    return permuted(np.arange(n), n, seed, epoch)
+def order(n, epoch):
+    return permuted(np.arange(n), n, 1337, epoch)
 
 
 def test_a_seeds_shuffled_order_never_changes_so_old_runs_can_be_repeated():
@@ -308,8 +308,6 @@ def test_a_seeds_shuffled_order_never_changes_so_old_runs_can_be_repeated():
     expected = [2, 1, 0, 7, 6, 9, 4, 3, 5, 8]
     assert firsts(loader, 2, 3) == [4 * window for window in expected]
     assert order(10, epoch=1).tolist() == expected
-    loader.seed = 1338
-    assert firsts(loader, 2, 3) == [4 * window for window in order(10, 1338, 1)]
 
 
 def test_an_epoch_is_a_permutation_at_any_number_of_windows():
