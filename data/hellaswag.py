@@ -16,7 +16,6 @@ import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import numpy as np
 import pydantic
 
 from data.download import read_known_file
@@ -63,7 +62,7 @@ class Item(NamedTuple):
 class Row(NamedTuple):
     """A text of tokens; the last `scored` of them are the ending."""
 
-    tokens: bytes  # uint16; a list of numbers would take twenty times the memory
+    tokens: tuple[int, ...]
     scored: int
 
 
@@ -148,8 +147,7 @@ def rows_of(item: Item, block_size: int) -> list[Row]:
     for read, ending in pairs:
         # The model has to read a token before the first one to score.
         tokens = (read or [END_OF_TEXT]) + ending
-        in_context = np.array(tokens[-block_size - 1 :], dtype=np.uint16)
-        rows.append(Row(in_context.tobytes(), min(len(ending), block_size)))
+        rows.append(Row(tuple(tokens[-block_size - 1 :]), min(len(ending), block_size)))
     return rows
 
 
