@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from runtime.cli import ContradictionError, Name, Options, load, show, to_yaml
+from runtime.cli import ContradictionError, Name, Options, ZeroIsOff, load, show, to_yaml
 
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
 
@@ -52,7 +52,6 @@ FROM_SCRATCH = Needs("init_from", ("scratch",))
 # Bounds far beyond any run: a number outside them is a typo, and would overflow or run forever.
 Size = Annotated[int, Field(ge=1, le=10**15)]  # tokens, sequences, units of a layer
 Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
-ZeroIsOff = Annotated[int, Field(ge=0, le=10**9)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Rate = Annotated[float, Field(gt=0, le=1e30)]
@@ -542,12 +541,9 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     def to_yaml(self) -> str:
         """Return all options as a YAML file, with which `--config` repeats the run."""
-        changed: dict[str, Any] = {"resume": None}  # repeating a run does not resume it
-        if self.lr_schedule != "constant":
-            changed["min_lr"] = self.final_lr()
         return (
             "# All options of one run. Repeat it with: python train.py --config <this file>\n\n"
-            + to_yaml(self.model_copy(update=changed))
+            + to_yaml(self.model_copy(update={"resume": None}))  # repeating does not resume
         )
 
 

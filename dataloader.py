@@ -24,7 +24,6 @@ from torch import Tensor
 from data.manifest import check_shards
 from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError, split_of
 
-OPENED_AT_ONCE = 32  # files; a disk serves many reads in the time of a few
 READ_AHEAD = 4  # batches read in parallel: a shuffled one waits for the disk several times
 
 
@@ -104,10 +103,9 @@ def open_corpus(
             f"has train: rename it, such as {named[None][0].stem}_train.bin, or move it away"
         )
     share = COMPARED_WHOLE // max(1, len(training))
-    with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
-        files = list(pool.map(lambda path: TokenFile(path, n_vocab, share), paths))
-    check_shards(folder, {file.path.name: file.tokens for file in files})
-    spans = {file.path: Span(file, 0, file.tokens) for file in files}
+    files = {path: TokenFile(path, n_vocab, share) for path in paths}
+    check_shards(folder, {path.name: file.tokens for path, file in files.items()})
+    spans = {path: Span(file, 0, file.tokens) for path, file in files.items()}
     train = [spans[path] for path in training]
     val = [spans[path] for path in named["val"] or named["test"]]
     if not train:
@@ -194,8 +192,6 @@ class DataLoader:
         In order, an epoch is the largest multiple of the global batch that fits. Shuffled, it is
         all windows in a fresh seeded order, and a step may reach from one epoch into the next.
         """
-        assert step >= 1
-        assert 0 <= micro_step < self.accumulation
         before = 0 if self.overfit_batch else step - 1  # steps
         first = (micro_step * self.world_size + self.rank) * self.batch_size  # in the global batch
         places, n = first + np.arange(self.batch_size), len(self.stream)

@@ -6,7 +6,6 @@ HellaSwag scores. Under torchrun the ranks share the work.
 """
 
 import contextlib
-import json
 import math
 import sys
 import warnings
@@ -65,7 +64,7 @@ from checkpoint.state import SavedState, read_state
 from checkpoint.weights import find_weights, load_model, weight_notes
 from config import Config
 from data.hellaswag import download
-from data.prepare import is_there, prepare_if_missing
+from data.prepare import prepare_if_missing
 from dataloader import TokenStream, open_corpus
 from inference.hellaswag import METRICS, read_questions, score
 from inference.sampling import encode
@@ -79,7 +78,7 @@ from runtime.device import (
     matmul_dtype,
     usable_precision,
 )
-from runtime.files import write_atomic
+from runtime.files import write_json
 from runtime.world import World, joined_world
 
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
@@ -131,7 +130,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     if options.json and not world.rank:
         path = Path(options.json)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
+        write_json(path, results)
     return results
 
 
@@ -212,15 +211,6 @@ def print_scores(scores: dict[str, Any]) -> None:
         print(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
 
 
-def find_corpus(config: Config, data_dir: str | None) -> Path:
-    """Return the folder of the corpus; write a small one that is missing."""
-    folder = Path(config.data_dir, config.dataset)
-    if not (data_dir or is_there(folder)):  # the corpora may have moved since
-        folder = Path("data", config.dataset)
-    prepare_if_missing(folder)
-    return folder
-
-
 def open_validation(
     options: EvaluateOptions, config: Config, saved: SavedState | None, world: World
 ) -> TokenStream | None:
@@ -231,8 +221,9 @@ def open_validation(
         for name in {"tokens", "seq_len", "val_fraction"} & options.model_fields_set:
             print(f"note: {name} has no effect without a validation loss")
         return None
+    folder = Path(config.data_dir, config.dataset)
     try:
-        folder = world.on_rank0(lambda: find_corpus(config, options.data_dir))
+        world.on_rank0(lambda: prepare_if_missing(folder))
         rest, val = world.raise_on_all(
             lambda: open_corpus(folder, config.seq_len, config.n_vocab, config.val_fraction)
         )

@@ -27,18 +27,21 @@ def make_optimizers(
     matrices = {}
     if make_for_matrices:
         matrices = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
-    rest = [p for name, p in params.items() if name not in matrices]
-    rates = {p: rate_of(name, p, config) for name, p in params.items()}
 
     # Weight decay pulls weights towards 0. That regularizes matrices and embeddings; biases and
     # norms have no reason to be small, so GPT-3 does not decay them.
     decayed_dims = 2 if config.decay_matrices_only else 0
-    decayed = [p for p in rest if p.dim() >= decayed_dims]
-    plain = [p for p in rest if p.dim() < decayed_dims]
+    decayed: list[Tensor] = []
+    plain: list[Tensor] = []
+    rest = defaultdict[tuple[float, float], list[Tensor]](list)  # by learning rate and decay
+    for name, p in params.items():
+        kind, decay = (decayed, config.weight_decay) if p.dim() >= decayed_dims else (plain, 0.0)
+        kind.append(p)
+        if name not in matrices:
+            rest[rate_of(name, p, config), decay].append(p)
     groups = [
-        {"params": [p for p in kind if rates[p] == rate], "lr": rate, "weight_decay": decay}
-        for kind, decay in ((decayed, config.weight_decay), (plain, 0.0))
-        for rate in dict.fromkeys(rates[p] for p in kind)
+        {"params": group, "lr": rate, "weight_decay": decay}
+        for (rate, decay), group in rest.items()
     ]
     optimizers = [make_for_rest(groups, config)]
     if make_for_matrices:
@@ -48,7 +51,7 @@ def make_optimizers(
             group["lr_factor"] = group["lr"] / config.lr
     return optimizers, [
         f"{sum(p.numel() for p in params.values()):,} parameters",
-        count_parameters("decayed", [*decayed, *matrices.values()]),
+        count_parameters("decayed", decayed),
         count_parameters("non-decayed", plain),
     ]
 
@@ -56,7 +59,7 @@ def make_optimizers(
 def make_adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
     """Build AdamW for groups with their learning rates and weight decay."""
     # Fused: one kernel for the whole update instead of several passes over each tensor.
-    fused = True if config.fused_adamw else None  # None: PyTorch's own choice
+    fused = config.fused_adamw or None  # None: PyTorch's own choice
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
@@ -131,18 +134,16 @@ class Muon(torch.optim.Optimizer):
                     if rows > columns:  # the matmuls are smaller with fewer rows
                         weights, part = weights.T, part.T
                     updates[weights.shape].append((weights, part, size))
-        gathered = [self._directions([part for _, part, _ in each]) for each in updates.values()]
-        for same_shape, (directions, work) in zip(updates.values(), gathered, strict=True):
-            if work:
-                work.wait()  # other ranks' directions arrive while the next ones are computed
+        for same_shape in updates.values():
+            directions = self._directions([part for _, part, _ in same_shape])
             for (weights, _, size), direction in zip(same_shape, directions, strict=False):
                 weights.sub_(direction, alpha=size)
 
-    def _directions(self, parts: list[Tensor]) -> tuple[Tensor, dist.Work | None]:
+    def _directions(self, parts: list[Tensor]) -> Tensor:
         """Orthogonalize matrices of one shape: returns (n, rows, columns), with several ranks more.
 
         All ranks have the same momentum, so each can take any share; shares are padded to equal
-        size with the last matrix. The result is complete after `wait` on the second value.
+        size with the last matrix.
         """
         share = -(-len(parts) // self.world_size)  # rounded up
         first = self.rank * share
@@ -150,9 +151,10 @@ class Muon(torch.optim.Optimizer):
         dtype = torch.bfloat16 if has_bf16_matmuls(parts[0].device) else torch.float32
         directions = self.orthogonalize(torch.stack(own).to(dtype))
         if self.world_size == 1:
-            return directions, None
+            return directions
         everyones = directions.new_empty(self.world_size * share, *directions.shape[1:])
-        return everyones, dist.all_gather_into_tensor(everyones, directions, async_op=True)
+        dist.all_gather_into_tensor(everyones, directions)
+        return everyones
 
     def _momentum(self, params: list[Tensor]) -> Sequence[Tensor]:
         """Add the gradients to the momentum of the parameters; returns Nesterov's look-ahead.
@@ -206,16 +208,12 @@ def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:
     Returns the norm before clipping, on the device: to read it would wait for the device.
     """
     parameters = list(model.parameters())
-    norm = global_norm([p.grad for p in parameters if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if hasattr(norm, "full_tensor"):  # with FSDP: the norm over the shards of all ranks
+        norm = norm.full_tensor()
     if grad_clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     return norm
-
-
-def global_norm(tensors: list[Tensor]) -> Tensor:
-    """Return the norm of all tensors as one vector, with FSDP over the shards of all ranks."""
-    norm = torch.nn.utils.get_total_norm(tensors)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
@@ -263,10 +261,6 @@ def describe_rate_change(
     if math.isclose(new, learning_rate(after, before, seconds), rel_tol=0.01):
         return []
     line = f"the learning rate of step {step + 1} is {new:.3g}, it was {old:.3g} at step {step}"
-    name = "max_minutes" if config.max_minutes else "max_steps"
-    ends = getattr(before, name), getattr(config, name)
-    if config.lr_schedule != "constant" and ends[0] != ends[1]:
-        line += f" ({name} {ends[0]} -> {ends[1]} stretches {config.lr_schedule})"
     if config.lr_schedule == "wsd" and not config.max_minutes and step > last_stable_step(before):
         line += (
             f"; to train longer with wsd, resume from a checkpoint before the decay began: step "

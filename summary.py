@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from checkpoint.state import State
-from config import MFU, Config, part_flops, step_seconds, total_seconds
+from config import MFU, Config, part_flops, step_seconds
 from kernels.attention import blocked_is_faster
 from runtime.device import (
     check_attention,
@@ -111,10 +111,10 @@ def announce_long_run(config: Config, state: State, world: World, folder: RunFol
         return
     rates = matmul_rates(world.device)
     shorter = "--max_steps 5, or --config quickstart.yaml; check.py --estimate computes the memory"
-    seconds = total_seconds([(config, steps)], rates)
-    folder.message(describe_duration(seconds, MFU, shorter))
-    if rates:
-        folder.expect(step_seconds(config, rates, world.world_size))
+    each = step_seconds(config, rates, world.world_size) if rates else None
+    folder.message(describe_duration(each and steps * each, MFU, shorter))
+    if each:
+        folder.expect(each)
 
 
 def mfu(reached: float, matmul: float | None) -> float | None:

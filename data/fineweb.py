@@ -63,7 +63,7 @@ def prepare(folder: Path, shards: int) -> int:
         names += [f"finewebedu_train_{i:06d}.bin" for i in range(1, shards + 1)]
         for i, name in enumerate(names, start=1):
             print(f"shard {i} of {len(names)}: {name}", file=sys.stderr)
-            with contextlib.suppress(TokenFileError):
+            with contextlib.suppress(TokenFileError, FileNotFoundError):
                 count_tokens(folder / name)
                 continue
             (folder / name).unlink(missing_ok=True)  # the download would keep a damaged file

@@ -13,11 +13,9 @@ if __name__ == "__main__":
     sys.path[0] += "/.."  # import from the repository, not from data/
 
 import re
-import shlex
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import numpy as np
 import pydantic
 
 from data.download import read_known_file
@@ -46,7 +44,7 @@ class Line(pydantic.BaseModel):
     activity_label: str
     ctx_a: str
     ctx_b: str
-    ctx: str | None = None
+    ctx: str
     endings: list[str] = pydantic.Field(min_length=ENDINGS, max_length=ENDINGS)
     label: Literal[0, 1, 2, 3, "0", "1", "2", "3"]
 
@@ -64,7 +62,7 @@ class Item(NamedTuple):
 class Row(NamedTuple):
     """A text of tokens; the last `scored` of them are the ending."""
 
-    tokens: bytes  # uint16; a list of numbers would take twenty times the memory
+    tokens: tuple[int, ...]
     scored: int
 
 
@@ -94,11 +92,9 @@ def read_items(path: Path) -> list[Item]:
         # splitlines() would also split at U+2028, which a text may contain.
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        data_dir = str(path.parent.parent)
-        there = f" --data_dir {shlex.quote(data_dir)}" * (path == default_path(data_dir))
         raise UserError(
             f"{path}: no such file; HellaSwag's validation split is downloaded by: python "
-            f"data/hellaswag.py{there}"
+            "data/hellaswag.py (--data_dir FOLDER)"
         ) from None
     items = []
     for number, line in enumerate(lines, 1):
@@ -110,8 +106,8 @@ def read_items(path: Path) -> list[Item]:
             where = "".join(f"{name}: " for name in problem["loc"])
             raise UserError(
                 f"{path}, line {number}: {where}{problem['msg']}; a line is a JSON object with "
-                f"activity_label, ctx_a, ctx_b, {ENDINGS} endings and the label of the right one, "
-                f"0 to {ENDINGS - 1}, which the test split lacks"
+                f"activity_label, ctx_a, ctx_b, ctx, {ENDINGS} endings and the label of the right "
+                f"one, 0 to {ENDINGS - 1}, which the test split lacks"
             ) from None
     if not items:
         raise UserError(f"{path}: has no items")
@@ -120,11 +116,10 @@ def read_items(path: Path) -> list[Item]:
 
 def _item(line: Line) -> Item:
     context = f"{line.activity_label}: {line.ctx_a} {line.ctx_b.capitalize()}"
-    plain = f"{line.ctx_a} {line.ctx_b}" if line.ctx_b else line.ctx_a
     return Item(
         clean(context),
         [clean(ending) for ending in line.endings],
-        plain if line.ctx is None else line.ctx,
+        line.ctx,
         line.endings,
         int(line.label),
     )
@@ -152,8 +147,7 @@ def rows_of(item: Item, block_size: int) -> list[Row]:
     for read, ending in pairs:
         # The model has to read a token before the first one to score.
         tokens = (read or [END_OF_TEXT]) + ending
-        in_context = np.array(tokens[-block_size - 1 :], dtype=np.uint16)
-        rows.append(Row(in_context.tobytes(), min(len(ending), block_size)))
+        rows.append(Row(tuple(tokens[-block_size - 1 :]), min(len(ending), block_size)))
     return rows
 
 

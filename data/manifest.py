@@ -22,7 +22,6 @@ class Manifest(pydantic.BaseModel):
     """A corpus. Manifests of earlier versions have more fields."""
 
     documents: int = 0
-    skipped: int = 0  # lines and rows without text
     shards: list[Shard]
 
 

@@ -29,8 +29,7 @@ def prepare_if_missing(folder: Path) -> None:
         return
     if problem := how_to_finish(folder):
         raise TokenFileError(f"{folder}: {problem}")
-    corpora = {path.parent for path in folder.parent.glob("*/*.bin")}
-    there = {corpus.name for corpus in corpora if corpus.suffix not in (".tmp", ".unfinished")}
+    there = {path.parent.name for path in folder.parent.glob("*/*.bin")}
     script = f"python data/text.py FILE --name {shlex.quote(folder.name)}"
     if folder.name == "fineweb":
         script = "python data/fineweb.py"

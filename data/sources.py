@@ -27,7 +27,6 @@ KIND = re.compile(
     r"\.(?:(?P<row>parquet)|(?P<tokens>bin|npy)|(?P<line>jsonl?|ndjson)(?:\.gz|\.zst)?)$",
     re.IGNORECASE,
 )
-JSON_FILE = re.compile(r"\.json(\.gz|\.zst)?$", re.IGNORECASE)
 COMPRESSED = (".gz", ".zst")
 ROWS = 128  # rows of a parquet file in memory at once
 TOKENS = 2**18  # tokens of a token file in memory at once
@@ -100,7 +99,7 @@ def find_sources(named: Iterable[Path]) -> list[Path]:
 
 def _is_usable(path: Path) -> bool:
     if kind_of(path) != "text":
-        return not JSON_FILE.search(path.name)
+        return ".json" not in path.suffixes
     with reading(path), _open(path) as file:
         return b"\0" not in file.peek(1)  # a binary file has a NUL in its first kilobytes
 
@@ -152,10 +151,7 @@ def read_pieces(path: Path, column: str, separator: str | None, bad: BadRecords)
 def _describe(record: Any, column: str) -> str:
     if isinstance(record, Exception):
         return f"not JSON: {in_a_line(record)}"
-    if isinstance(record, dict):
-        names = ", ".join(map(repr, record))
-        return f'no text under "{column}" (--text_column); it has {names}'
-    return f"no text but {reprlib.repr(record)}"
+    return f'no text under "{column}" (--text_column) in {reprlib.repr(record)}'
 
 
 def _open(path: Path) -> io.BufferedReader:

@@ -234,7 +234,7 @@ def _finish(folder: Path, done: list[Source], limit: int) -> Source:
             file.write(header(tokens))
         flush_to_disk(path)
     shards = [Shard(file=path.name, tokens=tokens) for path, tokens in files.items()]
-    manifest = Manifest(documents=last.documents, skipped=last.skipped, shards=shards)
+    manifest = Manifest(documents=last.documents, shards=shards)
     write_atomic(unfinished_folder(folder) / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     return last
 

@@ -1,12 +1,4 @@
-"""GPT-2's byte-pair encoding (Radford et al. 2019, section 2.2) for tiktoken; needs no network.
-
-python data/tokenizer.py "Hello, world"    prints the tokens of a text
-"""
-
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] += "/.."  # import from the repository, not from data/
+"""GPT-2's byte-pair encoding (Radford et al. 2019, section 2.2) for tiktoken; needs no network."""
 
 import importlib.util
 import re
@@ -18,7 +10,7 @@ import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks, read_file_cached
 
-from runtime.errors import UserError, in_a_line, reported
+from runtime.errors import UserError, in_a_line
 
 SEPARATOR, END_OF_TEXT = "<|endoftext|>", 50256  # text and token between documents
 CHUNK_CHARS = 2**16
@@ -104,14 +96,3 @@ def chunks(pieces: Iterable[str]) -> Iterator[str]:
             start = cut.start()
         rest = rest[start:]
     yield rest
-
-
-def main() -> None:
-    encoding = get_encoding()
-    for token in encoding.encode_ordinary(" ".join(sys.argv[1:])):
-        print(token, repr(encoding.decode([token])))
-
-
-if __name__ == "__main__":
-    with reported("the vocabulary", status=1):
-        main()

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ METRICS = {
     "acc_bytes": "likeliest per byte, in EleutherAI's harness",
     "acc_token": "likeliest per token, in build-nanogpt",
 }
-ANY_ROW = Row(bytes(4), 1)  # two tokens
+ANY_ROW = Row((0, 0), 1)
 EMPTY_LENGTH = 1e-9  # length of an empty ending: its loss per length is huge
 
 
@@ -48,7 +48,7 @@ def ending_losses(
     its own rows. All run the same number of batches, which FSDP needs.
     """
     by_length = sorted(dict.fromkeys(rows), key=lambda row: len(row.tokens), reverse=True)
-    longest = len(by_length[0].tokens) // 2 if by_length else 1
+    longest = len(by_length[0].tokens) if by_length else 1
     size = max(1, tokens_at_once // longest)
     batches = [by_length[i : i + size] for i in range(0, len(by_length), size)]
     batches += [[ANY_ROW]] * (max(world.gather(len(batches))) - len(batches))
@@ -65,15 +65,14 @@ def ending_losses(
     return losses
 
 
-def padded(rows: Sequence[Row]) -> Iterator[Tensor]:
-    """Yield the tokens (B, T + 1) of rows, and a mask of the tokens to score.
+def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Return the tokens (B, T + 1) of rows, and a mask of the tokens to score.
 
     Padding is at the end, hidden by the causal mask.
     """
-    texts = [torch.frombuffer(bytearray(row.tokens), dtype=torch.uint16).long() for row in rows]
-    yield pad_sequence(texts, batch_first=True)
-    masks = [torch.arange(-len(row.tokens) // 2, 0) >= -row.scored for row in rows]
-    yield pad_sequence(masks, batch_first=True)
+    texts = [torch.tensor(row.tokens) for row in rows]
+    masks = [torch.arange(-len(row.tokens), 0) >= -row.scored for row in rows]
+    return pad_sequence(texts, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
 def choices(item: Item, rows: Sequence[Row], losses: dict[Row, float]) -> dict[str, int]:

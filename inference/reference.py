@@ -6,7 +6,6 @@ recipe with other seeds stay within the tolerance. Lines that begin with # are c
 """
 
 import csv
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,10 +89,6 @@ class Reference:
             return f"on track: {behind:+.3f} from {usual}"
         if behind < 0:
             return f"ahead: {-behind:.3f} below {usual}; if you changed nothing, do targets leak?"
-        late = ""
-        if loss < self.losses[1]:  # interpolate over the logarithm of tokens
-            reached = np.interp(-loss, np.negative(self.losses[1:]), np.log(self.tokens[1:]))
-            late = f", as after {math.exp(reached) / tokens:.0%} of these tokens"
         row = row or {}
         trained, norm = row.get("loss") or loss, row.get("norm") or 0.0
         causes = dict.fromkeys(self.differences(config), True) | {
@@ -114,4 +109,4 @@ class Reference:
         }
         first = [cause for cause, is_likely in causes.items() if is_likely][:3]
         listed = "; ".join(f"({i}) {cause}" for i, cause in enumerate(first, start=1))
-        return f"behind: {behind:.3f} above {usual}{late}. Look first at: {listed}"
+        return f"behind: {behind:.3f} above {usual}. Look first at: {listed}"

@@ -398,13 +398,9 @@ def test_run_name_is_the_given_one_else_the_configs_stem_else_train():
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_decaying_schedule_ends_at_a_tenth_of_lr_and_the_written_config_says_so(schedule):
-    config = load_config(lr_schedule=schedule, lr=5e-3)
-    assert config.min_lr is None
-    assert config.final_lr() == pytest.approx(5e-4)
-    assert loaded(config.to_yaml()).min_lr == pytest.approx(5e-4)
+def test_a_decaying_schedule_ends_at_a_tenth_of_lr_by_default(schedule):
+    assert load_config(lr_schedule=schedule, lr=5e-3).final_lr() == pytest.approx(5e-4)
     assert load_config(lr_schedule=schedule, min_lr=0).final_lr() == 0
-    assert loaded(load_config().to_yaml()).min_lr is None  # the rate is constant
 
 
 ODD = {
@@ -554,21 +550,21 @@ def test_ddp_is_the_top_of_the_ladder_with_a_total_batch_that_any_power_of_two_o
         assert load_config("ddp").accumulation_steps(world_size) * micro_step == 524288
 
 
-# the published shapes of GPT-2, and GPT-3's learning rates for such sizes
+# GPT-3's learning rates for such sizes
 @pytest.mark.parametrize(
-    ("recipe", "name", "shape", "lr", "steps"),
+    ("recipe", "name", "lr", "steps"),
     [
-        ("gpt2_124m", "gpt2", (12, 12, 768), 6e-4, 19073),
-        ("gpt2_350m", "gpt2-medium", (24, 16, 1024), 3e-4, 19073),
-        ("gpt2_774m", "gpt2-large", (36, 20, 1280), 2.5e-4, 19073),
-        ("gpt2_1558m", "gpt2-xl", (48, 25, 1600), 2e-4, 9536),
+        ("gpt2_124m", "gpt2", 6e-4, 19073),
+        ("gpt2_350m", "gpt2-medium", 3e-4, 19073),
+        ("gpt2_774m", "gpt2-large", 2.5e-4, 19073),
+        ("gpt2_1558m", "gpt2-xl", 2e-4, 9536),
     ],
 )
 def test_a_recipe_has_the_shape_of_its_model_and_gpt3s_settings_over_ten_billion_tokens(
-    recipe, name, shape, lr, steps
+    recipe, name, lr, steps
 ):
     config, model = load_config(recipe), load_config(f"model/{name}")
-    assert (config.n_layer, config.n_head, config.n_embd) == shape
+    assert config.n_embd // config.n_head == 64  # parameter counts do not depend on it
     assert not changes(config, model).keys() & {*Config.names_marked(ARCHITECTURE)}
     assert (config.lr, config.final_lr(), config.max_steps) == (lr, lr / 10, steps)
     tokens = config.tokens_per_step(1)

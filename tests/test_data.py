@@ -19,7 +19,6 @@ import dataloader
 from data import pydocs, shakespeare, tokenizer
 from data.token_file import count_tokens, header, write_corpus, write_token_file
 from dataloader import DataLoader, TokenStream, open_corpus, permuted, prefetch
-from inference.validation import check_split
 from tests.conftest import CPU, refused, run_from_nothing, tokens_in
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -66,8 +65,8 @@ def firsts(loader, *steps):
 # ---- token files
 
 
-def ints(magic=20240520, version=1, count=100):
-    return np.array([magic, version, count] + [0] * 253, dtype="<i4").tobytes()
+def ints(version=1):
+    return np.array([20240520, version, 100] + [0] * 253, dtype="<i4").tobytes()
 
 
 def test_the_file_format_is_llm_cs_and_parts_come_back_as_they_were_written():
@@ -80,11 +79,10 @@ def test_the_file_format_is_llm_cs_and_parts_come_back_as_they_were_written():
 
 
 BAD_FILES = {
-    "wrong magic": (ints(magic=20240801) + bytes(200), r"not a token file.*\[20240801, 1\]"),
-    "wrong version": (ints(version=2) + bytes(200), r"\[20240520, 2\], not with \[20240520, 1\]"),
+    "wrong version": (ints(version=2) + bytes(200), r"not a token file.*\[20240520, 2\], not with"),
     "truncated": (ints() + bytes(150), "100 tokens, 1,224 bytes .* has 1,174 bytes"),
-    "negative count": (ints(count=-1) + bytes(200), "damaged.*-1 tokens"),
-    "shorter than a header": (ints()[:-4], "too short: 1,020 bytes, but the header"),
+    "shorter than a header": (ints()[:-4], "100 tokens, 1,224 bytes .* has 1,020 bytes"),
+    "empty": (b"", r"its 0 bytes begin with the numbers \[\]"),
 }
 
 
@@ -301,8 +299,8 @@ def test_targets_are_the_next_tokens_and_no_window_crosses_the_end_of_a_file(siz
     assert torch.equal(y, x + 1)
 
 
-def order(n, seed=1337, epoch=0):
-    return permuted(np.arange(n), n, seed, epoch)
+def order(n, epoch):
+    return permuted(np.arange(n), n, 1337, epoch)
 
 
 def test_a_seeds_shuffled_order_never_changes_so_old_runs_can_be_repeated():
@@ -310,8 +308,6 @@ def test_a_seeds_shuffled_order_never_changes_so_old_runs_can_be_repeated():
     expected = [2, 1, 0, 7, 6, 9, 4, 3, 5, 8]
     assert firsts(loader, 2, 3) == [4 * window for window in expected]
     assert order(10, epoch=1).tolist() == expected
-    loader.seed = 1338
-    assert firsts(loader, 2, 3) == [4 * window for window in order(10, 1338, 1)]
 
 
 def test_an_epoch_is_a_permutation_at_any_number_of_windows():
@@ -351,8 +347,6 @@ def test_files_shorter_than_a_sequence_are_noted_as_no_sequence_crosses_the_end_
         "note: 1 of 2 token files are too short"
         in DataLoader(split()[0], 1).describe(split()[1])[-1]
     )
-    with refused(r"8 tokens make 0 sequences of 4 \(none crosses"):
-        check_split(make_stream(4, 4), "c", 0.1)
     whole = DataLoader(make_stream(5, 5), 1)
     assert not any("too short" in line for line in whole.describe(TokenStream([], 4)))
 
@@ -488,17 +482,6 @@ def test_pydocs_is_the_same_bytes_in_every_process(pydocs_corpus, tmp_path):
     assert ran.stdout == f"{count_tokens(pydocs_corpus):,} tokens in data/pydocs\n", ran.stderr
     written = Path("data/pydocs", pydocs_corpus.name)
     assert written.read_bytes() == pydocs_corpus.read_bytes()
-
-
-def test_a_wrong_shakespeare_is_refused_with_the_hash_and_leaves_nothing_behind():
-    other = Path("other.txt")
-    other.write_text("<html>log in to this network</html>")
-    with refused(
-        f"^tiny Shakespeare could not be read from other.txt .*SHA-256 {shakespeare.SHA256}.*"
-        "python data/shakespeare.py --source FILE"
-    ):
-        shakespeare.prepare(C, other)
-    assert [*Path().iterdir()] == [other]
 
 
 def test_whatever_a_download_fails_with_is_one_line_with_the_reason(monkeypatch):

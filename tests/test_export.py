@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import checkpoint.files
 import checkpoint.weights
-from checkpoint.files import CheckpointError
 from checkpoint.weights import load_model
 from data.tokenizer import get_encoding
 from export import export, write_tokenizer
@@ -83,18 +82,6 @@ def same_logits(folder, ours):
     assert not any(info.values()), info
     idx = torch.randint(ours.config.n_vocab, (2, 32))
     torch.testing.assert_close(theirs(idx).logits, ours(idx), rtol=1e-4, atol=1e-4)
-
-
-def test_what_transformers_wrote_is_exported_as_transformers_wrote_it(tmp_path):
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
-    transformers_pair(tmp_path / "theirs", **sizes)
-    export(str(tmp_path / "theirs"), tmp_path / "ours")
-    folders = [tmp_path / name for name in ("theirs", "ours")]
-    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in folders)
-    del ours["n_ctx"]
-    assert {name: theirs.get(name) for name in ours} == ours
-    theirs, ours = ((folder / "model.safetensors").read_bytes() for folder in folders)
-    assert theirs == ours
 
 
 @pytest.mark.parametrize("rows", [50258, 50304, 50320])
@@ -184,22 +171,15 @@ def test_a_card_names_openais_weights_as_what_the_run_began_with(
         assert str(tmp_path) not in text
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ({"norm": "rmsnorm"}, "norm rmsnorm, which GPT-2 in transformers cannot have"),
-        ("full disk", "No space left on device"),
-    ],
-)
-def test_an_export_that_fails_leaves_no_folder(fault, said, tiny_config, tmp_path, monkeypatch):
-    config = tiny_config(**fault if isinstance(fault, dict) else {}, max_steps=1)
+def test_an_export_that_fails_leaves_no_folder(tiny_config, tmp_path, monkeypatch):
+    config = tiny_config(max_steps=1)
     train(config, ALONE)
 
     def full(*_, **__):
         raise checkpoint.files.SafetensorError("No space left on device")
 
     monkeypatch.setattr(checkpoint.files, "save_file", full)
-    with pytest.raises((CheckpointError, OSError), match=said):
+    with pytest.raises(OSError, match="No space left on device"):
         exported(config)
     assert not list(tmp_path.glob("*out*"))
 

@@ -92,7 +92,6 @@ OTHER_FORMS = {
     "pickle": r"has no model\.safetensors; .* in Python: .*\.save_pretrained\('NEW'",
     "pointer": r"model\.safetensors: only a pointer of git-lfs .*: git lfs pull",
     "n_inner": r"n_inner 100 \(here always 256\)",
-    "llama": r"model_type 'llama' \(here always 'gpt2'\)$",
 }
 
 
@@ -105,8 +104,6 @@ def test_weights_in_another_form_are_one_line_that_says_what_they_are_and_what_t
     if form == "shards":
         path.unlink()
         pair[1].save_pretrained(tmp_path, max_shard_size="100KB")
-    if form == "llama":
-        config["model_type"] = form
     if form == "pickle":
         path.rename(tmp_path / "pytorch_model.bin")
     if form == "pointer":

@@ -2,6 +2,8 @@
 
 import shutil
 
+import nbclient
+import nbformat
 import pytest
 
 from tests.conftest import ROOT
@@ -11,11 +13,8 @@ SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --batch_size 1 --seq_len 32 --max_st
 
 @pytest.mark.slow
 def test_the_notebook_clones_climbs_and_shows_the_page(tmp_path, monkeypatch):
-    nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
-    pytest.importorskip("ipykernel", reason="needs ipykernel")
     if not shutil.which("git") or not (ROOT / ".git").exists():
         pytest.skip("needs git, and this repository with its history")
-    nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(ROOT / "docs/ladder.ipynb", as_version=4)
     assert not [cell for cell in notebook.cells if cell.get("outputs")]
     monkeypatch.setenv("REPOSITORY", str(ROOT))

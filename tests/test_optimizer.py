@@ -59,13 +59,13 @@ JUMPS = {
         {"lr_schedule": "cosine", "max_steps": 100},
         {"max_steps": 200},
         100,
-        "0.00055, it was 0.0001 at step 100 (max_steps 100 -> 200 stretches cosine)",
+        "0.00055, it was 0.0001 at step 100",
     ),
     "wsd, after its decay": (
         {"lr_schedule": "wsd", "max_steps": 100, "wsd_decay_fraction": 0.3},
         {"max_steps": 200},
         100,
-        "0.001, it was 0.0001 at step 100 (max_steps 100 -> 200 stretches wsd); to train longer "
+        "0.001, it was 0.0001 at step 100; to train longer "
         "with wsd, resume from a checkpoint before the decay began: step 70 or earlier",
     ),
     "wsd, before its decay": ({"lr_schedule": "wsd", "max_steps": 100}, {"max_steps": 200}, 50, ""),
@@ -73,17 +73,14 @@ JUMPS = {
         {"lr_schedule": "cosine", "max_minutes": 1},
         {"max_minutes": 2},
         100,
-        "0.00055, it was 0.0001 at step 100 (max_minutes 1.0 -> 2.0 stretches cosine)",
+        "0.00055, it was 0.0001 at step 100",
     ),
-    "another rate": ({}, {"lr": 5e-4}, 10, "0.0005, it was 0.001 at step 10"),
     "in the warm-up": ({"warmup_steps": 50, "lr_schedule": "cosine"}, {"log_every": 5}, 1, ""),
 }
 
 
 @pytest.mark.parametrize(("options", "changed", "step", "line"), JUMPS.values(), ids=JUMPS)
-def test_a_rate_that_jumps_at_a_resume_is_told_from_what_to_what_and_why(
-    options, changed, step, line
-):
+def test_a_rate_that_jumps_at_a_resume_is_told_from_what_to_what(options, changed, step, line):
     options = {"lr": 1e-3, "min_lr": 1e-4} | options
     before, now = load_config(**options), load_config(**options | changed)
     told = describe_rate_change(now, before.model_dump(mode="json"), step, 60.0)
@@ -108,12 +105,6 @@ def test_weight_decay_groups_of_the_124m_model_hold_every_parameter_once():
     assert len(decay) == sum(len(group["params"]) for group in adamw.param_groups)
 
 
-def test_without_decay_groups_everything_decays(tiny_model):
-    (adamw,), lines = make_optimizers(tiny_model(), load_config(weight_decay=0.3))
-    assert [group["weight_decay"] for group in adamw.param_groups] == [0.3]
-    assert lines[-1] == "num non-decayed parameter tensors: 0, with 0 parameters"
-
-
 def test_embeddings_head_and_scalars_have_learning_rates_of_their_own(tiny_model):
     model = tiny_model()
     config = load_config(lr=1e-3, embed_lr=0.3, head_lr=0.02, scalar_lr=0.01, weight_decay=0.1)
@@ -127,21 +118,13 @@ def test_embeddings_head_and_scalars_have_learning_rates_of_their_own(tiny_model
     assert {group["lr"] for group in adamw.param_groups} == {0.3, 1e-3, 0.01}
 
 
-def test_adamw_gets_its_options_and_the_fused_flag_which_makes_the_same_update(tiny_model):
-    options, after = {"betas": (0.8, 0.9), "eps": 1e-6, "lr": 2e-3, "weight_decay": 0.1}, []
+def test_adamw_gets_its_options_and_the_fused_flag_and_everything_decays_by_default(tiny_model):
+    options = {"betas": (0.8, 0.9), "eps": 1e-6, "lr": 2e-3, "weight_decay": 0.3}
     for fused in (False, True):
-        model = tiny_model()
-        (adamw,), _ = make_optimizers(model, load_config(fused_adamw=fused, **options))
+        (adamw,), _ = make_optimizers(tiny_model(), load_config(fused_adamw=fused, **options))
         assert bool(adamw.defaults["fused"]) is fused
         (group,) = adamw.param_groups
         assert options.items() <= group.items()
-        torch.manual_seed(0)
-        for _ in range(3):
-            for p in model.parameters():
-                p.grad = torch.randn_like(p)
-            adamw.step()
-        after.append(torch.nn.utils.parameters_to_vector(model.parameters()))
-    torch.testing.assert_close(*after, rtol=1e-5, atol=1e-6)
 
 
 def test_muon_takes_the_blocks_matrices_and_adamw_the_rest(tiny_model):

@@ -90,13 +90,6 @@ def one_step(tiny_config):
 # ---- one step
 
 
-def test_four_micro_steps_of_two_make_the_loss_and_gradient_of_one_of_eight(one_step):
-    whole = one_step(batch_size=8)
-    parts = one_step(batch_size=2, total_batch_tokens=8 * 32)
-    for a, b in zip(whole[:3], parts[:3], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -485,7 +478,7 @@ SMALL = {
 }
 ITEM = (
     '{"activity_label": "Roofing", "ctx_a": "A man is on a roof.", "ctx_b": "he", "label": 3, '
-    '"endings": ["falls.", "sings.", "eats.", "works."]}'
+    '"ctx": "A man is on a roof. he", "endings": ["falls.", "sings.", "eats.", "works."]}'
 )
 
 
