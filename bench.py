@@ -283,8 +283,7 @@ def main(options: BenchOptions) -> None:
     folder = new_folder(options.log_dir)
     inspected = [name for name in INSPECT if getattr(options, name)]
     if inspected:
-        models, from_corpus = job_configs(options), bool(options.config)
-        inspect_models(inspected, models, folder, steps=options.steps, from_corpus=from_corpus)
+        inspect_models(inspected, job_configs(options), folder, options.steps)
     if options.scan or not inspected:
         report_times(options, *time_jobs(jobs, folder), folder, earlier)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
