@@ -126,7 +126,6 @@ class BenchOptions(HowOptions, WhatOptions):
 if __name__ == "__main__":
     OPTIONS = start(BenchOptions, description=__doc__, others=Config)
 
-from config import MFU, total_seconds
 from measure.profile.breakdown import inspect_models
 from measure.profile.scaling import measure_scaling
 from measure.profile.tables import (
@@ -140,12 +139,12 @@ from measure.profile.tables import (
     read_results,
     scan_columns,
 )
-from measure.profile.timing import FLOPS_SHARE, Job, key_of, label_of, time_job
+from measure.profile.timing import Job, key_of, label_of, time_job
 from measure.report.report import Card, Report, Row, write_csv
-from runtime.device import choose_device, matmul_rates
+from runtime.device import choose_device
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import write_json
-from runtime.report import describe_duration, machine
+from runtime.report import machine
 
 # ---- the jobs
 
@@ -205,13 +204,6 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
     """
     rows: list[Row] = []
     failed: dict[str, str] = {}  # line by label
-    rates = matmul_rates(choose_device(jobs[0].config.device))
-    work = [
-        (job.config, FLOPS_SHARE[job.computation] * (max(job.warmup_steps) + job.steps))
-        for job in jobs
-    ]
-    shorter = "--size small, --computation training_step, --steps 2"
-    print(describe_duration(total_seconds(work, rates), MFU, shorter), flush=True)
     for job in jobs:
         label = label_of(job.row(0))
         if label in failed:
@@ -291,8 +283,7 @@ def main(options: BenchOptions) -> None:
     folder = new_folder(options.log_dir)
     inspected = [name for name in INSPECT if getattr(options, name)]
     if inspected:
-        models, from_corpus = job_configs(options), bool(options.config)
-        inspect_models(inspected, models, folder, steps=options.steps, from_corpus=from_corpus)
+        inspect_models(inspected, job_configs(options), folder, options.steps)
     if options.scan or not inspected:
         report_times(options, *time_jobs(jobs, folder), folder, earlier)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")

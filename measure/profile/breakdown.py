@@ -10,7 +10,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from config import Config
-from data.token_file import TokenFileError
 from measure.interleaved.process import in_fresh_process
 from measure.profile.tables import FLOP_RATE, about_machine
 from measure.profile.timing import set_up
@@ -20,7 +19,7 @@ from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_atomic
 from summary import part_flops
-from train import Batches, Run, train_step
+from train import Run, train_step
 
 # ---- the parts of a step
 
@@ -69,7 +68,7 @@ def break_down(run: Run, steps: int) -> list[Row]:
     for a part without matmuls.
     """
     of_steps: list[dict[str, float]] = []  # seconds by part, in the order of their first marks
-    last = 0.0
+    last = perf_counter()
 
     def mark(part: str) -> None:
         """Count the time since the last mark as the part's; waits for the device."""
@@ -78,12 +77,7 @@ def break_down(run: Run, steps: int) -> list[Row]:
         before, last = last, perf_counter()
         of_steps[-1][part] = of_steps[-1].get(part, 0.0) + last - before
 
-    def marked_batches() -> Batches:
-        for batch in run.batches:
-            mark("data")
-            yield batch
-
-    plain = dataclasses.replace(run, model=run.state.model, batches=marked_batches())
+    plain = dataclasses.replace(run, model=run.state.model)
     hooks = mark_parts(run.state.model, mark)
     for _ in range(1 + steps):
         of_steps.append({})
@@ -147,26 +141,19 @@ def snapshot(run: Run, path: Path) -> None:
 
 
 def inspect_models(
-    wanted: Collection[str],
-    models: Sequence[tuple[str, Config]],
-    folder: Path,
-    *,
-    steps: int,
-    from_corpus: bool,
+    wanted: Collection[str], models: Sequence[tuple[str, Config]], folder: Path, steps: int
 ) -> None:
     """Inspect each named model in a fresh process, and write parts.md with the tables.
 
-    `wanted`: any of breakdown, trace, memory. The breakdown takes `steps`, and tokens from the
-    corpus or random ones.
+    `wanted`: any of breakdown, trace, memory. `steps`: for the breakdown.
     """
     lines = ["# Where a training step's time goes", ""]
     for name, config in models:
         bits = "mixed" if config.bf16 or config.fp16 else "full"
         title = f"{name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens"
         print(title, flush=True)
-        call = "measure.profile.breakdown:inspect_model"
-        about = config, folder, f"{name}_{bits}", steps, from_corpus
-        found, error = in_fresh_process(call, wanted, *about)
+        call, label = "measure.profile.breakdown:inspect_model", f"{name}_{bits}"
+        found, error = in_fresh_process(call, wanted, config, folder, label, steps)
         if error:
             print(error)
         lines += [f"## {title}", "", *(found or [error]), ""]
@@ -174,23 +161,13 @@ def inspect_models(
 
 
 def inspect_model(
-    wanted: Collection[str],
-    config: Config,
-    folder: Path,
-    label: str,
-    steps: int,
-    from_corpus: bool,
+    wanted: Collection[str], config: Config, folder: Path, label: str, steps: int
 ) -> list[str]:
     """Inspect one model; returns the lines of its section in the report.
 
     Files are named after `label`. Raises UserError for options that this device lacks.
     """
-    data = f"{config.data_dir}/{config.dataset}" if from_corpus else "random tokens"
-    try:
-        run = set_up(config, from_corpus=from_corpus and "breakdown" in wanted)
-    except TokenFileError as error:
-        print(f"note: data is random tokens: {error}")
-        run, data = set_up(config), "random tokens"
+    run = set_up(config)
     for note in run.notes:
         print(f"note: {note}")
     device = run.world.device
@@ -199,12 +176,11 @@ def inspect_model(
     if "memory" in wanted:
         snapshot(run, folder / f"memory_{label}.pickle")
     if "breakdown" in wanted:
-        title = f"parts of a step, uncompiled; data: {data}"
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
         parts = break_down(run, steps)
         cells = [[figure.text(part) for figure in PART] for part in parts]
         headings = [figure.heading for figure in PART]
-        print_table(title, headings, cells)
+        print_table("parts of a step, uncompiled", headings, cells)
         lines += [*markdown_table(headings, cells), ""]
     if "trace" in wanted:
         if device.type == "mps":

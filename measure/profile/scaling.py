@@ -11,7 +11,6 @@ from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import LEFT_OUT, run_rounds, training_side
 from measure.profile.tables import about_machine, new_folder
-from measure.report.pictures import draw_panels
 from measure.report.report import Figure, Report, Row
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
@@ -74,7 +73,7 @@ def measure_scaling(
     if launch().world_size > 1:
         raise UserError("--scaling: starts its ranks itself; run it without torchrun")
     config, counts = load_config(name, **values), sorted(set(counts))
-    most = counts[-1]
+    most, tokens = counts[-1], config.tokens_per_step(1)
     device = choose_device(config.device, Launch(world_size=most, local_world_size=most))
     batch_sizes = [split(config, ranks)[0] for ranks in counts]
     folder = new_folder(log_dir)
@@ -82,51 +81,14 @@ def measure_scaling(
         print(f"note: {most} ranks share {cores()} cores, which says nothing of more cores")
     sides = []
     for ranks, batch_size in zip(counts, batch_sizes, strict=True):
-        given = {"total_batch_tokens": config.tokens_per_step(1), "batch_size": batch_size}
+        given = {"total_batch_tokens": tokens, "batch_size": batch_size}
         arguments = ["--config", name, *to_flags({**values, **given})]
         sides.append(training_side(f"{ranks} rank{'s' * (ranks > 1)}", arguments, ranks=ranks))
     found = run_rounds(sides, rounds, results=folder / "interleaved.json")
-    report(Path(name).stem, config, device, counts, found, folder)
-
-
-def report(
-    name: str,
-    config: Config,
-    device: torch.device,
-    counts: Sequence[int],
-    found: Comparison,
-    folder: Path,
-) -> None:
-    """Report the figures of each number of ranks in `counts`, with a picture."""
-    tokens, rows = config.tokens_per_step(1), list[Row]()
-    for i, (ranks, side) in enumerate(zip(counts, found.sides, strict=True)):
-        batch_size, micro_steps = split(config, ranks)
-        threads = side.turns[-1].threads
-        row: Row = {
-            "device": device_name(device),
-            "ranks": ranks,
-            "threads": threads,
-            "batch_size": batch_size,
-            "micro_steps": micro_steps,
-            "tokens": tokens,
-            "tokens_per_sec": side.median,
-            # GPUs, or cores
-            "used": ranks if device.type == "cuda" else min(cores(), ranks * threads),
-            "step_s": tokens / side.median,
-            "memory_mb": side.peak_memory_mb,
-            "over_first": found.ratio(i) if i else Estimate(1.0),
-        }
-        rows.append(row)
-        row["hardware"] = row["used"] / rows[0]["used"]
-        row["efficiency"] = row["over_first"].value / row["hardware"]
-    curves = {
-        "measured": (counts, [row["over_first"].value for row in rows]),
-        "hardware": (counts, [row["hardware"] for row in rows]),
-    }
-    draw_panels(folder / "scaling.png", {f"tokens/s over those of {counts[0]}": curves}, "ranks")
+    rows = rows_of(found, counts, config, device)
     Report(
         folder,
-        f"{name}: the same batch on more ranks",
+        f"{Path(name).stem}: the same batch on more ranks",
         FIGURES,
         rows,
         about=[
@@ -134,5 +96,34 @@ def report(
             f"step, {found.rounds} interleaved rounds after the first {LEFT_OUT}."
         ],
         where=machine(),
-        pictures={"scaling.png": "tokens/s"},
+        bars="scaling.png",
     ).write()
+
+
+def rows_of(
+    found: Comparison, counts: Sequence[int], config: Config, device: torch.device
+) -> list[Row]:
+    """Return the figures of each number of ranks in `counts`."""
+    rows = list[Row]()
+    used = []  # GPUs, or cores
+    for i, (ranks, side) in enumerate(zip(counts, found.sides, strict=True)):
+        batch_size, micro_steps = split(config, ranks)
+        threads = side.turns[-1].threads
+        used.append(ranks if device.type == "cuda" else min(cores(), ranks * threads))
+        hardware = used[i] / used[0]
+        factor = found.ratio(i) if i else Estimate(1.0)
+        rows.append(
+            {
+                "device": device_name(device),
+                "ranks": ranks,
+                "threads": threads,
+                "batch_size": batch_size,
+                "micro_steps": micro_steps,
+                "tokens_per_sec": side.median,
+                "memory_mb": side.peak_memory_mb,
+                "over_first": factor,
+                "hardware": hardware,
+                "efficiency": factor.value / hardware,
+            }
+        )
+    return rows

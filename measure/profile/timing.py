@@ -66,19 +66,17 @@ def with_mixed_precision_of(device: torch.device, config: Config) -> tuple[Confi
     return config.model_copy(update={"bf16": False, "fp16": True}), [note]
 
 
-def set_up(config: Config, *, from_corpus: bool = False) -> Run:
-    """Set a run up on this process alone, on its corpus or on one batch of random tokens.
+def set_up(config: Config) -> Run:
+    """Set a run up on this process alone, on one batch of random tokens.
 
-    Only notes on options are kept. Raises UserError for options that this device lacks, and for a
-    corpus that cannot be opened.
+    Only notes on options are kept. Raises UserError for options that this device lacks.
     """
     device = choose_device(config.device)
     config, notes = with_mixed_precision_of(device, without_end(config))
     generator = torch.Generator().manual_seed(config.seed)
     shape = (2, config.batch_size, config.seq_len)
     x, y = torch.randint(config.n_vocab, shape, generator=generator).to(device)  # (B, T) each
-    batches = None if from_corpus else itertools.repeat((x, y))
-    run = setup(config, World(device), batches=batches)
+    run = setup(config, World(device), batches=itertools.repeat((x, y)))
     notes += [note.removeprefix("note: ") for note in run.notes if note.startswith("note: ")]
     notes += [note for note in config.notes() if note.startswith("compile_mode")]
     return dataclasses.replace(run, notes=notes)
