@@ -78,12 +78,12 @@ class Run(BaseModel):
     def read(cls, folder: Path) -> "Run":
         """Read a run's folder. Raises OSError, ValidationError and UserError."""
         evaluated = folder / "eval.csv"
-        logs = {"log": by_column(read_rows(folder / "log.csv"))}
-        if evaluated.exists():
-            logs["eval"] = by_column(read_rows(evaluated, EVAL_COLUMNS))
-        summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
-        config = read_yaml_mapping(folder / "config.yaml")
-        return cls.model_validate({"config": config, "summary": summary, **logs})
+        return cls.model_construct(
+            log=read_rows(folder / "log.csv"),
+            eval=read_rows(evaluated, EVAL_COLUMNS) if evaluated.exists() else {},
+            summary=Summary.model_validate_json((folder / "summary.json").read_bytes()),
+            config=read_yaml_mapping(folder / "config.yaml"),
+        )
 
 
 class Prediction(BaseModel):

@@ -333,10 +333,12 @@ def published(path: Path) -> Published:
 
 def times_of(log: Path) -> dict[str, float]:
     """Return the medians of a log's times, without the first steps; empty if it has none."""
-    columns = {"ms_per_step": "dt_ms", "tokens_per_sec": "tokens_per_sec"}
-    values = {name: curve(read_rows(log), column)[1] for name, column in columns.items()}
-    timed = {name: of[NOT_TIMED:] for name, of in values.items()}
-    return {name: statistics.median(of) for name, of in timed.items() if of}
+    rows = read_rows(log)
+    timed = {
+        "ms_per_step": curve(rows, "dt_ms")[1][NOT_TIMED:],
+        "tokens_per_sec": curve(rows, "tokens_per_sec")[1][NOT_TIMED:],
+    }
+    return {name: statistics.median(values) for name, values in timed.items() if values}
 
 
 def published_rows(log: str) -> dict[int, Row]:
