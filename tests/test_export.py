@@ -285,6 +285,7 @@ BAD_FILES = {
     "an optimizer": (lambda good: good["optimizer"], r"it has \['state', 'param_groups'\]"),
     "weights that are no tensors": (changed("model", extra=1.5), "whose model is tensors"),
     "an option of a fork": (changed("model_args", rope=True), "an option of a fork: rope"),
+    "rows beyond its options": (changed("model_args", vocab_size=50257), "it has 50257 rows"),
     "a wrong shape": (changed("model", **{LN_F: torch.zeros(15)}), "size mismatch for transf"),
 }
 
