@@ -33,7 +33,7 @@ def make_optimizers(
     decayed_dims = 2 if config.decay_matrices_only else 0
     decayed: list[Tensor] = []
     plain: list[Tensor] = []
-    rest = defaultdict[tuple[float, float], list[Tensor]](list)  # by learning rate and decay
+    rest = defaultdict[tuple[float, float], list[Tensor]](list)  # keys: learning rate, decay
     for name, p in params.items():
         kind, decay = (decayed, config.weight_decay) if p.dim() >= decayed_dims else (plain, 0.0)
         kind.append(p)
@@ -209,7 +209,7 @@ def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:
     """
     parameters = list(model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if hasattr(norm, "full_tensor"):  # with FSDP: the norm over the shards of all ranks
+    if hasattr(norm, "full_tensor"):  # FSDP: combine the shards of all ranks
         norm = norm.full_tensor()
     if grad_clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)

@@ -27,7 +27,6 @@ from measure.ladder.rungs import switched_off
 from model import GPTConfig
 from runtime.cli import (
     CONFIG_DIR,
-    ConfigError,
     load,
     parse,
     sections,
@@ -290,13 +289,6 @@ SEVERAL_MISTAKES = """
 def test_all_mistakes_are_reported_at_once(given, blamed, mistakes):
     write("f.yaml", "batchsize: 4\nn_layer: 0\nbetas: [2, x]")
     assert sorted(line.partition(":")[0] for line in mistakes(*given.split())) == blamed.split()
-
-
-def test_load_config_raises_rather_than_exits():
-    with pytest.raises(
-        ConfigError, match=r"--n_layer: .*\n--lrr: unknown option; did you mean lr\?"
-    ):
-        load_config(n_layer=0, lrr=1)
 
 
 def test_importing_config_and_asking_for_help_never_import_torch():

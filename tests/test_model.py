@@ -234,14 +234,6 @@ def test_norms_whose_weights_were_gathered_in_bfloat16_compute_in_fp32(tiny_mode
 # ---- attention
 
 
-def test_flash_and_naive_attention_give_the_same_loss_and_gradients_and_share_checkpoints(
-    tiny_model,
-):
-    naive, flash = (tiny_model(flash=flash, n_embd=64) for flash in (False, True))
-    flash.load_state_dict(naive.state_dict(), strict=True)
-    assert_same(naive, flash, 1e-6, tokens(4, 32))
-
-
 def test_flash_runs_the_flash_kernel_and_naive_does_not(tiny_model):
     def operators(flash):
         model = tiny_model(flash=flash)
