@@ -134,16 +134,18 @@ class Muon(torch.optim.Optimizer):
                     if rows > columns:  # the matmuls are smaller with fewer rows
                         weights, part = weights.T, part.T
                     updates[weights.shape].append((weights, part, size))
-        for same_shape in updates.values():
-            directions = self._directions([part for _, part, _ in same_shape])
+        gathered = [self._directions([part for _, part, _ in each]) for each in updates.values()]
+        for same_shape, (directions, work) in zip(updates.values(), gathered, strict=True):
+            if work:
+                work.wait()  # other ranks' directions arrive while the next ones are computed
             for (weights, _, size), direction in zip(same_shape, directions, strict=False):
                 weights.sub_(direction, alpha=size)
 
-    def _directions(self, parts: list[Tensor]) -> Tensor:
+    def _directions(self, parts: list[Tensor]) -> tuple[Tensor, dist.Work | None]:
         """Orthogonalize matrices of one shape: returns (n, rows, columns), with several ranks more.
 
         All ranks have the same momentum, so each can take any share; shares are padded to equal
-        size with the last matrix.
+        size with the last matrix. The result is complete after `wait` on the second value.
         """
         share = -(-len(parts) // self.world_size)  # rounded up
         first = self.rank * share
@@ -151,10 +153,9 @@ class Muon(torch.optim.Optimizer):
         dtype = torch.bfloat16 if has_bf16_matmuls(parts[0].device) else torch.float32
         directions = self.orthogonalize(torch.stack(own).to(dtype))
         if self.world_size == 1:
-            return directions
+            return directions, None
         everyones = directions.new_empty(self.world_size * share, *directions.shape[1:])
-        dist.all_gather_into_tensor(everyones, directions)
-        return everyones
+        return everyones, dist.all_gather_into_tensor(everyones, directions, async_op=True)
 
     def _momentum(self, params: list[Tensor]) -> Sequence[Tensor]:
         """Add the gradients to the momentum of the parameters; returns Nesterov's look-ahead.
