@@ -95,6 +95,13 @@ def test_each_curve_here_says_its_source_and_belongs_to_a_config_that_names_it(p
     assert reference.losses == sorted(reference.losses, reverse=True)
 
 
+def test_a_run_with_other_options_than_its_curves_says_so_at_once(go, here):
+    go(reference="quickstart", eval_every=6, val_fraction=0.1, weight_decay=0.1)
+    (note,) = re.findall(r"^note: not the recipe.*$", (here / "console.log").read_text(), re.M)
+    assert "lr 0.0003 instead of 0.008" in note
+    assert "weight_decay" not in note
+
+
 def test_each_evaluation_of_a_run_is_judged_once(go, here, curve):
     options = {"eval_every": 3, "val_fraction": 0.2, "reference": str(curve)}
     go(max_steps=3, **options)
