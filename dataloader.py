@@ -24,6 +24,7 @@ from torch import Tensor
 from data.manifest import check_shards
 from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError, split_of
 
+OPENED_AT_ONCE = 32  # files; a disk serves many reads in the time of a few
 READ_AHEAD = 4  # batches read in parallel: a shuffled one waits for the disk several times
 
 
@@ -103,9 +104,10 @@ def open_corpus(
             f"has train: rename it, such as {named[None][0].stem}_train.bin, or move it away"
         )
     share = COMPARED_WHOLE // max(1, len(training))
-    files = {path: TokenFile(path, n_vocab, share) for path in paths}
-    check_shards(folder, {path.name: file.tokens for path, file in files.items()})
-    spans = {path: Span(file, 0, file.tokens) for path, file in files.items()}
+    with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
+        files = list(pool.map(lambda path: TokenFile(path, n_vocab, share), paths))
+    check_shards(folder, {file.path.name: file.tokens for file in files})
+    spans = {file.path: Span(file, 0, file.tokens) for file in files}
     train = [spans[path] for path in training]
     val = [spans[path] for path in named["val"] or named["test"]]
     if not train:
