@@ -433,7 +433,7 @@ def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
     processes: list[Any] = []
     for rank in range(ranks):
         env = environment_of(rank, ranks, store.port) | {"OMP_NUM_THREADS": "1"}
-        processes.append(start(*command, cwd=cwd, **env))
+        processes.append(start(*command, cwd=cwd, before=None, **env))
         processes[-1].store = store  # lives as long as they do
     return processes
 
