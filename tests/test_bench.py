@@ -281,7 +281,7 @@ def test_every_command_answers_help_without_torch():
         ("--config=speedup7 --size=small", "size has no effect with config"),
         ("--compare=x.csv --breakdown", "compare has no effect with breakdown; leave it out"),
         ("--steps=3 --trace", "steps has no effect with trace"),
-        ("--scan=batch_size=1 --warmup_steps=0,1", "scan takes one number of warm-up steps"),
+        ("--scan=batch_size=1 --warmup_steps=0,1", "warmup_steps has no effect with scan"),
         ("--max_steps=9", "--max_steps: max_steps has no effect in a benchmark"),
         ("--batch_sise=1", "--batch_sise: unknown option; did you mean --batch_size?"),
         ("--memory --device=cpu", "--memory: needs CUDA, the device is cpu; leave it out"),
