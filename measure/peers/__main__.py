@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from config import Config, load_config
-from measure.interleaved.comparison import Comparison
+from measure.interleaved.comparison import Comparison, MeasuredSide
 from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import (
     RoundsOptions,
@@ -166,26 +166,25 @@ def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -
     return run_rounds(sides, options.rounds, options.width, check=check)
 
 
+def row_of(side: MeasuredSide) -> Row:
+    """Return the figures of one side."""
+    return {
+        "side": side.name,
+        "tokens_per_sec": side.median,
+        "peak_memory_mb": side.peak_memory_mb,
+        "first_step_s": side.turns[0].seconds[0],
+    }
+
+
 def rows_of(groups: Sequence[Comparison]) -> list[Row]:
-    """Return the figures of each side. Every group begins with ours."""
-    rows: dict[str, Row] = {}
+    """Return the figures of our side, in the first group, and of the other side of each group."""
+    first = row_of(groups[0].sides[0])
+    rows = [first]
     for group in groups:
-        ours = group.sides[0]
-        for i, side in enumerate(group.sides):
-            memory = side.peak_memory_mb
-            row = {
-                "side": side.name,
-                "tokens_per_sec": side.median,
-                "ours_over": None,
-                "peak_memory_mb": memory,
-                "memory_ratio": None,
-                "first_step_s": side.turns[0].seconds[0],
-            }
-            if i:
-                row["ours_over"] = group.ratio(0, i)
-                row["memory_ratio"] = rows[ours.name]["peak_memory_mb"] / memory
-            rows.setdefault(side.name, row)
-    return list(rows.values())
+        row = row_of(group.sides[1])
+        memory_ratio = first["peak_memory_mb"] / row["peak_memory_mb"]
+        rows.append(row | {"ours_over": group.ratio(0, 1), "memory_ratio": memory_ratio})
+    return rows
 
 
 # ---- the report
