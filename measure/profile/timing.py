@@ -126,7 +126,6 @@ def measure(job: Job) -> list[Row]:
         "error": "",
         **settings(config),
         "device": device_name(device),
-        "parameters": model.num_parameters(),
         "notes": "; ".join(run.notes),
     }
     return [
