@@ -11,14 +11,13 @@ from torch.utils.hooks import RemovableHandle
 
 from config import Config
 from measure.interleaved.process import in_fresh_process
-from measure.profile.tables import FLOP_RATE, about_machine
+from measure.profile.tables import about_machine
 from measure.profile.timing import set_up
 from measure.report.report import Figure, Row
 from measure.report.tables import markdown_table, print_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_atomic
-from summary import part_flops
 from train import Run, train_step
 
 # ---- the parts of a step
@@ -64,8 +63,7 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
 def break_down(run: Run, steps: int) -> list[Row]:
     """Time the parts of a step of the uncompiled model: medians over `steps`, after one more step.
 
-    The part `backward` is the whole backward pass; the parts after it are its own. `tflops` is None
-    for a part without matmuls.
+    The part `backward` is the whole backward pass; the parts after it are its own.
     """
     of_steps: list[dict[str, float]] = []  # seconds by part, in the order of their first marks
     last = perf_counter()
@@ -87,17 +85,11 @@ def break_down(run: Run, steps: int) -> list[Row]:
         hook.remove()
     names = list(of_steps[-1])
     ms = {name: 1e3 * statistics.median(step[name] for step in of_steps[1:]) for name in names}
-    total = sum(ms.values()) or 1.0
-    flops = part_flops(run.config, run.config.batch_size * run.config.seq_len)
+    total = sum(ms.values())
     of_backward = [name for name in names if name.endswith(", backward")]
-    for quantity in (ms, flops):
-        quantity["backward"] = sum(quantity.get(name, 0) for name in of_backward)
+    ms["backward"] = sum(ms[name] for name in of_backward)
     names.insert(names.index(of_backward[0]), "backward")
-    rates = {name: count / max(ms[name], 1e-9) / 1e9 for name, count in flops.items()}
-    return [
-        {"part": name, "ms": ms[name], "share": ms[name] / total, "tflops": rates.get(name)}
-        for name in names
-    ]
+    return [{"part": name, "ms": ms[name], "share": ms[name] / total} for name in names]
 
 
 def part_name(part: Row) -> str:
@@ -110,7 +102,6 @@ PART = [
     Figure("part", "part", part_name),
     Figure("ms", "ms", ".1f"),
     Figure("share", "share", ".1%"),
-    FLOP_RATE,
 ]
 
 

@@ -16,11 +16,11 @@ from runtime.report import flops_rate, git_commit, machine
 
 Results = dict[tuple[str, ...], Row]  # rows by key
 TOKENS_PER_SEC = Figure("tokens_per_sec", "tokens/s", ",.0f")
-FLOP_RATE = Figure(
-    "tflops", "FLOP rate", lambda row: "" if row["tflops"] is None else flops_rate(row["tflops"])
-)
 LABEL = Figure("label", "model and pass", label_of)
-RATES = [FLOP_RATE, Figure("utilization", "MFU", ".0%", "against the measured matmul rate")]
+RATES = [
+    Figure("tflops", "FLOP rate", lambda row: flops_rate(row["tflops"])),
+    Figure("utilization", "MFU", ".0%", "against the measured matmul rate"),
+]
 COLUMNS = [
     LABEL,
     Figure("warmup_steps", "warm"),
