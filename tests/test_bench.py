@@ -283,20 +283,14 @@ def test_every_command_answers_help_without_torch():
         ("--steps=3 --trace", "steps has no effect with trace"),
         ("--scan=batch_size=1 --warmup_steps=0,1", "warmup_steps has no effect with scan"),
         ("--max_steps=9", "--max_steps: max_steps has no effect in a benchmark"),
-        ("--batch_sise=1", "--batch_sise: unknown option; did you mean --batch_size?"),
         ("--memory --device=cpu", "--memory: needs CUDA, the device is cpu; leave it out"),
         ("--scaling=1,2", "scaling needs a config, whose corpus it trains on"),
-        ("--config=TINY --scaling=1,0", "scaling: input should be greater than or"),
         ("--config=TINY --scaling=1,2 --scan=batch_size=1", "scan has no effect with scaling"),
         ("--rounds=9 --total_batch_tokens=64", "rounds has no effect without scaling"),
         (
             "--config=TINY --scaling=1,3",
             "--scaling 3: the 2 sequences of a step do not divide among 3 ranks; choose divisors "
             "of 2",
-        ),
-        (
-            "--config=TINY --scaling=1,2 --total_batch_tokens=100",
-            "total_batch_tokens 100 is not a multiple",
         ),
     ],
 )

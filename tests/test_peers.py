@@ -175,7 +175,6 @@ def test_a_file_that_is_no_peer_is_one_error_line(replaced, said, options, peer,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "baseline.yaml"], "tie_weights is False, in the peers True"),
         (["--no-tie_weights"], "tie_weights is False, in the peers True"),
         (["--batch_size", "x"], "--batch_size: input should be a valid integer"),
     ],
