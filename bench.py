@@ -245,13 +245,13 @@ def report_times(
     if earlier:
         about.append(f"there: {options.compare}")
         remarks += compare(rows, earlier)
-    notes = sorted({row["notes"] for row in rows} - {""})
+    notes = sorted({row["notes"] for row in rows} - {""})  # each begins with "note: "
     Report(
         folder,
         title,
         figures,
         rows,
-        remarks=[*(f"note: {note}" for note in notes), *remarks],
+        remarks=[*notes, *remarks],
         about=about,
         where=machine(),
         meaning=meaning,

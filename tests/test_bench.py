@@ -158,7 +158,7 @@ def test_mixed_rows_use_float16_where_a_gpu_lacks_bfloat16(monkeypatch):
     mixed = tiny_job(bf16=True).config
     config, notes = timing.with_mixed_precision_of(torch.device("cuda", 0), mixed)
     assert (config.bf16, config.fp16) == (False, True)
-    assert notes == ["Old GPU has no bfloat16: mixed precision is float16 here"]
+    assert notes == ["note: Old GPU has no bfloat16: mixed precision is float16 here"]
     assert timing.with_mixed_precision_of(CPU, mixed) == (mixed, [])
 
 

@@ -153,7 +153,7 @@ def inspect_model(
     """
     run = set_up(config)
     for note in run.notes:
-        print(f"note: {note}")
+        print(note)
     device = run.world.device
     about = {"device": device_name(device), "threads": torch.get_num_threads()}
     lines = [about_machine(about), ""]
