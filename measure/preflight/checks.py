@@ -86,8 +86,7 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     run = setup(tried, world)
     new = RunFolder(folder / "check", world.rank)
     Evaluation(config, world, run.state.model, run.val, run.autocast, new)  # raises UserError
-    times = list[float]()
-    yield from steps_are_sound(run, times)  # first, as the next check gathers FSDP's parameters
+    yield from steps_are_sound(run)  # first, as the next check gathers FSDP's parameters
     yield sees_no_future(run.state.model, world)
     yield resumes_exactly(run, folder)
     yield overfits(tried, world, run.state.scaler.state_dict())
@@ -98,7 +97,7 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     if is_small:
         about = "the above is of a small model with the same options, uncompiled"
     else:
-        seconds = statistics.median(times[1:])
+        seconds = statistics.median(run.state.step_seconds[1:])
         about = f"memory: {peak_memory_mb(world.device):,.0f} MB at most"
     hours = config.max_minutes / 60 if config.max_minutes else config.max_steps * seconds / 3600
     yield True, f"{about}; a step takes about {seconds:.3g} s, the run {hours:,.2f} hours", ""
@@ -157,11 +156,8 @@ def sees_no_future(model: GPT, world: World) -> Finding:
     return is_causal, text, "look at the causal mask, and for dropout in evaluation"
 
 
-def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
-    """Take steps; check the first loss, all gradients and updates, and that the ranks agree.
-
-    Appends the seconds of each step to `times`.
-    """
+def steps_are_sound(run: Run) -> Iterator[Finding]:
+    """Take steps; check the first loss, all gradients and updates, and that the ranks agree."""
     config, model = run.config, run.state.model
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     before = {name: own_part(p).detach().clone() for name, p in parameters.items()}
@@ -178,7 +174,6 @@ def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
         take_step(run)
         run.state.settle(config)
         taken = run.state.taken.pop()
-        times.append(taken.seconds)
         updates += not taken.overflowed  # fp16's loss scale comes down first
         if taken.step == 1:
             loss = taken.figures.loss
