@@ -12,7 +12,7 @@ python bench.py --compare logs/reference/timeit.csv       beside earlier or publ
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -94,8 +94,8 @@ class BenchOptions(HowOptions, WhatOptions):
             **dict.fromkeys(MODES[:-1], ("scaling",)),
             "size": ["config"],
             "compare": MODES,
-            "computation": [*INSPECT, "scaling"],
-            "warmup_steps": [*INSPECT, "scaling"],
+            "computation": MODES,
+            "warmup_steps": MODES,
             "steps": [] if self.breakdown or self.scan else ["trace", "memory", "scaling"],
             self.scanned: ["scan"],
         }
@@ -113,8 +113,6 @@ class BenchOptions(HowOptions, WhatOptions):
             for name, reason in reasons.items()
             if name in chosen
         ]
-        if self.scan and "warmup_steps" in chosen and len(self.warmup_steps) > 1:
-            problems.append(("warmup_steps", "scan takes one number of warm-up steps"))
         if self.scaling and not self.config:
             text = "needs a config, whose corpus it trains on, such as --config quickstart.yaml"
             problems.append(("scaling", f"scaling {text}"))
@@ -140,7 +138,7 @@ from measure.profile.tables import (
     scan_columns,
 )
 from measure.profile.timing import Job, key_of, label_of, time_job
-from measure.report.report import Card, Report, Row, write_csv
+from measure.report.report import Report, Row, write_csv
 from runtime.device import choose_device
 from runtime.errors import TrainingError, UserError, reported
 from runtime.files import write_json
@@ -174,10 +172,9 @@ def jobs_of(options: BenchOptions) -> list[Job]:
     """
     scanned = [options]
     if options.scan:
-        update: dict[str, Any] = {"computation": ("training_step",), "warmup_steps": (1,)}
-        update |= options.model_dump(include=options.model_fields_set)
+        passes = {"computation": ("training_step",), "warmup_steps": (1,)}
         values = sorted(map(int, options.scan.partition("=")[2].split(",")))
-        scanned = [options.model_copy(update=update | {options.scanned: n}) for n in values]
+        scanned = [options.model_copy(update={**passes, options.scanned: n}) for n in values]
     return [
         Job(size, config, computation, warm_up(config, each.warmup_steps), each.steps)
         for each in scanned
@@ -248,18 +245,17 @@ def report_times(
     if earlier:
         about.append(f"there: {options.compare}")
         remarks += compare(rows, earlier)
-    notes = sorted({row["notes"] for row in rows} - {""})
+    notes = sorted({row["notes"] for row in rows} - {""})  # each begins with "note: "
     Report(
         folder,
         title,
         figures,
         rows,
-        remarks=[*(f"note: {note}" for note in notes), *remarks],
+        remarks=[*notes, *remarks],
         about=about,
         where=machine(),
         meaning=meaning,
         pictures={picture: caption},
-        cards=[Card(label_of(row), label_of(row)) for row in rows],
     ).write()
 
 

@@ -158,7 +158,7 @@ def test_mixed_rows_use_float16_where_a_gpu_lacks_bfloat16(monkeypatch):
     mixed = tiny_job(bf16=True).config
     config, notes = timing.with_mixed_precision_of(torch.device("cuda", 0), mixed)
     assert (config.bf16, config.fp16) == (False, True)
-    assert notes == ["Old GPU has no bfloat16: mixed precision is float16 here"]
+    assert notes == ["note: Old GPU has no bfloat16: mixed precision is float16 here"]
     assert timing.with_mixed_precision_of(CPU, mixed) == (mixed, [])
 
 
@@ -281,22 +281,16 @@ def test_every_command_answers_help_without_torch():
         ("--config=speedup7 --size=small", "size has no effect with config"),
         ("--compare=x.csv --breakdown", "compare has no effect with breakdown; leave it out"),
         ("--steps=3 --trace", "steps has no effect with trace"),
-        ("--scan=batch_size=1 --warmup_steps=0,1", "scan takes one number of warm-up steps"),
+        ("--scan=batch_size=1 --warmup_steps=0,1", "warmup_steps has no effect with scan"),
         ("--max_steps=9", "--max_steps: max_steps has no effect in a benchmark"),
-        ("--batch_sise=1", "--batch_sise: unknown option; did you mean --batch_size?"),
         ("--memory --device=cpu", "--memory: needs CUDA, the device is cpu; leave it out"),
         ("--scaling=1,2", "scaling needs a config, whose corpus it trains on"),
-        ("--config=TINY --scaling=1,0", "scaling: input should be greater than or"),
         ("--config=TINY --scaling=1,2 --scan=batch_size=1", "scan has no effect with scaling"),
         ("--rounds=9 --total_batch_tokens=64", "rounds has no effect without scaling"),
         (
             "--config=TINY --scaling=1,3",
             "--scaling 3: the 2 sequences of a step do not divide among 3 ranks; choose divisors "
             "of 2",
-        ),
-        (
-            "--config=TINY --scaling=1,2 --total_batch_tokens=100",
-            "total_batch_tokens 100 is not a multiple",
         ),
     ],
 )
@@ -323,8 +317,7 @@ def test_the_breakdown_finds_a_planted_slow_part(module, hook, slow, monkeypatch
     part = work.state.model.transformer.h[1].get_submodule(module)
     getattr(part, hook)(lambda *_: now.append(now[-1] + 0.06))
     monkeypatch.setattr(breakdown, "perf_counter", lambda: now[-1])
-    found = {part["part"]: part for part in break_down(work, steps=2)}
-    parts = {name: (part["ms"], part["share"]) for name, part in found.items() if part["ms"]}
+    parts = {name: (ms, share) for name, ms, share in break_down(work, steps=2) if ms}
     assert parts == {name: (pytest.approx(60), pytest.approx(1)) for name in slow}
 
 

@@ -87,13 +87,8 @@ def test_a_tiny_vocabulary_is_checked(tiny_config, tmp_path):
         ({"batch_size": 1000}, "lower batch_size"),
         ({"dataset": "odd"}, "200"),
         ({"eval_every": 10, "val_fraction": 0.0}, "nothing to validate on"),
-        ({"reference": "no-such.csv"}, "no-such.csv"),
-        (
-            {"hellaswag_every": 10, "hellaswag_file": "no-such.jsonl", "vocab_size": 50257},
-            "no-such.jsonl",
-        ),
     ],
-    ids=["too short", "beyond the vocabulary", "no split", "no curve", "no questions"],
+    ids=["too short", "beyond the vocabulary", "no split"],
 )
 def test_what_a_run_would_not_start_with_is_an_error(options, message, tiny_config, tmp_path):
     write_corpus(tmp_path / "data" / "odd", [[*range(100)] * 20 + [200]])

@@ -13,7 +13,7 @@ the allocator settings that train.py makes for its process.
 import datetime
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,10 +22,9 @@ from typing import Any
 from pydantic import ConfigDict
 
 from config import Config, load_config
-from measure.interleaved.comparison import Comparison
+from measure.interleaved.comparison import Comparison, MeasuredSide
 from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import (
-    LEFT_OUT,
     RoundsOptions,
     Side,
     SideError,
@@ -35,7 +34,7 @@ from measure.interleaved.rounds import (
 )
 from measure.report.report import PEAK_MEMORY, Figure, Report, Row
 from runtime.cli import Options
-from runtime.errors import TrainingError, UserError, reported
+from runtime.errors import UserError, reported
 from runtime.files import aside, write_json
 from runtime.report import git_commit, machine
 from runtime.start import start
@@ -92,34 +91,18 @@ def our_config(options: PeersOptions) -> Config:
     return config
 
 
-def peer_name(path: str) -> str:
-    """Return a peer's name in the tables: the file's and its folder's."""
-    return "/".join(Path(path).resolve().parts[-2:])
-
-
-def peer_paths(files: Sequence[str]) -> dict[str, str]:
-    """Return the peers to compare with by their names: these files, and transformers if installed.
-
-    Raises UserError for a file that is missing or named twice, and if there are no peers.
-    """
-    peers = {TRANSFORMERS: TRANSFORMERS} if find_spec(TRANSFORMERS) else {}
-    for path in files:
-        if (name := peer_name(path)) in peers:
-            raise UserError(f"--peer: {name} is named twice; names are the file's and its folder's")
-        if not Path(path).is_file():
-            raise UserError(
-                f"--peer {path}: no such file; a peer is a Python file with GPT and GPTConfig, "
-                "such as nanoGPT's model.py"
-            )
-        peers[name] = path
-    if TRANSFORMERS not in peers:
-        say("note: transformers is not installed (pip install -r requirements-dev.txt)")
+def with_transformers(files: Sequence[str]) -> list[str]:
+    """Return the peers: these files, and transformers if installed. Raises UserError for none."""
+    peers = [*dict.fromkeys(files)]
+    if find_spec(TRANSFORMERS):
+        return [TRANSFORMERS, *peers]
+    say("note: transformers is not installed (pip install -r requirements-dev.txt)")
     if not peers:
         raise UserError("no peers: install transformers, or name a file with --peer")
     return peers
 
 
-def check_peers(peers: Mapping[str, str], config: Config, place: Path) -> None:
+def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     """Write the weights that all sides start from, and build every peer once in this process.
 
     A peer that cannot be used is an error before anything is timed. Raises UserError.
@@ -136,9 +119,9 @@ def check_peers(peers: Mapping[str, str], config: Config, place: Path) -> None:
     write_hugging_face(place, ours.config, ours.state_dict())
     loss = loss_in_fp32("GPT", ours, lambda model, x, y: model(x, y), loader)
     config = config.model_copy(update={"init_from": str(place)})
-    for name, path in peers.items():
-        theirs = loss_in_fp32(name, *build_peer(path, config), loader)
-        compare_losses(name, theirs, loss, config, TOLERANCE)
+    for peer in peers:
+        theirs = loss_in_fp32(peer, *build_peer(peer, config), loader)
+        compare_losses(peer, theirs, loss, config, TOLERANCE)
 
 
 def compare_losses(name: str, loss: float, ours: float, config: Config, tolerance: float) -> None:
@@ -154,7 +137,7 @@ def compare_losses(name: str, loss: float, ours: float, config: Config, toleranc
         )
 
 
-def plan(options: PeersOptions, peers: Mapping[str, str], place: Path) -> tuple[Side, list[Side]]:
+def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side, list[Side]]:
     """Return our side and the peers'. Only two sides at a time keep their memory.
 
     `place`: the weights that `check_peers` wrote.
@@ -162,8 +145,7 @@ def plan(options: PeersOptions, peers: Mapping[str, str], place: Path) -> tuple[
     values = options.of_training() | {"init_from": str(place)}
     flags = ["--config", options.config, *to_flags(values)]
     others = [
-        training_side(peer, [*flags, "--peer", path], module="measure.peers.side")
-        for peer, path in peers.items()
+        training_side(peer, [*flags, "--peer", peer], module="measure.peers.side") for peer in peers
     ]
     return training_side(Path(options.config).stem, flags), others
 
@@ -184,26 +166,25 @@ def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -
     return run_rounds(sides, options.rounds, options.width, check=check)
 
 
+def row_of(side: MeasuredSide) -> Row:
+    """Return the figures of one side."""
+    return {
+        "side": side.name,
+        "tokens_per_sec": side.median,
+        "peak_memory_mb": side.peak_memory_mb,
+        "first_step_s": side.turns[0].seconds[0],
+    }
+
+
 def rows_of(groups: Sequence[Comparison]) -> list[Row]:
-    """Return the figures of each side. Every group begins with ours."""
-    rows: dict[str, Row] = {}
+    """Return the figures of our side, in the first group, and of the other side of each group."""
+    first = row_of(groups[0].sides[0])
+    rows = [first]
     for group in groups:
-        ours = group.sides[0]
-        for i, side in enumerate(group.sides):
-            memory = side.peak_memory_mb
-            row = {
-                "side": side.name,
-                "tokens_per_sec": side.median,
-                "ours_over": None,
-                "peak_memory_mb": memory,
-                "memory_ratio": None,
-                "first_step_s": side.turns[0].seconds[0],
-            }
-            if i:
-                row["ours_over"] = group.ratio(0, i)
-                row["memory_ratio"] = rows[ours.name]["peak_memory_mb"] / memory
-            rows.setdefault(side.name, row)
-    return list(rows.values())
+        row = row_of(group.sides[1])
+        memory_ratio = first["peak_memory_mb"] / row["peak_memory_mb"]
+        rows.append(row | {"ours_over": group.ratio(0, 1), "memory_ratio": memory_ratio})
+    return rows
 
 
 # ---- the report
@@ -228,13 +209,7 @@ FIGURES = [
 ]
 
 
-def report(
-    groups: Sequence[Comparison],
-    failed: Sequence[str],
-    options: PeersOptions,
-    config: Config,
-    folder: Path,
-) -> None:
+def report(groups: Sequence[Comparison], config: Config, folder: Path) -> None:
     """Report the groups that are measured: report.md, report.html, results.json and peers.png."""
     versions = ", ".join(
         f"{name} {version(name)}" for name in ("torch", TRANSFORMERS) if find_spec(name)
@@ -242,36 +217,24 @@ def report(
     shown = ("batch_size", "seq_len", "n_layer", "n_head", "n_embd", "bf16", "compile")
     described = ", ".join(f"{name} {getattr(config, name)}" for name in shown)
     rows = rows_of(groups)
-    title = "Beside what people would take instead"
     where, today = machine(), datetime.date.today()
     about = f"{where}; {versions}, commit {git_commit()}, {today}. {rows[0]['side']}: {described}."
     Report(
         folder,
-        title,
+        "Beside what people would take instead",
         FIGURES,
         rows,
-        remarks=[f"failed: {line}" for line in failed],
         about=[about],
         bars="peers.png",
         where=f"{where}, {today}",
     ).write()
-    results = {
-        "machine": machine(),
-        "git": git_commit(),
-        "versions": versions,
-        "options": options.model_dump(mode="json", exclude={"log_dir", "data_dir"})
-        | {"peer": [peer_name(path) for path in options.peer]},
-        "left_out": LEFT_OUT,
-        "in_turn": [group.dump()["sides"] for group in groups],
-        "failed": failed,
-    }
-    write_json(folder / "results.json", results)
+    write_json(folder / "results.json", [group.dump() for group in groups])
 
 
 def main(options: PeersOptions) -> None:
-    """Compare our side with each peer. Raises UserError."""
+    """Compare our side with each peer. Raises UserError, TrainingError if a side fails."""
     config = our_config(options)
-    peers = peer_paths(options.peer)
+    peers = with_transformers(options.peer)
     folder = Path(options.log_dir) / "peers"
     with tempfile.TemporaryDirectory() as place:
         check_peers(peers, config, Path(place))
@@ -282,19 +245,9 @@ def main(options: PeersOptions) -> None:
         folder.mkdir(parents=True)
         ours, others = plan(options, peers, Path(place))
         groups: list[Comparison] = []
-        failed: list[str] = []
         for other in others:
-            try:
-                groups.append(interleave(ours, other, options, config))
-            except SideError as error:
-                if error.name == ours.name:
-                    raise
-                failed.append(str(error))
-                say(f"failed: {error}")
-            if groups:
-                report(groups, failed, options, config, folder)
-    if failed:
-        raise TrainingError("\n".join(failed))
+            groups.append(interleave(ours, other, options, config))
+            report(groups, config, folder)
 
 
 if __name__ == "__main__":

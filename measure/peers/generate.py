@@ -14,7 +14,7 @@ from typing import Literal
 from config import load_config
 from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds, training_side
-from measure.peers.__main__ import peer_paths
+from measure.peers.__main__ import with_transformers
 from measure.report.tables import print_table
 from runtime.cli import Options, Positive
 from runtime.errors import reported
@@ -67,17 +67,16 @@ def write_weights(options: AllOptions, folder: Path) -> None:
 
 def main(options: AllOptions) -> None:
     """Compare, and print a row for each side. Raises UserError and SideError."""
-    peers = peer_paths(options.peer)
     how = to_flags(options.model_dump(include=set(GenerateOptions.model_fields)))
     with tempfile.TemporaryDirectory() as folder:
         write_weights(options, Path(folder))
         sides = [
             training_side(
-                name,
-                [*how, "--folder", folder, "--peer", path],
+                peer or "ours",
+                [*how, "--folder", folder, "--peer", peer],
                 module="measure.peers.generate_side",
             )
-            for name, path in {"ours": "", **peers}.items()
+            for peer in ["", *with_transformers(options.peer)]
         ]
         results = Path(options.output) if options.output else None
 

@@ -116,7 +116,6 @@ def load_file(path: str) -> Any:
         spec = importlib.util.spec_from_file_location("peer_file", path)
         module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
         sys.modules["peer_file"] = module  # dataclasses look their module up here
-        sys.path.append(str(Path(path).resolve().parent))  # for files beside it
         spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
 

@@ -9,7 +9,6 @@ import io
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ Finding = tuple[bool, str, str]  # passed?, the finding, advice if it did not pa
 LONG_STEP = 1.5  # seconds; if a step takes longer, a small model is checked
 STEPS, OVERFIT_STEPS = 3, 30
 OVERFLOWS = 128  # 128 overflows bring any loss scale of fp16 below 1
-OVERFIT_SECONDS = 15.0
 # The overfit check passes if the loss of the repeated batch falls by this fraction.
 OVERFIT_FALL = 0.02
 # Its minimum learning rate: fine-tuning rates barely lower the loss in 30 steps.
@@ -88,8 +86,7 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     run = setup(tried, world)
     new = RunFolder(folder / "check", world.rank)
     Evaluation(config, world, run.state.model, run.val, run.autocast, new)  # raises UserError
-    times = list[float]()
-    yield from steps_are_sound(run, times)  # first, as the next check gathers FSDP's parameters
+    yield from steps_are_sound(run)  # first, as the next check gathers FSDP's parameters
     yield sees_no_future(run.state.model, world)
     yield resumes_exactly(run, folder)
     yield overfits(tried, world, run.state.scaler.state_dict())
@@ -100,7 +97,7 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     if is_small:
         about = "the above is of a small model with the same options, uncompiled"
     else:
-        seconds = statistics.median(times[1:])
+        seconds = statistics.median(run.state.step_seconds[1:])
         about = f"memory: {peak_memory_mb(world.device):,.0f} MB at most"
     hours = config.max_minutes / 60 if config.max_minutes else config.max_steps * seconds / 3600
     yield True, f"{about}; a step takes about {seconds:.3g} s, the run {hours:,.2f} hours", ""
@@ -159,11 +156,8 @@ def sees_no_future(model: GPT, world: World) -> Finding:
     return is_causal, text, "look at the causal mask, and for dropout in evaluation"
 
 
-def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
-    """Take steps; check the first loss, all gradients and updates, and that the ranks agree.
-
-    Appends the seconds of each step to `times`.
-    """
+def steps_are_sound(run: Run) -> Iterator[Finding]:
+    """Take steps; check the first loss, all gradients and updates, and that the ranks agree."""
     config, model = run.config, run.state.model
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     before = {name: own_part(p).detach().clone() for name, p in parameters.items()}
@@ -180,7 +174,6 @@ def steps_are_sound(run: Run, times: list[float]) -> Iterator[Finding]:
         take_step(run)
         run.state.settle(config)
         taken = run.state.taken.pop()
-        times.append(taken.seconds)
         updates += not taken.overflowed  # fp16's loss scale comes down first
         if taken.step == 1:
             loss = taken.figures.loss
@@ -223,7 +216,9 @@ def resumes_exactly(run: Run, folder: Path) -> Finding:
     config = run.config.model_copy(update={"resume": str(run.state.checkpoint)})
     saved, config, _ = find_checkpoint(config, run.world)
     resumed = setup(config, run.world, saved)
-    lost = differences(run.state, resumed.state)
+    before, after = contents(run.state), contents(resumed.state)
+    names = before.keys() | after.keys()
+    lost = sorted(n for n in names if not is_equal(before.get(n), after.get(n)))
     again = train_step(resumed, step)
     put_random_state(random_state, device)
     straight = train_step(run, step)
@@ -237,18 +232,21 @@ def resumes_exactly(run: Run, folder: Path) -> Finding:
     return is_well, text, "look at State.tensors, State.numbers, random states: one is not saved"
 
 
-def differences(a: State, b: State) -> list[str]:
-    """Return the names of numbers and tensors that differ between the states of two runs."""
-    others = b.numbers()
-    names = [name for name, number in a.numbers().items() if number != others[name]]
-    for (file, first), second in zip(a.tensors().items(), b.tensors().values(), strict=True):
-        equal = {
-            name
-            for name in first.keys() & second.keys()
-            if torch.equal(own_part(first[name]), own_part(second[name]))
-        }
-        names += [f"{file} {name}" for name in (first.keys() | second.keys()) - equal]
-    return sorted(names)
+def contents(state: State) -> dict[str, Any]:
+    """Return the numbers and tensors of a run's state by name."""
+    tensors = {
+        f"{file} {name}": own_part(tensor)
+        for file, named in state.tensors().items()
+        for name, tensor in named.items()
+    }
+    return state.numbers() | tensors
+
+
+def is_equal(a: object, b: object) -> bool:
+    """Return True for equal numbers, and for equal tensors."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return a == b
 
 
 def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
@@ -271,14 +269,9 @@ def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
     config = config.model_copy(update=changed)
     run = setup(config, world)
     run.state.scaler.load_state_dict(scaler)
-    start, losses = time.perf_counter(), list[float]()
-    while len(losses) < OVERFIT_STEPS:
-        losses.append(train_step(run, len(losses) + 1).loss.item())
-        is_late = time.perf_counter() - start > OVERFIT_SECONDS
-        if len(losses) > 1 and world.broadcast(is_late):  # all ranks follow rank 0's clock
-            break
+    losses = [train_step(run, step).loss.item() for step in range(1, 1 + OVERFIT_STEPS)]
     return (
         losses[-1] < (1 - OVERFIT_FALL) * losses[0],
-        f"one batch, repeated: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps",
+        f"one batch, repeated: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {OVERFIT_STEPS} steps",
         "raise lr, or look at the sign and the size of the update",
     )

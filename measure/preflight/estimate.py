@@ -7,7 +7,6 @@ train.py, on fake tensors, which have shapes but no data. Nothing is allocated.
 import bisect
 import math
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -148,18 +147,13 @@ def existing(log_dir: str) -> Path:
 
 
 def write_rate(folder: Path, size: float) -> float:
-    """Measure the bytes/s of saving a checkpoint file in the folder.
-
-    The median of three files of up to 256 MB, which are deleted.
-    """
-    values, rates = torch.rand(int(min(size, 256 * MB)) // 4), []
+    """Measure the bytes/s of saving a checkpoint of `size` bytes, by a file of up to 256 MB."""
+    values = torch.rand(int(min(size, 256 * MB)) // 4)
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        for i in range(3):
-            file, start = Path(place) / str(i), time.perf_counter()
-            write_tensors(file, {"values": values})
-            sha256(file)
-            rates.append(values.nbytes / (time.perf_counter() - start))
-    return statistics.median(rates)
+        file, start = Path(place) / "values", time.perf_counter()
+        write_tensors(file, {"values": values})
+        sha256(file)
+        return values.nbytes / (time.perf_counter() - start)
 
 
 def describe_saving(save: float, step: float) -> str:

@@ -11,14 +11,12 @@ from torch.utils.hooks import RemovableHandle
 
 from config import Config
 from measure.interleaved.process import in_fresh_process
-from measure.profile.tables import FLOP_RATE, about_machine
+from measure.profile.tables import about_machine
 from measure.profile.timing import set_up
-from measure.report.report import Figure, Row
 from measure.report.tables import markdown_table, print_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.files import write_atomic
-from summary import part_flops
 from train import Run, train_step
 
 # ---- the parts of a step
@@ -61,11 +59,11 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
     return hooks
 
 
-def break_down(run: Run, steps: int) -> list[Row]:
+def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
     """Time the parts of a step of the uncompiled model: medians over `steps`, after one more step.
 
-    The part `backward` is the whole backward pass; the parts after it are its own. `tflops` is None
-    for a part without matmuls.
+    Returns each part's name, milliseconds and share. The part `backward` is the whole backward
+    pass; the parts after it are its own.
     """
     of_steps: list[dict[str, float]] = []  # seconds by part, in the order of their first marks
     last = perf_counter()
@@ -87,31 +85,17 @@ def break_down(run: Run, steps: int) -> list[Row]:
         hook.remove()
     names = list(of_steps[-1])
     ms = {name: 1e3 * statistics.median(step[name] for step in of_steps[1:]) for name in names}
-    total = sum(ms.values()) or 1.0
-    flops = part_flops(run.config, run.config.batch_size * run.config.seq_len)
+    total = sum(ms.values())
     of_backward = [name for name in names if name.endswith(", backward")]
-    for quantity in (ms, flops):
-        quantity["backward"] = sum(quantity.get(name, 0) for name in of_backward)
+    ms["backward"] = sum(ms[name] for name in of_backward)
     names.insert(names.index(of_backward[0]), "backward")
-    rates = {name: count / max(ms[name], 1e-9) / 1e9 for name, count in flops.items()}
-    return [
-        {"part": name, "ms": ms[name], "share": ms[name] / total, "tflops": rates.get(name)}
-        for name in names
-    ]
+    return [(name, ms[name], ms[name] / total) for name in names]
 
 
-def part_name(part: Row) -> str:
-    """Return the part's name, indented if it is one of the backward pass."""
-    name = part["part"].removesuffix(", backward")
-    return name if name == part["part"] else f"  of which {name}"
-
-
-PART = [
-    Figure("part", "part", part_name),
-    Figure("ms", "ms", ".1f"),
-    Figure("share", "share", ".1%"),
-    FLOP_RATE,
-]
+def cells_of(part: str, ms: float, share: float) -> list[str]:
+    """Return a row of the table; a part of the backward pass is indented."""
+    name = part.removesuffix(", backward")
+    return [name if name == part else f"  of which {name}", f"{ms:.1f}", f"{share:.1%}"]
 
 
 # ---- operators and memory
@@ -169,7 +153,7 @@ def inspect_model(
     """
     run = set_up(config)
     for note in run.notes:
-        print(f"note: {note}")
+        print(note)
     device = run.world.device
     about = {"device": device_name(device), "threads": torch.get_num_threads()}
     lines = [about_machine(about), ""]
@@ -177,9 +161,8 @@ def inspect_model(
         snapshot(run, folder / f"memory_{label}.pickle")
     if "breakdown" in wanted:
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
-        parts = break_down(run, steps)
-        cells = [[figure.text(part) for figure in PART] for part in parts]
-        headings = [figure.heading for figure in PART]
+        cells = [cells_of(*part) for part in break_down(run, steps)]
+        headings = ["part", "ms", "share"]
         print_table("parts of a step, uncompiled", headings, cells)
         lines += [*markdown_table(headings, cells), ""]
     if "trace" in wanted:

@@ -11,7 +11,7 @@ from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import LEFT_OUT, run_rounds, training_side
 from measure.profile.tables import about_machine, new_folder
-from measure.report.report import Figure, Report, Row
+from measure.report.report import PEAK_MEMORY, Figure, Report, Row
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
 from runtime.launch import Launch, launch
@@ -53,12 +53,7 @@ FIGURES = [
         ".0%",
         "x first over the factor of hardware: GPUs or, on a CPU, cores in use",
     ),
-    Figure(
-        "memory_mb",
-        "MB each",
-        ",.0f",
-        "peak memory, of the GPU's tensors on CUDA, else of a rank's process",
-    ),
+    PEAK_MEMORY,  # of the largest rank
 ]
 
 
@@ -120,7 +115,7 @@ def rows_of(
                 "batch_size": batch_size,
                 "micro_steps": micro_steps,
                 "tokens_per_sec": side.median,
-                "memory_mb": side.peak_memory_mb,
+                "peak_memory_mb": side.peak_memory_mb,
                 "over_first": factor,
                 "hardware": hardware,
                 "efficiency": factor.value / hardware,

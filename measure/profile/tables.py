@@ -16,17 +16,14 @@ from runtime.report import flops_rate, git_commit, machine
 
 Results = dict[tuple[str, ...], Row]  # rows by key
 TOKENS_PER_SEC = Figure("tokens_per_sec", "tokens/s", ",.0f")
-FLOP_RATE = Figure(
-    "tflops", "FLOP rate", lambda row: "" if row["tflops"] is None else flops_rate(row["tflops"])
-)
-SIZE, COMPUTATION = Figure("size", "size"), Figure("computation", "computation")
-MIXED = Figure("mixed_precision", "mixed", lambda row: "yes" if row["mixed_precision"] else "no")
-RATES = [FLOP_RATE, Figure("utilization", "MFU", ".0%", "against the measured matmul rate")]
+LABEL = Figure("label", "model and pass", label_of)
+RATES = [
+    Figure("tflops", "FLOP rate", lambda row: flops_rate(row["tflops"])),
+    Figure("utilization", "MFU", ".0%", "against the measured matmul rate"),
+]
 COLUMNS = [
-    SIZE,
-    COMPUTATION,
+    LABEL,
     Figure("warmup_steps", "warm"),
-    MIXED,
     Figure("mean_s", "mean, s", ".4g"),
     Figure("there_s", "there, s", ".4g", "the mean in the results to compare with"),
     Figure("over_there", "here / there", ".3f"),
@@ -39,7 +36,7 @@ COLUMNS = [
 
 def scan_columns(name: str) -> list[Figure]:
     """Return the columns of a scan over the option `name`."""
-    return [SIZE, COMPUTATION, MIXED, Figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
+    return [LABEL, Figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
 
 
 def about_machine(row: Row) -> str:

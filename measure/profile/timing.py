@@ -62,7 +62,7 @@ def with_mixed_precision_of(device: torch.device, config: Config) -> tuple[Confi
     """Return the config and notes: on a GPU without bf16, fp16 replaces it."""
     if has_bf16(device) or not config.bf16:
         return config, []
-    note = f"{device_name(device)} has no bfloat16: mixed precision is float16 here"
+    note = f"note: {device_name(device)} has no bfloat16: mixed precision is float16 here"
     return config.model_copy(update={"bf16": False, "fp16": True}), [note]
 
 
@@ -77,8 +77,8 @@ def set_up(config: Config) -> Run:
     shape = (2, config.batch_size, config.seq_len)
     x, y = torch.randint(config.n_vocab, shape, generator=generator).to(device)  # (B, T) each
     run = setup(config, World(device), batches=itertools.repeat((x, y)))
-    notes += [note.removeprefix("note: ") for note in run.notes if note.startswith("note: ")]
-    notes += [note for note in config.notes() if note.startswith("compile_mode")]
+    notes += [note for note in run.notes if note.startswith("note: ")]
+    notes += [f"note: {note}" for note in config.notes() if note.startswith("compile_mode")]
     return dataclasses.replace(run, notes=notes)
 
 
@@ -126,7 +126,6 @@ def measure(job: Job) -> list[Row]:
         "error": "",
         **settings(config),
         "device": device_name(device),
-        "parameters": model.num_parameters(),
         "notes": "; ".join(run.notes),
     }
     return [
