@@ -9,6 +9,7 @@ import shlex
 import shutil
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -107,12 +108,17 @@ def save_checkpoint(
 
 def _write(folder: Path, files: dict[str, Tensors], saved: SavedState) -> None:
     """Write all files of a checkpoint. Raises OSError."""
-    for name, tensors in files.items():
-        write_tensors(folder / name, tensors)
+
+    def write_file(name: str) -> str:
+        write_tensors(folder / name, files[name])
+        return sha256(folder / name)
+
+    with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
+        digests = dict(zip(files, pool.map(write_file, files), strict=True))
     text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
     write_atomic(folder / STATE, f"{text}\n")
-    sums = [f"{sha256(folder / name)}  {name}\n" for name in (*files, STATE)]
-    write_atomic(folder / SUMS, "".join(sums))
+    digests[STATE] = sha256(folder / STATE)
+    write_atomic(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
 def save_if_best(
