@@ -158,10 +158,11 @@ def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
         return [(Path(options.config).stem, load_config(options.config, **values))]
     if "seq_len" in values:
         values = {"block_size": values["seq_len"]} | values
+    precisions = [values["bf16"]] if "bf16" in values else [False, True]
     return [
-        (size, load_config(f"timeit/{size}", **({"bf16": bf16} | values)))
+        (size, load_config(f"timeit/{size}", **(values | {"bf16": bf16})))
         for size in options.size
-        for bf16 in (False, True)
+        for bf16 in precisions
     ]
 
 

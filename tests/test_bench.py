@@ -223,7 +223,7 @@ def test_a_training_config_gives_model_batch_and_precision():
 
 
 def test_the_profile_takes_options_of_training_and_a_precision_is_the_only_one():
-    ((_, config),) = {*configs("--size=small --no-bf16 --seq_len=64 --warmup_steps=2")}
+    ((_, config),) = configs("--size=small --no-bf16 --seq_len=64 --warmup_steps=2")
     shown = (config.bf16, config.seq_len, config.block_size, config.warmup_steps)
     assert shown == (False, 64, 64, 0)
 
