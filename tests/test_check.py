@@ -69,6 +69,12 @@ def test_a_long_step_is_checked_in_small(tiny_config, capsys, monkeypatch):
     assert "ok      the above is of a small model" in capsys.readouterr().out
 
 
+def test_a_device_too_busy_to_be_measured_is_an_error(tiny_config, monkeypatch):
+    monkeypatch.setattr(measure.preflight.checks, "matmul_rates", lambda _: {})
+    with refused("no checks: the device could not be measured, or is too busy"):
+        check(tiny_config(), ALONE)
+
+
 def test_a_run_is_checked_with_the_weights_that_its_name_means(tiny_config, tmp_path, capsys):
     train(tiny_config(n_layer=1, max_steps=20, lr=1e-2, run_name="first"), ALONE)
     capsys.readouterr()

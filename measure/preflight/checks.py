@@ -28,6 +28,8 @@ from inference.validation import evaluating
 from measure.preflight.estimate import describe_disk
 from model import GPT, GPTConfig
 from runtime.device import matmul_rates, peak_memory_mb
+from runtime.errors import TrainingError
+from runtime.report import UNKNOWN
 from runtime.runlog import RunFolder
 from runtime.world import World
 from summary import describe_options
@@ -69,7 +71,10 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     yield from targets_are_next(loader)
     with torch.device("meta"):
         parameters = GPT(GPTConfig.of(config)).num_parameters()
-    seconds = step_seconds(config, matmul_rates(world.device), world.world_size)
+    rates = world.broadcast(matmul_rates(world.device))  # so that all ranks check the same model
+    if not rates:
+        raise TrainingError(f"no checks: {UNKNOWN}; try again later")
+    seconds = step_seconds(config, rates, world.world_size)
     is_small = seconds > LONG_STEP
     if is_small:  # `setup` checks only the small config, so check the real one against the device
         describe_options(config, config.on_device(world.device.type, world.world_size), world)
