@@ -612,14 +612,16 @@ def test_the_difference_of_two_curves_is_over_steps_11_to_50(monkeypatch):
         assert comparison.published_difference(stage) == difference
 
 
-def test_runs_as_logged_are_compared_with_the_logs_and_unsynchronized_times_are_not():
-    (tied,) = comparison.rows_of(finished("speedup2"))
+def test_runs_as_logged_are_compared_with_the_logs_and_unsynchronized_times_are_not(tmp_path):
+    (tied,) = comparison.rows_of(finished("speedup2", folder=tmp_path))
     assert tied["loss_difference"] is None, "its note is not the run that was logged"
-    found = finished("as_logged")
+    found = finished("as_logged", folder=tmp_path)
     rows = comparison.rows_of(found)
     assert all(row["loss_difference"] for row in rows)
     assert all(row["published_tokens_per_sec"] is None for row in rows)
-    (baseline,) = comparison.rows_of(finished("baseline"))
+    ladder_report.report("as_logged", found)
+    assert (tmp_path / "as_logged/loss.png").is_file()
+    (baseline,) = comparison.rows_of(finished("baseline", folder=tmp_path))
     assert baseline["published_tokens_per_sec"] == pytest.approx(11_570, rel=0.01)
 
 

@@ -20,7 +20,7 @@ from measure.ladder.stages import (
     series_folder,
 )
 from measure.report.page import curve_of
-from measure.report.pictures import draw_losses
+from measure.report.pictures import draw_losses, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row
 from runtime.errors import UserError
 from runtime.report import Estimate
@@ -141,7 +141,7 @@ def where_of(places: Iterable[tuple[str, str | None]]) -> str:
 
 
 def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
-    """Report the finished stages, with speed.png, as in `write_report`."""
+    """Report the finished stages, with speed.png and loss.png, as in `write_report`."""
     done = [(stage, stage.finished) for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     runs = dict[str, list[str]]()  # names of stages by the description of their runs
@@ -157,6 +157,17 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
         card_of(stage.name, stage.file, stage.base.file if stage.base else stage.file)
         for stage, _ in done
     ]
+    published = {
+        stage.name: {
+            "published": curve(published_rows(stage.published.log)),
+            "measured": curve(run.log),
+        }
+        for stage, run in done
+        if stage.published.log
+    }
+    if published:
+        picture = stages[0].record.folder / "loss.png"
+        draw_panels(picture, published, "step", "loss, nats per token")
     return write_report(
         stages,
         title="A ladder" if ladder == "ladder" else f"The {name} ladder",
@@ -169,6 +180,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
             ),
             *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
         ],
+        pictures={"loss.png": "loss curves, measured over published"} if published else {},
         bars="speed.png",
         where=where_of((run.summary.machine, run.summary.day) for _, run in done),
         cards=cards,
