@@ -71,7 +71,7 @@ def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
     yield from targets_are_next(loader)
     with torch.device("meta"):
         parameters = GPT(GPTConfig.of(config)).num_parameters()
-    rates = world.broadcast(matmul_rates(world.device))  # so that all ranks check the same model
+    rates = world.broadcast(matmul_rates(world.device))  # all ranks check one model
     if not rates:
         raise TrainingError(f"no checks: {UNKNOWN}; try again later")
     seconds = step_seconds(config, rates, world.world_size)

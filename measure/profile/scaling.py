@@ -53,7 +53,7 @@ FIGURES = [
         ".0%",
         "x first over the factor of hardware: GPUs or, on a CPU, cores in use",
     ),
-    PEAK_MEMORY,  # of the largest rank
+    PEAK_MEMORY,
 ]
 
 
