@@ -216,7 +216,7 @@ def memory_of_turns(config):
     turn, and the page faults of each turn. Its logits take 120 MB.
     """
     run, resident, faults = setup(without_end(config), ALONE), [], [0]
-    for frees, steps in ((False, 2), (True, 1), (True, 1), (True, 3)):
+    for frees, steps in ((False, 2), (True, 1), (True, 1), (True, 7)):
         side_module.FREES_CACHE = frees
         side_module.take_steps(run, steps)
         resident.append(resident_memory())
@@ -229,10 +229,12 @@ def test_a_side_without_room_returns_freed_memory_between_its_turns_but_not_with
     config = tiny_config(batch_size=15, seq_len=256, block_size=256, vocab_size=8192)
     found, problem = in_fresh_process(f"{__name__}:memory_of_turns", config)
     assert problem == ""
-    resident, (*_, one_step, three_steps) = found
+    resident, (*_, one_step, seven_steps) = found
     assert max(resident[1:]) < resident[0] - 100 * 2**20
     assert one_step > 100 * 2**20 // resource.getpagesize()
-    assert three_steps < 1.2 * one_step
+    # With the untimed first step these are 2 and 8 steps. A later step may fault a few buffers in
+    # again, of which small ones took a part.
+    assert seven_steps < 3 * one_step
 
 
 def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
