@@ -165,7 +165,7 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
             runs = by_seed(rungs)
             announce(runs, stages[1:] if rounds else [], rounds, options, device)
             predict_stages(stages, device)
-            run_stages(runs, options.rerun, anywhere=seeds > 0)
+            run_stages(runs, options.rerun, seeds, device)
             if rounds:
                 alone = [stage for stage in stages if run_alone(stage)]
                 interleave_stages(alone, rounds, options.rerun, device)
@@ -218,7 +218,7 @@ def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
             if seeds:
                 runs = by_seed(runs_of)
                 announce(runs, [], 0, options, device)
-                run_stages(runs, options.rerun, anywhere=True)
+                run_stages(runs, options.rerun, seeds, device)
             else:
                 interleave_stages([*chain(*rungs.values())], options.rounds, options.rerun, device)
     if seeds:

@@ -166,7 +166,7 @@ def test_a_run_ends_with_its_ladder_at_ctrl_c(tmp_path):
 
 
 STARTS = {
-    "run_command": "from measure.ladder.stages import run_command; run_command(CHILD)",
+    "run_commands": "from measure.ladder.stages import run_commands; run_commands([CHILD])",
     "Side": "from measure.interleaved.rounds import Side; Side('any', CHILD).__enter__().train()",
     "in_fresh_process": "from measure.interleaved.process import in_fresh_process as call; "
     "call('runpy:run_path', 'child.py')",
@@ -251,9 +251,9 @@ def test_why_a_stage_is_not_finished_is_said(monkeypatch):
         (1, "", "exit status 1"),
     ):
         assert why_it_failed(status, io.StringIO(printed)) == reason
-    monkeypatch.setattr(stages, "run_command", lambda _: None)  # status 0, after a signal
+    monkeypatch.setattr(stages, "run_commands", lambda _: [None])  # status 0, after a signal
     (stage,) = plan("baseline")
-    stages.run_stages([stage], rerun=False, anywhere=False)
+    stages.run_stages([stage], False, 0, Device())
     assert stage.error == "stopped before its last step; the same command runs it again"
     # one of which no stage could run has failed, one that did not run is a mistake
     for stage.error, status in (("boom", 1), (None, 2)):
@@ -781,7 +781,7 @@ def test_a_climb_runs_again_what_has_other_settings_though_its_device_could_not_
     finished("speedup", of_runs=["--batch_size=1"], bf16=False, medium=True)
     ran = []
     monkeypatch.setattr(ladder, "measure_device", lambda _: Device())
-    monkeypatch.setattr(stages, "run_command", ran.append)
+    monkeypatch.setattr(stages, "run_commands", lambda commands: ran.extend(commands) or [None])
     with pytest.raises(UserError, match="stopped before its last step"):
         climb("speedup", "--stages", "3", *OFF)
     names = [command[-1].removeprefix("--run_name=") for command in ran]

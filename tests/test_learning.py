@@ -7,6 +7,7 @@ import pytest
 import ladder
 from config import Config, Rung, load_config
 from measure.interleaved.ratio import mean_over_seeds
+from measure.ladder import stages
 from measure.ladder.device import Device
 from measure.ladder.learning import (
     means_of,
@@ -99,10 +100,13 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
 
 
 @pytest.mark.usefixtures("configs", "forked")
-def test_every_rung_is_trained_once_with_every_seed_and_reported(tmp_path, capsys):
+def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(stages, "cores", lambda: 2 * stages.CORES_OF_A_RUN)
     command = ["adamw.yaml", "muon.yaml", "--seeds", "2", "--rounds", "0"]
     assert climb(*command) == 0
-    assert "== 2 of 4: muon_seed_1\n" in capsys.readouterr().out
+    assert "== 2 of 4: adamw_seed_1, muon_seed_1\n" in capsys.readouterr().out
     folder = tmp_path / "logs/ladder"
     names = [f"{kind}_seed_{seed}" for kind in ("adamw", "muon") for seed in (1, 2)]
     logs = [folder / name / "log.csv" for name in names]

@@ -28,11 +28,13 @@ from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_map
 from runtime.errors import UserError, why_it_failed
 from runtime.report import machine
 from runtime.runlog import Row, curve, read_rows
+from runtime.start import cores
 
 ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
 SPEEDUP = "speedup"
 PUBLISHED = REFERENCE / "published.csv"  # the published figures of the configs here
+CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
 NOT_TIMED = 5  # first steps, which published times leave out
 # options that change the losses of a run
 CHANGE_LOSS = ModelConfig.model_fields | DataConfig.model_fields | OptimizationConfig.model_fields
@@ -349,37 +351,61 @@ def published_rows(log: str) -> dict[int, Row]:
 # ---- running
 
 
-def run_stages(stages: Sequence[Stage], rerun: bool, anywhere: bool) -> None:
-    """Run the stages that are not finished with the same settings, one after the other.
+def run_stages(stages: Sequence[Stage], rerun: bool, seeds: int, device: Device) -> None:
+    """Run the stages that are not finished with the same settings.
 
-    `anywhere`: a run that another machine finished counts too, as only losses are compared. A stage
+    With seeds only losses are compared: a run that another machine finished counts too, and several
+    runs of one rank train at once, as many as there are seeds, GPUs, or cores for them. A stage
     that fails is marked, and the other ones run. Raises KeyboardInterrupt if the user stops.
     """
-    for number, stage in enumerate(stages, start=1):
+    to_run: list[Stage] = []
+    for stage in stages:
         finished = stage.finished
-        if finished and not rerun and (anywhere or finished.summary.machine == machine()):
+        if finished and not rerun and (seeds or finished.summary.machine == machine()):
             print(f"== {stage.name}: finished before", flush=True)
-            continue
-        print(f"== {number} of {len(stages)}: {stage.name}", flush=True)
-        stage.error = run_command(stage.command)
-        stage.forget()
-        if stage.error is None and stage.finished is None:
-            stage.error = "stopped before its last step; the same command runs it again"
-        if stage.error:
-            print(f"failed: {stage.name}: {stage.error}", flush=True)
+        else:
+            to_run.append(stage)
+    at_once = min(seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
+    if any(stage.ranks > 1 for stage in to_run):
+        at_once = 1
+    for i in range(0, len(to_run), at_once):
+        together = to_run[i : i + at_once]
+        names = ", ".join(stage.name for stage in together)
+        print(f"== {i + len(together)} of {len(to_run)}: {names}", flush=True)
+        errors = run_commands([stage.command for stage in together])
+        for stage, error in zip(together, errors, strict=True):
+            stage.error = error
+            stage.forget()
+            if error is None and stage.finished is None:
+                stage.error = "stopped before its last step; the same command runs it again"
+            if stage.error:
+                print(f"failed: {stage.name}: {stage.error}", flush=True)
 
 
-def run_command(command: Sequence[str]) -> str | None:
-    """Run a command, which prints to our stdout; return its error line, or None.
+def run_commands(commands: Sequence[Sequence[str]]) -> list[str | None]:
+    """Run commands at once, which print to our stdout; return the error line of each, or None.
 
-    Ctrl-C interrupts the command too, and KeyboardInterrupt is raised once it has ended.
+    Several have a GPU each, and share the cores. Ctrl-C interrupts the commands too, and
+    KeyboardInterrupt is raised once they have ended.
     """
-    process, errors = start_process(command)
-    with errors:
-        try:
+    share, several = str(max(1, cores() // len(commands))), len(commands) > 1
+    started = [
+        start_process(
+            command,
+            {"OMP_NUM_THREADS": share, "CUDA_VISIBLE_DEVICES": str(gpu)} if several else {},
+        )
+        for gpu, command in enumerate(commands)
+    ]
+    try:
+        for process, _ in started:
             process.wait()
-        except KeyboardInterrupt:
+    except KeyboardInterrupt:
+        for process, _ in started:
             process.send_signal(signal.SIGINT)
+        for process, _ in started:
             process.wait()
-            raise
-        return why_it_failed(process.returncode, errors) if process.returncode else None
+        raise
+    return [
+        why_it_failed(process.returncode, errors) if process.returncode else None
+        for process, errors in started
+    ]
