@@ -210,13 +210,13 @@ def test_a_side_whose_first_loss_differs_ends_the_comparison_and_what_is_finishe
     options, tmp_path, monkeypatch
 ):
     options = options.model_copy(update={"rounds": 6, "log_dir": str(tmp_path)})
-    ours, others = plan(options, ["nanoGPT/model.py", "transformers"], tmp_path)
+    ours, others = plan(options, ["nanoGPT/model.py"], tmp_path)
     sides = (ours, *others)
     commands = (answering(), answering(seconds=2.0), answering(loss=10.2))
     for side, command in zip(sides, commands, strict=True):
         side.command = command
     monkeypatch.setattr(peers, "plan", lambda *_: (ours, others))
-    with pytest.raises(TrainingError, match=r"^transformers: its first loss is 10.2"):
+    with pytest.raises(TrainingError, match=r"^nanoGPT/model.py, our settings: its first"):
         main(options)
     (found,) = json.loads((tmp_path / "peers/results.json").read_text())
     sides = found["sides"]
@@ -250,11 +250,13 @@ def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, fo
         "results.json",
     }
     report = (folder / "report.md").read_text()
-    assert all(f"| {side} |" in report for side in ("speedup10", f"{tmp_path}/model.py"))
-    (group,) = json.loads((folder / "results.json").read_text())
-    assert {len(side["tokens_per_sec"]) for side in group["sides"]} == {6}
-    ours, theirs = (side["turns"][0]["loss"] for side in group["sides"])
-    assert theirs == pytest.approx(ours, abs=2e-3)
+    assert all(f"| {side} |" in report for side in ("speedup10", f"{tmp_path.name}/model.py"))
+    groups = json.loads((folder / "results.json").read_text())
+    assert ["--our_settings" in group["sides"][1]["command"] for group in groups] == [False, True]
+    for group in groups:
+        assert {len(side["tokens_per_sec"]) for side in group["sides"]} == {6}
+        ours, theirs = (side["turns"][0]["loss"] for side in group["sides"])
+        assert theirs == pytest.approx(ours, abs=2e-3)
 
 
 # nanoGPT's generate, but for temperature: the likeliest token alone
@@ -291,7 +293,7 @@ def test_generation_is_compared_from_equal_weights(peer, tmp_path, monkeypatch, 
     with open(path, "a") as file:
         file.write(GENERATE)
     sides = compare_generation(path, tmp_path, monkeypatch)
-    assert [side["name"] for side in sides] == ["ours", "transformers", path]
+    assert [side["name"] for side in sides] == ["ours", "transformers", f"{tmp_path.name}/model.py"]
     assert {turn["tokens"] % 10 for side in sides for turn in side["turns"]} == {0}
     assert "2 texts at a time, 6 interleaved rounds" in capsys.readouterr().out
 

@@ -6,8 +6,8 @@ python -m measure.peers --no-bf16 --batch_size 1      ... in fp32; any options o
 
 All sides train the same tokens from the same weights, 4 sequences of 1024 tokens at a time unless
 you set --batch_size and --seq_len, with the same precision, torch.compile, fused AdamW, decay
-groups and clipping. Their first losses have to agree. A peer runs as a user would start it, without
-the allocator settings that train.py makes for its process.
+groups and clipping. Their first losses have to agree. A peer runs twice: as a user would start it,
+and with the process settings that train.py makes, which on a CPU retain freed memory.
 """
 
 import datetime
@@ -91,6 +91,11 @@ def our_config(options: PeersOptions) -> Config:
     return config
 
 
+def short_name(peer: str) -> str:
+    """Return a peer's name in the tables: its file and folder."""
+    return "/".join(Path(peer).parts[-2:])
+
+
 def with_transformers(files: Sequence[str]) -> list[str]:
     """Return the peers: these files, and transformers if installed. Raises UserError for none."""
     peers = [*dict.fromkeys(files)]
@@ -145,7 +150,12 @@ def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side
     values = options.of_training() | {"init_from": str(place)}
     flags = ["--config", options.config, *to_flags(values)]
     others = [
-        training_side(peer, [*flags, "--peer", peer], module="measure.peers.side") for peer in peers
+        training_side(name, [*flags, "--peer", peer, *more], module="measure.peers.side")
+        for peer in peers
+        for name, more in (
+            (short_name(peer), []),
+            (f"{short_name(peer)}, our settings", ["--our_settings"]),
+        )
     ]
     return training_side(Path(options.config).stem, flags), others
 

@@ -14,7 +14,7 @@ from typing import Literal
 from config import load_config
 from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds, training_side
-from measure.peers.__main__ import with_transformers
+from measure.peers.__main__ import short_name, with_transformers
 from measure.report.tables import print_table
 from runtime.cli import Options, Positive
 from runtime.errors import reported
@@ -72,7 +72,7 @@ def main(options: AllOptions) -> None:
         write_weights(options, Path(folder))
         sides = [
             training_side(
-                peer or "ours",
+                short_name(peer) or "ours",
                 [*how, "--folder", folder, "--peer", peer],
                 module="measure.peers.generate_side",
             )

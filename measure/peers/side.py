@@ -9,7 +9,7 @@ weights, precision and the optimizer are the config's.
 
 from config import Config
 from runtime.cli import Options
-from runtime.start import parse_command_line
+from runtime.start import parse_command_line, set_up_process
 
 
 class WhichPeer(Options):
@@ -17,6 +17,8 @@ class WhichPeer(Options):
 
     peer: str = "transformers"
     """transformers, or a nanoGPT-like Python file"""
+    our_settings: bool = False
+    """with the process settings that train.py makes"""
 
 
 class PeerConfig(WhichPeer, Config):
@@ -25,6 +27,8 @@ class PeerConfig(WhichPeer, Config):
 
 if __name__ == "__main__":
     OPTIONS = parse_command_line(PeerConfig, description=__doc__, config_file=True)
+    if OPTIONS.our_settings:
+        set_up_process(OPTIONS.device)
 
 import contextlib
 import importlib.util
