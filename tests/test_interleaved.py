@@ -201,7 +201,7 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkey
     rows = read_rows(Path(config.log_dir) / "train/log.csv")
     run = setup(without_end(tiny_config()), ALONE)
     first = side_module.take_steps(run, 1)
-    # where two have no room on a GPU, the step that gets freed memory again does not count
+    # If two have no room together, the step that gets freed memory again does not count.
     freed = []
     monkeypatch.setattr(side_module, "FREES_CACHE", True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(run.state.step))
