@@ -375,11 +375,9 @@ ALPHABET += ["'s", "12", "e\u0301", "👩‍👩‍👧", "🏳️‍🌈", "<|e
 
 @pytest.fixture
 def fresh_encoding(tmp_path, monkeypatch):
-    """get_encoding as in a new process, with a file cache of its own."""
+    """load_encoding with a file cache of its own."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "tiktoken"))
-    tokenizer.get_encoding.cache_clear()
-    yield tokenizer.get_encoding
-    tokenizer.get_encoding.cache_clear()
+    return tokenizer.load_encoding
 
 
 def test_the_encoding_is_gpt2s_with_50257_tokens(fresh_encoding):
