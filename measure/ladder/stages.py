@@ -1,5 +1,6 @@
 """Plan and run the stages of a ladder, and look up their published figures."""
 
+import contextlib
 import csv
 import functools
 import signal
@@ -389,23 +390,22 @@ def run_commands(commands: Sequence[Sequence[str]]) -> list[str | None]:
     KeyboardInterrupt is raised once they have ended.
     """
     share, several = str(max(1, cores() // len(commands))), len(commands) > 1
-    started = [
-        start_process(
-            command,
-            {"OMP_NUM_THREADS": share, "CUDA_VISIBLE_DEVICES": str(gpu)} if several else {},
-        )
-        for gpu, command in enumerate(commands)
-    ]
-    try:
-        for process, _ in started:
-            process.wait()
-    except KeyboardInterrupt:
-        for process, _ in started:
-            process.send_signal(signal.SIGINT)
-        for process, _ in started:
-            process.wait()
-        raise
-    return [
-        why_it_failed(process.returncode, errors) if process.returncode else None
-        for process, errors in started
-    ]
+    with contextlib.ExitStack() as files:
+        started = []
+        for gpu, command in enumerate(commands):
+            variables = {"OMP_NUM_THREADS": share, "CUDA_VISIBLE_DEVICES": str(gpu)}
+            process, errors = start_process(command, variables if several else {})
+            started.append((process, files.enter_context(errors)))
+        try:
+            for process, _ in started:
+                process.wait()
+        except KeyboardInterrupt:
+            for process, _ in started:
+                process.send_signal(signal.SIGINT)
+            for process, _ in started:
+                process.wait()
+            raise
+        return [
+            why_it_failed(process.returncode, errors) if process.returncode else None
+            for process, errors in started
+        ]
