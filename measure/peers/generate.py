@@ -22,7 +22,7 @@ from runtime.start import start
 
 
 class GenerateOptions(Options):
-    """what to generate"""
+    """generated texts"""
 
     texts: Positive = 16
     """texts at a time"""
@@ -35,7 +35,7 @@ class GenerateOptions(Options):
 
 
 class CompareOptions(Options):
-    """what to compare"""
+    """comparison"""
 
     config: str = "gpt2_124m.yaml"
     """config of the model"""
