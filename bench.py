@@ -73,7 +73,7 @@ class HowOptions(Options):
 INSPECT = ("breakdown", "trace", "memory")
 MODES = (*INSPECT, "scan", "scaling")
 USED = {"device", "seed", "log_dir"}
-WITHOUT_EFFECT = {*RunConfig.model_fields, "max_steps", "max_minutes", "retain_memory"} - USED
+WITHOUT_EFFECT = {*RunConfig.model_fields, "max_steps", "max_minutes"} - USED
 
 
 class BenchOptions(HowOptions, WhatOptions):
@@ -159,6 +159,8 @@ def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
     if "seq_len" in values:
         values = {"block_size": values["seq_len"]} | values
     precisions = [values["bf16"]] if "bf16" in values else [False, True]
+    if values.get("fp16"):
+        precisions = [False]
     return [
         (size, load_config(f"timeit/{size}", **(values | {"bf16": bf16})))
         for size in options.size
@@ -169,7 +171,7 @@ def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
 def jobs_of(options: BenchOptions) -> list[Job]:
     """Return a job for each model, precision, computation and value of the scan.
 
-    Raises UserError, also for a value of the scan that is no option.
+    Raises UserError, also for a value of the scan that the option does not allow.
     """
     scanned = [options]
     if options.scan:
@@ -239,8 +241,8 @@ def report_times(
     else:
         rows.sort(key=lambda row: row["mean_s"])
         title, figures = "Seconds per pass: forward, backward and both", COLUMNS
-        meaning = "Rows that differ only in warm-up come from the same passes: one leaves out the "
-        meaning += "first of them. std: the population's."
+        meaning = "Rows that differ only in warm-up come from the same passes: with w warm-up "
+        meaning += "passes the first w are left out. std: of the population."
         picture, caption = "times.png", "seconds per pass"
         draw_times(rows, folder / picture)
     if earlier:

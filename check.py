@@ -33,10 +33,9 @@ from runtime.world import joined_world
 
 def main(options: CheckOptions) -> None:
     """Print the estimate and the findings. Raises SystemExit(1) after a problem, and UserError."""
-    given = options.model_dump(exclude_unset=True, exclude=set(HowFar.model_fields))
-    config = load(Config, given)
-    if config.resume:
+    if options.resume:
         raise UserError("--resume: check.py is for a run from its first step; leave it out")
+    config = load(Config, options.model_dump(exclude_unset=True, exclude={*HowFar.model_fields}))
     with joined_world(choose_device(config.device), config.timeout, config.must_match()) as world:
         estimate(config, world)
         if not (options.estimate or check(config, world)):

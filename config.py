@@ -271,7 +271,7 @@ class RunConfig(Options):
     """
     eval_tokens: Annotated[Size | None, Needs("eval_every")] = None
     """tokens in an evaluation, always the same ones (default: the whole validation split)"""
-    reference: Annotated[Name | None, Needs("eval_every")] = None
+    reference: Annotated[Name | None, PATH, Needs("eval_every")] = None
     """validation curve to compare each evaluation with: a CSV file, or a name in configs/reference
     """
     hellaswag_every: ZeroIsOff = 0
@@ -342,8 +342,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             if not re.search(rf"/{re.escape(name)}(\.\d+)?/", places):
                 yield (
                     "run_name",
-                    f"run_name {name} is not the run that resume {resume} is of; leave run_name "
-                    f"out, or begin a new run: --init_from {shlex.quote(resume)} in place of "
+                    f"run_name {name} does not match resume {resume}; leave run_name "
+                    f"out, or start a new run: --init_from {shlex.quote(resume)} in place of "
                     "--resume",
                 )
 
@@ -426,6 +426,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     def fp32_precision(self) -> str:
         """Return the precision of fp32 matmuls, as PyTorch names it; `tf32` is short for `high`."""
         return "high" if self.tf32 else self.matmul_precision
+
+    @property
+    def matmul_dtype(self) -> str:
+        """Name of the dtype of matmuls, as in torch."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
 
     def must_match(self) -> dict[str, Any]:
         """Return the options that must be the same on all ranks; folders may differ."""
@@ -582,7 +587,9 @@ def part_flops(config: Config, tokens: int) -> dict[str, float]:
 
 def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) -> float:
     """Estimate the seconds of a step. `tflops`: rates of a large matmul, by name of the dtype."""
-    dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
+    dtype = config.matmul_dtype
+    if dtype == "float32" and config.fp32_precision() != "highest":
+        dtype = "tf32"  # not measured on a CPU
     rate = tflops.get(dtype, tflops["float32"]) * 1e12 * MFU
     return sum(part_flops(config, config.tokens_per_step(ranks)).values()) / rate / ranks
 

@@ -83,14 +83,19 @@ class TokenStream:
 
 
 def open_corpus(
-    folder: Path, seq_len: int, n_vocab: int, val_fraction: float = 0.0
+    folder: Path,
+    seq_len: int,
+    n_vocab: int,
+    val_fraction: float = 0.0,
+    *,
+    to_train: bool = True,
 ) -> tuple[TokenStream, TokenStream]:
     """Return the training and the validation split of the token files in `folder`.
 
     Validation is the files that `split_of` calls val, or test if there are none; without either,
-    the last `val_fraction` of the tokens. Raises TokenFileError for a folder without training
-    files, a file without a split in its name beside one with train, a bad file, or a file that
-    the corpus's manifest lists and the folder lacks.
+    the last `val_fraction` of the tokens. Raises TokenFileError for a folder without files
+    `to_train` on, a file without a split in its name beside one with train, a bad file, or a file
+    that the corpus's manifest lists and the folder lacks.
     """
     paths = sorted(folder.glob("[!.]*.bin"))  # no hidden files, which editors leave
     named = {
@@ -110,7 +115,7 @@ def open_corpus(
     spans = {file.path: Span(file, 0, file.tokens) for file in files}
     train = [spans[path] for path in training]
     val = [spans[path] for path in named["val"] or named["test"]]
-    if not train:
+    if to_train and not train:
         raise TokenFileError(
             f"{folder}: no token files (*.bin) to train on; names with val, valid, validation, dev "
             f"or test are for validation; write some with a script in data/, such as: python "

@@ -45,7 +45,7 @@ with warnings.catch_warnings():
         hellaswag: Name | None = None
         """also score HellaSwag: a file in its format, or download, to data_dir/hellaswag"""
         json: Name | None = None  # type: ignore[assignment]
-        """file for the results with all digits"""
+        """JSON file for the results, at full precision"""
         device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
         """auto, cuda, mps or cpu"""
         log_dir: Name = "logs"
@@ -75,7 +75,6 @@ from runtime.device import (
     choose_device,
     device_name,
     make_repeatable,
-    matmul_dtype,
     usable_precision,
 )
 from runtime.files import write_json
@@ -91,14 +90,15 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     """
     folder, saved, model = read_model(options, world)
     config = merge_options(options, saved, model.config)
-    dtype = set_precision(config, world.device)
+    dtype = getattr(torch, config.matmul_dtype)
+    set_precision(config, dtype, world.device)
     results: dict[str, Any] = {
         "run": options.run,
         "weights": str(folder),
         "step": saved.step if saved else None,
         "parameters": model.num_parameters(),
         "device": device_name(world.device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": config.matmul_dtype,
         "processes": world.world_size,
         "batch_size": config.batch_size,
         "torch": torch.__version__,
@@ -119,6 +119,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         if options.hellaswag == "download":
             file = world.on_rank0(lambda: download(config.data_dir))
         items = read_questions(file, world)
+    if options.json:
+        world.on_rank0(lambda: make_writable(Path(str(options.json))))
     val = open_validation(options, config, saved, world)
     with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
         if val:
@@ -128,20 +130,23 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
             results["hellaswag"] = {"file": str(file)} | scores
             print_scores(scores)
     if options.json and not world.rank:
-        path = Path(options.json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, results)
+        write_json(Path(options.json), results)
     return results
 
 
-def set_precision(config: Config, device: torch.device) -> torch.dtype:
-    """Set the process's precision like train.setup; returns the dtype of matmuls."""
+def make_writable(path: Path) -> None:
+    """Create a file and its folders, unless they are there. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("a").close()
+
+
+def set_precision(config: Config, dtype: torch.dtype, device: torch.device) -> None:
+    """Set the process's precision like train.setup. `dtype`: of matmuls."""
     precision = config.fp32_precision()
     make_repeatable(device)
     torch.set_float32_matmul_precision(usable_precision(device, precision))
-    for note in check_precision(device, matmul_precision=precision, bf16=config.bf16):
+    for note in check_precision(device, dtype, precision):
         print(f"note: {note}")
-    return matmul_dtype(bf16=config.bf16, fp16=config.fp16)
 
 
 def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState | None, GPT]:
@@ -225,7 +230,9 @@ def open_validation(
     try:
         world.on_rank0(lambda: prepare_if_missing(folder))
         rest, val = world.raise_on_all(
-            lambda: open_corpus(folder, config.seq_len, config.n_vocab, config.val_fraction)
+            lambda: open_corpus(
+                folder, config.seq_len, config.n_vocab, config.val_fraction, to_train=False
+            )
         )
         check_same_tokens(str(folder), rest.fingerprint() + val.fingerprint(), world)
         for note in check_split(val, str(folder), config.val_fraction):

@@ -8,7 +8,7 @@ python ladder.py a.yaml b.yaml --seeds 3              their losses and their spe
 python ladder.py speedup --stages 2,3,5               some stages, over the first
 python ladder.py speedup -- --max_steps 10            options after -- go to every run
 python ladder.py --ablate speedup10.yaml              the factor of each optimization of a config
-python ladder.py --ablate my.yaml --seeds 3           the decrease of the loss by each
+python ladder.py --ablate my.yaml --seeds 3           how much each lowers the loss
 python ladder.py --across logs/results/*/speedup      ladders of several machines beside each other
 python ladder.py --plot logs/a logs/b                 loss curves of any runs in one picture
 """
@@ -34,7 +34,7 @@ from measure.ladder.prediction import predict_stages
 from measure.ladder.quick import ROUNDS, SUFFIX, quick_stages
 from measure.ladder.record import Record
 from measure.ladder.report import across, plot_runs, report, report_ablation
-from measure.ladder.rungs import ablated, interleave_stages, run_alone
+from measure.ladder.rungs import ablated, interleave_stages, is_to_be_compared, run_alone
 from measure.ladder.stages import (
     CHANGE_LOSS,
     Stage,
@@ -46,6 +46,7 @@ from measure.ladder.stages import (
     run_stages,
     series_folder,
     series_names,
+    to_be_run,
     with_bases,
 )
 from runtime.cli import Name, Options, Positive, ZeroIsOff
@@ -61,7 +62,7 @@ SHORTER = "--rounds 6 or 0, and -- --max_steps 10; finished runs are kept"
 class LadderOptions(Options):
     """options"""
 
-    configs: tuple[str, ...] = ()
+    configs: tuple[Name, ...] = ()
     """a series: speedup, or a folder of YAMLs by its path or by its name in configs/; or config
     files; with --plot, folders of runs; with --across, folders of ladders
     """
@@ -78,8 +79,8 @@ class LadderOptions(Options):
     modern; else only speeds are compared)
     """
     nproc_per_node: Positive | None = None
-    """ranks of each listed config, by torchrun; with speedup, of its last stage, ddp (default: 1;
-    in ddp one per GPU)
+    """ranks of each config, by torchrun; with speedup, of its last stage, ddp (default: 1; in ddp
+    one per GPU)
     """
     rounds: ZeroIsOff = 20
     """maximum number of interleaved rounds of each stage with its base; 0 disables them"""
@@ -102,6 +103,15 @@ def check(options: LadderOptions) -> None:
         raise UserError(f"name a series ({names}), a folder of configs, or config files")
     if options.ablate + options.across + options.plot > 1:
         raise UserError("--ablate, --across and --plot exclude each other; choose one")
+    without_effect = {
+        "stages": ("ablate", "across", "plot"),
+        "nproc_per_node": ("quick", "ablate", "across", "plot"),
+        "seeds": ("across", "plot"),
+    }
+    for name, others in without_effect.items():
+        for other in others:
+            if name in options.model_fields_set and getattr(options, other):
+                raise UserError(f"--{name} has no effect with --{other}; leave it out")
     needs_rounds = options.ablate and not options.seeds
     if 0 < options.rounds < FEWEST or (needs_rounds and not options.rounds):
         raise UserError(f"--rounds {options.rounds}: at least {FEWEST} make an interval")
@@ -127,10 +137,10 @@ def planned(options: LadderOptions, of_runs: list[str], device: Device) -> tuple
         return QUICK, quick_stages(Path(options.log_dir, QUICK), of_runs, device)
     ladder, stages = plan(options.configs, options.log_dir, of_runs, device)
     ranks = options.nproc_per_node or device.gpus
-    if ladder == "ladder":
+    if ladder != "speedup":
         for stage in stages:
             stage.ranks = options.nproc_per_node or 1
-    elif ladder == "speedup" and ranks > 1:
+    elif ranks > 1:
         ddp = make_stage_here("ddp", "ddp", stages[0].record, of_runs, device)
         ddp.ranks = ranks
         corpus = Path(ddp.config.data_dir, ddp.config.dataset)
@@ -163,7 +173,13 @@ def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
         with sole_writer(record.folder):
             record.save()
             runs = by_seed(rungs)
-            announce(runs, stages[1:] if rounds else [], rounds, options, device)
+            runs_now = to_be_run(runs, options.rerun, seeds, device)
+            compared = [
+                stage
+                for stage in stages[1:]
+                if rounds and is_to_be_compared(stage, options.rerun, device)
+            ]
+            announce(runs_now, compared, rounds, options, device)
             predict_stages(stages, device)
             run_stages(runs, options.rerun, seeds, device)
             if rounds:
@@ -179,17 +195,17 @@ def announce(
     options: LadderOptions,
     device: Device,
 ) -> None:
-    """Print how long it takes to finish the runs, and to interleave stages with their bases."""
-    runs = [run for run in runs if options.rerun or not run.finished]
+    """Print how long it takes to run stages, and to interleave stages with their bases."""
     work = [(run.config, run.config.max_steps) for run in runs]
-    rates = device.tflops or None
-    for stage in compared if rates else ():
+    for stage in compared if device.tflops else ():
         turn = steps_of_a_turn(step_seconds(stage.config, device.tflops))
         work.append((without_end(stage.config), 2 * (LEFT_OUT + rounds * turn)))
     processes = [stage.config for stage in (*runs, *compared, *compared)]
     has_quick = options.configs == ("speedup",) and not options.quick
     shorter = f"--quick, {SHORTER}" if has_quick else SHORTER
-    print(describe_duration(total_seconds(work, rates, processes), MFU, shorter), flush=True)
+    print(
+        describe_duration(total_seconds(work, device.tflops, processes), MFU, shorter), flush=True
+    )
 
 
 def by_seed(rungs: Mapping[str, Sequence[Stage]]) -> list[Stage]:
@@ -200,9 +216,11 @@ def by_seed(rungs: Mapping[str, Sequence[Stage]]) -> list[Stage]:
 def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
     """Compare and report the optimizations of a config; returns the failures."""
     (config,) = options.configs
-    title, seeds = Path(config).stem, options.seeds or 0
-    record, device = Record.load(Path(options.log_dir) / f"ablate_{title}"), None
+    title, device = Path(config).stem, None
+    record = Record.load(Path(options.log_dir) / f"ablate_{title}")
+    seeds = options.seeds or (record.seeds if options.report_only else 0)
     if not options.report_only:
+        record.seeds = seeds
         device = measure_device(make_stage("all", config, record, of_runs).config.device)
         with_all = make_stage_here("all", config, record, of_runs, device)
         record.stages["all"], of_runs = with_all.planned, with_all.options
@@ -217,7 +235,7 @@ def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
         with sole_writer(record.folder):
             if seeds:
                 runs = by_seed(runs_of)
-                announce(runs, [], 0, options, device)
+                announce(to_be_run(runs, options.rerun, seeds, device), [], 0, options, device)
                 run_stages(runs, options.rerun, seeds, device)
             else:
                 interleave_stages([*chain(*rungs.values())], options.rounds, options.rerun, device)

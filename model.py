@@ -330,8 +330,7 @@ class GPT(nn.Module):
                 if isinstance(module, CausalSelfAttention | MLP):
                     module.c_proj.weight /= math.sqrt(2 * self.config.n_layer)
         if self.config.zero_init:
-            # Each block starts as the identity (Zhang et al. 2019, "Fixup"; muP, Yang et al. 2021,
-            # for the head).
+            # Each block starts as the identity (Zhang et al. 2019, "Fixup").
             for module in self.modules():
                 if isinstance(module, CausalSelfAttention | MLP):
                     for p in module.c_proj.parameters():

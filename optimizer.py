@@ -233,7 +233,8 @@ def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
     progress = config.progress(step, seconds)
     if config.lr_schedule == "cosine":
         if not config.max_minutes:
-            progress = (step - 1 - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+            decay_steps = max(1, config.max_steps - config.warmup_steps)
+            progress = (step - 1 - config.warmup_steps) / decay_steps
         share = 0.5 * (1 + math.cos(math.pi * progress))
     elif config.max_minutes:
         share = min(1.0, (1 - progress) / config.wsd_decay_fraction)

@@ -39,7 +39,7 @@ class SampleOptions(Options):
     num_samples: int = Field(1, ge=1, le=10_000)
     """texts to generate for each prompt"""
     batch_size: Positive = 16
-    """most texts to generate at a time; texts differ by rounding only"""
+    """maximum number of texts generated at a time; texts differ by rounding only"""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """auto, cuda, mps or cpu"""
     bf16: bool = False
@@ -90,7 +90,7 @@ from checkpoint.weights import find_weights, load_model, weight_notes
 from data.tokenizer import END_OF_TEXT
 from inference.sampling import Text, encode, grow, next_logits, pack_weights, seeded
 from model import GPT
-from runtime.device import check_compiler, check_precision, choose_device, matmul_dtype
+from runtime.device import check_compiler, check_precision, choose_device
 
 SEPARATOR = "---\n"  # between two texts
 
@@ -104,7 +104,8 @@ class Sampler:
         Raises UserError if the model cannot be loaded, or this device cannot do as asked.
         """
         device = choose_device(options.device)
-        notes = options.notes() + check_precision(device, bf16=options.bf16)
+        dtype = torch.bfloat16 if options.bf16 else torch.float32
+        notes = options.notes() + check_precision(device, dtype)
         if options.compile:
             if device.type == "cpu":
                 # GPT-2 (124M) in fp32, one text: a token takes 60 ms of CPU time instead of 39, and
@@ -118,7 +119,6 @@ class Sampler:
         settings = {"max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty"}
         self.settings = options.model_dump(include=settings)
         self.at_once, self.tokens, self.seconds = at_once, 0, 0.0
-        dtype = matmul_dtype(bf16=options.bf16)
         self.model = model.to(device, dtype)
         pack_weights(self.model, at_once)
         self.decode = compile_decoding(self.model, at_once) if options.compile else None

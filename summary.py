@@ -19,7 +19,6 @@ from runtime.device import (
     check_version,
     describe_device,
     device_name,
-    matmul_dtype,
     matmul_rates,
     matmul_tflops,
     peak_memory_mb,
@@ -39,12 +38,12 @@ def describe_options(config: Config, acting: Config, world: World) -> list[str]:
     """
     device, ranks = world.device, world.world_size
     notes = check_version()
-    notes += check_precision(device, matmul_precision=config.fp32_precision(), bf16=config.bf16)
+    dtype = getattr(torch, config.matmul_dtype)
+    notes += check_precision(device, dtype, config.fp32_precision())
     if config.compile:
         notes += check_compiler(device, config.compile_mode, acting.compile_mode)
     if config.flash:
         B, T, head_size = config.batch_size, config.seq_len, config.n_embd // config.n_head
-        dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
         blocked = config.compile and blocked_is_faster(device, dtype, T)
         shape = (B, config.n_head, T, head_size)
         notes += check_attention(device, dtype, shape, dropout=config.dropout, blocked=blocked)
@@ -70,7 +69,7 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
     median = statistics.median(seconds[left_out:]) if seconds else None
     tokens_per_step = config.tokens_per_step(world.world_size)
     flops_per_token = state.model.flops_per_token(config.seq_len)
-    dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+    dtype = getattr(torch, config.matmul_dtype)
     peak = peak_memory_mb(world.device)  # before the measurement below adds to it
     rate = matmul_tflops(world.device, dtype, seconds=min(0.5, sum(seconds)))
     tflop = flops_per_token * tokens_per_step / world.world_size / 1e12  # a step of one rank
@@ -133,7 +132,7 @@ def live_figures(
 
     First measures the device, for half a second.
     """
-    rate = matmul_tflops(world.device, matmul_dtype(bf16=config.bf16, fp16=config.fp16))
+    rate = matmul_tflops(world.device, getattr(torch, config.matmul_dtype))
     tflop_per_token = state.model.flops_per_token(config.seq_len) / world.world_size / 1e12
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

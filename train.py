@@ -40,7 +40,6 @@ from runtime.device import (
     ddp_options,
     fsdp_options,
     make_repeatable,
-    matmul_dtype,
     memory_before_mb,
     recompute_cheap_operations,
     usable_precision,
@@ -100,7 +99,7 @@ def setup(
     # Mixed precision: forward and loss do their matmuls in bf16: the range of fp32 in half
     # the bytes. 333 -> 300 ms. Softmax, norms and the loss sum many small numbers and stay in fp32,
     # as do weights, gradients and optimizer state.
-    dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+    dtype = getattr(torch, config.matmul_dtype)
     autocast = functools.partial(
         torch.autocast, device.type, dtype=dtype, enabled=dtype != torch.float32
     )
@@ -235,7 +234,7 @@ def take_step(run: Run, stop: StopRequest | None = None) -> None:
 def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
     """Log; save, evaluate and sample if due. Called before the first step and after each step.
 
-    Raises TrainingError if the last step was left out.
+    Raises TrainingError if the last update was skipped.
     """
     config, state, world = run.config, run.state, run.world
     step, last = state.step, state.is_over(config)
@@ -255,8 +254,8 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
     # The run is saved, but its last update is missing: the exit status has to show that.
     if last and problem:
         raise TrainingError(
-            f"step {step}, the last one, was left out: {problem}; resume with a larger --max_steps"
-            f"{'' if config.fp16 else ' and a lower --lr'}"
+            f"the update of the last step, {step}, was skipped: {problem}; resume with a larger "
+            f"--max_steps{'' if config.fp16 else ' and a lower --lr'}"
         )
 
 
@@ -265,7 +264,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
     Raises UserError for a run that cannot start, before anything is written, and later for a corpus
     that went bad or a checkpoint that cannot be saved; TrainingError for a loss, norm or weight
-    that is not finite, or if the last step was left out; Stopped at a signal before the first step.
+    that is not finite, or a skipped last update; Stopped at a signal before the first step.
     """
     stop = stop or StopRequest()
     resumed, config, notes = find_checkpoint(config, world)
@@ -299,15 +298,16 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 def take_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stop: StopRequest) -> None:
     """Take steps to the last one, or until a rank is asked to stop.
 
-    Raises TrainingError if the last one was left out.
+    Raises TrainingError if the last update was skipped.
     """
     config, state, world = run.config, run.state, run.world
-    began = time.perf_counter() - state.seconds
+    began: float | None = None  # when the first step would have begun without interruptions
     while True:
         # First, so that a fresh start, a resumed run and the end take the same path.
         between_steps(run, folder, evaluation)
         if state.stopping or state.is_over(config):
             return
+        began = began or time.perf_counter() - state.seconds
         stop.has_begun = True
         take_step(run, stop)
         if config.max_minutes:

@@ -5,7 +5,7 @@ A checkpoint is a folder `<run>/checkpoints/step_<step>/`. Nothing in it is ever
 - `model.safetensors`: the weights under GPT-2's own names; a tied output head is stored once, as
   `transformer.wte.weight`
 - `optimizer.safetensors`: the optimizers' state, `<parameter>/<name>`
-- `checkpoint.json`: the step, the options, the random states and everything else that is no tensor
+- `checkpoint.json`: the step, the options, the random states and all else that is not a tensor
 - `SHA256SUMS`: the checksums of these files, which loading verifies (and `sha256sum -c`)
 
 The files are the same with FSDP and without, for any number of ranks. The state of a run is

@@ -34,17 +34,23 @@ def restore(
 ) -> None:
     """Note the fingerprint of the training tokens; if the run resumes, restore all of its state.
 
-    Raises UserError on all ranks unless they have the same tokens, CheckpointError for a state that
-    does not fit.
+    Raises UserError on all ranks unless they have the same tokens and initial weights,
+    CheckpointError for a state that does not fit.
     """
     state.corpus, folder = corpus, f"{config.data_dir}/{config.dataset}"
     check_same_tokens(folder, corpus, world)
+    # A run may save another checkpoint while the ranks look for its newest one.
+    if others := ranks_that_differ(Path(config.init_from).name, world):
+        raise UserError(
+            f"--init_from {config.init_from}: {describe_ranks(others)} found another checkpoint "
+            f"than rank 0; name one checkpoint, not the run"
+        )
     if saved is None:
         return
     if corpus != saved.corpus:
         raise CheckpointError(
             f"{saved.folder} was trained on another corpus than {folder}: its fingerprint is "
-            f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or begin a new run"
+            f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or start a new run"
         )
     for name in state.tensors():
         world.raise_on_all(functools.partial(state.load, saved.folder / name))
@@ -105,7 +111,7 @@ def _find_checkpoint(run: Path, config: Config) -> tuple[SavedState | None, list
     if not path:
         raise UserError(
             f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
-            f"or one of its checkpoints/step_*, or begin a new run with --init_from"
+            f"or one of its checkpoints/step_*, or start a new run with --init_from"
         )
     run, named = run_and_checkpoint(path)
     if not named:
@@ -119,7 +125,7 @@ def _find_checkpoint(run: Path, config: Config) -> tuple[SavedState | None, list
     if later:
         raise UserError(
             f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
-            f"steps would be taken again; move them away first, or begin a new run with "
+            f"steps would be repeated; move them away first, or start a new run with "
             f"--init_from {shlex.quote(resume)}"
         )
     return saved, []
@@ -218,7 +224,7 @@ def _describe_changes(saved: SavedState, resumed: Config) -> list[str]:
 
 
 def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
-    """Create the run's folder, or take it up after the checkpoint's step; returns notes.
+    """Create the run's folder, or continue it after the checkpoint's step; returns notes.
 
     All ranks have to call this. Raises UserError if another run is writing to the folder. A new
     run that cannot be written leaves everything as it was.

@@ -65,7 +65,9 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     tokens_per_step = config.tokens_per_step(world.world_size)
     options = config.model_dump(mode="json")
     for name in Config.names_marked(PATH):
-        options[name] = options[name] and str(Path(options[name]).resolve())
+        # `reference` may be the name of a curve here
+        if options[name] and (name == "data_dir" or Path(options[name]).is_file()):
+            options[name] = str(Path(options[name]).resolve())
     saved = SavedState(
         **state.numbers(),
         folder=run.path / f"checkpoints/step_{state.step:06d}",
@@ -85,7 +87,7 @@ def save_checkpoint(
     """Write the checkpoint `saved.folder` of a run; returns this folder.
 
     All ranks have to call this; rank 0 writes. The `keep_last` newest checkpoints of the run are
-    kept. If it raises NotSavedError, these are unchanged.
+    kept; the oldest of them makes room before the new one is written. Raises NotSavedError.
     """
     folder = saved.folder
     files = {file: gather_whole(part, world.rank) for file, part in state.tensors().items()}
@@ -102,7 +104,7 @@ def save_checkpoint(
     try:
         world.on_rank0(write)
     except OSError as error:
-        raise NotSavedError(f"{folder}: cannot be written: {error}") from None
+        raise NotSavedError(f"{folder}: not saved: {error}") from None
     return folder
 
 
@@ -165,7 +167,7 @@ def hint(run: Path, lr: float) -> str:
 
 
 def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str:
-    """Log the steps whose figures are read; returns why the last one's update was left out, if so.
+    """Log the steps whose figures are read; returns why the last update was skipped, else "".
 
     Raises TrainingError after more updates with a loss or norm that is not finite than
     `skip_nonfinite`. An overflow in fp16 does not count: the scaler halves its scale.
@@ -186,8 +188,8 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
 
 
 def count_if_skipped(taken: TakenStep, run: RunFolder, state: State, config: Config) -> str:
-    """Count a step whose update was left out; returns why it was, "" if it was not. Raises
-    TrainingError as `log_steps` does.
+    """Count a skipped update; returns the reason, "" if it was made. Raises TrainingError as
+    `log_steps` does.
     """
     loss, norm = taken.figures.loss, taken.figures.norm
     if math.isfinite(loss + norm):
@@ -204,7 +206,7 @@ def count_if_skipped(taken: TakenStep, run: RunFolder, state: State, config: Con
     if count > config.skip_nonfinite:
         instead = ", or bf16 instead of fp16" * config.fp16
         raise TrainingError(f"{problem}; {hint(run.path, config.lr)}{instead}")
-    run.message(f"{problem}: left out, {count} of {config.skip_nonfinite}")
+    run.message(f"{problem}: skipped, {count} of {config.skip_nonfinite}")
     return "its loss or norm is not finite"
 
 
@@ -224,7 +226,7 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
         cannot_save = isinstance(error, CheckpointError) or state.is_updating or world.distributed
         if not (cannot_save or state.is_saved):
             try:
-                # The traceback holds the step's activations, and memory may be what lacks.
+                # The traceback holds the step's activations, and memory may be short.
                 traceback.clear_frames(error.__traceback__)
                 state.undo_step(world.device)
                 state.settle(config)

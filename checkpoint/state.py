@@ -151,7 +151,7 @@ class State:
             notes = self.recent.spikes(loss, norm)
             if notes and self.skipped_spikes < config.skip_spikes:
                 self.skipped_spikes += 1
-                notes[-1] += f": left out, {self.skipped_spikes} of {config.skip_spikes}"
+                notes[-1] += f": skipped, {self.skipped_spikes} of {config.skip_spikes}"
         # The scaler halves its scale at an overflow. If that does not help, the model is at fault.
         elif config.fp16 and math.isfinite(loss) and (scale := self.scaler.get_scale()) >= 0.5:
             overflowed = True

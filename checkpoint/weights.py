@@ -39,7 +39,7 @@ def build_model(config: Config, resumes: bool = False) -> tuple[Config, GPT]:
     `checkpoint.resume.restore` loads its weights.
 
     Returns the config too, which takes over the architecture of the weights in `init_from`. Raises
-    CheckpointError for weights that cannot be had, ConfigError for options that contradict them.
+    CheckpointError for weights that cannot be loaded, ConfigError for options that contradict them.
     """
     if resumes or config.init_from == "scratch":
         return config, GPT(GPTConfig.of(config))

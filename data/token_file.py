@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.errors import UserError
-from runtime.files import BeingWrittenError, atomic_folder, flush_to_disk, sole_writer
+from runtime.files import atomic_folder, flush_to_disk, sole_writer
 
 MAGIC = 20240520
 VERSION = 1
@@ -79,8 +79,8 @@ def corpus_writer(
 ) -> Iterator[None]:
     """Make this process the only writer of a corpus (see `sole_writer`).
 
-    If another process is writing it, call `on_wait` and wait. Raises TokenFileError if there is no
-    `on_wait`, if the folder cannot be written, or if it has to be `new` and is not empty.
+    If another process is writing it, call `on_wait` and wait. Raises UserError if there is no
+    `on_wait`, TokenFileError if the folder cannot be written, or has to be `new` and is not empty.
     """
     try:
         with sole_writer(folder, on_wait):
@@ -89,10 +89,6 @@ def corpus_writer(
                     f"{folder}: is there already; choose another name or delete it first"
                 )
             yield
-    except BeingWrittenError:
-        raise TokenFileError(
-            f"{folder}: another process is writing this corpus; wait for it, or choose another name"
-        ) from None
     except OSError as error:
         raise TokenFileError(
             f"{folder}: cannot be written: {error.strerror} ({error.filename or folder})"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config import PATH, Config, DataConfig, ModelConfig, OptimizationConfig, load_config
-from runtime.cli import CONFIG_DIR, show
+from config import PATH, Config, DataConfig, ModelConfig, OptimizationConfig
+from runtime.cli import CONFIG_DIR, load, show
 from runtime.errors import UserError, in_a_line
 from runtime.runlog import Row
 
@@ -52,11 +52,12 @@ class Reference:
         except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
             known = ", ".join(sorted(curve.stem for curve in CURVES.glob("*.csv")))
             raise UserError(
-                f"reference {source}: is no validation curve with the columns tokens, val_loss, "
-                f"tolerance ({in_a_line(error)}); give such a CSV file, or one of {known}"
+                f"reference {source}: is not a validation curve: it needs the columns tokens, "
+                f"val_loss, tolerance ({in_a_line(error)}); give such a CSV file, or one of {known}"
             ) from None
         recipe = CONFIG_DIR / f"{path.stem}.yaml"
-        config = load_config(str(recipe)) if recipe.is_file() else None
+        # Its batch may not divide among this run's ranks.
+        config = load(Config, {}, str(recipe), world_size=1) if recipe.is_file() else None
         return cls(path.stem, tokens, losses, tolerances, config)
 
     def differences(self, config: Config) -> Iterator[str]:

@@ -189,11 +189,11 @@ def grow(
 ) -> Iterator[None]:
     """Continue texts of any lengths together; each iteration adds a token to each unfinished text.
 
-    A text's logits are the same alone and in a batch. `settings` go to `probabilities`. The model
-    has to be in evaluation mode; past block_size tokens it reads the last block_size. `agree` gets
-    each drawn token and returns the one to use. `decode`: a compiled `next_logits`, for one token
-    of each text, always in the same shapes. Raises ValueError for a text without tokens, UserError
-    if logits are not finite.
+    Up to rounding, a text's logits are the same alone and in a batch. `settings` go to
+    `probabilities`. The model has to be in evaluation mode; past block_size tokens it reads the
+    last block_size. `agree` gets each drawn token and returns the one to use. `decode`: a compiled
+    `next_logits`, for one token of each text, always in the same shapes. Raises ValueError for a
+    text without tokens, UserError if logits are not finite.
     """
     if not all(text.tokens for text in texts):
         raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")

@@ -12,7 +12,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
@@ -111,17 +111,25 @@ def parse(
     return values
 
 
-def load(options: type[O], values: Mapping[str, Any], config: str | None = None) -> O:
+def load(
+    options: type[O],
+    values: Mapping[str, Any],
+    config: str | None = None,
+    world_size: int | None = None,
+) -> O:
     """Merge `values` over the YAML file `config` and its bases, convert and validate.
 
-    Raises ConfigError with one line for each problem: the value's origin, the allowed values, the
-    nearest name.
+    `world_size`: the ranks to validate for (default: this run's). Raises ConfigError with one line
+    for each problem: the value's origin, the allowed values, the nearest name.
     """
-    return _load(options, values, config)[0]
+    return _load(options, values, config, world_size)[0]
 
 
 def _load(
-    options: type[O], values: Mapping[str, Any], config: str | None
+    options: type[O],
+    values: Mapping[str, Any],
+    config: str | None,
+    world_size: int | None = None,
 ) -> tuple[O, dict[str, str]]:
     """Return the options, and the origin of each given value."""
     given, origin = read_yaml(find_config(config)) if config is not None else ({}, {})
@@ -135,7 +143,7 @@ def _load(
                 given[name] = None
     context = {  # validators need these besides the values
         "config": config and Path(config).stem,
-        "world_size": launch().world_size,
+        "world_size": world_size or launch().world_size,
         "given": {name for name, value in given.items() if value is not None},
     }
     try:
@@ -169,10 +177,13 @@ def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
 # ---- YAML files
 
 
-def find_config(name: str, folder: Path = Path(), also: Sequence[str] = ()) -> Path:
+def find_config(
+    name: str, folder: Path = Path(), also: Callable[[], Sequence[str]] = tuple
+) -> Path:
     """Return the file that `--config name`, or `base: name` in a file in `folder`, means.
 
-    `also`: names that are allowed in place of a file. Raises ConfigError, which names the nearest.
+    `also`: returns names that are allowed in place of a file. Raises ConfigError, which names the
+    nearest.
     """
     for place in (folder, CONFIG_DIR):
         for path in (place / name, place / f"{name}.yaml"):
@@ -181,7 +192,7 @@ def find_config(name: str, folder: Path = Path(), also: Sequence[str] = ()) -> P
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
     asked = name.removesuffix(".yaml")
-    near = did_you_mean(asked, [*also, *known])
+    near = did_you_mean(asked, [*also(), *known])
     if not near:
         nearest = difflib.get_close_matches(asked, known, n=5, cutoff=0)
         near = f", which has {len(known)} files, such as {', '.join(nearest)}"
@@ -196,7 +207,7 @@ def read_yaml(path: Path, *above: Path) -> tuple[dict[str, Any], dict[str, str]]
     """
     if path.resolve() in above:
         names = " -> ".join(file.name for file in (*above, path))
-        raise ConfigError(f"{path}: base: goes round in a circle: {names}")
+        raise ConfigError(f"{path}: circular base: {names}")
     values = read_yaml_mapping(path)
     base = values.pop("base", None)
     origin = {name: f"{path}: {name}" for name in values}

@@ -149,7 +149,7 @@ def make_repeatable(device: torch.device) -> None:
 def recompute_cheap_operations(wanted: bool | None) -> None:
     """Let a compiled backward pass recompute norms, GELU, casts and residual sums, or keep them.
 
-    This is activation checkpointing of cheap operations: GPT-2 (124M) trains in a sixth less
+    This is activation checkpointing of cheap operations: GPT-2 (124M) trains in a seventh less
     memory, on a CPU at the same speed, so there it is the default (docs/results.md). It has not
     been measured on GPUs. The setting applies to the whole process.
     """
@@ -190,11 +190,6 @@ def fsdp_options(device: torch.device, ranks: int, *, bf16: bool) -> dict[str, A
 # ---- capabilities
 
 
-def matmul_dtype(*, bf16: bool = False, fp16: bool = False) -> torch.dtype:
-    """Return the dtype of matmuls under these options."""
-    return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
-
-
 def cpu_has(*instructions: str) -> bool:
     """True if the CPU has one of these instruction sets, by PyTorch's names."""
     return any(torch.cpu.get_capabilities().get(name) for name in instructions)
@@ -219,10 +214,13 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def check_precision(
-    device: torch.device, *, matmul_precision: str = "highest", bf16: bool = False
+    device: torch.device, dtype: torch.dtype, matmul_precision: str = "highest"
 ) -> list[str]:
-    """Return notes on precisions that do not help here. Raises UserError for a missing one."""
-    if bf16 and not has_bf16(device):
+    """Return notes on precisions that do not help here: of autocast, and of fp32 matmuls.
+
+    Raises UserError for a missing one.
+    """
+    if dtype == torch.bfloat16 and not has_bf16(device):
         raise UserError(
             f"--bf16: {device_name(device)} has no bfloat16; run without it, or train with --fp16"
         )
@@ -232,11 +230,13 @@ def check_precision(
         notes.append(f"{name} has no effect on {device_name(device)}: fp32 matmuls stay fp32")
         if usable_precision(device, "medium") == "medium":
             notes[-1] += "; --matmul_precision medium makes them faster here"
-    if bf16 and device.type == "cpu" and (factor := bf16_slowdown(device)) > NOTED_SLOWDOWN:
-        notes.append(
-            f"bf16 is slow here: a matmul takes {factor:.1f} times as long as in fp32, because "
-            f"this processor has no instructions for it; --no-bf16 is faster"
-        )
+    if dtype != torch.float32 and device.type == "cpu":
+        name = "bf16" if dtype == torch.bfloat16 else "fp16"
+        if (factor := slowdown(device, dtype)) > NOTED_SLOWDOWN:
+            notes.append(
+                f"{name} is slow here: a matmul takes {factor:.1f} times as long as in fp32, "
+                f"because this processor has no instructions for it; --no-{name} is faster"
+            )
     return notes
 
 
@@ -411,15 +411,15 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
     return rates if all(rates.values()) else {}
 
 
-def bf16_slowdown(device: torch.device) -> float:
-    """Measure how many times as long a small matmul takes in bf16 as in fp32, in 0.2 seconds.
+def slowdown(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Measure how many times as long a small matmul takes in a dtype as in fp32, in 0.2 seconds.
 
-    It is below 1 if bf16 is faster. A CPU without instructions for bf16 emulates it.
+    It is below 1 if the dtype is faster. A CPU without instructions for bf16 emulates it.
     """
     # Alternating and on one thread, so that other programs slow both alike.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    pair = [matmul(256, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    pair = [matmul(256, device, dtype) for dtype in (torch.float32, dtype)]
     seconds = [timed(work, device) for work in pair * 15]
     torch.set_num_threads(threads)
     return min(seconds[1::2]) / min(seconds[::2])

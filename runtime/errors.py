@@ -1,4 +1,4 @@
-"""Errors that a user can mend: how commands print them, and their exit statuses."""
+"""Errors that a user can fix: how commands print them, and their exit statuses."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ WAIT_FOR_TORCHRUN_S = 3.0  # seconds in which torchrun ends a failing rank after
 
 
 class UserError(Exception):
-    """A mistake or fault that the user can mend.
+    """A mistake or fault that the user can fix.
 
     A command prints each line of the message and exits with `status`. Notes (Exception.add_note),
     such as how to resume, are part of the message.

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import itertools
 import json
@@ -15,9 +14,7 @@ from typing import Any
 
 import filelock
 
-
-class BeingWrittenError(OSError):
-    """Another process is writing the folder."""
+from runtime.errors import UserError
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -56,7 +53,7 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
 
     Call it as the folder's `sole_writer`: a folder that a killed writer left unfinished is deleted
     first. With `replace`, an existing folder of that name is deleted at the end; without,
-    FileExistsError is raised unless it is empty. After any error the new folder is deleted.
+    OSError is raised unless it is empty. After any error the new folder is deleted.
     """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -67,8 +64,6 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
             flush_to_disk(place)
         if replace and os.path.lexists(folder):  # True for a broken link too
             delete([folder])
-        elif folder.is_dir() and any(folder.iterdir()):
-            raise FileExistsError(errno.EEXIST, "is there already", str(folder))
         unfinished.rename(folder)
         flush_to_disk(folder.parent)
     except BaseException:
@@ -81,7 +76,7 @@ def sole_writer(path: Path, on_wait: Callable[[], None] | None = None) -> Iterat
     """Hold the right to write a file or folder, which one process has at a time until it ends.
 
     If another process has it, call `on_wait` once and wait; without `on_wait`, raise
-    BeingWrittenError. May be nested. Raises OSError if the lock file cannot be made.
+    UserError. May be nested. Raises OSError if the lock file cannot be made.
     """
     lock_path = lock_file(path.absolute())
     lock_path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +86,9 @@ def sole_writer(path: Path, on_wait: Callable[[], None] | None = None) -> Iterat
         lock.acquire(timeout=0)
     except filelock.Timeout:
         if on_wait is None:
-            message = "another process is writing it"
-            raise BeingWrittenError(errno.EBUSY, message, str(path)) from None
+            raise UserError(
+                f"{path}: another process is writing it; wait for it, or choose another name"
+            ) from None
         on_wait()
         lock.acquire()
     try:

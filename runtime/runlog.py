@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TextIO
 
 from runtime.errors import UserError, drop, foreseen
 from runtime.files import (
-    BeingWrittenError,
     aside,
     cannot_be_written,
     delete,
@@ -92,7 +91,7 @@ class RunFolder:
         Raises UserError if another process is writing to the folder. If the new one cannot be
         created, the earlier one stays as it was.
         """
-        self._lock_folder()
+        self._lock.enter_context(sole_writer(self.path))
         moved_to = None
         with contextlib.ExitStack() as undo:
             if self.path.exists():
@@ -117,7 +116,7 @@ class RunFolder:
         if another process is writing to the folder or has moved it aside with the `checkpoint`, or
         if a log cannot be read.
         """
-        self._lock_folder()
+        self._lock.enter_context(sole_writer(self.path))
         self._resumed_after = step
         if not checkpoint.is_dir():
             raise UserError(f"{self.path}: was moved aside or deleted just now; start again")
@@ -129,15 +128,6 @@ class RunFolder:
                 self._rewrite(name, {at: row for at, row in rows if at <= step})
         self._open_console()
         (self.path / "summary.json").unlink(missing_ok=True)
-
-    def _lock_folder(self) -> None:
-        try:
-            self._lock.enter_context(sole_writer(self.path))
-        except BeingWrittenError:
-            raise UserError(
-                f"{self.path}: another process is writing this run; wait for it or choose another "
-                f"--run_name"
-            ) from None
 
     def _open_console(self) -> None:
         self._console = open(self.path / "console.log", "a", encoding="utf-8", errors="replace")  # noqa: SIM115

@@ -1,8 +1,9 @@
 """Show a run's figures in TensorBoard and in Weights & Biases (W&B).
 
 Their packages are optional (requirements-track.txt) and imported only by a run that asks for them.
-log.csv and eval.csv hold every figure; a tracker has the steps that this process takes while it is
-on. If it fails, the run continues without it, with one note.
+log.csv, eval.csv and metrics.csv have the figures of all steps; a tracker has those that this
+process takes while it is on, and also MFU and memory. If it fails, the run continues without it,
+with one note.
 """
 
 import contextlib

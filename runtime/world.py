@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runtime.device import device_name
 from runtime.errors import TrainingError, UserError, foreseen, kind_of_failure
 from runtime.launch import Launch, launch
-from runtime.report import code_hash
+from runtime.report import code_hash, machine
 from runtime.signals import default_sigint
 
 T = TypeVar("T")
@@ -169,9 +169,12 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
 
 
 def _check_match(world: World, must_match: Mapping[str, Any]) -> World:
-    """Raise UserError on all ranks unless all have the same values; notes if their GPUs differ."""
+    """Raise UserError on all ranks unless all have the same values; notes other devices."""
     own = {**must_match, "PyTorch": torch.__version__, "hash of the code": code_hash()}
-    everyones, gpus = zip(*world.gather((own, device_name(world.device))), strict=True)
+    device = device_name(world.device)
+    if world.device.type == "cpu":  # sums depend on the number of threads
+        device = f"{machine()}, {torch.get_num_threads()} threads of a rank"
+    everyones, devices = zip(*world.gather((own, device)), strict=True)
     problems = []
     for name in own:
         values = [str(theirs.get(name)) for theirs in everyones]
@@ -180,10 +183,10 @@ def _check_match(world: World, must_match: Mapping[str, Any]) -> World:
             problems.append(f"{name}: all ranks need the same, but it is {' and '.join(found)}")
     if problems:
         raise UserError("\n".join(problems))
-    if len({*gpus}) == 1:
+    if len({*devices}) == 1:
         return world
-    kinds = ", ".join(sorted({*gpus}))
-    note = f"the ranks have different GPUs ({kinds}): each step waits for the slowest"
+    kinds = "; ".join(sorted({*devices}))
+    note = f"the ranks have different devices ({kinds}): each step waits for the slowest"
     return dataclasses.replace(world, notes=(note,))
 
 

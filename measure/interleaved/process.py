@@ -14,7 +14,6 @@ from typing import Any, TextIO
 
 from runtime.errors import UserError, kind_of_failure
 from runtime.signals import exit_when_parent_dies
-from runtime.start import retain_freed_memory
 
 
 def start_process(
@@ -62,7 +61,6 @@ def _prepare() -> None:
     parent = multiprocessing.parent_process()
     if parent and not parent.is_alive():  # it ended before this process could ask
         os._exit(1)
-    retain_freed_memory()  # train.py does so too
 
 
 def call(function: str, *arguments: Any) -> tuple[Any, str]:

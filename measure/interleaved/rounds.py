@@ -80,11 +80,7 @@ def is_narrow(rates: Rates, width: float) -> bool:
 
 
 class SideError(TrainingError):
-    """A side has failed."""
-
-    def __init__(self, name: str, reason: str):
-        super().__init__(f"{name}: {reason}")
-        self.name = name
+    """A side has failed; the message begins with its name."""
 
 
 @dataclass
@@ -132,8 +128,8 @@ class Side:
         answers = self._receive()
         if not all(answer.asleep for answer in answers):
             raise SideError(
-                self.name,
-                "its threads keep computing while another side trains; unset OMP_WAIT_POLICY",
+                f"{self.name}: its threads keep computing while another side trains; unset "
+                f"OMP_WAIT_POLICY"
             )
         ranks = {"ranks": answers} if self.ranks > 1 else {}
         self.turns.append(answers[0].model_copy(update=ranks))
@@ -150,7 +146,7 @@ class Side:
             for pipe in select.select(list(pipes), [], [])[0]:
                 line = pipe.readline()
                 if not line:
-                    raise SideError(self.name, self._why_it_ended())
+                    raise SideError(f"{self.name}: {self._why_it_ended()}")
                 answers[pipes.pop(pipe)] = Turn.model_validate_json(line)
         return [answers[rank] for rank in range(self.ranks)]
 

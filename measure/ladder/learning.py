@@ -233,7 +233,7 @@ def write_losses(
             curve_of(
                 titles.get(name, name),
                 *losses,
-                tokens_per_step=rungs[name][0].config.tokens_per_step(1),
+                tokens_per_step=rungs[name][0].config.tokens_per_step(rungs[name][0].ranks),
             )
             for name, losses in means.items()
         ],
@@ -247,7 +247,7 @@ def write_losses(
 def report_learning(ladder: str, rungs: Rungs) -> list[str]:
     """Report the losses of the finished rungs, with learning.png, as in `write_report`."""
     rows, first = rows_of(rungs), next(iter(rungs.values()))
-    config = first[0].config
+    config, tokens = first[0].config, first[0].config.tokens_per_step(first[0].ranks)
     cards = [
         card_of(row["stage"], rungs[row["stage"]][0].file, rungs[row["base"]][0].file)
         for row in rows
@@ -258,8 +258,9 @@ def report_learning(ladder: str, rungs: Rungs) -> list[str]:
         figures=FIGURES,
         rows=rows,
         about=[
-            f"{config.max_steps:,} steps of {config.tokens_per_step(1):,} tokens; seeds of each "
-            f"rung: {len(first)}.",
+            f"{config.max_steps:,} steps of {tokens:,} tokens; seeds of each rung: {len(first)}.",
         ],
         cards=cards,
+        meaning="In brackets: a 95% interval, of the speed by the sign test over interleaved "
+        "rounds, of the tokens by Student's t over the seeds, of the time by both.",
     )

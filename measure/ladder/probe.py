@@ -5,17 +5,17 @@ import torch
 from measure.ladder.device import Device
 from runtime.device import (
     NOTED_SLOWDOWN,
-    bf16_slowdown,
     choose_device,
     device_name,
     has_bf16,
     matmul_rates,
+    slowdown,
     steady,
     timed,
     usable_precision,
 )
 from runtime.report import physical_memory
-from runtime.start import memory_left
+from runtime.start import memory_left, retain_freed_memory
 
 
 def copy_rate(device: torch.device) -> float | None:
@@ -41,6 +41,7 @@ def launch_us(device: torch.device) -> float | None:
 def measure(name: str) -> Device:
     """Measure a device: auto, cuda, mps or cpu. If it is busy, its rates are missing."""
     device = choose_device(name)
+    retain_freed_memory()  # as runs do
     on_gpu = device.type == "cuda"
     left = min(physical_memory(), memory_left())
     memory = torch.cuda.mem_get_info(device)[0] if on_gpu else left
@@ -52,6 +53,6 @@ def measure(name: str) -> Device:
         gigabytes_per_s=copy_rate(device),
         launch_us=launch_us(device),
         bf16=has_bf16(device),
-        slow_bf16=device.type == "cpu" and bf16_slowdown(device) > NOTED_SLOWDOWN,
+        slow_bf16=device.type == "cpu" and slowdown(device) > NOTED_SLOWDOWN,
         medium=device.type == "cpu" and usable_precision(device, "medium") == "medium",
     )

@@ -148,6 +148,10 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
     for stage, run in done:
         summary = run.summary
         tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
+        if stage.config.total_batch_tokens:
+            tokens = f"{stage.config.total_batch_tokens:,} tokens"
+        elif summary.world_size > 1:
+            tokens = f"{summary.world_size} x {tokens}"
         for about in (f"{summary.steps} steps of {tokens}", f"{summary.about}, {summary.day}"):
             runs.setdefault(about, []).append(f"`{stage.name}`")
     options = shlex.join(
@@ -301,7 +305,7 @@ def across(folders: Sequence[str], out: Path) -> None:
     ]
     Report(
         out,
-        "What each optimization is worth where",
+        "The factor of each optimization, by machine",
         [
             Figure("stage", "stage"),
             *(Figure(name, name, bar=True, over="base") for name in factors),

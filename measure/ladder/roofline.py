@@ -5,8 +5,9 @@ takes as long as the slowest of three: its arithmetic, its memory traffic, and i
 roofline model, Williams et al. 2009). docs/why.md does it by hand for one rung.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,12 @@ class Operation:
     dtype: str  # its first floating-point input's
     reads: dict[int, int]  # bytes of each tensor
     writes: dict[int, int]
+    call: Callable[..., Any] | None = None
+    arguments: tuple[Any, ...] = ()
 
     @property
     def bytes(self) -> int:
-        """Return how much it moves."""
+        """The bytes that it reads and writes."""
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
@@ -74,7 +77,8 @@ class Counter(TorchDispatchMode):
         flops = count(*args, **kwargs, out_val=result)
         floats = (t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point())
         dtype = str(next(floats, torch.float32)).removeprefix("torch.")
-        self.operations.append(Operation(name, flops, dtype, inputs, outputs))
+        call = functools.partial(func, **kwargs)
+        self.operations.append(Operation(name, flops, dtype, inputs, outputs, call, args))
         return result
 
     def bytes_of(self, values: Any) -> dict[int, int]:

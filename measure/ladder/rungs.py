@@ -8,6 +8,7 @@ from typing import Any
 
 from config import Config
 from measure.interleaved.options import to_flags
+from measure.interleaved.process import in_fresh_process
 from measure.interleaved.ratio import product
 from measure.interleaved.rounds import SideError, run_rounds, training_side
 from measure.ladder.device import Device
@@ -35,17 +36,13 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, rerun: bool, device:
     """
     for i, stage in enumerate(stages, start=1):
         base = stage.base or stage
-        known, here = stage.comparison()[0], (machine(), str(device.name))
-        is_known = known and not rerun and (known.machine, known.device) == here
         both = [settings(base.config), settings(stage.config)]
-        if is_known or both[0] == both[1]:  # a mode of torch.compile does nothing without compile
+        if not is_to_be_compared(stage, rerun, device):
             continue
         print(f"== interleaved {i} of {len(stages)}: {stage.name}", flush=True)
         # If both do not fit in memory, each returns freed memory after its turn: otherwise one
         # process would keep memory from the other one, and the comparison would be unfair.
-        runs = [side.finished.summary.peak_memory_mb for side in (base, stage) if side.finished]
-        fits = device.memory_mb is None or HEADROOM * sum(runs) <= device.memory_mb
-        environment = {} if fits else {"FREES_CACHE": "1"}
+        environment = {} if fit_together(base, stage, device) else {"FREES_CACHE": "1"}
         sides = [training_side(side.name, side.arguments, environment) for side in (base, stage)]
         try:
             found = run_rounds(sides, rounds)
@@ -53,9 +50,30 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, rerun: bool, device:
             stage.error = str(error)
             print(f"failed: {stage.name}: {error}", flush=True)
             continue
-        about = {"device": here[1], "settings": both}
+        about = {"device": str(device.name), "settings": both}
         stage.record.comparisons[stage.name] = found.model_copy(update=about)
         stage.record.save()
+
+
+def fit_together(base: Stage, stage: Stage, device: Device) -> bool:
+    """True if memory has room for both, or is not known. An ablation has no runs: estimate them."""
+    if device.memory_mb is None:
+        return True
+    peaks = [side.finished.summary.peak_memory_mb for side in (base, stage) if side.finished]
+    if len(peaks) < 2:
+        call = "measure.preflight.estimate:peaks_mb"
+        peaks = in_fresh_process(call, [base.config, stage.config])[0] or []
+    return HEADROOM * sum(peaks) <= device.memory_mb
+
+
+def is_to_be_compared(stage: Stage, rerun: bool, device: Device) -> bool:
+    """True unless this machine has interleaved a stage with its base, or both are the same, as a
+    mode of torch.compile without compile.
+    """
+    known = stage.comparison()[0]
+    is_known = known and (known.machine, known.device) == (machine(), str(device.name))
+    base = stage.base or stage
+    return (rerun or not is_known) and settings(base.config) != settings(stage.config)
 
 
 def run_alone(stage: Stage) -> bool:

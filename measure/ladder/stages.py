@@ -3,11 +3,14 @@
 import contextlib
 import csv
 import functools
+import itertools
+import os
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
@@ -159,7 +162,8 @@ def series_folder(name: str) -> Path | None:
     """
     folder = CONFIG_DIR if name == SPEEDUP else Path(name)
     places = (folder, CONFIG_DIR / name)
-    return next((f for f in places if f.is_dir() and any(f.glob("*.yaml"))), None)
+    found = (folder.resolve() for folder in places)
+    return next((f for f in found if f.is_dir() and any(f.glob("*.yaml"))), None)
 
 
 def series_names() -> list[str]:
@@ -174,26 +178,24 @@ def series(folder: Path) -> list[Path]:
     """List the YAMLs of a series, each after its base. Raises ConfigError."""
     patterns = ("baseline.yaml", "speedup*.yaml") if folder == CONFIG_DIR else ("*.yaml",)
     files = [path.resolve() for pattern in patterns for path in sorted(folder.glob(pattern))]
-
-    def after(base: Path | None) -> Iterator[Path]:
-        for path in files:
-            found = base_of(path)
-            if (found if found in files else None) == base:
-                yield from (path, *after(path))
-
-    return [*after(None)]
+    bases = {path: {base_of(path)} & {*files} for path in files}
+    try:
+        return [path for path in TopologicalSorter(bases).static_order() if path]
+    except CycleError as error:
+        names = " -> ".join(path.name for path in error.args[1])
+        raise UserError(f"{folder}: circular base: {names}") from None
 
 
 def base_of(path: Path) -> Path | None:
     """Return the config that a config names as its base; None without one. Raises ConfigError."""
     name = read_yaml_mapping(path).get("base")
-    return find_config(name, path.parent).resolve() if name else None
+    return find_config(str(name), path.parent).resolve() if name else None
 
 
 def ladder_of(names: Sequence[str]) -> tuple[str, list[str]]:
     """Return a ladder's name, and its configs: of a series, or `names` themselves."""
     if len(names) == 1 and (place := series_folder(names[0])):
-        name = SPEEDUP if place == CONFIG_DIR else place.resolve().name
+        name = SPEEDUP if place == CONFIG_DIR else place.name
         return name, [str(path) for path in series(place)]
     return "ladder", [*names]
 
@@ -242,8 +244,10 @@ def planned_before(record: Record, of_runs: Sequence[str]) -> list[Stage]:
 
 def with_bases(stages: list[Stage]) -> list[Stage]:
     """Return the stages, each with its base: the stage which its config changes, or the one before
-    it if that is not in the list.
+    it if that is not in the list. Raises UserError for no stages.
     """
+    if not stages:
+        raise UserError("the ladder has no stages")
     stages[0].base = None
     for before, stage in pairwise(stages):
         file = base_of(stage.file)
@@ -292,7 +296,7 @@ def make_stage(
     ranks: int = 1,
 ) -> Stage:
     """Make the stage of a config with options. Raises UserError."""
-    path = find_config(config, also=[*series_names()]).resolve()
+    path = find_config(config, also=series_names).resolve()
     if taken := RESERVED & {word.partition("=")[0] for word in options}:
         raise UserError(
             f"{min(taken)} after --: the ladder sets it for each run; configs and --log_dir are "
@@ -352,6 +356,18 @@ def published_rows(log: str) -> dict[int, Row]:
 # ---- running
 
 
+def to_be_run(stages: Sequence[Stage], rerun: bool, seeds: int, device: Device) -> list[Stage]:
+    """Return the stages without a finished run on this machine and device; with seeds, which
+    compare losses, without a finished run on any.
+    """
+
+    def is_done(run: Run) -> bool:
+        here = run.summary.machine == machine() and device.name in (None, run.summary.device)
+        return here or bool(seeds)
+
+    return [s for s in stages if rerun or not (s.finished and is_done(s.finished))]
+
+
 def run_stages(stages: Sequence[Stage], rerun: bool, seeds: int, device: Device) -> None:
     """Run the stages that are not finished with the same settings.
 
@@ -359,13 +375,10 @@ def run_stages(stages: Sequence[Stage], rerun: bool, seeds: int, device: Device)
     runs of one rank train at once, as many as there are seeds, GPUs, or cores for them. A stage
     that fails is marked, and the other ones run. Raises KeyboardInterrupt if the user stops.
     """
-    to_run: list[Stage] = []
+    to_run = to_be_run(stages, rerun, seeds, device)
     for stage in stages:
-        finished = stage.finished
-        if finished and not rerun and (seeds or finished.summary.machine == machine()):
+        if stage not in to_run:
             print(f"== {stage.name}: finished before", flush=True)
-        else:
-            to_run.append(stage)
     at_once = min(seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
     if any(stage.ranks > 1 for stage in to_run):
         at_once = 1
@@ -390,10 +403,12 @@ def run_commands(commands: Sequence[Sequence[str]]) -> list[str | None]:
     KeyboardInterrupt is raised once they have ended.
     """
     share, several = str(max(1, cores() // len(commands))), len(commands) > 1
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = chosen.split(",") if chosen else [str(gpu) for gpu in range(len(commands))]
     with contextlib.ExitStack() as files:
         started = []
-        for gpu, command in enumerate(commands):
-            variables = {"OMP_NUM_THREADS": share, "CUDA_VISIBLE_DEVICES": str(gpu)}
+        for command, gpu in zip(commands, itertools.cycle(gpus), strict=False):
+            variables = {"OMP_NUM_THREADS": share, "CUDA_VISIBLE_DEVICES": gpu}
             process, errors = start_process(command, variables if several else {})
             started.append((process, files.enter_context(errors)))
         try:

@@ -7,7 +7,8 @@ python -m measure.peers --no-bf16 --batch_size 1      ... in fp32; any options o
 All sides train the same tokens from the same weights, 4 sequences of 1024 tokens at a time unless
 you set --batch_size and --seq_len, with the same precision, torch.compile, fused AdamW, decay
 groups and clipping. Their first losses have to agree. A peer runs twice: as a user would start it,
-and with the process settings that train.py makes, which on a CPU retain freed memory.
+and with the process settings that train.py makes, which on a CPU retain freed memory. The last side
+runs the matmuls of a step and nothing else, which leaves little for any of the others to save.
 """
 
 import datetime
@@ -135,20 +136,19 @@ def compare_losses(name: str, loss: float, ours: float, config: Config, toleranc
     padding = math.log(config.vocab_size / config.n_vocab)
     if not -tolerance <= loss - ours <= tolerance + padding:
         raise SideError(
-            name,
-            f"its first loss is {loss:.5f}, ours {ours:.5f}, from equal weights and tokens: a "
-            f"difference of {loss - ours:.2g}, where rounding explains {tolerance:g} and padding "
-            f"{padding:.2g}; so it computes something else",
+            f"{name}: its first loss is {loss:.5f}, ours {ours:.5f}, from equal weights and "
+            f"tokens: a difference of {loss - ours:.2g}, where rounding explains {tolerance:g} and "
+            f"padding {padding:.2g}; so it computes something else"
         )
 
 
 def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side, list[Side]]:
-    """Return our side and the peers'. Only two sides at a time keep their memory.
+    """Return our side, and those to compare it with: the peers, and the matmuls of a step.
 
     `place`: the weights that `check_peers` wrote.
     """
-    values = options.of_training() | {"init_from": str(place)}
-    flags = ["--config", options.config, *to_flags(values)]
+    shape = ["--config", options.config, *to_flags(options.of_training())]
+    flags = [*shape, "--init_from", str(place)]
     others = [
         training_side(name, [*flags, "--peer", peer, *more], module="measure.peers.side")
         for peer in peers
@@ -157,7 +157,9 @@ def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side
             (f"{short_name(peer)}, our settings", ["--our_settings"]),
         )
     ]
-    return training_side(Path(options.config).stem, flags), others
+    stem = Path(options.config).stem
+    limit = training_side(f"{stem}, matmuls only", shape, module="measure.peers.matmuls")
+    return training_side(stem, flags), [*others, limit]
 
 
 # ---- measuring
@@ -167,7 +169,9 @@ def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -
     """Interleave our side with another. Raises SideError, also if first losses differ."""
 
     def check(side: Side) -> None:
-        loss, our_loss = side.turns[0].loss or math.nan, ours.turns[0].loss or math.nan
+        loss, our_loss = side.turns[0].loss, ours.turns[0].loss
+        if loss is None or our_loss is None:  # the matmuls alone
+            return
         rounded = config.bf16 or config.tf32 or config.matmul_precision != "highest"
         tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
         compare_losses(side.name, loss, our_loss, config, tolerance)
@@ -231,7 +235,7 @@ def report(groups: Sequence[Comparison], config: Config, folder: Path) -> None:
     about = f"{where}; {versions}, commit {git_commit()}, {today}. {rows[0]['side']}: {described}."
     Report(
         folder,
-        "Beside what people would take instead",
+        "Training speed of this project and of others",
         FIGURES,
         rows,
         about=[about],

@@ -83,7 +83,7 @@ def main(options: AllOptions) -> None:
         def check(side: Side) -> None:
             theirs, ours = (s.turns[0].likeliest for s in (side, sides[0]))
             if theirs != ours:
-                raise SideError(side.name, f"its likeliest tokens are {theirs}, ours {ours}")
+                raise SideError(f"{side.name}: its likeliest tokens are {theirs}, ours {ours}")
 
         found = run_rounds(sides, options.rounds, options.width, results=results, check=check)
     rows = [

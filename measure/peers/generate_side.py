@@ -40,7 +40,7 @@ from data.tokenizer import END_OF_TEXT
 from inference.sampling import Text, grow, pack_weights, seeded
 from measure.interleaved.side import serve, take_stdout
 from measure.peers.side import TRANSFORMERS, build_peer
-from runtime.device import choose_device, matmul_dtype, peak_memory_mb
+from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
 
 # Generates the tokens of several texts: of how many, how many each, drawn from the k likeliest.
@@ -96,7 +96,8 @@ def main(options: SideOptions) -> None:
     model, generate = peer_generate(folder, peer) if peer else our_generate(folder)
     # In fp32, and only two: nanoGPT's exact GELU makes other choices after some tokens.
     likeliest = generate(1, 2, 1)[0]
-    model.to(choose_device(options.device), matmul_dtype(bf16=options.bf16))
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    model.to(choose_device(options.device), dtype)
     if not peer:
         pack_weights(model, options.texts)
     serve(answers, lambda count: take_steps(generate, options, count) | {"likeliest": likeliest})

@@ -63,7 +63,7 @@ def check(config: Config, world: World) -> bool:
 
 
 def findings(config: Config, world: World, folder: Path) -> Iterator[Finding]:
-    """Run the checks one by one. `folder`: place for a checkpoint, on the disk of the run's own."""
+    """Run the checks one by one. `folder`: for a checkpoint, on the disk of the run's own."""
     if config.init_from != "scratch":  # use the architecture of those weights
         config = world.raise_on_all(lambda: build_model(config)[0])
     loader, _ = open_data(config, world, config.n_vocab)
@@ -129,7 +129,7 @@ def smaller(config: Config, world: World) -> dict[str, Any]:
 
 def corpus_is_read(loader: DataLoader) -> Finding:
     """Read windows from all over the corpus; a token beyond the vocabulary raises UserError."""
-    windows = range(0, len(loader.stream), max(1, len(loader.stream) // WINDOWS))
+    windows = range(0, len(loader.stream), math.ceil(len(loader.stream) / WINDOWS))
     for first in range(0, len(windows), 1000):
         loader.stream.read(windows[first : first + 1000])
     tokens = len(windows) * loader.stream.seq_len
@@ -142,9 +142,10 @@ def targets_are_next(loader: DataLoader) -> Iterator[Finding]:
     follow = torch.equal(x[:, 1:], y[:, :-1])
     text = f"targets: {'' if follow else 'not '}the tokens after the inputs"
     yield follow, text, "look at TokenStream.read"
-    differ = loader.overfit_batch or loader.steps_per_epoch < 2 or not torch.equal(x, other)
-    text = f"batches: {'another' if differ else 'the same'} one in each step"
-    yield differ, text, "look at DataLoader.batch"
+    same = torch.equal(x, other)
+    text = f"batches: {'the same' if same else 'another'} one in each step"
+    meant = loader.overfit_batch or loader.steps_per_epoch < 2
+    yield meant or not same, text, "look at DataLoader.batch"
 
 
 @torch.no_grad()
@@ -184,7 +185,7 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
             loss = taken.figures.loss
             guess = math.log(config.n_vocab)
             is_well = abs(loss - guess) < 0.7 if config.init_from == "scratch" else loss < guess
-            text = f"first loss: {loss:.3f}, of even guesses {guess:.3f}"
+            text = f"first loss: {loss:.3f}; a uniform guess has {guess:.3f}"
             yield is_well, text, "look at the initial weights, the loss, and the vocabulary's size"
     for hook in hooks:
         hook.remove()
@@ -192,7 +193,7 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
     at_rest = {n for n, p in parameters.items() if torch.equal(own_part(p), before[n])}
     for problem, names in {
         "get no gradient": parameters.keys() - set().union(*run.world.gather(learned)),
-        "do not move": set(parameters).intersection(*run.world.gather(at_rest)),
+        "are not updated": set(parameters).intersection(*run.world.gather(at_rest)),
         "keep gradients from step to step": {
             n for n, p in parameters.items() if p.grad is not None
         },
@@ -201,7 +202,9 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
         text = f"parameters: {len(names)} of {len(parameters)} {problem}{named}"
         yield not names, text, "look at forward, make_optimizers and train_step"
     sums = run.world.gather(
-        0.0 if config.fsdp else sum(p.double().sum().item() for p in parameters.values())
+        0.0
+        if config.fsdp
+        else sum(p.detach().cpu().double().sum().item() for p in parameters.values())
     )
     alike = len({*sums}) == 1
     text = f"ranks: {len(sums)}, with {'the same' if alike else 'different'} weights"
@@ -231,7 +234,7 @@ def resumes_exactly(run: Run, folder: Path) -> Finding:
     is_well = not lost and all(
         math.isclose(a, b, rel_tol=tolerance) for a, b in zip(straight, again, strict=True)
     )
-    text = f"resume: loss {again.loss:.6f} in the next step, {straight.loss:.6f} without a stop"
+    text = f"resume: next step's loss {again.loss:.6f}, without resuming {straight.loss:.6f}"
     if lost:
         text += f"; {len(lost)} not restored: {', '.join(lost[:3])}"
     return is_well, text, "look at State.tensors, State.numbers, random states: one is not saved"

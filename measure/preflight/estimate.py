@@ -27,8 +27,9 @@ from data.prepare import is_there
 from dataloader import open_corpus
 from kernels.loss import summed_loss
 from model import GPT
-from runtime.device import check_precision, device_name, matmul_dtype, matmul_tflops
+from runtime.device import check_precision, choose_device, device_name, matmul_tflops
 from runtime.files import sha256
+from runtime.launch import launch
 from runtime.report import UNKNOWN, about, flops_rate
 from runtime.start import memory_left
 from runtime.world import World
@@ -63,7 +64,7 @@ def estimate(config: Config, world: World) -> None:
     if config.init_from != "scratch":  # use the architecture of those weights
         config = build_model(config)[0].model_copy(update={"init_from": "scratch"})
     model, moments = trace(config, world)
-    dtype = matmul_dtype(bf16=config.bf16, fp16=config.fp16)
+    dtype = getattr(torch, config.matmul_dtype)
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
     flops_per_step = per_step * model.flops_per_token(config.seq_len)
@@ -74,7 +75,7 @@ def estimate(config: Config, world: World) -> None:
         print(f"note: at {MFU:.0%} MFU max_minutes allows {steps:,} steps, assumed in these lines")
     tokens, flops = config.max_steps * per_step, config.max_steps * flops_per_step
     for note in (
-        *check_precision(world.device, matmul_precision=config.fp32_precision(), bf16=config.bf16),
+        *check_precision(world.device, dtype, config.fp32_precision()),
         *config.notes(),
     ):
         print(f"note: {note}")
@@ -238,7 +239,7 @@ def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> No
     tensors = moments[worst].total()
     peak = process_bytes(tensors, device)
     each = f"of each of {ranks} ranks" if ranks > 1 else "of the process"
-    beside, left = "the workspace of matmuls", memory_left() / ranks
+    beside, left = "the workspace of matmuls", memory_left() / launch().local_world_size
     if device.type == "cpu":
         beside = "loaded code, and gaps between buffers, which the allocator keeps"
     elif device.type == "cuda":
@@ -266,6 +267,16 @@ def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> No
 def process_bytes(tensors: float, device: torch.device) -> float:
     """Return the bytes that a process with `tensors` bytes of tensors grows by."""
     return ALLOCATOR * tensors + CODE if device.type == "cpu" else tensors + WORKSPACE
+
+
+def peaks_mb(configs: Sequence[Config]) -> list[float]:
+    """Estimate the peak memory in MiB of a process for each config, on one rank."""
+    peaks = []
+    for config in configs:
+        world = World(choose_device(config.device))
+        moments = trace(config, world)[1].values()
+        peaks.append(process_bytes(max(at.total() for at in moments), world.device) / MB)
+    return peaks
 
 
 def largest_batch(config: Config, world: World, moments: dict[str, Moment], left: float) -> int:

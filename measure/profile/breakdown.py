@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -16,6 +16,7 @@ from measure.profile.timing import set_up
 from measure.report.tables import markdown_table, print_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
+from runtime.errors import TrainingError
 from runtime.files import write_atomic
 from train import Run, train_step
 
@@ -125,13 +126,14 @@ def snapshot(run: Run, path: Path) -> None:
 
 
 def inspect_models(
-    wanted: Collection[str], models: Sequence[tuple[str, Config]], folder: Path, steps: int
+    wanted: Sequence[str], models: Sequence[tuple[str, Config]], folder: Path, steps: int
 ) -> None:
     """Inspect each named model in a fresh process, and write parts.md with the tables.
 
-    `wanted`: any of breakdown, trace, memory. `steps`: for the breakdown.
+    `wanted`: any of breakdown, trace, memory. `steps`: for the breakdown. Raises TrainingError if
+    no model can be measured.
     """
-    lines = ["# Where a training step's time goes", ""]
+    lines, errors = ["# Where a training step's time goes", ""], list[str]()
     for name, config in models:
         bits = "mixed" if config.bf16 or config.fp16 else "full"
         title = f"{name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens"
@@ -140,17 +142,22 @@ def inspect_models(
         found, error = in_fresh_process(call, wanted, config, folder, label, steps)
         if error:
             print(error)
+            errors.append(error)
         lines += [f"## {title}", "", *(found or [error]), ""]
         write_atomic(folder / "parts.md", "\n".join(lines))
+    if len(errors) == len(models):
+        raise TrainingError(f"nothing could be measured: {errors[0]}")
 
 
 def inspect_model(
-    wanted: Collection[str], config: Config, folder: Path, label: str, steps: int
+    wanted: Sequence[str], config: Config, folder: Path, label: str, steps: int
 ) -> list[str]:
     """Inspect one model; returns the lines of its section in the report.
 
     Files are named after `label`. Raises UserError for options that this device lacks.
     """
+    if wanted == ["breakdown"]:  # is of the uncompiled model
+        config = config.model_copy(update={"compile": False})
     run = set_up(config)
     for note in run.notes:
         print(note)

@@ -67,13 +67,15 @@ def measure_scaling(
     """
     if launch().world_size > 1:
         raise UserError("--scaling: starts its ranks itself; run it without torchrun")
-    config, counts = load_config(name, **values), sorted(set(counts))
+    config, counts = load_config(name, **values), sorted(counts)
     most, tokens = counts[-1], config.tokens_per_step(1)
     device = choose_device(config.device, Launch(world_size=most, local_world_size=most))
     batch_sizes = [split(config, ranks)[0] for ranks in counts]
     folder = new_folder(log_dir)
     if device.type == "cpu" and most > cores():
-        print(f"note: {most} ranks share {cores()} cores, which says nothing of more cores")
+        print(
+            f"note: {most} ranks share {cores()} cores, so this does not show how more cores scale"
+        )
     sides = []
     for ranks, batch_size in zip(counts, batch_sizes, strict=True):
         given = {"total_batch_tokens": tokens, "batch_size": batch_size}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from config import load_config
+from config import SpeedConfig, load_config
 from measure.profile.timing import key_of, label_of, settings
-from measure.report.pictures import COLOURS, draw_bars, draw_panels
+from measure.report.pictures import draw_bars, draw_panels
 from measure.report.report import PEAK_MEMORY, Figure, Row
 from runtime.errors import UserError
 from runtime.report import flops_rate, git_commit, machine
@@ -68,6 +68,9 @@ def read_results(path: Path) -> Results:
         raise UserError(f"{path}: not a results.csv of bench.py: {error!r}") from None
 
 
+SPEED_OPTIONS = [name for name in SpeedConfig.model_fields if name != "bf16"]  # that is in KEY
+
+
 def compare(rows: Sequence[Row], earlier: Results) -> list[str]:
     """Add the means of earlier results to the rows; returns notes on settings that differ."""
     notes = dict[str, None]()  # a set in order
@@ -75,15 +78,7 @@ def compare(rows: Sequence[Row], earlier: Results) -> list[str]:
         there = earlier.get(key_of(row))
         if there:
             row |= {"there_s": there["mean_s"], "over_there": row["mean_s"] / there["mean_s"]}
-            for name in (
-                "batch_size",
-                "seq_len",
-                "vocab_size",
-                "compile",
-                "flash",
-                "fp16",
-                "device",
-            ):
+            for name in ("batch_size", "seq_len", "vocab_size", "device", *SPEED_OPTIONS):
                 if str(row[name]).lower() != str(there.get(name, row[name])).lower():
                     notes[f"note: {name} differs: {row[name]} here, {there[name]} there"] = None
     return [*notes]
@@ -93,15 +88,14 @@ def compare(rows: Sequence[Row], earlier: Results) -> list[str]:
 
 
 def draw_times(rows: Sequence[Row], path: Path) -> None:
-    """Draw bars of the mean seconds: blue in full precision, orange in mixed."""
-    bars = []
+    """Draw bars of the mean seconds, in full and in mixed precision."""
+    bars = {}
     for row in rows:
         mean, std = row["mean_s"], row["std_s"]
-        name = f"{label_of(row)}, warm-up {row['warmup_steps']}"
-        colour = COLOURS[row["mixed_precision"]]
-        bars.append((name, mean, f"{mean:.3g}", (mean - std, mean + std), colour))
-    meanings = dict(zip(COLOURS, ("full precision", "mixed precision"), strict=False))
-    draw_bars(path, bars, "seconds per pass: mean, and one standard deviation", meanings)
+        precision = "mixed precision" if row["mixed_precision"] else "full precision"
+        bar = (mean, f"{mean:.3g}", (mean - std, mean + std))
+        bars[f"{label_of(row)}, warm-up {row['warmup_steps']}"] = {precision: bar}
+    draw_bars(path, bars, "seconds per pass: mean, and one standard deviation")
 
 
 def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:

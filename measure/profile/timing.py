@@ -16,11 +16,11 @@ from runtime.device import (
     choose_device,
     device_name,
     has_bf16,
-    matmul_dtype,
     matmul_tflops,
     peak_memory_mb,
     timed,
 )
+from runtime.start import retain_freed_memory
 from runtime.world import World
 from summary import mfu
 from train import Run, setup, train_step
@@ -72,6 +72,8 @@ def set_up(config: Config) -> Run:
     Only notes on options are kept. Raises UserError for options that this device lacks.
     """
     device = choose_device(config.device)
+    if device.type == "cpu" and config.retain_memory:
+        retain_freed_memory()
     config, notes = with_mixed_precision_of(device, without_end(config))
     generator = torch.Generator().manual_seed(config.seed)
     shape = (2, config.batch_size, config.seq_len)
@@ -120,7 +122,7 @@ def measure(job: Job) -> list[Row]:
     peak = peak_memory_mb(device)  # before the matmul adds to it
     tokens = config.batch_size * config.seq_len
     flops = model.flops_per_token(config.seq_len) * tokens * FLOPS_SHARE[job.computation]
-    rate = matmul_tflops(device, matmul_dtype(bf16=config.bf16, fp16=config.fp16))
+    rate = matmul_tflops(device, getattr(torch, config.matmul_dtype))
     about = {
         "peak_memory_mb": peak,
         "error": "",

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # distinct in print too
 Curve = tuple[Sequence[int], Sequence[Any]]  # x, such as steps, and the value at each
-Bar = tuple[str, float, str, tuple[float, float], str]  # name, length, label, interval, colour
+Bar = tuple[float, str, tuple[float, float]]  # length, label, interval
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -59,33 +60,44 @@ def draw_losses(path: Path, training: Mapping[str, Curve], validation: Mapping[s
 
 
 def draw_bars(
-    path: Path, bars: Sequence[Bar], xlabel: str, meanings: Mapping[str, str], about: str = ""
+    path: Path, rows: Mapping[str, Mapping[str, Bar]], xlabel: str, about: str = ""
 ) -> None:
-    """Draw horizontal bars, the first on top, hollow without an interval.
+    """Draw a row of horizontal bars for each name, the first on top, hollow without an interval.
 
-    `meanings`: the legend's text for each colour. `about`: the machine and the date.
+    The key of a bar is its legend, the same in all rows. `about`: the machine and the date.
     """
-    from matplotlib.patches import Patch
-
-    picture = new_figure(8, 1.2 + 0.32 * len(bars))
+    sizes = [len(bars) + 0.8 for bars in rows.values()]  # in bars, with the gap to the next row
+    tops = [*itertools.accumulate(sizes, initial=0.0)]
+    picture = new_figure(8, 1.3 + 0.16 * tops.pop())
     axes = picture.add_subplot()
-    names, lengths, labels, _, colours = zip(*bars, strict=True)
-    errors = [(length - low, high - length) for _, length, _, (low, high), _ in bars]
-    drawn = axes.barh(
-        range(len(bars)),
-        lengths,
-        color=["none" if low == high else colour for *_, (low, high), colour in bars],
-        edgecolor=colours,
-        xerr=[*zip(*errors, strict=True)],
-        tick_label=names,
-    )
-    axes.bar_label(drawn, labels, padding=5)
-    axes.margins(x=0.4)  # room for the labels
+    legends = dict.fromkeys(itertools.chain(*rows.values()))
+    for legend, colour in zip(legends, itertools.cycle(COLOURS), strict=False):
+        places, found = [], []
+        for top, bars in zip(tops, rows.values(), strict=True):
+            if legend in bars:
+                places.append(top + [*bars].index(legend))
+                found.append(bars[legend])
+        lengths, labels, intervals = zip(*found, strict=True)
+        drawn = axes.barh(
+            places,
+            lengths,
+            0.9,
+            color=["none" if low == high else colour for low, high in intervals],
+            edgecolor=colour,
+            xerr=[
+                [length - low for length, (low, _) in zip(lengths, intervals, strict=True)],
+                [high - length for length, (_, high) in zip(lengths, intervals, strict=True)],
+            ],
+            label=legend,
+        )
+        axes.bar_label(drawn, labels, padding=4, fontsize=8)
+    middles = [top + (len(bars) - 1) / 2 for top, bars in zip(tops, rows.values(), strict=True)]
+    axes.set_yticks(middles, [textwrap.fill(name, 45) for name in rows])
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel(xlabel)
     axes.spines[["top", "right"]].set_visible(False)
-    patches = [Patch(color=colour, label=text) for colour, text in meanings.items()]
-    picture.legend(handles=patches, loc="outside upper right", ncols=len(patches))
+    picture.legend(loc="outside upper right", ncols=len(legends))
     if about:
         picture.supxlabel(about, fontsize=7, color="0.4", x=0.01, ha="left")
-    picture.savefig(path, dpi=130)
+    picture.savefig(path, dpi=130, bbox_inches="tight")  # labels may reach beyond the axes

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from measure.report.page import write_page
-from measure.report.pictures import COLOURS, draw_bars
+from measure.report.pictures import draw_bars
 from measure.report.tables import markdown_table, print_table
 from runtime.errors import TrainingError, UserError
 from runtime.files import write_atomic
@@ -108,9 +108,10 @@ class Report:
         cards = self.cards or [Card(name, name) for name, *_ in cells]
         bars = [figure for figure in figures if figure.bar]
         meanings = [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning]
-        notes = [*filter(None, [self.meaning, INTERVALS if bars else ""])]
+        notes = [*filter(None, [self.meaning, INTERVALS if bars and not self.learns else ""])]
         self.folder.mkdir(parents=True, exist_ok=True)
-        pictures = {self.bars: "factors with their intervals"} if self.bars else {}
+        drawn = self._draw(bars, [card.label for card in cards]) if self.bars else False
+        pictures = {self.bars: "factors with their intervals"} if drawn else {}
         parts = [
             f"# {self.title}",
             "\n".join(markdown_table(headings, cells)),
@@ -122,8 +123,6 @@ class Report:
         ]
         write_atomic(self.folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
         write_csv(self.folder / "results.csv", self.rows)
-        if self.bars:
-            self._draw(bars, [card.label for card in cards])
         write_page(
             self.folder / "report.html",
             **vars(self)
@@ -139,17 +138,19 @@ class Report:
         print_table(self.title, headings, cells)
         print("\n".join([*self.remarks, f"{self.folder}: report.html, report.md and results.csv"]))
 
-    def _draw(self, bars: Sequence[Figure], names: Sequence[str]) -> None:
-        """Draw a bar for each factor of each row, with its interval."""
-        drawn = [
-            (name, factor.value, str(factor), factor.ends, colour)
+    def _draw(self, bars: Sequence[Figure], names: Sequence[str]) -> bool:
+        """Draw a bar for each factor of each row, with its interval; False if there are none."""
+        drawn = {
+            name: {
+                figure.heading: (factor.value, str(factor), factor.ends)
+                for figure in bars
+                if (factor := figure.factor(row))
+            }
             for name, row in zip(names, self.rows, strict=True)
-            for figure, colour in zip(bars, itertools.cycle(COLOURS), strict=False)
-            if (factor := figure.factor(row))
-        ]
-        meanings = {c: figure.heading for c, figure in zip(COLOURS, bars, strict=False)}
-        if drawn:
-            draw_bars(self.folder / self.bars, drawn, "factor of speed", meanings, self.where)
+        }
+        if drawn := {name: factors for name, factors in drawn.items() if factors}:
+            draw_bars(self.folder / self.bars, drawn, "factor of speed", self.where)
+        return bool(drawn)
 
 
 def _shown(figures: Sequence[Figure], row: Row) -> Row:
