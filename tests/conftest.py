@@ -29,9 +29,9 @@ from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from inference.sampling import Text, grow, seeded
-from inference.validation import evaluating
+from measure.interleaved.options import to_flags
 from model import GPT, GPTConfig
-from runtime.device import NOTED_SLOWDOWN, bf16_slowdown
+from runtime.device import NOTED_SLOWDOWN, slowdown
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.launch import environment_of
@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @functools.cache
 def fast_precision() -> dict[str, bool]:
     """Options that switch bfloat16 off if it is emulated, for tests of something else."""
-    return {} if bf16_slowdown(CPU) <= NOTED_SLOWDOWN else {"bf16": False}
+    return {} if slowdown(CPU) <= NOTED_SLOWDOWN else {"bf16": False}
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +208,20 @@ def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> 
 
     monkeypatch.setattr(train_module, "clip_gradients", clip_gradients)
     return lambda: monkeypatch.setattr(train_module, "clip_gradients", real)
+
+
+def poisoned_at(*steps: int) -> Callable[[int, GPT], Any]:
+    """Make the gradients of some steps nan."""
+
+    def act(call: int, model: GPT) -> Any:
+        if call not in steps:
+            return None
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad *= float("nan")
+        return torch.full((), float("nan"), device=model.lm_head.weight.device)
+
+    return act
 
 
 @pytest.fixture
@@ -425,6 +439,12 @@ def run_from_nothing(
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 
 
+def torchrun(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A script on two ranks, by torchrun."""
+    ranks = (*TORCHRUN, "--nproc_per_node=2", *command)
+    return run(*ranks, cwd=cwd, before=forks, OMP_NUM_THREADS="1")
+
+
 def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
     """The processes of a run on several ranks, with the environment and the store of torchrun, but
     without torchrun.
@@ -480,16 +500,7 @@ def kill_all(pids: Iterable[int]) -> None:
 
 def flags(config: Config) -> list[str]:
     """A config as command-line flags."""
-    values = []
-    for name in sorted(config.model_fields_set):
-        value = getattr(config, name)
-        if isinstance(value, bool):
-            values.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, tuple):
-            values += [f"--{name}", *map(str, value)]
-        elif value is not None:
-            values += [f"--{name}", str(value)]
-    return values
+    return to_flags(config.model_dump(include=config.model_fields_set))
 
 
 def tokens_in(path: Path) -> np.ndarray:
@@ -534,6 +545,11 @@ def reseal(folder: Path) -> None:
     subprocess.run(command, shell=True, cwd=folder, check=True)
 
 
+def cases(table: str) -> list[list[str]]:
+    """Split lines of the form `input => expected message`."""
+    return [line.split(" => ") for line in table.strip("\n").splitlines()]
+
+
 def refused(message: str) -> Any:
     """Expect a UserError with this in its message."""
     return pytest.raises(UserError, match=message)
@@ -545,17 +561,9 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def generate(
-    model: GPT,
-    idx: torch.Tensor,
-    count: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """Continue the tokens idx (B, T) by `count`, all rows drawing from one generator."""
-    generator = generator or seeded(0)
-    texts = [Text("", row, generator) for row in idx.tolist()]
-    with evaluating(model):
-        list(grow(model, texts, count, temperature=temperature, top_k=top_k))
-    return torch.tensor([text.tokens for text in texts], device=idx.device)
+def grown(model, prompts, n, seeds=None, **settings):
+    """The tokens, up to n, that continue each prompt, by default the likeliest."""
+    seeds = seeds or [0] * len(prompts)
+    texts = [Text("", [*p], seeded(seed)) for p, seed in zip(prompts, seeds, strict=True)]
+    list(grow(model, texts, n, **{"temperature": 0, "top_k": None} | settings))
+    return [text.tokens[len(p) :] for text, p in zip(texts, prompts, strict=True)]

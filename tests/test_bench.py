@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+import resource
 import signal
 import statistics
 import types
@@ -24,7 +25,7 @@ from runtime import device
 from runtime.cli import parse
 from runtime.errors import TrainingError
 from runtime.report import about, describe_duration, flops_rate, project_files
-from tests.conftest import CPU, ROOT, TINY, refused, run_from_nothing
+from tests.conftest import CPU, ROOT, TINY, cases, refused, run_from_nothing
 
 BATCH = {"seq_len": 32, "batch_size": 2, "device": "cpu"}
 
@@ -162,12 +163,11 @@ def test_mixed_rows_use_float16_where_a_gpu_lacks_bfloat16(monkeypatch):
     assert timing.with_mixed_precision_of(CPU, mixed) == (mixed, [])
 
 
-def pages_of_a_large_buffer():
+def pages_of_a_large_buffer(config):
     """New pages that a large buffer takes once one of twice its size has been freed. (One of the
     same size may be too small by the bytes that glibc adds to align the next.)
     """
-    import resource
-
+    timing.set_up(config)
     torch.ones(2**25)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(2**24)
@@ -175,10 +175,12 @@ def pages_of_a_large_buffer():
 
 
 @pytest.mark.usefixtures("forked_processes")
-def test_what_is_timed_retains_freed_memory_as_training_does():
-    pages, error = process.in_fresh_process(f"{__name__}:pages_of_a_large_buffer")
+@pytest.mark.parametrize("retains", [True, False])
+def test_what_is_timed_retains_freed_memory_if_its_config_does(retains):
+    config = tiny_job(retain_memory=retains).config
+    pages, error = process.in_fresh_process(f"{__name__}:pages_of_a_large_buffer", config)
     assert error == ""
-    assert pages < 1000  # of 16,384
+    assert (pages < 1000) == retains  # of 16,384
 
 
 @pytest.mark.usefixtures("forked_processes")
@@ -254,46 +256,50 @@ def test_a_bad_results_file_is_one_clear_error(tmp_path, content):
 # ---- options
 
 
-def test_every_command_answers_help_without_torch():
+def test_every_command_answers_help_and_prints_a_config_without_torch():
     files = project_files("*.py", "measure/*/*.py")
     commands = [str(path) for path in files if "if __name__" in path.read_text()]
     code = """if True:
         import runpy, sys
-        for path in sys.argv[1:]:
-            sys.argv = [path, "--help"]
+        import config
+        config.load_config("baseline")
+        assert not {"torch", "numpy"} & {*sys.modules}, "config.py"
+        import ladder, runtime.cli, runtime.errors, runtime.files, runtime.launch
+        import runtime.report, runtime.runlog, runtime.signals, runtime.start
+        assert not {"torch", "matplotlib"} & {*sys.modules}, "imports"
+        commands = [[path, "--help"] for path in sys.argv[1:]]
+        for command in [*commands, ["train.py", "--config", "speedup8", "--print_config"]]:
+            sys.argv = command
             try:
-                runpy.run_path(path, run_name="__main__")
+                runpy.run_path(command[0], run_name="__main__")
             except SystemExit as stopped:
-                assert stopped.code == 0, path
-            assert "torch" not in sys.modules, path
+                assert stopped.code == 0, command
+            assert "torch" not in sys.modules, command
     """
     ran = run_from_nothing("-c", code, *commands, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("usage: ") == len(commands) > 8
+    assert "grad_clip: 1.0" in ran.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--scan=lr=1,2", "--scan: string should match pattern '^(batch_size|seq_len)="),
-        ("--scan=batch_size=" + "9" * 5000, "--scan: string should match pattern"),
-        ("--scan=batch_size=1 --batch_size=3", "batch_size has no effect with scan"),
-        ("--config=speedup7 --size=small", "size has no effect with config"),
-        ("--compare=x.csv --breakdown", "compare has no effect with breakdown; leave it out"),
-        ("--steps=3 --trace", "steps has no effect with trace"),
-        ("--scan=batch_size=1 --warmup_steps=0,1", "warmup_steps has no effect with scan"),
-        ("--max_steps=9", "--max_steps: max_steps has no effect in a benchmark"),
-        ("--memory --device=cpu", "--memory: needs CUDA, the device is cpu; leave it out"),
-        ("--scaling=1,2", "scaling needs a config, whose corpus it trains on"),
-        ("--config=TINY --scaling=1,2 --scan=batch_size=1", "scan has no effect with scaling"),
-        ("--rounds=9 --total_batch_tokens=64", "rounds has no effect without scaling"),
-        (
-            "--config=TINY --scaling=1,3",
-            "--scaling 3: the 2 sequences of a step do not divide among 3 ranks; choose divisors "
-            "of 2",
-        ),
-    ],
-)
+MISTAKES = """
+--scan=lr=1,2 => --scan: string should match pattern '^(batch_size|seq_len)=
+--scan=batch_size=9999999999999999 => --scan: string should match pattern
+--scan=batch_size=1 --batch_size=3 => batch_size has no effect with scan
+--config=speedup7 --size=small => size has no effect with config
+--compare=x.csv --breakdown => compare has no effect with breakdown; leave it out
+--steps=3 --trace => steps has no effect with trace
+--scan=batch_size=1 --warmup_steps=0,1 => warmup_steps has no effect with scan
+--max_steps=9 => --max_steps: max_steps has no effect in a benchmark
+--memory --device=cpu => --memory: needs CUDA, the device is cpu; leave it out
+--scaling=1,2 => scaling needs a config, whose corpus it trains on
+--config=TINY --scaling=1,2 --scan=batch_size=1 => scan has no effect with scaling
+--rounds=9 --total_batch_tokens=64 => rounds has no effect without scaling
+--config=TINY --scaling=1,3 => --scaling 3: the 2 sequences of a step do not divide among 3 ranks
+"""
+
+
+@pytest.mark.parametrize(("arguments", "message"), cases(MISTAKES))
 def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tiny_yaml, tmp_path):
     words = arguments.replace("TINY", tiny_yaml).split()
     with refused(re.escape(message)):
@@ -326,12 +332,7 @@ def test_the_parts_operations_add_up_to_the_models():
     with torch.device("meta"):
         per_token = GPT(GPTConfig.of(config)).flops_per_token(config.seq_len)
     assert sum(part_flops(config, tokens=1).values()) == pytest.approx(per_token, rel=2e-3)
-    steps = 5400e12 / (per_token * config.tokens_per_step(1))
-    hours = total_seconds([(config, steps), (config, steps)], {"float32": 2.0})
-    assert describe_duration(hours, 0.5, "less") == (
-        "takes about 3.0 hours, at 50% MFU; shorter: less"
-    )
-    unknown = describe_duration(total_seconds([(config, steps)], {}), 0.5, "less")
+    unknown = describe_duration(total_seconds([(config, 1)], {}), 0.5, "less")
     assert unknown.startswith("how long this takes is not known: the device could not be measured")
     spoken = "2 minutes, 2.0 hours, 10 hours, 2 days, 93 days"
     assert ", ".join(map(about, (90, 7200, 36_000, 172_800, 8e6))) == spoken

@@ -23,7 +23,7 @@ Values = dict[str, object]  # keys are names of options
 BASE = TINY | {"real_vocab_size": 128, "seq_len": 32, "batch_size": 4, "max_steps": 3, "lr": 1e-2}
 
 
-def value_on(options: type[Config], name: str) -> object:
+def value_on(options, name):
     """Return a value that switches an optimization on."""
     off, kind = load(options, BASE).off_value(name), _value_type(options.model_fields[name])
     if kind is bool:
@@ -33,7 +33,7 @@ def value_on(options: type[Config], name: str) -> object:
     return 0.02 if off is None else 0.5  # a learning rate, or a bound or share
 
 
-def choices(options: type[Config]) -> list[Values]:
+def choices(options):
     """List each value of each Literal, and a value that switches each other optimization on.
 
     Each with the options that it needs. The device is left out: a test below has it.
@@ -54,7 +54,7 @@ def choices(options: type[Config]) -> list[Values]:
     return found
 
 
-def all_act(options: type[Config], values: Values) -> bool:
+def all_act(options, values):
     """Return True if the values do not contradict each other and all have an effect."""
     try:
         config = load(options, BASE | values)
@@ -63,7 +63,7 @@ def all_act(options: type[Config], values: Values) -> bool:
     return not any(config.lacks(name) for name in values)
 
 
-def runs(options: type[Config]) -> list[Values]:
+def runs(options):
     """Put all choices into few runs. Compiling is slow, so a compiled run has no other choices."""
     packed: list[Values] = []
     for choice in choices(options):

@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 
 import pytest
 import yaml
@@ -15,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from config import Config
 from runtime.cli import parse
-from tests.conftest import ROOT, ended
+from tests.conftest import ROOT, ended, wait_for
 
 PAGE, SLURM = ((ROOT / f"docs/{name}").read_text() for name in ("cluster.md", "cluster/slurm.sh"))
 SHELL = [*re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL), SLURM]
@@ -79,10 +78,7 @@ def test_the_slurm_script_saves_and_requeues_at_the_signal(tmp_path):
     }
     called, requeued = tmp_path / "called", tmp_path / "requeued"
     with ended([subprocess.Popen(["bash", "gpt2.sh"], cwd=tmp_path, env=env)]) as (job,):
-        until = time.monotonic() + 60
-        while not called.exists() or not called.read_text():
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_for(lambda: called.exists() and called.read_text(), job)
         job.send_signal(signal.SIGUSR1)
         assert job.wait(timeout=60) == 0
     assert (tmp_path / "saved").exists()

@@ -11,7 +11,7 @@ import pytest
 
 from config import load_config
 from data.token_file import TokenFileError, write_corpus, write_token_file
-from data.tokenizer import END_OF_TEXT, get_encoding
+from data.tokenizer import get_encoding
 from dataloader import open_corpus
 from runtime.errors import reported
 from tests.conftest import (
@@ -84,28 +84,22 @@ def being_written(in_tmp_path):
 # ---- two writers
 
 
-def test_of_two_texts_for_one_name_the_second_is_refused_at_once_and_none_is_lost(
+def test_of_two_texts_for_one_name_the_second_is_refused_and_a_run_waits_for_the_first(
     being_written, tmp_path
 ):
     A.write_text("Another text.")
     second = run("data/text.py", "a.txt", "--name", "mine", cwd=tmp_path)
     assert (second.returncode, second.stdout) == (1, "")
-    message = "data/mine: another process is writing this corpus; wait for it, or choose another"
+    message = "data/mine: another process is writing it; wait for it, or choose another"
     assert second.stderr == f"error: {message} name\n"
-    being_written.send_signal(signal.SIGCONT)
-    out, _ = being_written.communicate()
-    assert f"{len(tokens_of())} tokens of 1 documents in data/mine" in out
-    assert get_encoding().decode(tokens_of()[1:]) == "It was a bright cold day in April."
-    assert names() == ["mine"]
-
-
-def test_a_run_waits_for_a_text_that_is_being_written_and_then_finds_it(being_written):
     with begin("-c", PREPARE, "data/mine") as (waiter,):
         wait_until_it_waits(waiter)
         being_written.send_signal(signal.SIGCONT)
-        out, err = waiter.communicate()
-    assert (out, err) == (f"{WAITING}\n", "")
-    assert tokens_of()[0] == END_OF_TEXT
+        out, _ = being_written.communicate()
+        assert waiter.communicate() == (f"{WAITING}\n", "")
+    assert f"{len(tokens_of())} tokens of 1 documents in data/mine" in out
+    assert get_encoding().decode(tokens_of()[1:]) == "It was a bright cold day in April."
+    assert names() == ["mine"]
 
 
 # ---- writers that die, are interrupted or fail

@@ -23,17 +23,14 @@ from model import GPT
 from runtime import recent
 from runtime.errors import UserError
 from runtime.world import World
-from tests.conftest import CPU, ROOT, at_step, tiny_run, write_tiny_corpus
+from tests.conftest import CPU, ROOT, at_step, poisoned_at, tiny_run, write_tiny_corpus
 from tests.fake_cuda import GPU, environment, fake_cuda
 
 STEPS = 3
 OPTIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
     "tf32": {"tf32": True},
-    "bf16": {"bf16": True},
     "fp16": {"fp16": True},
     "fp16 and fused_adamw": {"fp16": True, "fused_adamw": True},
-    "fused_adamw": {"fused_adamw": True, "decay_matrices_only": True},
     "fused_adamw and bf16": {"fused_adamw": True, "bf16": True, "log_every": 2, "flash": True},
     "fused_adamw and micro-steps": {"fused_adamw": True, "total_batch_tokens": 256},
     "fused_adamw and skip_spikes": {"fused_adamw": True, "skip_spikes": 1},
@@ -42,7 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "grad_clip": {"grad_clip": 0.1},
     "micro-steps": {"total_batch_tokens": 256, "vocab_size": 256, "real_vocab_size": 100},
-    "compile": {"compile": True},
 }
 # In each step the host waits for the end of the step before, while the device computes gradients
 # ("event"). If the optimizer cannot judge loss and norm on the device, the host reads both; with
@@ -58,24 +54,10 @@ OTHER_WAITS = {
 }
 
 
-def poisoned_at(*steps: int) -> Callable[[int, GPT], Any]:
-    """Make the gradients of some steps nan."""
-
-    def act(call: int, model: GPT) -> Any:
-        if call not in steps:
-            return None
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad *= float("nan")
-        return torch.full((), float("nan"), device=model.lm_head.weight.device)
-
-    return act
-
-
-def large_at(*steps: int) -> Callable[[int, GPT], Any]:
+def large_at(*steps):
     """Give some steps a large norm."""
 
-    def act(call: int, model: GPT) -> Any:
+    def act(call, model):
         device = model.lm_head.weight.device
         return torch.full((), 1000.0, device=device) if call in steps else None
 
@@ -84,8 +66,7 @@ def large_at(*steps: int) -> Callable[[int, GPT], Any]:
 
 # Runs in which something goes wrong. The second large norm is no spike: the window has the first.
 FAULTS: dict[str, tuple[dict[str, Any], Callable[[int, GPT], Any]]] = {
-    "a step is not finite": ({"skip_nonfinite": 1}, poisoned_at(2)),
-    "the last step is not finite": ({"skip_nonfinite": 2}, poisoned_at(7, 8)),
+    "a step and the last one are not finite": ({"skip_nonfinite": 2}, poisoned_at(2, 8)),
     "too many are not finite": ({"skip_nonfinite": 1, "checkpoint_every": 3}, poisoned_at(4, 5)),
     "a large norm twice": ({"skip_spikes": 2}, large_at(6, 7)),
     "it saves and evaluates": (
@@ -95,7 +76,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[int, GPT], Any]]] = {
 }
 
 
-def run_all(place: Path) -> dict[str, Any]:
+def run_all(place):
     """Train with each set of options on the CPU and on the fake GPU.
 
     Returns the error, or the host waits of a step and the losses on both; of FAULTS, the logs and
@@ -112,7 +93,7 @@ def run_all(place: Path) -> dict[str, Any]:
             with fake_cuda():
                 results[name] = [on_cpu, left_behind(place, name, GPU, act, **chosen)]
 
-    def stop(call: int, _: GPT) -> None:
+    def stop(call, _):
         if call == 2:
             signal.raise_signal(signal.SIGTERM)
 
@@ -121,9 +102,7 @@ def run_all(place: Path) -> dict[str, Any]:
     return results
 
 
-def left_behind(
-    place: Path, name: str, device: torch.device, act: Callable[[int, GPT], Any], **options: Any
-) -> dict[str, Any]:
+def left_behind(place, name, device, act, **options):
     """Train eight steps with fused AdamW; returns log, weights, and counts of skipped steps."""
     options |= {"fused_adamw": True, "max_steps": 8, "device": device.type, "run_name": name}
     config, error = tiny_run(place, **options), ""
@@ -151,7 +130,7 @@ def left_behind(
     }
 
 
-def run_pair(place: Path, name: str, **options: Any) -> dict[str, Any]:
+def run_pair(place, name, **options):
     """Do what `run_all` does for one set of options."""
     marks: list[int] = []
     at = functools.partial(
@@ -166,7 +145,7 @@ def run_pair(place: Path, name: str, **options: Any) -> dict[str, Any]:
                 first = {"resume": name}
             real = train.train_step
 
-            def train_step(*args: Any) -> Any:
+            def train_step(*args):
                 marks.append(len(waits))
                 return real(*args)
 
@@ -183,7 +162,7 @@ def run_pair(place: Path, name: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(tmp_path_factory):
     place = tmp_path_factory.mktemp("fake_cuda")
     variables = environment(place)
     if variables is None:
@@ -204,12 +183,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "resume"])
-def test_on_a_gpu_a_run_has_the_losses_of_a_cpu_and_waits_only_where_it_must(
-    runs: dict[str, Any], name: str
-) -> None:
+def test_on_a_gpu_a_run_has_the_losses_of_a_cpu_and_waits_only_where_it_must(runs, name):
     result = runs[name]
-    if name == "compile" and "needs Triton" in result.get("error", ""):
-        pytest.skip("needs the package triton")
     assert "error" not in result, result["error"]
     on_cpu, on_gpu = result["losses"]
     assert on_gpu == pytest.approx(on_cpu, abs=1e-4)
@@ -218,9 +193,7 @@ def test_on_a_gpu_a_run_has_the_losses_of_a_cpu_and_waits_only_where_it_must(
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_on_a_gpu_whose_figures_are_read_a_step_later_a_fault_ends_as_on_a_cpu(
-    runs: dict[str, Any], name: str
-) -> None:
+def test_on_a_gpu_whose_figures_are_read_a_step_later_a_fault_ends_as_on_a_cpu(runs, name):
     on_cpu, on_gpu = runs[name]
     for part in ("error", "evaluations", "saved"):
         assert on_gpu[part] == on_cpu[part], part
@@ -231,8 +204,8 @@ def test_on_a_gpu_whose_figures_are_read_a_step_later_a_fault_ends_as_on_a_cpu(
 
 
 def test_a_signal_on_a_gpu_stops_a_run_with_all_its_steps_saved_and_logged(
-    runs: dict[str, Any],
-) -> None:
+    runs,
+):
     assert [row[0] for row in runs["stop"]["log"]] == [1, 2, 3]
     assert runs["stop"]["saved"] == [3, 0, 0, 3]
 

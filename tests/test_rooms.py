@@ -8,7 +8,7 @@ import re
 import pytest
 
 from runtime.report import ROOMS, project_files
-from tests.conftest import ROOT, run_from_nothing
+from tests.conftest import ROOT
 
 # Imports of each file or folder from this project; third-party packages are not listed.
 PARTS = "checkpoint config data dataloader kernels model optimizer runtime "
@@ -32,10 +32,6 @@ MAY_IMPORT = {
     "bench.py": "config measure runtime",
     "measure": PARTS + "inference measure summary train",
 }
-WITHOUT_TORCH = (
-    "config, ladder, runtime.cli, runtime.errors, runtime.files, runtime.report, runtime.runlog, "
-    "runtime.signals, runtime.start, runtime.launch"
-)
 
 
 FILES = [path.relative_to(ROOT).as_posix() for path in project_files("**/*.py")]
@@ -94,9 +90,3 @@ def test_only_one_module_reads_torchruns_environment():
         return any(isinstance(text, str) and variable.fullmatch(text) for text in texts)
 
     assert [*filter(reads, OURS_BUT_TESTS)] == ["runtime/launch.py"]
-
-
-def test_options_errors_reports_and_the_ladder_do_without_torch():
-    code = f"import sys, {WITHOUT_TORCH}; assert not {{'torch', 'matplotlib'}} & {{*sys.modules}}"
-    ran = run_from_nothing("-c", code, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr

@@ -24,10 +24,9 @@ import train as train_module
 from checkpoint.files import CheckpointError
 from checkpoint.save import emergency_save
 from checkpoint.state import read_state
-from config import Config, load_config
+from config import load_config
 from data.token_file import TokenFileError
 from model import GPT, GPTConfig
-from runtime.cli import parse
 from runtime.errors import TrainingError, kind_of_failure
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped, StopRequest
@@ -332,16 +331,28 @@ GCC = """/tmp/torchinductor/header.h:9:10: fatal error: Python.h: No such file o
 compilation terminated."""
 
 
-def test_a_compile_error_shows_the_compilers_own_line_and_what_to_install(
-    tiny_config, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "out of memory at batch_size 4, seq_len 32. These lower it: "),
+        (
+            InductorError(CppCompileError(["g++", "main.cpp"], GCC), None),
+            "--compile failed: fatal error: Python.h: No such file or directory; install Python's "
+            "headers (python3-dev on Debian and Ubuntu, python3-devel on Fedora); or run without "
+            "--compile",
+        ),
+    ],
+    ids=["memory", "compiler"],
+)
+def test_an_error_of_a_library_is_one_line_with_advice_and_in_console_log_too(
+    error, said, tiny_config, here, monkeypatch, capsys
 ):
-    failing(monkeypatch, 1, InductorError(CppCompileError(["g++", "main.cpp"], GCC), None))
+    failing(monkeypatch, 3, error)
     assert main(tiny_config()) == 1
-    assert capsys.readouterr().err == (
-        "error: --compile failed: fatal error: Python.h: No such file or directory; install "
-        "Python's headers (python3-dev on Debian and Ubuntu, python3-devel on Fedora); or run "
-        "without --compile\n"
-    )
+    out, err = capsys.readouterr()
+    assert "step 2/6" in out
+    assert err.startswith(f"error: {said}")
+    assert (here / "console.log").read_text() == out + err
 
 
 CLOSED = "Connection closed by peer [127.0.0.1]:31415."
@@ -383,11 +394,3 @@ def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compil
     assert done.stderr.count("\n") == 1
     assert done.returncode == 2
     assert not (tmp_path / "logs").exists()
-
-
-# ---- options from Python
-
-
-@pytest.mark.parametrize("argv", ["--betas 0.8,0.95", "--betas=0.8,0.95", "--betas 0.8 0.95"])
-def test_betas_are_taken_with_a_comma_too(argv):
-    assert parse(Config, argv.split()).betas == (0.8, 0.95)

@@ -9,6 +9,7 @@ import re
 import statistics
 from collections import namedtuple
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,12 +33,12 @@ from model import GPT, GPTConfig
 from optimizer import learning_rate
 from runtime.cli import ConfigError, parse
 from runtime.device import (
-    bf16_slowdown,
     check_attention,
     check_compiler,
     check_precision,
+    slowdown,
 )
-from runtime.errors import TrainingError, UserError
+from runtime.errors import TrainingError
 from runtime.report import project_files
 from runtime.runlog import RunFolder
 from runtime.world import World
@@ -48,7 +49,7 @@ from tests.conftest import (
     CPU,
     at_step,
     fast_precision,
-    generate,
+    grown,
     run_ranks,
 )
 from train import setup, train, train_step
@@ -123,6 +124,8 @@ def test_clipping_bounds_the_gradient_once_and_the_norm_is_from_before_and_0_is_
     free = one_step(batch_size=8, grad_clip=0)
     assert free.norm == pytest.approx(free.gradient.norm().item(), rel=1e-5)
     assert free.norm > 0.1
+    loud = one_step(batch_size=1, grad_clip=0)
+    assert 1 < loud.norm == pytest.approx(loud.gradient.norm().item(), rel=1e-5)
     calls = []
     at_step(monkeypatch, lambda call, _: calls.append(call))
     clipped = one_step(batch_size=2, total_batch_tokens=8 * 32, grad_clip=0.05)
@@ -153,7 +156,7 @@ def test_tf32_sets_the_precision_of_the_process_in_every_run_where_the_device_ha
     has_bf16 = {"amx_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has_bf16)
     assert [precision(matmul_precision="medium"), precision(tf32=True)] == ["medium", "highest"]
-    assert "medium makes them faster here" in check_precision(CPU, matmul_precision="high")[0]
+    assert "medium makes them faster here" in check_precision(CPU, torch.float32, "high")[0]
     has_bf16.clear()
     assert precision(matmul_precision="medium") == "highest"
     monkeypatch.setattr(train_module, "usable_precision", lambda device, wanted: wanted)
@@ -223,7 +226,7 @@ def test_training_compiles_once_and_validation_once_if_its_whole_batches_are_man
 
     # sample_text needs GPT-2's vocabulary; this one shares the other tests' compilation
     def sample(model, prompt, tokens, *_):
-        return f"a text of {generate(model, torch.ones(1, 3, dtype=torch.long), tokens).shape}"
+        return f"a text of {grown(model, [[1, 1, 1]], tokens)}"
 
     monkeypatch.setattr(evaluation_module, "sample_text", sample)
     config = tiny_config(**COMPILED, max_steps=5, eval_every=1, val_fraction=val_fraction)
@@ -231,32 +234,16 @@ def test_training_compiles_once_and_validation_once_if_its_whole_batches_are_man
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     printed = capsys.readouterr().out
     assert printed.count("compiling takes a minute") == 1
-    assert printed.count("a text of torch.Size([1, 5])") == 3
+    assert printed.count("a text of [[") == 3
     assert len(rows(config, "eval.csv")) == 6
 
 
-def test_every_flag_reaches_what_it_switches(tiny_config, monkeypatch):
-    def compile_nothing(model, **options):
-        model.compiled = options
-        return model
-
-    monkeypatch.setattr(torch, "compile", compile_nothing)
-    taken = setup(
-        tiny_config(
-            fp16=True,
-            flash=True,
-            fused_adamw=True,
-            compile=True,
-            compile_mode="max-autotune",
-        ),
-        ALONE,
-    )
-    model, (adamw,) = taken.state.model, taken.state.optimizers
-    assert taken.model is model
-    assert model.compiled == {"mode": "max-autotune"}
-    assert all(block.attn.config.flash for block in model.transformer.h)
-    assert adamw.defaults["fused"] is True
-    assert taken.state.scaler.is_enabled()
+def test_the_mode_reaches_torch_compile(tiny_config, monkeypatch):
+    compiled = Mock()
+    monkeypatch.setattr(torch, "compile", compiled)
+    taken = setup(tiny_config(compile=True, compile_mode="max-autotune"), ALONE)
+    compiled.assert_called_once_with(taken.state.model, mode="max-autotune")
+    assert taken.model is compiled.return_value
 
 
 @pytest.fixture
@@ -287,11 +274,8 @@ def test_fp16_overflows_are_counted_and_noted_with_the_new_scale_and_the_run_goe
 
 
 @pytest.mark.usefixtures("large_scale")
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_run_whose_last_step_overflows_in_fp16_is_saved_and_not_done(
-    tiny_config, here, fused, capsys
-):
-    config = tiny_config(fp16=True, fused_adamw=fused, max_steps=2)
+def test_a_run_whose_last_step_overflows_in_fp16_is_saved_and_not_done(tiny_config, here, capsys):
+    config = tiny_config(fp16=True, fused_adamw=True, max_steps=2)
     torch.manual_seed(config.seed)
     first = build_model(config)[1].state_dict()
     with pytest.raises(SystemExit) as ended:
@@ -299,7 +283,7 @@ def test_a_run_whose_last_step_overflows_in_fp16_is_saved_and_not_done(
     assert ended.value.code == 1
     output = capsys.readouterr()
     assert output.err.startswith(
-        "error: step 2, the last one, was left out: its gradients overflow"
+        "error: the update of the last step, 2, was skipped: its gradients overflow"
     )
     assert "done" not in output.out
     saved = here / "checkpoints/step_000002"
@@ -324,14 +308,14 @@ def test_a_loss_that_is_not_finite_ends_a_run_in_fp16_whatever_overflowed_before
 def test_bf16_where_it_is_slow_is_noted_with_the_factor_and_what_to_do(
     factor, noted, tiny_config, monkeypatch
 ):
-    monkeypatch.setattr(runtime.device, "bf16_slowdown", lambda device: factor)
+    monkeypatch.setattr(runtime.device, "slowdown", lambda *_: factor)
     notes = "\n".join(setup(tiny_config(bf16=True), ALONE).notes)
     assert len(re.findall(r"note: bf16 is slow.* 12\.0 times.* --no-bf16", notes)) == noted
 
 
 def test_what_bf16_costs_is_a_ratio_and_measuring_it_draws_nothing_from_the_random_state():
     before = torch.get_rng_state()
-    assert 0 < bf16_slowdown(CPU) < math.inf
+    assert 0 < slowdown(CPU) < math.inf
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -424,15 +408,6 @@ def test_a_run_has_files_of_a_fixed_form_and_says_what_runs_before_its_first_ste
     assert (summary["tokens"], summary["device"]) == (6 * 4 * 32, "cpu")
     assert summary["val_loss"] == column(config, "val_loss", "eval.csv")[-1]
     assert 0 < summary["utilization"] < 1
-
-
-def test_a_run_is_repeatable_and_the_seed_matters(tiny_config):
-    losses = []
-    for seed in (1, 1, 2):
-        config = tiny_config(seed=seed, dropout=0.1, shuffle=True)
-        run(config)
-        losses.append(column(config))
-    assert losses[0] == losses[1] != losses[2]
 
 
 def test_evaluating_sampling_and_saving_do_not_change_the_losses(tiny_config, here):
@@ -588,30 +563,10 @@ ON_FIRST = """if True:
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_rank_0_finds_or_raises_every_rank_gets(ranks, tmp_path):
-    for done in run_ranks(ranks, "-c", ON_FIRST, cwd=tmp_path):
+def test_what_rank_0_finds_or_raises_every_rank_gets(tmp_path):
+    for done in run_ranks(2, "-c", ON_FIRST, cwd=tmp_path):
         assert done.returncode == 1
         assert done.stderr.splitlines()[-1] == "data.token_file.TokenFileError: the last"
-
-
-FAILS = """if True:
-    import threading, torch
-    from runtime.errors import UserError, reported
-    from runtime.world import joined_world
-
-    with reported("here"), joined_world(torch.device("cpu"), timeout=60) as world:
-        if world.rank == 0:
-            # as PyTorch's threads that wait for another rank
-            threading.Thread(target=threading.Event().wait).start()
-            raise UserError("rank 0 alone")
-"""
-
-
-def test_a_process_that_fails_ends_even_if_threads_still_wait_for_another(tmp_path):
-    failed, other = run_ranks(2, "-c", FAILS, cwd=tmp_path)
-    assert (failed.returncode, failed.stderr) == (2, "error: rank 0 alone\n")
-    assert (other.returncode, other.stderr) == (0, "")
 
 
 # ---- evaluation
@@ -631,11 +586,6 @@ def test_validation_is_the_mean_over_a_fixed_set_each_sequence_once_and_repeatab
         one_by_one = [model(*val.read([i])).item() for i in range(len(val))]
     mean = statistics.mean(one_by_one)
     assert losses[1:] == pytest.approx([mean, mean, sum(one_by_one[:2]) / 2], rel=1e-5)
-
-
-def test_evaluating_without_a_validation_split_is_an_error_that_says_what_to_set(tiny_config):
-    with pytest.raises(UserError, match=r"nothing to validate on.*raise val_fraction"):
-        run(tiny_config(eval_every=1))
 
 
 # ---- folders, checkpoints, weights from elsewhere
@@ -689,17 +639,6 @@ def test_a_smaller_block_size_keeps_the_first_positions_of_init_from(tiny_config
         build_model(tiny_config(**options, block_size=64))
 
 
-def test_gpt2_means_openais_weights_even_if_a_run_has_that_name(tiny_config, monkeypatch):
-    run(tiny_config(run_name="gpt2", max_steps=1))
-
-    def offline(*_, **__):
-        raise OSError("no network")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(CheckpointError, match="gpt2 could not be downloaded from Hugging Face"):
-        build_model(tiny_config(init_from="gpt2"))
-
-
 # ---- stopping
 
 
@@ -731,19 +670,3 @@ def test_console_log_has_what_was_printed_also_of_a_resumed_run(tiny_config, her
     assert "resumes from " in printed[1]
     assert log.read_text() == printed[2]  # the last is a new run of that name
     assert Path(f"{here}.1", log.name).read_text() == printed[0] + printed[1]
-
-
-def test_console_log_has_the_error_of_a_failed_run_as_it_was_printed(
-    tiny_config, here, monkeypatch, capsys
-):
-    def fail(call, _):
-        if call == 3:
-            raise MemoryError
-
-    at_step(monkeypatch, fail)
-    with pytest.raises(SystemExit):
-        train_module.main(tiny_config())
-    out, err = capsys.readouterr()
-    assert "step 2/6" in out
-    assert err.startswith("error: out of memory at batch_size 4, seq_len 32.")
-    assert (here / "console.log").read_text() == out + err
