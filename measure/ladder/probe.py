@@ -41,7 +41,7 @@ def launch_us(device: torch.device) -> float | None:
 def measure(name: str) -> Device:
     """Measure a device: auto, cuda, mps or cpu. If it is busy, its rates are missing."""
     device = choose_device(name)
-    retain_freed_memory()  # as runs do
+    retain_freed_memory()  # runs do so too
     on_gpu = device.type == "cuda"
     left = min(physical_memory(), memory_left())
     memory = torch.cuda.mem_get_info(device)[0] if on_gpu else left

@@ -35,10 +35,9 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, rerun: bool, device:
     user stops.
     """
     for i, stage in enumerate(stages, start=1):
-        base = stage.base or stage
-        both = [settings(base.config), settings(stage.config)]
         if not is_to_be_compared(stage, rerun, device):
             continue
+        base = stage.base or stage
         print(f"== interleaved {i} of {len(stages)}: {stage.name}", flush=True)
         # If both do not fit in memory, each returns freed memory after its turn: otherwise one
         # process would keep memory from the other one, and the comparison would be unfair.
@@ -50,6 +49,7 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, rerun: bool, device:
             stage.error = str(error)
             print(f"failed: {stage.name}: {error}", flush=True)
             continue
+        both = [settings(side.config) for side in (base, stage)]
         about = {"device": str(device.name), "settings": both}
         stage.record.comparisons[stage.name] = found.model_copy(update=about)
         stage.record.save()

@@ -178,9 +178,9 @@ def series(folder: Path) -> list[Path]:
     """List the YAMLs of a series, each after its base. Raises ConfigError."""
     patterns = ("baseline.yaml", "speedup*.yaml") if folder == CONFIG_DIR else ("*.yaml",)
     files = [path.resolve() for pattern in patterns for path in sorted(folder.glob(pattern))]
-    bases = {path: {base_of(path)} & {*files} for path in files}
+    bases = {path: {*files} & {base_of(path)} for path in files}
     try:
-        return [path for path in TopologicalSorter(bases).static_order() if path]
+        return [*TopologicalSorter(bases).static_order()]
     except CycleError as error:
         names = " -> ".join(path.name for path in error.args[1])
         raise UserError(f"{folder}: circular base: {names}") from None
@@ -363,7 +363,7 @@ def to_be_run(stages: Sequence[Stage], rerun: bool, seeds: int, device: Device) 
 
     def is_done(run: Run) -> bool:
         here = run.summary.machine == machine() and device.name in (None, run.summary.device)
-        return here or bool(seeds)
+        return seeds > 0 or here
 
     return [s for s in stages if rerun or not (s.finished and is_done(s.finished))]
 

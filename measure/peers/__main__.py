@@ -41,6 +41,7 @@ from runtime.report import git_commit, machine
 from runtime.start import start
 
 TRANSFORMERS = "transformers"
+MATMULS = "measure.peers.matmuls"  # the side without training
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
 TOLERANCE, ROUNDED_TOLERANCE = 2e-4, 5e-3
 # Options that match transformers' and nanoGPT's GPT-2, and a plain training loop.
@@ -158,7 +159,7 @@ def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side
         )
     ]
     stem = Path(options.config).stem
-    limit = training_side(f"{stem}, matmuls only", shape, module="measure.peers.matmuls")
+    limit = training_side(f"{stem}, matmuls only", shape, module=MATMULS)
     return training_side(stem, flags), [*others, limit]
 
 
@@ -169,9 +170,9 @@ def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -
     """Interleave our side with another. Raises SideError, also if first losses differ."""
 
     def check(side: Side) -> None:
-        loss, our_loss = side.turns[0].loss, ours.turns[0].loss
-        if loss is None or our_loss is None:  # the matmuls alone
+        if MATMULS in other.command:  # they have no loss
             return
+        loss, our_loss = side.turns[0].loss or math.nan, ours.turns[0].loss or math.nan
         rounded = config.bf16 or config.tf32 or config.matmul_precision != "highest"
         tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
         compare_losses(side.name, loss, our_loss, config, tolerance)

@@ -237,7 +237,7 @@ def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> No
     device, ranks, kept = world.device, world.world_size, moments["kept"]
     worst = max(moments, key=lambda name: moments[name].total())
     tensors = moments[worst].total()
-    peak = process_bytes(tensors, device)
+    peak = peak_bytes(moments, device)
     each = f"of each of {ranks} ranks" if ranks > 1 else "of the process"
     beside, left = "the workspace of matmuls", memory_left() / launch().local_world_size
     if device.type == "cpu":
@@ -269,13 +269,17 @@ def process_bytes(tensors: float, device: torch.device) -> float:
     return ALLOCATOR * tensors + CODE if device.type == "cpu" else tensors + WORKSPACE
 
 
+def peak_bytes(moments: dict[str, Moment], device: torch.device, batches: float = 1.0) -> float:
+    """Return the bytes that a process grows by at its worst moment, with `batches` batches."""
+    return process_bytes(max(at.total(batches) for at in moments.values()), device)
+
+
 def peaks_mb(configs: Sequence[Config]) -> list[float]:
     """Estimate the peak memory in MiB of a process for each config, on one rank."""
     peaks = []
     for config in configs:
         world = World(choose_device(config.device))
-        moments = trace(config, world)[1].values()
-        peaks.append(process_bytes(max(at.total() for at in moments), world.device) / MB)
+        peaks.append(peak_bytes(trace(config, world)[1], world.device) / MB)
     return peaks
 
 
@@ -290,8 +294,7 @@ def largest_batch(config: Config, world: World, moments: dict[str, Moment], left
         sizes = [size for size in range(1, most + 1) if most % size == 0]
 
     def needed(size: int) -> float:
-        tensors = max(at.total(size / config.batch_size) for at in moments.values())
-        return process_bytes(tensors, world.device)
+        return peak_bytes(moments, world.device, size / config.batch_size)
 
     fitting = bisect.bisect(sizes, left, key=needed)
     return sizes[fitting - 1] if fitting else 0

@@ -68,7 +68,7 @@ def read_results(path: Path) -> Results:
         raise UserError(f"{path}: not a results.csv of bench.py: {error!r}") from None
 
 
-SPEED_OPTIONS = [name for name in SpeedConfig.model_fields if name != "bf16"]  # that is in KEY
+SPEED_OPTIONS = [name for name in SpeedConfig.model_fields if name != "bf16"]  # KEY has it
 
 
 def compare(rows: Sequence[Row], earlier: Results) -> list[str]:

@@ -78,16 +78,17 @@ def draw_bars(
                 places.append(top + [*bars].index(legend))
                 found.append(bars[legend])
         lengths, labels, intervals = zip(*found, strict=True)
+        errors = [
+            (length - low, high - length)
+            for length, (low, high) in zip(lengths, intervals, strict=True)
+        ]
         drawn = axes.barh(
             places,
             lengths,
             0.9,
             color=["none" if low == high else colour for low, high in intervals],
             edgecolor=colour,
-            xerr=[
-                [length - low for length, (low, _) in zip(lengths, intervals, strict=True)],
-                [high - length for length, (_, high) in zip(lengths, intervals, strict=True)],
-            ],
+            xerr=[*zip(*errors, strict=True)],
             label=legend,
         )
         axes.bar_label(drawn, labels, padding=4, fontsize=8)
