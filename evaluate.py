@@ -58,10 +58,9 @@ if __name__ == "__main__":
 
 import torch
 
-from checkpoint.files import STATE
 from checkpoint.resume import check_same_tokens
-from checkpoint.state import SavedState, read_state
-from checkpoint.weights import find_weights, load_model, weight_notes
+from checkpoint.state import SavedState
+from checkpoint.weights import find_weights, read_weights
 from config import Config
 from data.hellaswag import download
 from data.prepare import prepare_if_missing
@@ -88,7 +87,15 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
     Raises UserError.
     """
-    folder, saved, model = read_model(options, world)
+    # Rank 0 chooses the checkpoint for all ranks: the run may save another one meanwhile.
+    folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
+    weights = read_weights(str(folder))
+    saved, model = weights.saved, weights.model().to(world.device)
+    if not (saved or options.dataset or options.hellaswag):
+        raise ConfigError(
+            f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
+            "--hellaswag FILE or --hellaswag download"
+        )
     config = merge_options(options, saved, model.config)
     dtype = getattr(torch, config.matmul_dtype)
     set_precision(config, dtype, world.device)
@@ -109,7 +116,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         flush=True,
     )
 
-    for note in weight_notes(folder, model.config):
+    for note in weights.notes():
         print(f"note: {note}")
 
     # Read everything before computing anything, so that mistakes end the command at once.
@@ -119,8 +126,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         if options.hellaswag == "download":
             file = world.on_rank0(lambda: download(config.data_dir))
         items = read_questions(file, world)
-    if options.json:
-        world.on_rank0(lambda: make_writable(Path(str(options.json))))
+    if options.json and not world.rank:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
     val = open_validation(options, config, saved, world)
     with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
         if val:
@@ -134,12 +141,6 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     return results
 
 
-def make_writable(path: Path) -> None:
-    """Create a file and its folders, unless they are there. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.open("a").close()
-
-
 def set_precision(config: Config, dtype: torch.dtype, device: torch.device) -> None:
     """Set the process's precision like train.setup. `dtype`: of matmuls."""
     precision = config.fp32_precision()
@@ -147,23 +148,6 @@ def set_precision(config: Config, dtype: torch.dtype, device: torch.device) -> N
     torch.set_float32_matmul_precision(usable_precision(device, precision))
     for note in check_precision(device, dtype, precision):
         print(f"note: {note}")
-
-
-def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState | None, GPT]:
-    """Return the folder of the weights, its checkpoint.json (None if they are not from a run), and
-    the model on its device.
-
-    Raises UserError, also if there is nothing to evaluate on.
-    """
-    # Rank 0 chooses the checkpoint for all ranks: the run may save another one meanwhile.
-    folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
-    saved = read_state(folder, STATE) if (folder / STATE).is_file() else None
-    if not (saved or options.dataset or options.hellaswag):
-        raise ConfigError(
-            f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
-            "--hellaswag FILE or --hellaswag download"
-        )
-    return folder, saved, load_model(str(folder)).to(world.device)
 
 
 def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPTConfig) -> Config:

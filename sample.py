@@ -86,7 +86,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.weights import find_weights, load_model, weight_notes
+from checkpoint.weights import read_weights
 from data.tokenizer import END_OF_TEXT
 from inference.sampling import Text, encode, grow, next_logits, pack_weights, seeded
 from model import GPT
@@ -112,14 +112,13 @@ class Sampler:
                 # 48 ms if attention reads the text's keys alone, as it does uncompiled.
                 raise UserError("--compile: decoding on a CPU is slower compiled; run without it")
             notes += check_compiler(device)
-        path = find_weights(options.run, options.log_dir).absolute()
-        model = load_model(str(path))
-        for note in notes + weight_notes(path, model.config):
+        weights = read_weights(options.run, options.log_dir)
+        for note in notes + weights.notes():
             print(f"note: {note}", file=sys.stderr)
         settings = {"max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty"}
         self.settings = options.model_dump(include=settings)
         self.at_once, self.tokens, self.seconds = at_once, 0, 0.0
-        self.model = model.to(device, dtype)
+        self.model = weights.model().to(device, dtype)
         pack_weights(self.model, at_once)
         self.decode = compile_decoding(self.model, at_once) if options.compile else None
 

@@ -56,7 +56,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_tensors(path: Path) -> Tensors:
     """Read the tensors of a safetensors file to the CPU. Raises CheckpointError."""
-    refuse_pointer(path)
     with reading(path):
         return load_file(path)
 
@@ -67,25 +66,22 @@ def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
 
     Raises CheckpointError unless names, shapes and dtypes are the same.
     """
-    for name in tensors.keys() | into.keys():
-        ours, theirs = into.get(name), tensors.get(name)
-        if (
-            ours is None
-            or theirs is None
-            or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype)
-        ):
-            raise CheckpointError(f"{file}: does not fit the run: {name} differs")
-        ours.copy_(shard_like(theirs, ours))
+    if differing := _forms(tensors) ^ _forms(into):
+        raise CheckpointError(f"{file}: does not fit the run: {min(differing)[0]} differs")
+    for name, ours in into.items():
+        theirs = tensors[name]
+        if is_sharded(ours):
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh, placements = ours.device_mesh, ours.placements  # type: ignore[attr-defined]
+            # Every rank has read the file, so nothing is sent.
+            theirs = distribute_tensor(theirs, mesh, placements, src_data_rank=None)
+        ours.copy_(theirs)
 
 
-def refuse_pointer(path: Path) -> None:
-    """Raise CheckpointError for a file that git-lfs has not downloaded, or that is missing."""
-    with reading(path), open(path, "rb") as file:
-        is_pointer = file.read(23) == b"version https://git-lfs"
-    if is_pointer:
-        raise CheckpointError(
-            f"{path}: only a pointer of git-lfs to the file itself; run in its folder: git lfs pull"
-        )
+def _forms(tensors: Tensors) -> set[tuple[str, torch.Size, str]]:
+    """Return the name, shape and dtype of each tensor."""
+    return {(name, tensor.shape, str(tensor.dtype)) for name, tensor in tensors.items()}
 
 
 def write_tensors(path: Path, tensors: Tensors) -> None:
@@ -94,7 +90,7 @@ def write_tensors(path: Path, tensors: Tensors) -> None:
     mode = path.stat().st_mode  # save_file makes a file that only its owner may read
     try:
         save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
             path,
             metadata={"format": "pt"},
         )
@@ -129,17 +125,3 @@ def gather_whole(tensors: Tensors, rank: int) -> Tensors:
         if rank == 0:
             whole[name] = tensor.cpu()
     return whole
-
-
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of a whole tensor, of which this rank keeps its part if `like` is sharded.
-
-    A scalar, such as an optimizer's count of steps, stays whole.
-    """
-    if is_sharded(like) and tensor.dim():
-        from torch.distributed.tensor import distribute_tensor
-
-        mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-        # Every rank has read the file, so nothing is sent.
-        tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-    return tensor.clone()  # a shard is a view of the whole tensor, which may be mapped from disk

@@ -10,7 +10,6 @@ from checkpoint.files import (
     Tensors,
     read_json,
     read_tensors,
-    reading,
     refusing,
     write_tensors,
 )
@@ -34,8 +33,7 @@ OPTIONS = {
     "tie_word_embeddings": "tie_weights",
     "resid_pdrop": "dropout",
 }
-# Options that our model does not have, each with the only value that it could have. (n_inner, the
-# MLP's width, has to be 4 n_embd.)
+# Options that our model does not have, each with the only value that it could have
 REQUIRED = {
     "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
@@ -70,25 +68,14 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
 
     Raises CheckpointError, also for a model that differs from GPT-2.
     """
-    file = folder / "config.json"
-    theirs = read_json(file)
-    required = dict[str, Any](REQUIRED)
-    if theirs.get("n_inner") is not None:
-        with reading(file):
-            required["n_inner"] = 4 * theirs.get("n_embd", GPTConfig.n_embd)
+    theirs = read_json(folder / "config.json")
     if wrong := [
         f"{name} {theirs[name]!r} (here always {value!r})"
-        for name, value in required.items()
+        for name, value in REQUIRED.items()
         if theirs.get(name, value) != value
     ]:
         raise CheckpointError(
             f"{folder}: not a GPT-2 that this project can load: {', '.join(wrong)}"
-        )
-    if not (folder / WEIGHTS).exists():  # weights in several files, or in a pickle
-        raise CheckpointError(
-            f"{folder}: has no {WEIGHTS}; write it to another folder in Python: "
-            f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
-            f".save_pretrained('NEW', max_shard_size='100GB')"
         )
     activation = str(theirs.get("activation_function", "gelu_new"))
     # transformers' defaults are GPT-2 (124M)'s, like GPTConfig's, except for these two.

@@ -1,7 +1,6 @@
 """Save checkpoints: when a run asks for it, the best one, and the last whole step after a fault."""
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -24,12 +23,12 @@ from checkpoint.files import (
     own_part,
     write_tensors,
 )
-from checkpoint.state import SavedState, State, TakenStep, take_random_state
+from checkpoint.state import SavedState, State, take_random_state
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
 from runtime.files import atomic_folder, delete, flush_to_disk, sha256, write_atomic
 from runtime.runlog import LogRow, RunFolder, all_checkpoints, delete_old, step_of
-from runtime.world import World, describe_ranks
+from runtime.world import World
 
 
 class NotSavedError(CheckpointError):
@@ -48,25 +47,23 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     if state.is_saved or not (state.step and config.keep_last):
         return
     # Sums of weights: isfinite of a weight would allocate a mask of its size.
-    sums = world.gather(torch.stack([own_part(p).sum() for p in state.model.parameters()]).tolist())
-    if not all(map(math.isfinite, itertools.chain(*sums))):
+    sums = torch.stack([own_part(p).sum() for p in state.model.parameters()]).tolist()
+    if world.any(not all(map(math.isfinite, sums))):
         raise TrainingError(
             f"step {state.step}: the weights are no longer finite and are not saved; "
             f"{hint(run.path, config.lr)}"
         )
     # With FSDP each rank has a shard; ranks with other GPUs may round differently (world.notes).
-    others = [rank for rank, theirs in enumerate(sums) if theirs != sums[0]]
+    others = world.ranks_that_differ(sums)
     if others and not (config.fsdp or world.notes):
         raise TrainingError(
-            f"step {state.step}: {describe_ranks(others)} and rank 0 have different weights, which "
-            f"are not saved; a GPU or the network may be faulty; --resume auto resumes from the "
-            f"last checkpoint"
+            f"step {state.step}: {others} and rank 0 have different weights, which are not saved; "
+            f"a GPU or the network may be faulty; --resume auto resumes from the last checkpoint"
         )
     tokens_per_step = config.tokens_per_step(world.world_size)
     options = config.model_dump(mode="json")
     for name in Config.names_marked(PATH):
-        # `reference` may be the name of a curve here
-        if options[name] and (name == "data_dir" or Path(options[name]).is_file()):
+        if options[name] and Path(options[name]).exists():  # not the name of a curve
             options[name] = str(Path(options[name]).resolve())
     saved = SavedState(
         **state.numbers(),
@@ -77,50 +74,47 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
         random=world.gather(take_random_state(world.device)),
         config=options,
     )
-    state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
-    run.message(f"saved {state.checkpoint}")
-
-
-def save_checkpoint(
-    run: Path, state: State, saved: SavedState, keep_last: int, world: World
-) -> Path:
-    """Write the checkpoint `saved.folder` of a run; returns this folder.
-
-    All ranks have to call this; rank 0 writes. The `keep_last` newest checkpoints of the run are
-    kept; the oldest of them makes room before the new one is written. Raises NotSavedError.
-    """
-    folder = saved.folder
     files = {file: gather_whole(part, world.rank) for file, part in state.tensors().items()}
-
-    def write() -> None:
-        with contextlib.suppress(OSError):  # the disk may still have room
-            # First, as old checkpoints may fill the disk.
-            delete_old(run, keep_last - 1, before=saved.step, protect=state.checkpoint)
-            flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
-        with atomic_folder(folder, replace=True) as unfinished:
-            _write(unfinished, files, saved)
-        delete_old(run, keep_last, before=saved.step + 1, protect=folder)
-
     try:
-        world.on_rank0(write)
+        world.on_rank0(
+            lambda: write_checkpoint(run.path, saved, files, config.keep_last, state.checkpoint)
+        )
     except OSError as error:
-        raise NotSavedError(f"{folder}: not saved: {error}") from None
-    return folder
+        raise NotSavedError(f"{saved.folder}: not saved: {error}") from None
+    state.checkpoint = saved.folder
+    run.message(f"saved {saved.folder}")
 
 
-def _write(folder: Path, files: dict[str, Tensors], saved: SavedState) -> None:
-    """Write all files of a checkpoint. Raises OSError."""
+def write_checkpoint(
+    run: Path,
+    saved: SavedState,
+    files: dict[str, Tensors],
+    keep_last: int,
+    newest: Path | None,
+) -> None:
+    """Write the checkpoint `saved.folder` of a run. Raises OSError.
+
+    The `keep_last` newest checkpoints are kept. The oldest of them makes room before the new one is
+    written, but never `newest`, the newest that is known to be whole.
+    """
 
     def write_file(name: str) -> str:
-        write_tensors(folder / name, files[name])
-        return sha256(folder / name)
+        write_tensors(unfinished / name, files[name])
+        return sha256(unfinished / name)
 
-    with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
-        digests = dict(zip(files, pool.map(write_file, files), strict=True))
-    text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
-    write_atomic(folder / STATE, f"{text}\n")
-    digests[STATE] = sha256(folder / STATE)
-    write_atomic(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    with contextlib.suppress(OSError):  # the disk may still have room
+        # First, as old checkpoints may fill the disk.
+        delete_old(run, keep_last - 1, before=saved.step, protect=newest)
+        flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
+    with atomic_folder(saved.folder, replace=True) as unfinished:
+        with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
+            digests = dict(zip(files, pool.map(write_file, files), strict=True))
+        text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
+        write_atomic(unfinished / STATE, f"{text}\n")
+        digests[STATE] = sha256(unfinished / STATE)
+        lines = [f"{digest}  {name}\n" for name, digest in digests.items()]
+        write_atomic(unfinished / SUMS, "".join(lines))
+    delete_old(run, keep_last, before=saved.step + 1, protect=saved.folder)
 
 
 def save_if_best(
@@ -174,40 +168,17 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
     """
     problem = ""
     while state.taken:
-        taken = state.taken.popleft()
-        step, figures = taken.step, taken.figures
-        problem = count_if_skipped(taken, run, state, config)
+        step, lr, figures, seconds, notes, problem, is_fatal = state.taken.popleft()
+        if is_fatal:
+            instead = ", or bf16 instead of fp16" * config.fp16
+            raise TrainingError(f"{notes[0]}; {hint(run.path, config.lr)}{instead}")
         ends = step == state.step and (state.stopping or state.is_over(config))
         if ends or problem or step == 1 or step % config.log_every == 0:
-            tokens_per_sec = config.tokens_per_step(world.world_size) / taken.seconds
-            dt_ms = taken.seconds * 1e3
-            row = LogRow(step, figures.loss, taken.lr, figures.norm, dt_ms, tokens_per_sec)
+            tokens_per_sec = config.tokens_per_step(world.world_size) / seconds
+            row = LogRow(step, figures.loss, lr, figures.norm, seconds * 1e3, tokens_per_sec)
             run.log(row, config.last_step, figures._asdict())
-        run.message(*taken.notes)
+        run.message(*notes)
     return problem
-
-
-def count_if_skipped(taken: TakenStep, run: RunFolder, state: State, config: Config) -> str:
-    """Count a skipped update; returns the reason, "" if it was made. Raises TrainingError as
-    `log_steps` does.
-    """
-    loss, norm = taken.figures.loss, taken.figures.norm
-    if math.isfinite(loss + norm):
-        return ""
-    state.skipped_steps += 1
-    if taken.overflowed:
-        state.skipped_overflows += 1
-        return "its gradients overflow in fp16"
-    problem = (
-        f"step {taken.step}: the loss is {loss}, the gradient norm {norm}, the learning rate "
-        f"{taken.lr:g}"
-    )
-    count = state.skipped_steps - state.skipped_overflows
-    if count > config.skip_nonfinite:
-        instead = ", or bf16 instead of fp16" * config.fp16
-        raise TrainingError(f"{problem}; {hint(run.path, config.lr)}{instead}")
-    run.message(f"{problem}: skipped, {count} of {config.skip_nonfinite}")
-    return "its loss or norm is not finite"
 
 
 @contextlib.contextmanager
