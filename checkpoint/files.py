@@ -51,7 +51,7 @@ def verify(folder: Path, *files: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises CheckpointError."""
     with reading(path):
-        return {**json.loads(path.read_text(encoding="utf-8"))}  # TypeError: not an object
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_tensors(path: Path) -> Tensors:
@@ -64,9 +64,9 @@ def read_tensors(path: Path) -> Tensors:
 def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
     """Copy tensors that were read from a file into the tensors of a run, sharded or not.
 
-    Raises CheckpointError unless names, shapes and dtypes are the same.
+    Raises CheckpointError unless names and shapes are the same.
     """
-    if differing := _forms(tensors) ^ _forms(into):
+    if differing := _shapes(tensors) ^ _shapes(into):
         raise CheckpointError(f"{file}: does not fit the run: {min(differing)[0]} differs")
     for name, ours in into.items():
         theirs = tensors[name]
@@ -79,9 +79,9 @@ def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
         ours.copy_(theirs)
 
 
-def _forms(tensors: Tensors) -> set[tuple[str, torch.Size, str]]:
-    """Return the name, shape and dtype of each tensor."""
-    return {(name, tensor.shape, str(tensor.dtype)) for name, tensor in tensors.items()}
+def _shapes(tensors: Tensors) -> set[tuple[str, torch.Size]]:
+    """Return the name and shape of each tensor."""
+    return {(name, tensor.shape) for name, tensor in tensors.items()}
 
 
 def write_tensors(path: Path, tensors: Tensors) -> None:
@@ -95,7 +95,7 @@ def write_tensors(path: Path, tensors: Tensors) -> None:
             metadata={"format": "pt"},
         )
     except SafetensorError as error:
-        raise OSError(str(error)) from None
+        raise OSError(None, str(error), str(path)) from None
     path.chmod(mode)
     flush_to_disk(path)
 

@@ -18,7 +18,7 @@ from model import GPTConfig
 from runtime.files import write_atomic
 
 HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights there
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # transformers keeps these matrices as (in, out), nn.Linear as (out, in)
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 # name in transformers: name in Config
@@ -53,14 +53,7 @@ def download(name: str) -> Path:
     ):
         from huggingface_hub import snapshot_download
 
-        return Path(
-            snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", WEIGHTS])
-        )
-
-
-def is_hugging_face(path: Path) -> bool:
-    """True if a path is a Hugging Face folder of a model."""
-    return (path / "config.json").is_file()
+        return Path(snapshot_download(f"openai-community/{name}", allow_patterns=[CONFIG, WEIGHTS]))
 
 
 def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
@@ -68,7 +61,7 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
 
     Raises CheckpointError, also for a model that differs from GPT-2.
     """
-    theirs = read_json(folder / "config.json")
+    theirs = read_json(folder / CONFIG)
     if wrong := [
         f"{name} {theirs[name]!r} (here always {value!r})"
         for name, value in REQUIRED.items()
@@ -139,7 +132,7 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
     }
     options |= {name: getattr(config, ours) for name, ours in OPTIONS.items()}
     options["vocab_size"] = config.n_vocab  # without the padding rows
-    write_atomic(folder / "config.json", json.dumps(options, indent=2) + "\n")
+    write_atomic(folder / CONFIG, json.dumps(options, indent=2) + "\n")
     theirs = transpose_conv1d(weights)
     for name in ("transformer.wte.weight", "lm_head.weight"):
         theirs[name] = theirs[name][: config.n_vocab]

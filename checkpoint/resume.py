@@ -4,7 +4,7 @@ import functools
 import shlex
 from pathlib import Path
 
-from checkpoint.files import CheckpointError, refusing
+from checkpoint.files import CheckpointError
 from checkpoint.state import SavedState, State, put_random_state, read_state
 from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
@@ -36,7 +36,11 @@ def restore(
     does not fit.
     """
     state.corpus, folder = corpus, f"{config.data_dir}/{config.dataset}"
-    check_same_tokens(folder, corpus, world)
+    if others := world.ranks_that_differ(corpus):
+        raise UserError(
+            f"{folder}: {others} did not find the same tokens there as rank 0; copy one corpus to "
+            f"all machines"
+        )
     if saved is None:
         return
     if corpus != saved.corpus:
@@ -46,11 +50,9 @@ def restore(
         )
     for name in state.tensors():
         world.raise_on_all(functools.partial(state.load, saved.folder / name))
-    # States saved by other versions of PyTorch, NumPy or Python can raise any error.
-    with refusing(f"{saved.folder}: its scaler or random states do not fit", Exception):
-        state.load_numbers(saved)
-        if world.rank < len(saved.random):  # a rank that is new keeps its seed
-            put_random_state(saved.random[world.rank], world.device)
+    state.load_numbers(saved)
+    if world.rank < len(saved.random):  # a rank that is new keeps its seed
+        put_random_state(saved.random[world.rank], world.device)
     state.checkpoint = saved.folder
 
 
@@ -102,7 +104,7 @@ def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
         return None, skipped
     if resume != "auto":
         path = find_folder(resume, config.log_dir)
-        if not path:
+        if not path.is_dir():
             raise UserError(
                 f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
                 f"or one of its checkpoints/step_*, or start a new run with --init_from"
@@ -128,18 +130,6 @@ def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
     return None, skipped
 
 
-def check_same_tokens(folder: str, corpus: str, world: World) -> None:
-    """Raise UserError on all ranks unless all find the same corpus in their `folder`.
-
-    `corpus`: the training tokens' fingerprint.
-    """
-    if others := world.ranks_that_differ(corpus):
-        raise UserError(
-            f"{folder}: {others} did not find the same tokens there as rank 0; copy one corpus to "
-            f"all machines"
-        )
-
-
 # ---- the options of a resumed run
 
 
@@ -162,7 +152,7 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
         fixed["total_batch_tokens"] = tokens
     check_given(given, fixed, saved.folder)
     own = {
-        "init_from": theirs.get("init_from", "scratch"),
+        "init_from": theirs["init_from"],
         "log_dir": str(run.parent),
         "run_name": run.name,
         "resume": None,
@@ -175,19 +165,13 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
         raise
     if not theirs.get("total_batch_tokens") and resumed.accumulation_steps(world_size) == 1:
         resumed = resumed.model_copy(update={"total_batch_tokens": None})
-    return resumed, _describe_changes(saved, resumed)
-
-
-def _describe_changes(saved: SavedState, resumed: Config) -> list[str]:
-    """Return a line on options that differ from the checkpoint's, or none."""
-    now, unknown = resumed.model_dump(mode="json"), "(unknown to this version)"
-    may_differ = Config.names_marked(THIS_CALL, INITIAL, PATH)
+    may_differ, now = Config.names_marked(INITIAL, PATH), resumed.model_dump(mode="json")
     changed = [
-        f"{name} {value} -> {now.get(name, unknown)}"
-        for name, value in saved.config.items()
-        if name not in may_differ and value != now.get(name, unknown)
+        f"{name} {value} -> {now[name]}"
+        for name, value in theirs.items()
+        if name not in may_differ and value != now[name]
     ]
-    return [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
+    return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 
 # ---- the run's folder

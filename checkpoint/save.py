@@ -17,13 +17,12 @@ import torch
 from checkpoint.files import (
     STATE,
     SUMS,
-    CheckpointError,
     Tensors,
     gather_whole,
     own_part,
     write_tensors,
 )
-from checkpoint.state import SavedState, State, take_random_state
+from checkpoint.state import SavedState, State
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
 from runtime.files import atomic_folder, delete, flush_to_disk, sha256, write_atomic
@@ -31,17 +30,11 @@ from runtime.runlog import LogRow, RunFolder, all_checkpoints, delete_old, step_
 from runtime.world import World
 
 
-class NotSavedError(CheckpointError):
-    """Report a checkpoint that cannot be written, and why."""
-
-    status = 1  # the disk is at fault, not the command
-
-
 def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     """Save the run's state, but not before the first step, twice, or with `keep_last` 0.
 
     All ranks have to call this. Afterwards `state.checkpoint` is the folder. Raises TrainingError
-    for weights that are not finite or differ between ranks, NotSavedError if the disk takes no
+    for weights that are not finite or differ between ranks, OSError if the disk takes no
     checkpoint.
     """
     if state.is_saved or not (state.step and config.keep_last):
@@ -71,16 +64,13 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
         tokens=state.step * tokens_per_step,
         tokens_per_step=tokens_per_step,
         corpus=state.corpus,
-        random=world.gather(take_random_state(world.device)),
+        random=world.gather(state.random_state),
         config=options,
     )
     files = {file: gather_whole(part, world.rank) for file, part in state.tensors().items()}
-    try:
-        world.on_rank0(
-            lambda: write_checkpoint(run.path, saved, files, config.keep_last, state.checkpoint)
-        )
-    except OSError as error:
-        raise NotSavedError(f"{saved.folder}: not saved: {error}") from None
+    world.on_rank0(
+        lambda: write_checkpoint(run.path, saved, files, config.keep_last, state.checkpoint)
+    )
     state.checkpoint = saved.folder
     run.message(f"saved {saved.folder}")
 
@@ -122,8 +112,7 @@ def save_if_best(
 ) -> None:
     """Keep a checkpoint of this step as `best_<step>`, if no validation loss was lower.
 
-    All ranks have to call this. `keep_last` does not delete it. Raises NotSavedError, or OSError
-    if the step is saved but not kept.
+    All ranks have to call this. `keep_last` does not delete it. Raises OSError.
     """
     best = math.inf if state.best_val_loss is None else state.best_val_loss
     if state.step and config.keep_last and val_loss < best:
@@ -186,32 +175,26 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
     """Save the last complete step if the block raises, then raise the error with a note on how to
     resume.
 
-    The step is not saved if its update has begun, after a save that failed, or on one of several
-    ranks, as the others may be gone: then the last checkpoint counts.
+    The step is not saved if its update has begun, or on one of several ranks, as the others may be
+    gone: then the last checkpoint counts.
     """
     try:
         yield
     except TrainingError:  # the state cannot be used, and the message has advice
         raise
     except Exception as error:
-        cannot_save = isinstance(error, CheckpointError) or state.is_updating or world.distributed
-        if not (cannot_save or state.is_saved):
+        if not (state.is_updating or world.distributed):
             try:
                 # The traceback holds the step's activations, and memory may be short.
                 traceback.clear_frames(error.__traceback__)
-                state.undo_step(world.device)
                 state.settle(config)
                 with contextlib.suppress(OSError):  # the disk may be full
                     log_steps(run, state, config, world)
                 save(run, state, config, world)
             except Exception as another:
-                if not state.is_saved:
-                    error.add_note(
-                        f"the state after step {state.step} could not be saved: {another}"
-                    )
-        if state.before_step:  # a step has begun, so there may be something to resume
-            if state.checkpoint:
-                error.add_note(run.how_to_resume())
-            if isinstance(error, UserError):
-                error.status = 1  # the run has failed: its options were right
+                error.add_note(f"the state after step {state.step} could not be saved: {another}")
+        if state.checkpoint:
+            error.add_note(run.how_to_resume())
+        if state.step and isinstance(error, UserError):
+            error.status = 1  # the run has failed: its options were right
         raise

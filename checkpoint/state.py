@@ -91,18 +91,13 @@ class State:
     taken: deque[TakenStep] = field(default_factory=deque)  # counted, not logged yet
     # the latest step until `settle`: learning rate, figures, when it began and ended
     pending: tuple[float, Tensor, Any, Any] | None = None
-    # when the latest step began: steps taken, and the random states of this process
-    before_step: tuple[int, dict[str, Any]] | None = None
+    # the random states of this process after the latest step that it took
+    random_state: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_saved(self) -> bool:
         """True if there is a checkpoint of the current step."""
         return self.checkpoint is not None and self.checkpoint.name.endswith(f"_{self.step:06d}")
-
-    def begin_step(self, device: torch.device) -> int:
-        """Remember the random states, which the step changes; returns the step's number."""
-        self.before_step = self.step, take_random_state(device)
-        return self.step + 1
 
     def begin_update(self, loss: Tensor, norm: Tensor, config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
@@ -133,6 +128,7 @@ class State:
         values = torch.stack([*figures, asked]).to("cpu", non_blocking=True)
         self.pending = lr, values, start, mark_time(asked.device)
         self.step, self.is_updating = self.step + 1, False
+        self.random_state = take_random_state(asked.device)
 
     def settle(self, config: Config) -> None:
         """Wait for the figures of the latest step, unless they are read, and add it to `taken`."""
@@ -180,12 +176,6 @@ class State:
     def is_over(self, config: Config) -> bool:
         """True after the run's last step."""
         return config.is_over(self.step, self.seconds)
-
-    def undo_step(self, device: torch.device) -> None:
-        """Undo the changes of a step that failed before its update."""
-        self.model.zero_grad()
-        if self.before_step and self.before_step[0] == self.step:
-            put_random_state(self.before_step[1], device)
 
     def tensors(self) -> dict[str, Tensors]:
         """Return all tensors of the run that a checkpoint keeps, by file and name.
@@ -238,32 +228,29 @@ class State:
             self.scaler.load_state_dict(saved.scaler)
 
 
-def _generator(device: torch.device) -> Any:
-    """Return the module with the device's random state; None on a CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device)
-
-
 def take_random_state(device: torch.device) -> dict[str, Any]:
     """Return the random states of this process; PyTorch's are bytes in base64, for JSON."""
-    gpu = _generator(device)
+    of_device = None
+    if device.type != "cpu":
+        of_device = _encode(torch.get_device_module(device).get_rng_state())
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch_cpu": _encode(torch.get_rng_state()),
         "device": device.type,
-        "torch_device": gpu and _encode(gpu.get_rng_state()),
+        "torch_device": of_device,
     }
 
 
 def put_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the random states of this process. Raises any Exception if they are damaged."""
+    """Restore the random states of this process. Raises any Exception if they do not fit."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(_decode(state["torch_cpu"]))
-    gpu = _generator(device)
-    if gpu and state["device"] == device.type:  # it may come from another kind of device
-        gpu.set_rng_state(_decode(state["torch_device"]))
+    # The checkpoint may come from another kind of device.
+    if state["torch_device"] and state["device"] == device.type:
+        torch.get_device_module(device).set_rng_state(_decode(state["torch_device"]))
 
 
 def _encode(state: Tensor) -> str:

@@ -17,9 +17,9 @@ from checkpoint.files import (
     refusing,
 )
 from checkpoint.hugging_face import (
+    CONFIG,
     HUGGING_FACE,
     download,
-    is_hugging_face,
     read_hugging_face,
     with_our_names,
 )
@@ -126,9 +126,10 @@ def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
 # ---- finding and reading
 
 
-def find_folder(name: str, log_dir: str) -> Path | None:
-    """Return a folder by name: a run below `log_dir`, or any path."""
-    return next((path for path in (Path(log_dir) / name, Path(name)) if path.is_dir()), None)
+def find_folder(name: str, log_dir: str) -> Path:
+    """Return the path of a run below `log_dir`, if there is one of this name, else `name`."""
+    path = Path(log_dir) / name
+    return path if path.is_dir() else Path(name)
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
@@ -150,12 +151,10 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     """
     if source in HUGGING_FACE:
         return download(source)
-    path = find_folder(source, log_dir) or Path(source)
-    is_pt = path.suffix == ".pt" and path.is_file()
-    if is_pt or (path / STATE).is_file() or is_hugging_face(path):
+    path = find_folder(source, log_dir)
+    if any(file.is_file() for file in (path, path / STATE, path / CONFIG)):
         return path
-    run, _ = run_and_checkpoint(path)
-    if path.is_dir() and (checkpoints := all_checkpoints(run)):
+    if checkpoints := all_checkpoints(path.absolute()):
         return checkpoints[-1]
     runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
     raise CheckpointError(
@@ -171,7 +170,7 @@ def read_weights(source: str, log_dir: str = "logs") -> Weights:
     path, saved = find_weights(source, log_dir), None
     if path.is_file():
         options, tensors = read_pt(path)
-    elif is_hugging_face(path):
+    elif (path / CONFIG).is_file():
         options, tensors = read_hugging_face(path)
     else:
         saved, tensors = read_state(path, MODEL, STATE), read_tensors(path / MODEL)
