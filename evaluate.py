@@ -96,8 +96,10 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
             "--hellaswag FILE or --hellaswag download"
         )
     config = merge_options(options, saved, model.config)
-    dtype = getattr(torch, config.matmul_dtype)
-    set_precision(config, dtype, world.device)
+    # the process's precision, like train.setup
+    dtype, precision = getattr(torch, config.matmul_dtype), config.fp32_precision()
+    make_repeatable(world.device)
+    torch.set_float32_matmul_precision(usable_precision(world.device, precision))
     results: dict[str, Any] = {
         "run": options.run,
         "weights": str(folder),
@@ -114,8 +116,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         f"{config.batch_size}; device {results['device']}, processes: {world.world_size}",
         flush=True,
     )
-
-    for note in weights.notes():
+    for note in weights.notes() + check_precision(world.device, dtype, precision):
         print(f"note: {note}")
 
     # Read everything before computing anything, so that mistakes end the command at once.
@@ -138,15 +139,6 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     if options.json and not world.rank:
         write_json(Path(options.json), results)
     return results
-
-
-def set_precision(config: Config, dtype: torch.dtype, device: torch.device) -> None:
-    """Set the process's precision like train.setup. `dtype`: of matmuls."""
-    precision = config.fp32_precision()
-    make_repeatable(device)
-    torch.set_float32_matmul_precision(usable_precision(device, precision))
-    for note in check_precision(device, dtype, precision):
-        print(f"note: {note}")
 
 
 def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPTConfig) -> Config:

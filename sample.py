@@ -88,7 +88,16 @@ from torch import Tensor
 
 from checkpoint.weights import read_weights
 from data.tokenizer import END_OF_TEXT
-from inference.sampling import Text, encode, grow, next_logits, pack_weights, seeded
+from inference.sampling import (
+    Text,
+    encode,
+    grow,
+    keys_for,
+    make_cache,
+    next_logits,
+    pack_weights,
+    seeded,
+)
 from model import GPT
 from runtime.device import check_compiler, check_precision, choose_device
 
@@ -147,22 +156,13 @@ def compile_decoding(model: GPT, at_once: int) -> Callable[..., Tensor]:
     """Compile `next_logits` for one token of each of `at_once` texts."""
     decode = torch.compile(next_logits, dynamic=False, fullgraph=True)
     start = time.perf_counter()
-    texts = [Text("", [END_OF_TEXT], seeded(0)) for _ in range(at_once)]
-    # the second token is the first to be decoded
-    list(grow(model, texts, 2, lambda _: 0, decode, temperature=0, top_k=None))
+    context, device = model.config.block_size, model.lm_head.weight.device
+    cache = make_cache(model, at_once, context)
+    ones = torch.ones(at_once, dtype=torch.long, device=device)
+    with torch.no_grad():
+        decode(model, cache, keys_for(context, device), ones[:, None], ones)
     print(f"note: compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return decode
-
-
-def read_prompts(path: str) -> list[str]:
-    """Return the lines of a file. Raises UserError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # "\r\n" becomes "\n"
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompt_file {path}: cannot be read: {error}") from None
-    if not text:
-        raise UserError(f"--prompt_file {path}: is empty; give a prompt on each line")
-    return text.removesuffix("\n").split("\n")
 
 
 def show(text: str) -> None:
@@ -211,7 +211,11 @@ def converse(sampler: Sampler, options: SampleOptions) -> None:
 
 def main(options: SampleOptions) -> None:
     """Print the texts. Raises UserError."""
-    prompts = [options.prompt] if options.prompt_file is None else read_prompts(options.prompt_file)
+    prompts = [options.prompt]
+    if options.prompt_file:
+        # "\r\n" becomes "\n"
+        text = Path(options.prompt_file).read_text(encoding="utf-8-sig", errors="replace")
+        prompts = text.removesuffix("\n").split("\n")
     sampler = Sampler(options, min(options.batch_size, len(prompts) * options.num_samples))
     if options.interactive:
         converse(sampler, options)
