@@ -170,11 +170,10 @@ def main(options: ExportOptions) -> None:
     """Export, and print how to use the folder. Raises UserError."""
     folder = Path(options.folder)
     notes = export(options.run, folder, options.log_dir)
-    with reported("stdout"):
-        for note in notes:
-            print(f"note: {note}")
-        print(f"wrote {folder}; read its model card, README.md, and choose a license")
-        print(f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    for note in notes:
+        print(f"note: {note}")
+    print(f"wrote {folder}; read its model card, README.md, and choose a license")
+    print(f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
 if __name__ == "__main__":

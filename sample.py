@@ -1,10 +1,10 @@
 """Generate text with a trained model: `python sample.py quickstart --prompt "Python is"`."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from runtime.cli import ContradictionError, Name, Options, Positive
+from runtime.cli import Name, Options, Positive
 from runtime.errors import UserError, reported
 from runtime.start import start
 
@@ -49,27 +49,22 @@ class SampleOptions(Options):
     log_dir: Name = "logs"
     """folder of the runs"""
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        given = {name for name in self.model_fields_set if getattr(self, name)}
-        for name, other in (
-            ("prompt_file", "prompt"),
-            ("prompt_file", "interactive"),
-            ("num_samples", "interactive"),
-            ("batch_size", "interactive"),
-        ):
-            if {name, other} <= given:
-                raise ContradictionError(
-                    (name, f"{name} and {other} exclude each other; leave one out")
-                )
-        return self
-
     def notes(self) -> list[str]:
-        """Return a line for each option that has no effect with the others."""
-        if self.temperature > 0:
-            return []
-        unused = sorted({"seed", "top_k", "top_p"} & self.model_fields_set)
-        return [f"{name} has no effect: temperature is 0" for name in unused]
+        """Return a line for each given option that has no effect with the others."""
+        unused = dict[str, str]()
+        if self.temperature == 0:
+            unused |= dict.fromkeys(("seed", "top_k", "top_p"), "temperature is 0")
+        if self.prompt_file:
+            unused["prompt"] = "prompt_file is set"
+        if self.interactive:
+            unused |= dict.fromkeys(
+                ("prompt_file", "num_samples", "batch_size"), "interactive is on"
+            )
+        return [
+            f"{name} has no effect: {why}"
+            for name, why in unused.items()
+            if name in self.model_fields_set
+        ]
 
 
 if __name__ == "__main__":

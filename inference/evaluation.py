@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.save import hint
 from config import Config
 from data.hellaswag import default_path
 from data.tokenizer import get_encoding
@@ -19,7 +18,6 @@ from inference.reference import Reference
 from inference.sampling import sample_text
 from inference.validation import check_split, validation_loss
 from model import GPT
-from runtime.errors import TrainingError
 from runtime.runlog import RunFolder
 from runtime.world import World
 
@@ -111,18 +109,10 @@ class Evaluation:
 
     @contextlib.contextmanager
     def logged(self, step: int) -> Iterator[dict[str, float]]:
-        """Compute under autocast, and log the figures that the caller adds to the yielded dict.
-
-        If the model has diverged, add the step and a hint to the error.
-        """
+        """Compute under autocast, and log the figures that the caller adds to the yielded dict."""
         figures: dict[str, float] = {}
-        try:
-            with self.autocast():
-                yield figures
-        except TrainingError as error:
-            raise TrainingError(
-                f"step {step}: {error}; {hint(self.folder.path, self.config.lr)}"
-            ) from None
+        with self.autocast():
+            yield figures
         self.figures[step] |= figures
         self.folder.log_evaluation(step, self.config.last_step, **figures)
 

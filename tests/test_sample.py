@@ -224,9 +224,6 @@ def test_a_file_of_prompts_gives_each_line_its_texts_whatever_the_batch(run_fold
 
 # with --repetition_penalty 1e-40 the penalized logits and then the probabilities would overflow
 MISTAKES = """
---prompt_file x --prompt y => prompt_file and prompt exclude each other
---interactive --num_samples 2 => num_samples and interactive exclude each other
---interactive --batch_size 2 => batch_size and interactive exclude each other
 --top_p 0 => --top_p: input should be greater than 0
 --top_k 0 => --top_k: input should be greater than or equal to 1
 --repetition_penalty 1e-40 => --repetition_penalty: input should be greater than
@@ -234,7 +231,7 @@ MISTAKES = """
 
 
 @pytest.mark.parametrize(("words", "message"), cases(MISTAKES))
-def test_options_that_exclude_each_other_or_are_out_of_range(words, message):
+def test_options_that_are_out_of_range(words, message):
     with pytest.raises(ConfigError, match=message):
         options(*words.split())
 
@@ -244,6 +241,12 @@ def test_options_without_effect_are_told():
         "top_p has no effect: temperature is 0"
     ]
     assert options("--temperature", 0).notes() == options("--top_p", 0.5).notes() == []
+    both = options("--interactive", "--num_samples", 2, "--prompt_file", "x", "--prompt", "y")
+    assert both.notes() == [
+        "prompt has no effect: prompt_file is set",
+        "prompt_file has no effect: interactive is on",
+        "num_samples has no effect: interactive is on",
+    ]
 
 
 def test_text_comes_as_it_is_drawn_and_ctrl_c_ends_its_line(run_folder):
