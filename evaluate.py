@@ -18,38 +18,38 @@ from runtime.cli import ConfigError, Name, Options, Positive
 from runtime.errors import UserError, reported
 from runtime.start import start
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # pydantic has a deprecated method json
+warnings.filterwarnings("ignore", 'Field name "json"')  # pydantic has a method of this name
 
-    class EvaluateOptions(Options):
-        """options"""
 
-        run: Name
-        """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face model
-        folder, or a .pt file of nanoGPT
-        """
-        dataset: Name | None = None
-        """corpus whose validation split gives the loss (default: the run's own)"""
-        data_dir: Name | None = None
-        """folder of the corpora (default: the run's own, or data)"""
-        val_fraction: float | None = Field(None, ge=0, le=1)
-        """share at the end of a corpus without validation files (default: the run's own)"""
-        seq_len: Positive | None = None
-        """tokens per sequence (default: the run's own, or the model's whole context)"""
-        tokens: Positive | None = None
-        """tokens to average the loss over (default: the run's own eval_tokens, or all)"""
-        batch_size: Positive | None = None
-        """sequences per batch and rank (default: the run's own, or 4)"""
-        bf16: bool | None = None
-        """bfloat16 autocast (default: the run's own precision, or fp32)"""
-        hellaswag: Name | None = None
-        """also score HellaSwag: a file in its format, or download, to data_dir/hellaswag"""
-        json: Name | None = None  # type: ignore[assignment]
-        """JSON file for the results, at full precision"""
-        device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
-        """auto, cuda, mps or cpu"""
-        log_dir: Name = "logs"
-        """folder of the runs"""
+class EvaluateOptions(Options):
+    """options"""
+
+    run: Name
+    """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face model
+    folder, or a .pt file of nanoGPT
+    """
+    dataset: Name | None = None
+    """corpus whose validation split gives the loss (default: the run's own)"""
+    data_dir: Name | None = None
+    """folder of the corpora (default: the run's own, or data)"""
+    val_fraction: float | None = Field(None, ge=0, le=1)
+    """share at the end of a corpus without validation files (default: the run's own)"""
+    seq_len: Positive | None = None
+    """tokens per sequence (default: the run's own, or the model's whole context)"""
+    tokens: Positive | None = None
+    """tokens to average the loss over (default: the run's own eval_tokens, or all)"""
+    batch_size: Positive | None = None
+    """sequences per batch and rank (default: the run's own, or 4)"""
+    bf16: bool | None = None
+    """bfloat16 autocast (default: the run's own precision, or fp32)"""
+    hellaswag: Name | None = None
+    """also score HellaSwag: a file in its format, or download, to data_dir/hellaswag"""
+    json: Name | None = None  # type: ignore[assignment]
+    """JSON file for the results, at full precision"""
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    """auto, cuda, mps or cpu"""
+    log_dir: Name = "logs"
+    """folder of the runs"""
 
 
 if __name__ == "__main__":

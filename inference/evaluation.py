@@ -70,7 +70,8 @@ class Evaluation:
     def validate(self, step: int, last: bool) -> float:
         """Return the validation loss after this step, in nats per token; infinity if there is none.
 
-        Computes it if it is due. Raises TrainingError if it is not finite.
+        Computes it if it is due, and logs whether the run is on track, if the config names its
+        curve. Raises TrainingError if it is not finite.
         """
         config, known = self.config, self.figures[step]
         if is_due(config.eval_every, step, last) and "val_loss" not in known:
@@ -84,17 +85,15 @@ class Evaluation:
                     self.world,
                     self.compiled,
                 )
-            self.compare(step, figures["val_loss"], before)
+            if self.reference and not self.world.rank:
+                tokens, row = (
+                    step * config.tokens_per_step(self.world.world_size),
+                    self.folder.last_row(),
+                )
+                verdict = self.reference.judge(tokens, figures["val_loss"], before, config, row)
+                if verdict:
+                    self.folder.message(f"step {step}: {verdict}")
         return known.get("val_loss", math.inf)
-
-    def compare(self, step: int, loss: float, before: float) -> None:
-        """Log whether the run is on track after this step, if the config names its curve."""
-        if self.reference is None or self.world.rank:
-            return
-        tokens = step * self.config.tokens_per_step(self.world.world_size)
-        row = self.folder.last_row()
-        if verdict := self.reference.judge(tokens, loss, before, self.config, row):
-            self.folder.message(f"step {step}: {verdict}")
 
     def score_hellaswag(self, step: int, last: bool) -> None:
         """Score the model on HellaSwag if it is due. Raises TrainingError if it has diverged."""
