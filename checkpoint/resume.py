@@ -4,7 +4,7 @@ import functools
 import shlex
 from pathlib import Path
 
-from checkpoint.files import CheckpointError
+from checkpoint.files import CheckpointError, read_tensors
 from checkpoint.state import SavedState, State, put_random_state, read_state
 from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
@@ -49,7 +49,8 @@ def restore(
             f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or start a new run"
         )
     for name in state.tensors():
-        world.raise_on_all(functools.partial(state.load, saved.folder / name))
+        file = saved.folder / name
+        state.load(file, world.raise_on_all(functools.partial(read_tensors, file)))
     state.load_numbers(saved)
     if world.rank < len(saved.random):  # a rank that is new keeps its seed
         put_random_state(saved.random[world.rank], world.device)

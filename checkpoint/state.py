@@ -20,7 +20,6 @@ from checkpoint.files import (
     Tensors,
     copy_tensors,
     read_json,
-    read_tensors,
     reading,
     verify,
 )
@@ -194,18 +193,20 @@ class State:
         }
         return {MODEL: weights, OPTIMIZER: moments}
 
-    def load(self, file: Path) -> None:
-        """Restore the tensors in a file. Raises CheckpointError if it is damaged or does not fit.
+    def load(self, file: Path, tensors: Tensors) -> None:
+        """Restore the tensors of a file. Raises CheckpointError if they do not fit.
 
-        Each rank reads all of it, and keeps its shards.
+        All ranks have to call it, each with all tensors, and keep their shards.
         """
-        tensors = read_tensors(file)
         if file.name == OPTIMIZER and tensors:  # it has none if every update was skipped
             self._create_optimizer_state()
         copy_tensors(tensors, self.tensors()[file.name], file)
 
     def _create_optimizer_state(self) -> None:
-        """Let the optimizers create their state, by a step that changes no weight."""
+        """Let the optimizers create their state, by a step that changes no weight.
+
+        All ranks have to call it, as Muon's ranks share a step.
+        """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0  # until `train_step` sets it

@@ -170,7 +170,7 @@ BUGS = {
         optimizer, "rate_of", lambda f: lambda name, *of: "wpe" not in name and f(name, *of)
     ),
     "the optimizer's state is not restored": changed(
-        State, "load", lambda f: lambda self, file: file.name == MODEL and f(self, file)
+        State, "load", lambda f: lambda self, file, of: file.name == MODEL and f(self, file, of)
     ),
     "weights are not restored": without(checkpoint.state, "copy_tensors"),
     "a resumed run leaves a batch out": changed(
