@@ -96,7 +96,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
             "--hellaswag FILE or --hellaswag download"
         )
     config = merge_options(options, saved, model.config)
-    # the process's precision, like train.setup
+    # Like train.setup, set the precision of the whole process.
     dtype, precision = getattr(torch, config.matmul_dtype), config.fp32_precision()
     make_repeatable(world.device)
     torch.set_float32_matmul_precision(usable_precision(world.device, precision))

@@ -56,7 +56,8 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     tokens_per_step = config.tokens_per_step(world.world_size)
     options = config.model_dump(mode="json")
     for name in Config.names_marked(PATH):
-        if options[name] and Path(options[name]).exists():  # not the name of a curve
+        # `reference` may be the name of a curve here
+        if options[name] and (name == "data_dir" or Path(options[name]).is_file()):
             options[name] = str(Path(options[name]).resolve())
     saved = SavedState(
         **state.numbers(),

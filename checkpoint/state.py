@@ -90,7 +90,7 @@ class State:
     taken: deque[TakenStep] = field(default_factory=deque)  # counted, not logged yet
     # the latest step until `settle`: learning rate, figures, when it began and ended
     pending: tuple[float, Tensor, Any, Any] | None = None
-    # the random states of this process after the latest step that it took
+    # the random states of this process after its latest step
     random_state: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -221,7 +221,7 @@ class State:
         return counts | {"recent": self.recent.figures, "scaler": self.scaler.state_dict()}
 
     def load_numbers(self, saved: "SavedState") -> None:
-        """Restore `numbers`. Raises any Exception for a scaler's state that does not fit."""
+        """Restore `numbers`."""
         for name in COUNTS:
             setattr(self, name, getattr(saved, name))
         self.recent = Recent(saved.recent)
@@ -244,7 +244,7 @@ def take_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def put_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the random states of this process. Raises any Exception if they do not fit."""
+    """Restore the random states of this process."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
