@@ -104,13 +104,7 @@ def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
     if resume is None:
         return None, skipped
     if resume != "auto":
-        path = find_folder(resume, config.log_dir)
-        if not path.is_dir():
-            raise UserError(
-                f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
-                f"or one of its checkpoints/step_*, or start a new run with --init_from"
-            )
-        run, named = run_and_checkpoint(path)
+        run, named = run_and_checkpoint(find_folder(resume, config.log_dir))
         if named:
             later = [path for path in all_checkpoints(run) if step_of(path) > step_of(named)]
             if later:
@@ -126,7 +120,10 @@ def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
     if resume != "auto":
-        problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
+        problem = (
+            f"--resume {resume}: has no whole checkpoint; give auto, a run's folder or one of its "
+            f"checkpoints/step_*, or start a new run with --init_from"
+        )
         raise CheckpointError("\n".join([problem, *skipped]))
     return None, skipped
 

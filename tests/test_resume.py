@@ -246,7 +246,7 @@ def test_a_path_alone_is_enough(go, here):
     assert read_state(newest(here)).config["sample_prompt"] == "naïve"
     for resume, message in (
         (f"{here}/checkpoints/step_000004", "has later checkpoints, up to step_000006"),
-        ("nowhere", "no such run or checkpoint"),
+        ("nowhere", "nowhere: has no whole checkpoint"),
     ):
         with refused(message):
             go(load_config(resume=resume, max_steps=9))
