@@ -1,6 +1,7 @@
 """Files of a checkpoint: their names, checksums, JSON and tensors."""
 
 import contextlib
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,7 +96,7 @@ def write_tensors(path: Path, tensors: Tensors) -> None:
             metadata={"format": "pt"},
         )
     except SafetensorError as error:
-        raise OSError(None, str(error), str(path)) from None
+        raise OSError(errno.EIO, str(error), str(path)) from None
     path.chmod(mode)
     flush_to_disk(path)
 
