@@ -18,38 +18,38 @@ from runtime.cli import ConfigError, Name, Options, Positive
 from runtime.errors import UserError, reported
 from runtime.start import start
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # pydantic has a deprecated method json
+warnings.filterwarnings("ignore", 'Field name "json"')  # pydantic has a method of this name
 
-    class EvaluateOptions(Options):
-        """options"""
 
-        run: Name
-        """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face model
-        folder, or a .pt file of nanoGPT
-        """
-        dataset: Name | None = None
-        """corpus whose validation split gives the loss (default: the run's own)"""
-        data_dir: Name | None = None
-        """folder of the corpora (default: the run's own, or data)"""
-        val_fraction: float | None = Field(None, ge=0, le=1)
-        """share at the end of a corpus without validation files (default: the run's own)"""
-        seq_len: Positive | None = None
-        """tokens per sequence (default: the run's own, or the model's whole context)"""
-        tokens: Positive | None = None
-        """tokens to average the loss over (default: the run's own eval_tokens, or all)"""
-        batch_size: Positive | None = None
-        """sequences per batch and rank (default: the run's own, or 4)"""
-        bf16: bool | None = None
-        """bfloat16 autocast (default: the run's own precision, or fp32)"""
-        hellaswag: Name | None = None
-        """also score HellaSwag: a file in its format, or download, to data_dir/hellaswag"""
-        json: Name | None = None  # type: ignore[assignment]
-        """JSON file for the results, at full precision"""
-        device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
-        """auto, cuda, mps or cpu"""
-        log_dir: Name = "logs"
-        """folder of the runs"""
+class EvaluateOptions(Options):
+    """options"""
+
+    run: Name
+    """a run's name or folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face model
+    folder, or a .pt file of nanoGPT
+    """
+    dataset: Name | None = None
+    """corpus whose validation split gives the loss (default: the run's own)"""
+    data_dir: Name | None = None
+    """folder of the corpora (default: the run's own, or data)"""
+    val_fraction: float | None = Field(None, ge=0, le=1)
+    """share at the end of a corpus without validation files (default: the run's own)"""
+    seq_len: Positive | None = None
+    """tokens per sequence (default: the run's own, or the model's whole context)"""
+    tokens: Positive | None = None
+    """tokens to average the loss over (default: the run's own eval_tokens, or all)"""
+    batch_size: Positive | None = None
+    """sequences per batch and rank (default: the run's own, or 4)"""
+    bf16: bool | None = None
+    """bfloat16 autocast (default: the run's own precision, or fp32)"""
+    hellaswag: Name | None = None
+    """also score HellaSwag: a file in its format, or download, to data_dir/hellaswag"""
+    json: Name | None = None  # type: ignore[assignment]
+    """JSON file for the results, at full precision"""
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    """auto, cuda, mps or cpu"""
+    log_dir: Name = "logs"
+    """folder of the runs"""
 
 
 if __name__ == "__main__":
@@ -58,10 +58,8 @@ if __name__ == "__main__":
 
 import torch
 
-from checkpoint.files import STATE
-from checkpoint.resume import check_same_tokens
-from checkpoint.state import SavedState, read_state
-from checkpoint.weights import find_weights, load_model, weight_notes
+from checkpoint.state import SavedState
+from checkpoint.weights import find_weights, read_weights
 from config import Config
 from data.hellaswag import download
 from data.prepare import prepare_if_missing
@@ -88,10 +86,20 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
 
     Raises UserError.
     """
-    folder, saved, model = read_model(options, world)
+    # Rank 0 chooses the checkpoint for all ranks: the run may save another one meanwhile.
+    folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
+    weights = read_weights(str(folder))
+    saved, model = weights.saved, weights.model().to(world.device)
+    if not (saved or options.dataset or options.hellaswag):
+        raise ConfigError(
+            f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
+            "--hellaswag FILE or --hellaswag download"
+        )
     config = merge_options(options, saved, model.config)
-    dtype = getattr(torch, config.matmul_dtype)
-    set_precision(config, dtype, world.device)
+    # Like train.setup, set the precision of the whole process.
+    dtype, precision = getattr(torch, config.matmul_dtype), config.fp32_precision()
+    make_repeatable(world.device)
+    torch.set_float32_matmul_precision(usable_precision(world.device, precision))
     results: dict[str, Any] = {
         "run": options.run,
         "weights": str(folder),
@@ -108,8 +116,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         f"{config.batch_size}; device {results['device']}, processes: {world.world_size}",
         flush=True,
     )
-
-    for note in weight_notes(folder, model.config):
+    for note in weights.notes() + check_precision(world.device, dtype, precision):
         print(f"note: {note}")
 
     # Read everything before computing anything, so that mistakes end the command at once.
@@ -119,8 +126,8 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
         if options.hellaswag == "download":
             file = world.on_rank0(lambda: download(config.data_dir))
         items = read_questions(file, world)
-    if options.json:
-        world.on_rank0(lambda: make_writable(Path(str(options.json))))
+    if options.json and not world.rank:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
     val = open_validation(options, config, saved, world)
     with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
         if val:
@@ -132,38 +139,6 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     if options.json and not world.rank:
         write_json(Path(options.json), results)
     return results
-
-
-def make_writable(path: Path) -> None:
-    """Create a file and its folders, unless they are there. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.open("a").close()
-
-
-def set_precision(config: Config, dtype: torch.dtype, device: torch.device) -> None:
-    """Set the process's precision like train.setup. `dtype`: of matmuls."""
-    precision = config.fp32_precision()
-    make_repeatable(device)
-    torch.set_float32_matmul_precision(usable_precision(device, precision))
-    for note in check_precision(device, dtype, precision):
-        print(f"note: {note}")
-
-
-def read_model(options: EvaluateOptions, world: World) -> tuple[Path, SavedState | None, GPT]:
-    """Return the folder of the weights, its checkpoint.json (None if they are not from a run), and
-    the model on its device.
-
-    Raises UserError, also if there is nothing to evaluate on.
-    """
-    # Rank 0 chooses the checkpoint for all ranks: the run may save another one meanwhile.
-    folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
-    saved = read_state(folder, STATE) if (folder / STATE).is_file() else None
-    if not (saved or options.dataset or options.hellaswag):
-        raise ConfigError(
-            f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
-            "--hellaswag FILE or --hellaswag download"
-        )
-    return folder, saved, load_model(str(folder)).to(world.device)
 
 
 def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPTConfig) -> Config:
@@ -234,7 +209,6 @@ def open_validation(
                 folder, config.seq_len, config.n_vocab, config.val_fraction, to_train=False
             )
         )
-        check_same_tokens(str(folder), rest.fingerprint() + val.fingerprint(), world)
         for note in check_split(val, str(folder), config.val_fraction):
             print(note)
     except UserError as error:

@@ -31,10 +31,8 @@ from typing import Any
 
 from tiktoken.load import read_file_cached
 
-from checkpoint.files import STATE
 from checkpoint.hugging_face import write_hugging_face
-from checkpoint.state import read_state
-from checkpoint.weights import find_weights, load_model, run_and_checkpoint, weight_notes
+from checkpoint.weights import read_weights, run_and_checkpoint
 from config import PATH, Config
 from data.tokenizer import END_OF_TEXT, find_vocabulary
 from runtime.files import atomic_folder, sole_writer, write_atomic
@@ -116,10 +114,9 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
     folder = folder.resolve()
     if folder.is_file() or any(folder.glob("*")):
         raise UserError(f"{folder}: is there already; choose another name or delete it first")
-    path = find_weights(source, log_dir).absolute()
-    model = load_model(str(path))
-    c, history = model.config, f"Its weights are those of `{public_name(str(path))}`."
-    notes = weight_notes(path, c)
+    weights = read_weights(source, log_dir)
+    model, c, saved, notes = weights.model(), weights.config, weights.saved, weights.notes()
+    history = f"Its weights are those of `{public_name(str(weights.path))}`."
     with sole_writer(folder), atomic_folder(folder, replace=False) as unfinished:
         write_hugging_face(unfinished, c, model.state_dict())
         if c.n_vocab == END_OF_TEXT + 1:
@@ -129,8 +126,7 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
                 f"its vocabulary of {c.n_vocab:,} tokens is not GPT-2's: the folder has no "
                 "tokenizer; add the one it was trained with"
             )
-        if (path / STATE).is_file():
-            saved = read_state(path)
+        if saved:
             config = portable_config(saved.config)
             write_atomic(unfinished / "config.yaml", config.to_yaml())
             history = HISTORY.format(c=config, saved=saved, ranks=len(saved.random))
@@ -174,11 +170,10 @@ def main(options: ExportOptions) -> None:
     """Export, and print how to use the folder. Raises UserError."""
     folder = Path(options.folder)
     notes = export(options.run, folder, options.log_dir)
-    with reported("stdout"):
-        for note in notes:
-            print(f"note: {note}")
-        print(f"wrote {folder}; read its model card, README.md, and choose a license")
-        print(f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    for note in notes:
+        print(f"note: {note}")
+    print(f"wrote {folder}; read its model card, README.md, and choose a license")
+    print(f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
 if __name__ == "__main__":

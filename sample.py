@@ -1,10 +1,10 @@
 """Generate text with a trained model: `python sample.py quickstart --prompt "Python is"`."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from runtime.cli import ContradictionError, Name, Options, Positive
+from runtime.cli import Name, Options, Positive
 from runtime.errors import UserError, reported
 from runtime.start import start
 
@@ -49,27 +49,22 @@ class SampleOptions(Options):
     log_dir: Name = "logs"
     """folder of the runs"""
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        given = {name for name in self.model_fields_set if getattr(self, name)}
-        for name, other in (
-            ("prompt_file", "prompt"),
-            ("prompt_file", "interactive"),
-            ("num_samples", "interactive"),
-            ("batch_size", "interactive"),
-        ):
-            if {name, other} <= given:
-                raise ContradictionError(
-                    (name, f"{name} and {other} exclude each other; leave one out")
-                )
-        return self
-
     def notes(self) -> list[str]:
-        """Return a line for each option that has no effect with the others."""
-        if self.temperature > 0:
-            return []
-        unused = sorted({"seed", "top_k", "top_p"} & self.model_fields_set)
-        return [f"{name} has no effect: temperature is 0" for name in unused]
+        """Return a line for each given option that has no effect with the others."""
+        unused = dict[str, str]()
+        if self.temperature == 0:
+            unused |= dict.fromkeys(("seed", "top_k", "top_p"), "temperature is 0")
+        if self.prompt_file:
+            unused["prompt"] = "prompt_file is set"
+        if self.interactive:
+            unused |= dict.fromkeys(
+                ("prompt_file", "num_samples", "batch_size"), "interactive is on"
+            )
+        return [
+            f"{name} has no effect: {why}"
+            for name, why in unused.items()
+            if name in self.model_fields_set
+        ]
 
 
 if __name__ == "__main__":
@@ -86,9 +81,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.weights import find_weights, load_model, weight_notes
+from checkpoint.weights import read_weights
 from data.tokenizer import END_OF_TEXT
-from inference.sampling import Text, encode, grow, next_logits, pack_weights, seeded
+from inference.sampling import (
+    Text,
+    encode,
+    grow,
+    keys_for,
+    make_cache,
+    next_logits,
+    pack_weights,
+    seeded,
+)
 from model import GPT
 from runtime.device import check_compiler, check_precision, choose_device
 
@@ -112,14 +116,13 @@ class Sampler:
                 # 48 ms if attention reads the text's keys alone, as it does uncompiled.
                 raise UserError("--compile: decoding on a CPU is slower compiled; run without it")
             notes += check_compiler(device)
-        path = find_weights(options.run, options.log_dir).absolute()
-        model = load_model(str(path))
-        for note in notes + weight_notes(path, model.config):
+        weights = read_weights(options.run, options.log_dir)
+        for note in notes + weights.notes():
             print(f"note: {note}", file=sys.stderr)
         settings = {"max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty"}
         self.settings = options.model_dump(include=settings)
         self.at_once, self.tokens, self.seconds = at_once, 0, 0.0
-        self.model = model.to(device, dtype)
+        self.model = weights.model().to(device, dtype)
         pack_weights(self.model, at_once)
         self.decode = compile_decoding(self.model, at_once) if options.compile else None
 
@@ -148,22 +151,13 @@ def compile_decoding(model: GPT, at_once: int) -> Callable[..., Tensor]:
     """Compile `next_logits` for one token of each of `at_once` texts."""
     decode = torch.compile(next_logits, dynamic=False, fullgraph=True)
     start = time.perf_counter()
-    texts = [Text("", [END_OF_TEXT], seeded(0)) for _ in range(at_once)]
-    # the second token is the first to be decoded
-    list(grow(model, texts, 2, lambda _: 0, decode, temperature=0, top_k=None))
+    context, device = model.config.block_size, model.lm_head.weight.device
+    cache = make_cache(model, at_once, context)
+    ones = torch.ones(at_once, dtype=torch.long, device=device)
+    with torch.no_grad():
+        decode(model, cache, keys_for(context, device), ones[:, None], ones)
     print(f"note: compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return decode
-
-
-def read_prompts(path: str) -> list[str]:
-    """Return the lines of a file. Raises UserError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # "\r\n" becomes "\n"
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompt_file {path}: cannot be read: {error}") from None
-    if not text:
-        raise UserError(f"--prompt_file {path}: is empty; give a prompt on each line")
-    return text.removesuffix("\n").split("\n")
 
 
 def show(text: str) -> None:
@@ -212,7 +206,11 @@ def converse(sampler: Sampler, options: SampleOptions) -> None:
 
 def main(options: SampleOptions) -> None:
     """Print the texts. Raises UserError."""
-    prompts = [options.prompt] if options.prompt_file is None else read_prompts(options.prompt_file)
+    prompts = [options.prompt]
+    if options.prompt_file:
+        # "\r\n" becomes "\n"
+        text = Path(options.prompt_file).read_text(encoding="utf-8-sig", errors="replace")
+        prompts = text.removesuffix("\n").split("\n")
     sampler = Sampler(options, min(options.batch_size, len(prompts) * options.num_samples))
     if options.interactive:
         converse(sampler, options)

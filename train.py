@@ -220,7 +220,7 @@ def take_step(run: Run, stop: StopRequest | None = None) -> None:
     """Take the next step without waiting for a GPU: `State.settle` reads its figures later."""
     config, state, device = run.config, run.state, run.world.device
     trim_memory_if_short(device.type)
-    step = state.begin_step(device)
+    step = state.step + 1
     lr = learning_rate(step, config, state.seconds)
     start = mark_time(device)
     figures = train_step(run, step)

@@ -1,6 +1,7 @@
 """Files of a checkpoint: their names, checksums, JSON and tensors."""
 
 import contextlib
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,12 +52,11 @@ def verify(folder: Path, *files: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises CheckpointError."""
     with reading(path):
-        return {**json.loads(path.read_text(encoding="utf-8"))}  # TypeError: not an object
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_tensors(path: Path) -> Tensors:
     """Read the tensors of a safetensors file to the CPU. Raises CheckpointError."""
-    refuse_pointer(path)
     with reading(path):
         return load_file(path)
 
@@ -65,27 +65,24 @@ def read_tensors(path: Path) -> Tensors:
 def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
     """Copy tensors that were read from a file into the tensors of a run, sharded or not.
 
-    Raises CheckpointError unless names, shapes and dtypes are the same.
+    Raises CheckpointError unless names and shapes are the same.
     """
-    for name in tensors.keys() | into.keys():
-        ours, theirs = into.get(name), tensors.get(name)
-        if (
-            ours is None
-            or theirs is None
-            or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype)
-        ):
-            raise CheckpointError(f"{file}: does not fit the run: {name} differs")
-        ours.copy_(shard_like(theirs, ours))
+    if differing := _shapes(tensors) ^ _shapes(into):
+        raise CheckpointError(f"{file}: does not fit the run: {min(differing)[0]} differs")
+    for name, ours in into.items():
+        theirs = tensors[name]
+        if is_sharded(ours):
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh, placements = ours.device_mesh, ours.placements  # type: ignore[attr-defined]
+            # Every rank has read the file, so nothing is sent.
+            theirs = distribute_tensor(theirs, mesh, placements, src_data_rank=None)
+        ours.copy_(theirs)
 
 
-def refuse_pointer(path: Path) -> None:
-    """Raise CheckpointError for a file that git-lfs has not downloaded, or that is missing."""
-    with reading(path), open(path, "rb") as file:
-        is_pointer = file.read(23) == b"version https://git-lfs"
-    if is_pointer:
-        raise CheckpointError(
-            f"{path}: only a pointer of git-lfs to the file itself; run in its folder: git lfs pull"
-        )
+def _shapes(tensors: Tensors) -> set[tuple[str, torch.Size]]:
+    """Return the name and shape of each tensor."""
+    return {(name, tensor.shape) for name, tensor in tensors.items()}
 
 
 def write_tensors(path: Path, tensors: Tensors) -> None:
@@ -94,12 +91,12 @@ def write_tensors(path: Path, tensors: Tensors) -> None:
     mode = path.stat().st_mode  # save_file makes a file that only its owner may read
     try:
         save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
             path,
             metadata={"format": "pt"},
         )
     except SafetensorError as error:
-        raise OSError(str(error)) from None
+        raise OSError(errno.EIO, str(error), str(path)) from None
     path.chmod(mode)
     flush_to_disk(path)
 
@@ -129,17 +126,3 @@ def gather_whole(tensors: Tensors, rank: int) -> Tensors:
         if rank == 0:
             whole[name] = tensor.cpu()
     return whole
-
-
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of a whole tensor, of which this rank keeps its part if `like` is sharded.
-
-    A scalar, such as an optimizer's count of steps, stays whole.
-    """
-    if is_sharded(like) and tensor.dim():
-        from torch.distributed.tensor import distribute_tensor
-
-        mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-        # Every rank has read the file, so nothing is sent.
-        tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-    return tensor.clone()  # a shard is a view of the whole tensor, which may be mapped from disk

@@ -10,7 +10,6 @@ from checkpoint.files import (
     Tensors,
     read_json,
     read_tensors,
-    reading,
     refusing,
     write_tensors,
 )
@@ -19,7 +18,7 @@ from model import GPTConfig
 from runtime.files import write_atomic
 
 HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights there
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # transformers keeps these matrices as (in, out), nn.Linear as (out, in)
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 # name in transformers: name in Config
@@ -34,8 +33,7 @@ OPTIONS = {
     "tie_word_embeddings": "tie_weights",
     "resid_pdrop": "dropout",
 }
-# Options that our model does not have, each with the only value that it could have. (n_inner, the
-# MLP's width, has to be 4 n_embd.)
+# Options that our model does not have, each with the only value that it could have
 REQUIRED = {
     "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
@@ -55,14 +53,7 @@ def download(name: str) -> Path:
     ):
         from huggingface_hub import snapshot_download
 
-        return Path(
-            snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", WEIGHTS])
-        )
-
-
-def is_hugging_face(path: Path) -> bool:
-    """True if a path is a Hugging Face folder of a model."""
-    return (path / "config.json").is_file()
+        return Path(snapshot_download(f"openai-community/{name}", allow_patterns=[CONFIG, WEIGHTS]))
 
 
 def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
@@ -70,25 +61,14 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
 
     Raises CheckpointError, also for a model that differs from GPT-2.
     """
-    file = folder / "config.json"
-    theirs = read_json(file)
-    required = dict[str, Any](REQUIRED)
-    if theirs.get("n_inner") is not None:
-        with reading(file):
-            required["n_inner"] = 4 * theirs.get("n_embd", GPTConfig.n_embd)
+    theirs = read_json(folder / CONFIG)
     if wrong := [
         f"{name} {theirs[name]!r} (here always {value!r})"
-        for name, value in required.items()
+        for name, value in REQUIRED.items()
         if theirs.get(name, value) != value
     ]:
         raise CheckpointError(
             f"{folder}: not a GPT-2 that this project can load: {', '.join(wrong)}"
-        )
-    if not (folder / WEIGHTS).exists():  # weights in several files, or in a pickle
-        raise CheckpointError(
-            f"{folder}: has no {WEIGHTS}; write it to another folder in Python: "
-            f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
-            f".save_pretrained('NEW', max_shard_size='100GB')"
         )
     activation = str(theirs.get("activation_function", "gelu_new"))
     # transformers' defaults are GPT-2 (124M)'s, like GPTConfig's, except for these two.
@@ -152,7 +132,7 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
     }
     options |= {name: getattr(config, ours) for name, ours in OPTIONS.items()}
     options["vocab_size"] = config.n_vocab  # without the padding rows
-    write_atomic(folder / "config.json", json.dumps(options, indent=2) + "\n")
+    write_atomic(folder / CONFIG, json.dumps(options, indent=2) + "\n")
     theirs = transpose_conv1d(weights)
     for name in ("transformer.wte.weight", "lm_head.weight"):
         theirs[name] = theirs[name][: config.n_vocab]

@@ -4,7 +4,7 @@ import functools
 import shlex
 from pathlib import Path
 
-from checkpoint.files import CheckpointError, refusing
+from checkpoint.files import CheckpointError, read_tensors
 from checkpoint.state import SavedState, State, put_random_state, read_state
 from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
@@ -13,18 +13,16 @@ from runtime.errors import UserError
 from runtime.files import write_atomic
 from runtime.launch import launch
 from runtime.runlog import RunFolder, all_checkpoints, step_of
-from runtime.world import World, describe_ranks
+from runtime.world import World
 
 
 def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
     """True, with a message, if the run has ended with the checkpoint's step."""
-    has_summary = (run.path / "summary.json").exists()
-    if not config.is_over(saved.step, saved.seconds) or not world.broadcast(has_summary):
+    has_summary = world.broadcast((run.path / "summary.json").exists())
+    if not (has_summary and config.is_over(saved.step, saved.seconds)):
         return False
-    end = config.last_step or f"{config.max_minutes:g} minutes"
     run.message(
-        f"nothing to do: {saved.folder} is step {saved.step} of {end}; raise "
-        f"{'max_minutes' if config.max_minutes else 'max_steps'} to resume"
+        f"nothing to do: {saved.folder} is the last step; raise max_steps or max_minutes to resume"
     )
     return True
 
@@ -34,16 +32,14 @@ def restore(
 ) -> None:
     """Note the fingerprint of the training tokens; if the run resumes, restore all of its state.
 
-    Raises UserError on all ranks unless they have the same tokens and initial weights,
-    CheckpointError for a state that does not fit.
+    Raises UserError on all ranks unless they have the same tokens, CheckpointError for a state that
+    does not fit.
     """
     state.corpus, folder = corpus, f"{config.data_dir}/{config.dataset}"
-    check_same_tokens(folder, corpus, world)
-    # A run may save another checkpoint while the ranks look for its newest one.
-    if others := ranks_that_differ(Path(config.init_from).name, world):
+    if others := world.ranks_that_differ(corpus):
         raise UserError(
-            f"--init_from {config.init_from}: {describe_ranks(others)} found another checkpoint "
-            f"than rank 0; name one checkpoint, not the run"
+            f"{folder}: {others} did not find the same tokens there as rank 0; copy one corpus to "
+            f"all machines"
         )
     if saved is None:
         return
@@ -53,12 +49,11 @@ def restore(
             f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or start a new run"
         )
     for name in state.tensors():
-        world.raise_on_all(functools.partial(state.load, saved.folder / name))
-    # States saved by other versions of PyTorch, NumPy or Python can raise any error.
-    with refusing(f"{saved.folder}: its scaler or random states do not fit", Exception):
-        state.load_numbers(saved)
-        if world.rank < len(saved.random):  # a rank that is new keeps its seed
-            put_random_state(saved.random[world.rank], world.device)
+        file = saved.folder / name
+        state.load(file, world.raise_on_all(functools.partial(read_tensors, file)))
+    state.load_numbers(saved)
+    if world.rank < len(saved.random):  # a rank that is new keeps its seed
+        put_random_state(saved.random[world.rank], world.device)
     state.checkpoint = saved.folder
 
 
@@ -78,14 +73,13 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
             "--max_restarts: after a fault torchrun starts the same command again, which would "
             "begin a new run; add --resume auto"
         )
-    run = Path(f"{config.log_dir}/{config.run_name}")
-    saved, skipped = world.on_rank0(lambda: _find_checkpoint(run, config))
-    folder = saved.folder if saved else run / "checkpoints"
-    if others := ranks_that_differ(bool(config.resume) and folder.is_dir(), world):
+    saved, skipped = world.on_rank0(lambda: _find_checkpoint(config))
+    folder = saved.folder if saved else Path(f"{config.log_dir}/{config.run_name}/checkpoints")
+    if others := world.ranks_that_differ(bool(config.resume) and folder.is_dir()):
         raise CheckpointError(
-            f"{folder} is there for rank 0 but not for {describe_ranks(others)}, or vice versa: to "
-            f"resume, all machines have to see the run's folder; put --log_dir on a file system "
-            f"that they share, at the same path, or copy it to each"
+            f"{folder} is there for rank 0 but not for {others}, or vice versa: to resume, all "
+            f"machines have to see the run's folder; put --log_dir on a file system that they "
+            f"share, at the same path, or copy it to each"
         )
     notes = [*world.notes, *skipped]
     if saved:
@@ -100,64 +94,38 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     return saved, config, notes
 
 
-def _find_checkpoint(run: Path, config: Config) -> tuple[SavedState | None, list[str]]:
-    """Find the checkpoint named by `resume`, else the newest of `run`; returns notes too."""
-    resume = config.resume
-    if resume is None:
-        return None, []
-    if resume == "auto":
-        return newest_whole_checkpoint(run)
-    path = find_folder(resume, config.log_dir)
-    if not path:
-        raise UserError(
-            f"--resume {resume}: no such run or checkpoint folder; give auto, a run's folder "
-            f"or one of its checkpoints/step_*, or start a new run with --init_from"
-        )
-    run, named = run_and_checkpoint(path)
-    if not named:
-        newest, skipped = newest_whole_checkpoint(run)
-        if not newest:
-            problem = f"--resume {resume}: has no whole checkpoint (checkpoints/step_*)"
-            raise CheckpointError("\n".join([problem, *skipped]))
-        return newest, skipped
-    saved = read_state(named)
-    later = [path for path in all_checkpoints(run) if step_of(path) > saved.step]
-    if later:
-        raise UserError(
-            f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, whose "
-            f"steps would be repeated; move them away first, or start a new run with "
-            f"--init_from {shlex.quote(resume)}"
-        )
-    return saved, []
+def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
+    """Find the checkpoint that `resume` names, or the newest whole one of the run.
 
-
-def newest_whole_checkpoint(run: Path) -> tuple[SavedState | None, list[str]]:
-    """Return the state in the run's latest whole checkpoint, and a line for each damaged one."""
+    Returns a line for each damaged one too.
+    """
+    resume, run = config.resume, Path(f"{config.log_dir}/{config.run_name}")
     skipped: list[str] = []
+    if resume is None:
+        return None, skipped
+    if resume != "auto":
+        run, named = run_and_checkpoint(find_folder(resume, config.log_dir))
+        if named:
+            later = [path for path in all_checkpoints(run) if step_of(path) > step_of(named)]
+            if later:
+                raise UserError(
+                    f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, "
+                    f"whose steps would be repeated; move them away first, or start a new run with "
+                    f"--init_from {shlex.quote(resume)}"
+                )
+            return read_state(named), skipped
     for folder in reversed(all_checkpoints(run)):
         try:
             return read_state(folder), skipped
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
-    return None, skipped
-
-
-def check_same_tokens(folder: str, corpus: str, world: World) -> None:
-    """Raise UserError on all ranks unless all find the same corpus in their `folder`.
-
-    `corpus`: the training tokens' fingerprint.
-    """
-    if others := ranks_that_differ(corpus, world):
-        raise UserError(
-            f"{folder}: {describe_ranks(others)} did not find the same tokens there as rank 0; "
-            f"copy one corpus to all machines"
+    if resume != "auto":
+        problem = (
+            f"--resume {resume}: has no whole checkpoint; give auto, a run's folder or one of its "
+            f"checkpoints/step_*, or start a new run with --init_from"
         )
-
-
-def ranks_that_differ(value: object, world: World) -> list[int]:
-    """Return the ranks whose value differs from rank 0's."""
-    values = world.gather(value)
-    return [rank for rank, theirs in enumerate(values) if theirs != values[0]]
+        raise CheckpointError("\n".join([problem, *skipped]))
+    return None, skipped
 
 
 # ---- the options of a resumed run
@@ -169,12 +137,11 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set if it
     would differ. Raises ConfigError for options that contradict the checkpoint.
     """
-    tokens = saved.tokens_per_step
-    this_call = Config.names_marked(THIS_CALL)
+    tokens, run = saved.tokens_per_step, saved.folder.parent.parent
     theirs = {
         name: value
         for name, value in saved.config.items()
-        if name in Config.model_fields and name not in this_call
+        if name in Config.model_fields and not Config.marks(name, THIS_CALL)
     }
     given = config.model_dump(mode="json", exclude_unset=True)
     marked = Config.names_marked(ARCHITECTURE, FIXED)
@@ -182,42 +149,27 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     if given.get("total_batch_tokens"):
         fixed["total_batch_tokens"] = tokens
     check_given(given, fixed, saved.folder)
-    run = saved.folder.parent.parent
     own = {
-        "init_from": theirs.get("init_from", "scratch"),
+        "init_from": theirs["init_from"],
         "log_dir": str(run.parent),
         "run_name": run.name,
         "resume": None,
-        "total_batch_tokens": None,  # set below
+        "total_batch_tokens": tokens,
     }
     try:
-        resumed = load(Config, theirs | given | own)
+        resumed = load(Config, theirs | given | own, world_size=world_size)
     except ConfigError as error:
-        raise ConfigError(
-            f"{saved.folder}: the given options do not fit its own: {error}"
-        ) from None
-    micro_step = resumed.tokens_per_step(world_size)
-    if tokens % micro_step:
-        raise ConfigError(
-            f"a step of {saved.folder} takes {tokens // resumed.seq_len} sequences, no multiple of "
-            f"batch_size {resumed.batch_size} on {world_size} ranks; choose a batch_size and a "
-            f"number of ranks whose product divides {tokens // resumed.seq_len}"
-        )
-    if theirs.get("total_batch_tokens") or tokens != micro_step:
-        resumed = resumed.model_copy(update={"total_batch_tokens": tokens})
-    return resumed, _describe_changes(saved, resumed)
-
-
-def _describe_changes(saved: SavedState, resumed: Config) -> list[str]:
-    """Return a line on options that differ from the checkpoint's, or none."""
-    now, unknown = resumed.model_dump(mode="json"), "(unknown to this version)"
-    may_differ = Config.names_marked(THIS_CALL, INITIAL, PATH)
+        error.add_note(f"other options come from {saved.folder}; its steps have {tokens} tokens")
+        raise
+    if not theirs.get("total_batch_tokens") and resumed.accumulation_steps(world_size) == 1:
+        resumed = resumed.model_copy(update={"total_batch_tokens": None})
+    may_differ, now = Config.names_marked(INITIAL, PATH), resumed.model_dump(mode="json")
     changed = [
-        f"{name} {value} -> {now.get(name, unknown)}"
-        for name, value in saved.config.items()
-        if name not in may_differ and value != now.get(name, unknown)
+        f"{name} {value} -> {now[name]}"
+        for name, value in theirs.items()
+        if name not in may_differ and value != now[name]
     ]
-    return [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
+    return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 
 # ---- the run's folder
@@ -241,9 +193,9 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
         return notes
 
     notes = world.on_rank0(open_folder)
-    if others := ranks_that_differ((run.path / "config.yaml").exists(), world):
+    if others := world.ranks_that_differ((run.path / "config.yaml").exists()):
         notes.append(
-            f"{run.path} is not there for {describe_ranks(others)}; put --log_dir on a file system "
-            f"that all machines share, else the run cannot resume after a fault"
+            f"{run.path} is not there for {others}; put --log_dir on a file system that all "
+            f"machines share, else the run cannot resume after a fault"
         )
     return notes

@@ -1,7 +1,6 @@
 """Save checkpoints: when a run asks for it, the best one, and the last whole step after a fault."""
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -18,49 +17,41 @@ import torch
 from checkpoint.files import (
     STATE,
     SUMS,
-    CheckpointError,
     Tensors,
     gather_whole,
     own_part,
     write_tensors,
 )
-from checkpoint.state import SavedState, State, TakenStep, take_random_state
+from checkpoint.state import SavedState, State
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
 from runtime.files import atomic_folder, delete, flush_to_disk, sha256, write_atomic
 from runtime.runlog import LogRow, RunFolder, all_checkpoints, delete_old, step_of
-from runtime.world import World, describe_ranks
-
-
-class NotSavedError(CheckpointError):
-    """Report a checkpoint that cannot be written, and why."""
-
-    status = 1  # the disk is at fault, not the command
+from runtime.world import World
 
 
 def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     """Save the run's state, but not before the first step, twice, or with `keep_last` 0.
 
     All ranks have to call this. Afterwards `state.checkpoint` is the folder. Raises TrainingError
-    for weights that are not finite or differ between ranks, NotSavedError if the disk takes no
+    for weights that are not finite or differ between ranks, OSError if the disk takes no
     checkpoint.
     """
     if state.is_saved or not (state.step and config.keep_last):
         return
     # Sums of weights: isfinite of a weight would allocate a mask of its size.
-    sums = world.gather(torch.stack([own_part(p).sum() for p in state.model.parameters()]).tolist())
-    if not all(map(math.isfinite, itertools.chain(*sums))):
+    sums = torch.stack([own_part(p).sum() for p in state.model.parameters()]).tolist()
+    if world.any(not all(map(math.isfinite, sums))):
         raise TrainingError(
             f"step {state.step}: the weights are no longer finite and are not saved; "
             f"{hint(run.path, config.lr)}"
         )
     # With FSDP each rank has a shard; ranks with other GPUs may round differently (world.notes).
-    others = [rank for rank, theirs in enumerate(sums) if theirs != sums[0]]
+    others = world.ranks_that_differ(sums)
     if others and not (config.fsdp or world.notes):
         raise TrainingError(
-            f"step {state.step}: {describe_ranks(others)} and rank 0 have different weights, which "
-            f"are not saved; a GPU or the network may be faulty; --resume auto resumes from the "
-            f"last checkpoint"
+            f"step {state.step}: {others} and rank 0 have different weights, which are not saved; "
+            f"a GPU or the network may be faulty; --resume auto resumes from the last checkpoint"
         )
     tokens_per_step = config.tokens_per_step(world.world_size)
     options = config.model_dump(mode="json")
@@ -74,53 +65,47 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
         tokens=state.step * tokens_per_step,
         tokens_per_step=tokens_per_step,
         corpus=state.corpus,
-        random=world.gather(take_random_state(world.device)),
+        random=world.gather(state.random_state),
         config=options,
     )
-    state.checkpoint = save_checkpoint(run.path, state, saved, config.keep_last, world)
-    run.message(f"saved {state.checkpoint}")
-
-
-def save_checkpoint(
-    run: Path, state: State, saved: SavedState, keep_last: int, world: World
-) -> Path:
-    """Write the checkpoint `saved.folder` of a run; returns this folder.
-
-    All ranks have to call this; rank 0 writes. The `keep_last` newest checkpoints of the run are
-    kept; the oldest of them makes room before the new one is written. Raises NotSavedError.
-    """
-    folder = saved.folder
     files = {file: gather_whole(part, world.rank) for file, part in state.tensors().items()}
-
-    def write() -> None:
-        with contextlib.suppress(OSError):  # the disk may still have room
-            # First, as old checkpoints may fill the disk.
-            delete_old(run, keep_last - 1, before=saved.step, protect=state.checkpoint)
-            flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
-        with atomic_folder(folder, replace=True) as unfinished:
-            _write(unfinished, files, saved)
-        delete_old(run, keep_last, before=saved.step + 1, protect=folder)
-
-    try:
-        world.on_rank0(write)
-    except OSError as error:
-        raise NotSavedError(f"{folder}: not saved: {error}") from None
-    return folder
+    world.on_rank0(
+        lambda: write_checkpoint(run.path, saved, files, config.keep_last, state.checkpoint)
+    )
+    state.checkpoint = saved.folder
+    run.message(f"saved {saved.folder}")
 
 
-def _write(folder: Path, files: dict[str, Tensors], saved: SavedState) -> None:
-    """Write all files of a checkpoint. Raises OSError."""
+def write_checkpoint(
+    run: Path,
+    saved: SavedState,
+    files: dict[str, Tensors],
+    keep_last: int,
+    newest: Path | None,
+) -> None:
+    """Write the checkpoint `saved.folder` of a run. Raises OSError.
+
+    The `keep_last` newest checkpoints are kept. The oldest of them makes room before the new one is
+    written, but never `newest`, the newest that is known to be whole.
+    """
 
     def write_file(name: str) -> str:
-        write_tensors(folder / name, files[name])
-        return sha256(folder / name)
+        write_tensors(unfinished / name, files[name])
+        return sha256(unfinished / name)
 
-    with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
-        digests = dict(zip(files, pool.map(write_file, files), strict=True))
-    text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
-    write_atomic(folder / STATE, f"{text}\n")
-    digests[STATE] = sha256(folder / STATE)
-    write_atomic(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    with contextlib.suppress(OSError):  # the disk may still have room
+        # First, as old checkpoints may fill the disk.
+        delete_old(run, keep_last - 1, before=saved.step, protect=newest)
+        flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
+    with atomic_folder(saved.folder, replace=True) as unfinished:
+        with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
+            digests = dict(zip(files, pool.map(write_file, files), strict=True))
+        text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
+        write_atomic(unfinished / STATE, f"{text}\n")
+        digests[STATE] = sha256(unfinished / STATE)
+        lines = [f"{digest}  {name}\n" for name, digest in digests.items()]
+        write_atomic(unfinished / SUMS, "".join(lines))
+    delete_old(run, keep_last, before=saved.step + 1, protect=saved.folder)
 
 
 def save_if_best(
@@ -128,8 +113,7 @@ def save_if_best(
 ) -> None:
     """Keep a checkpoint of this step as `best_<step>`, if no validation loss was lower.
 
-    All ranks have to call this. `keep_last` does not delete it. Raises NotSavedError, or OSError
-    if the step is saved but not kept.
+    All ranks have to call this. `keep_last` does not delete it. Raises OSError.
     """
     best = math.inf if state.best_val_loss is None else state.best_val_loss
     if state.step and config.keep_last and val_loss < best:
@@ -174,40 +158,17 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
     """
     problem = ""
     while state.taken:
-        taken = state.taken.popleft()
-        step, figures = taken.step, taken.figures
-        problem = count_if_skipped(taken, run, state, config)
+        step, lr, figures, seconds, notes, problem, is_fatal = state.taken.popleft()
+        if is_fatal:
+            instead = ", or bf16 instead of fp16" * config.fp16
+            raise TrainingError(f"{notes[0]}; {hint(run.path, config.lr)}{instead}")
         ends = step == state.step and (state.stopping or state.is_over(config))
         if ends or problem or step == 1 or step % config.log_every == 0:
-            tokens_per_sec = config.tokens_per_step(world.world_size) / taken.seconds
-            dt_ms = taken.seconds * 1e3
-            row = LogRow(step, figures.loss, taken.lr, figures.norm, dt_ms, tokens_per_sec)
+            tokens_per_sec = config.tokens_per_step(world.world_size) / seconds
+            row = LogRow(step, figures.loss, lr, figures.norm, seconds * 1e3, tokens_per_sec)
             run.log(row, config.last_step, figures._asdict())
-        run.message(*taken.notes)
+        run.message(*notes)
     return problem
-
-
-def count_if_skipped(taken: TakenStep, run: RunFolder, state: State, config: Config) -> str:
-    """Count a skipped update; returns the reason, "" if it was made. Raises TrainingError as
-    `log_steps` does.
-    """
-    loss, norm = taken.figures.loss, taken.figures.norm
-    if math.isfinite(loss + norm):
-        return ""
-    state.skipped_steps += 1
-    if taken.overflowed:
-        state.skipped_overflows += 1
-        return "its gradients overflow in fp16"
-    problem = (
-        f"step {taken.step}: the loss is {loss}, the gradient norm {norm}, the learning rate "
-        f"{taken.lr:g}"
-    )
-    count = state.skipped_steps - state.skipped_overflows
-    if count > config.skip_nonfinite:
-        instead = ", or bf16 instead of fp16" * config.fp16
-        raise TrainingError(f"{problem}; {hint(run.path, config.lr)}{instead}")
-    run.message(f"{problem}: skipped, {count} of {config.skip_nonfinite}")
-    return "its loss or norm is not finite"
 
 
 @contextlib.contextmanager
@@ -215,32 +176,26 @@ def emergency_save(run: RunFolder, state: State, config: Config, world: World) -
     """Save the last complete step if the block raises, then raise the error with a note on how to
     resume.
 
-    The step is not saved if its update has begun, after a save that failed, or on one of several
-    ranks, as the others may be gone: then the last checkpoint counts.
+    The step is not saved if its update has begun, or on one of several ranks, as the others may be
+    gone: then the last checkpoint counts.
     """
     try:
         yield
     except TrainingError:  # the state cannot be used, and the message has advice
         raise
     except Exception as error:
-        cannot_save = isinstance(error, CheckpointError) or state.is_updating or world.distributed
-        if not (cannot_save or state.is_saved):
+        if not (state.is_updating or world.distributed):
             try:
                 # The traceback holds the step's activations, and memory may be short.
                 traceback.clear_frames(error.__traceback__)
-                state.undo_step(world.device)
                 state.settle(config)
                 with contextlib.suppress(OSError):  # the disk may be full
                     log_steps(run, state, config, world)
                 save(run, state, config, world)
             except Exception as another:
-                if not state.is_saved:
-                    error.add_note(
-                        f"the state after step {state.step} could not be saved: {another}"
-                    )
-        if state.before_step:  # a step has begun, so there may be something to resume
-            if state.checkpoint:
-                error.add_note(run.how_to_resume())
-            if isinstance(error, UserError):
-                error.status = 1  # the run has failed: its options were right
+                error.add_note(f"the state after step {state.step} could not be saved: {another}")
+        if state.checkpoint:
+            error.add_note(run.how_to_resume())
+        if state.step and isinstance(error, UserError):
+            error.status = 1  # the run has failed: its options were right
         raise

@@ -3,7 +3,7 @@
 import base64
 import math
 import random
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -17,19 +17,15 @@ from checkpoint.files import (
     MODEL,
     OPTIMIZER,
     STATE,
-    CheckpointError,
     Tensors,
     copy_tensors,
     read_json,
-    read_tensors,
     reading,
-    shard_like,
     verify,
 )
 from config import Config
 from model import GPT
 from runtime.clock import mark_time, seconds_between
-from runtime.errors import UserError
 from runtime.recent import NO_LIMITS, Recent
 
 T = TypeVar("T", Tensor, float)
@@ -60,8 +56,9 @@ class TakenStep(NamedTuple):
     lr: float
     figures: Figures[float]
     seconds: float
-    overflowed: bool  # gradients overflowed in fp16, so the scaler skipped the update
-    notes: list[str]  # lines on a spike, an overflow or a slow step
+    notes: list[str]  # lines on a skipped update, a spike or a slow step
+    problem: str  # why the update was skipped; "" if it was made, or skipped as a spike
+    is_fatal: bool  # more updates were skipped than `skip_nonfinite` allows
 
 
 @dataclass
@@ -93,18 +90,13 @@ class State:
     taken: deque[TakenStep] = field(default_factory=deque)  # counted, not logged yet
     # the latest step until `settle`: learning rate, figures, when it began and ended
     pending: tuple[float, Tensor, Any, Any] | None = None
-    # when the latest step began: steps taken, and the random states of this process
-    before_step: tuple[int, dict[str, Any]] | None = None
+    # the random states of this process after its latest step
+    random_state: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_saved(self) -> bool:
         """True if there is a checkpoint of the current step."""
         return self.checkpoint is not None and self.checkpoint.name.endswith(f"_{self.step:06d}")
-
-    def begin_step(self, device: torch.device) -> int:
-        """Remember the random states, which the step changes; returns the step's number."""
-        self.before_step = self.step, take_random_state(device)
-        return self.step + 1
 
     def begin_update(self, loss: Tensor, norm: Tensor, config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
@@ -135,6 +127,7 @@ class State:
         values = torch.stack([*figures, asked]).to("cpu", non_blocking=True)
         self.pending = lr, values, start, mark_time(asked.device)
         self.step, self.is_updating = self.step + 1, False
+        self.random_state = take_random_state(asked.device)
 
     def settle(self, config: Config) -> None:
         """Wait for the figures of the latest step, unless they are read, and add it to `taken`."""
@@ -146,22 +139,34 @@ class State:
         figures = Figures(*numbers)
         loss, norm = figures.loss, figures.norm
         self.stopping = self.stopping or asked > 0
-        notes, overflowed = [], False
+        notes, problem, is_fatal = [], "", False
         if math.isfinite(loss + norm):
             notes = self.recent.spikes(loss, norm)
             if notes and self.skipped_spikes < config.skip_spikes:
                 self.skipped_spikes += 1
                 notes[-1] += f": skipped, {self.skipped_spikes} of {config.skip_spikes}"
-        # The scaler halves its scale at an overflow. If that does not help, the model is at fault.
-        elif config.fp16 and math.isfinite(loss) and (scale := self.scaler.get_scale()) >= 0.5:
-            overflowed = True
-            notes = [f"fp16 overflow, update skipped; loss scale now {scale:.10g}"]
+        else:
+            self.skipped_steps += 1
+            scale = self.scaler.get_scale()
+            # The scaler halves its scale at an overflow. If that does not help, the model is at
+            # fault.
+            if config.fp16 and math.isfinite(loss) and scale >= 0.5:
+                self.skipped_overflows += 1
+                problem = "its gradients overflow in fp16"
+                notes = [f"fp16 overflow, update skipped; loss scale now {scale:.10g}"]
+            else:
+                count = self.skipped_steps - self.skipped_overflows
+                problem, is_fatal = "its loss or norm is not finite", count > config.skip_nonfinite
+                notes = [
+                    f"the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}: "
+                    f"skipped, {count} of at most {config.skip_nonfinite}"
+                ]
         notes += self.recent.slowness(seconds)
         self.recent.add(loss, norm, seconds)
         self.step_seconds.append(seconds)
         self.last_loss = loss
         notes = [f"step {self.step}: {note}" for note in notes]
-        self.taken.append(TakenStep(self.step, lr, figures, seconds, overflowed, notes))
+        self.taken.append(TakenStep(self.step, lr, figures, seconds, notes, problem, is_fatal))
 
     def next_steps(self, config: Config) -> range:
         """Return the numbers of the remaining steps; with max_minutes practically without end."""
@@ -170,12 +175,6 @@ class State:
     def is_over(self, config: Config) -> bool:
         """True after the run's last step."""
         return config.is_over(self.step, self.seconds)
-
-    def undo_step(self, device: torch.device) -> None:
-        """Undo the changes of a step that failed before its update."""
-        self.model.zero_grad()
-        if self.before_step and self.before_step[0] == self.step:
-            put_random_state(self.before_step[1], device)
 
     def tensors(self) -> dict[str, Tensors]:
         """Return all tensors of the run that a checkpoint keeps, by file and name.
@@ -194,15 +193,27 @@ class State:
         }
         return {MODEL: weights, OPTIMIZER: moments}
 
-    def load(self, file: Path) -> None:
-        """Restore the tensors in a file. Raises CheckpointError if it is damaged or does not fit.
+    def load(self, file: Path, tensors: Tensors) -> None:
+        """Restore the tensors of a file. Raises CheckpointError if they do not fit.
 
-        Each rank reads all of it, and keeps its shards.
+        All ranks have to call it, each with all tensors, and keep their shards.
         """
-        if file.name == OPTIMIZER:  # its tensors do not exist before the first step
-            self._load_optimizers(file, read_tensors(file))
-        else:
-            copy_tensors(read_tensors(file), self.tensors()[file.name], file)
+        if file.name == OPTIMIZER and tensors:  # it has none if every update was skipped
+            self._create_optimizer_state()
+        copy_tensors(tensors, self.tensors()[file.name], file)
+
+    def _create_optimizer_state(self) -> None:
+        """Let the optimizers create their state, by a step that changes no weight.
+
+        All ranks have to call it, as Muon's ranks share a step.
+        """
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0  # until `train_step` sets it
+                for p in group["params"]:
+                    p.grad = torch.zeros_like(p)
+            optimizer.step()
+            optimizer.zero_grad()
 
     def numbers(self) -> dict[str, Any]:
         """Return the rest of the state, except random states, as checkpoint.json has it."""
@@ -210,65 +221,37 @@ class State:
         return counts | {"recent": self.recent.figures, "scaler": self.scaler.state_dict()}
 
     def load_numbers(self, saved: "SavedState") -> None:
-        """Restore `numbers`. Raises any Exception for a scaler's state that does not fit."""
+        """Restore `numbers`."""
         for name in COUNTS:
             setattr(self, name, getattr(saved, name))
         self.recent = Recent(saved.recent)
         if saved.scaler:
             self.scaler.load_state_dict(saved.scaler)
 
-    def _load_optimizers(self, file: Path, tensors: Tensors) -> None:
-        """Restore the optimizers' state.
-
-        An optimizer keeps the same names for each of its parameters: scalars, and tensors of the
-        parameter's shape and dtype.
-        """
-        kept = defaultdict[str, Tensors](dict)  # parameters have none if every step was left out
-        for name, tensor in tensors.items():
-            parameter, _, key = name.partition("/")
-            kept[parameter][key] = tensor
-        names = {p: name for name, p in self.model.named_parameters()}
-        for optimizer in self.optimizers:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            states = [kept[names[p]] for p in params]
-            for p, state in zip(params, states, strict=True):
-                fits = [t.shape in (p.shape, ()) and t.dtype == p.dtype for t in state.values()]
-                if state.keys() != states[0].keys() or not all(fits):
-                    raise CheckpointError(
-                        f"{file}: the optimizer's state does not fit the model's {names[p]}"
-                    )
-                for key, tensor in state.items():
-                    state[key] = shard_like(tensor, p)
-            numbered = {i: state for i, state in enumerate(states) if state}
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": numbered})
-
-
-def _generator(device: torch.device) -> Any:
-    """Return the module with the device's random state; None on a CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device)
-
 
 def take_random_state(device: torch.device) -> dict[str, Any]:
     """Return the random states of this process; PyTorch's are bytes in base64, for JSON."""
-    gpu = _generator(device)
+    of_device = None
+    if device.type != "cpu":
+        of_device = _encode(torch.get_device_module(device).get_rng_state())
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch_cpu": _encode(torch.get_rng_state()),
         "device": device.type,
-        "torch_device": gpu and _encode(gpu.get_rng_state()),
+        "torch_device": of_device,
     }
 
 
 def put_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the random states of this process. Raises any Exception if they are damaged."""
+    """Restore the random states of this process."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(_decode(state["torch_cpu"]))
-    gpu = _generator(device)
-    if gpu and state["device"] == device.type:  # it may come from another kind of device
-        gpu.set_rng_state(_decode(state["torch_device"]))
+    # The checkpoint may come from another kind of device.
+    if state["torch_device"] and state["device"] == device.type:
+        torch.get_device_module(device).set_rng_state(_decode(state["torch_device"]))
 
 
 def _encode(state: Tensor) -> str:
@@ -299,12 +282,7 @@ class SavedState(BaseModel):
 
 
 def read_state(folder: Path, *files: str) -> SavedState:
-    """Read checkpoint.json, after `verify`. Raises CheckpointError, UserError for an old format."""
-    if (folder / "model").is_dir():
-        raise UserError(
-            f"{folder}: written by --fsdp of an earlier version, in shards; git checkout f719225 "
-            f"reads it: resume it there with one process or DDP, whose next checkpoint fits here"
-        )
+    """Read checkpoint.json, after `verify`. Raises CheckpointError."""
     verify(folder, *files)
     with reading(folder / STATE):
         return SavedState(**read_json(folder / STATE) | {"folder": folder})

@@ -1,12 +1,10 @@
 """The model of a run: fresh, or with weights of a run, of Hugging Face or of nanoGPT."""
 
 import os
-import pickle
 import re
-import reprlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,22 +14,38 @@ from checkpoint.files import (
     CheckpointError,
     Tensors,
     read_tensors,
-    refuse_pointer,
     refusing,
 )
 from checkpoint.hugging_face import (
+    CONFIG,
     HUGGING_FACE,
     download,
-    is_hugging_face,
     read_hugging_face,
     with_our_names,
 )
-from checkpoint.state import read_state
+from checkpoint.state import SavedState, read_state
 from config import ARCHITECTURE, GPT2_TOKENS, Config
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, load
-from runtime.errors import in_a_line
 from runtime.runlog import all_checkpoints
+
+
+class Weights(NamedTuple):
+    """Weights on the CPU, and the options of their model."""
+
+    path: Path  # a checkpoint, a Hugging Face folder or a `.pt` file
+    config: GPTConfig
+    tensors: Tensors
+    saved: SavedState | None  # the run's state, if they are a checkpoint
+
+    def model(self) -> GPT:
+        """Return their model in evaluation mode. Raises CheckpointError."""
+        return load_weights(GPT(self.config), self.tensors, self.path).eval()
+
+    def notes(self) -> list[str]:
+        """Return `Config.weight_notes` of the options that they were trained with."""
+        options = vars(self.config) | {"init_from": str(self.path)}
+        return Config.model_construct(**self.saved.config if self.saved else options).weight_notes()
 
 
 def build_model(config: Config, resumes: bool = False) -> tuple[Config, GPT]:
@@ -43,8 +57,7 @@ def build_model(config: Config, resumes: bool = False) -> tuple[Config, GPT]:
     """
     if resumes or config.init_from == "scratch":
         return config, GPT(GPTConfig.of(config))
-    path = find_weights(config.init_from, config.log_dir)
-    theirs, weights = read_weights(path)
+    path, theirs, weights, _ = read_weights(config.init_from, config.log_dir)
     given = config.model_dump(exclude_unset=True)
     fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
     fixed["block_size"] = min(theirs.block_size, given.get("block_size", theirs.block_size))
@@ -76,20 +89,7 @@ def load_model(source: str, log_dir: str = "logs") -> GPT:
 
     Raises CheckpointError.
     """
-    path = find_weights(source, log_dir)
-    config, weights = read_weights(path)
-    return load_weights(GPT(config), weights, path).eval()
-
-
-def weight_notes(path: Path, config: GPTConfig) -> list[str]:
-    """Return `Config.weight_notes` of the weights at a path of `find_weights`.
-
-    `config`: the model's options by `read_weights`.
-    """
-    options = vars(config) | {"init_from": str(path)}
-    if (path / STATE).is_file():
-        options = read_state(path, STATE).config
-    return Config.model_construct(**options).weight_notes()
+    return read_weights(source, log_dir).model()
 
 
 def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
@@ -99,22 +99,23 @@ def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
     first positions. Raises CheckpointError for weights that do not fit.
     """
     problem = f"{source}: weights that do not fit the model"
-    for name, tensor in weights.items():
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{problem}: it has {name} of type {tensor.dtype}")
     ours, n_vocab = model.state_dict(), model.config.n_vocab
-    positions = "transformer.wpe.weight"
+    embedding, head, positions = (
+        "transformer.wte.weight",
+        "lm_head.weight",
+        "transformer.wpe.weight",
+    )
     with refusing(problem, LookupError, RuntimeError, TypeError):
-        embedding = weights["transformer.wte.weight"]
-        weights = {"lm_head.weight": embedding} | weights
-        if model.config.tie_weights and not torch.equal(weights["lm_head.weight"], embedding):
+        weights = {head: weights[embedding]} | weights
+        if not all(map(torch.is_floating_point, weights.values())):
+            raise CheckpointError(f"{problem}: not all are floating-point numbers")
+        if model.config.tie_weights and not torch.equal(weights[head], weights[embedding]):
             raise CheckpointError(
-                f"{problem}: it has an lm_head.weight other than its transformer.wte.weight, and "
-                f"the model ties them"
+                f"{problem}: their {head} is not their {embedding}, and the model ties them"
             )
         if positions in ours:
             weights[positions] = weights[positions][: model.config.block_size]
-        for name in ("transformer.wte.weight", "lm_head.weight"):
+        for name in (embedding, head):
             theirs, padding = weights[name], ours[name][n_vocab:]
             if n_vocab <= len(theirs) != len(ours[name]):
                 weights[name] = torch.cat((theirs[:n_vocab].to(padding), padding))
@@ -125,9 +126,10 @@ def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
 # ---- finding and reading
 
 
-def find_folder(name: str, log_dir: str) -> Path | None:
-    """Return a folder by name: a run below `log_dir`, or any path."""
-    return next((path for path in (Path(log_dir) / name, Path(name)) if path.is_dir()), None)
+def find_folder(name: str, log_dir: str) -> Path:
+    """Return the path of a run below `log_dir`, if there is one of this name, else `name`."""
+    path = Path(log_dir) / name
+    return path if path.is_dir() else Path(name)
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
@@ -137,9 +139,8 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
     """
     # Not resolved: checkpoints/ may be a link to a larger disk, and the run's folder has the link.
     path = Path(os.path.abspath(path))
-    if path.parent.name == "checkpoints" and not (path / "checkpoints").is_dir():
-        return path.parent.parent, path
-    return path, None
+    is_checkpoint = re.fullmatch(r"(best|step)_\d+", path.name)
+    return (path.parent.parent, path) if is_checkpoint else (path, None)
 
 
 def find_weights(source: str, log_dir: str = "logs") -> Path:
@@ -150,12 +151,10 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     """
     if source in HUGGING_FACE:
         return download(source)
-    path = find_folder(source, log_dir) or Path(source)
-    is_pt = path.suffix == ".pt" and path.is_file()
-    if is_pt or (path / STATE).is_file() or is_hugging_face(path):
+    path = find_folder(source, log_dir)
+    if any(file.is_file() for file in (path, path / STATE, path / CONFIG)):
         return path
-    run, _ = run_and_checkpoint(path)
-    if path.is_dir() and (checkpoints := all_checkpoints(run)):
+    if checkpoints := all_checkpoints(path.absolute()):
         return checkpoints[-1]
     runs = sorted(path.parent.name for path in Path(log_dir).glob("*/checkpoints"))
     raise CheckpointError(
@@ -166,33 +165,25 @@ def find_weights(source: str, log_dir: str = "logs") -> Path:
     )
 
 
-def read_weights(path: Path) -> tuple[GPTConfig, Tensors]:
-    """Read the model's options and its weights, on the CPU, from a path of `find_weights`.
-
-    Raises CheckpointError.
-    """
+def read_weights(source: str, log_dir: str = "logs") -> Weights:
+    """Read the weights of `source` (see `find_weights`). Raises CheckpointError."""
+    path, saved = find_weights(source, log_dir), None
     if path.is_file():
-        options, weights = read_pt(path)
-    elif is_hugging_face(path):
-        options, weights = read_hugging_face(path)
+        options, tensors = read_pt(path)
+    elif (path / CONFIG).is_file():
+        options, tensors = read_hugging_face(path)
     else:
-        saved, weights = read_state(path, MODEL, STATE).config, read_tensors(path / MODEL)
-        options = {name: saved[name] for name in vars(GPTConfig()) if name in saved}
+        saved, tensors = read_state(path, MODEL, STATE), read_tensors(path / MODEL)
+        options = {name: saved.config[name] for name in vars(GPTConfig()) if name in saved.config}
     with refusing(f"{path}: its options do not make a model", ConfigError):
         # seq_len, an option of training, has to fit any block_size.
         config = GPTConfig.of(load(Config, options | {"seq_len": 1}))
-    if config.vocab_size > GPT2_TOKENS and not (path / STATE).is_file():
+    if not saved and config.vocab_size > GPT2_TOKENS:
         # Other projects do not store how many rows are tokens. 50304 rows are GPT-2's 50257 tokens
-        # padded to a multiple of 64; another number includes tokens that were added.
-        padded = config.vocab_size == -(-GPT2_TOKENS // 64) * 64
-        config = replace(config, real_vocab_size=GPT2_TOKENS if padded else config.vocab_size)
-    shape = weights.get("transformer.wte.weight", torch.empty(0)).shape
-    if shape[:1] != (config.vocab_size,):  # more rows would be dropped as padding
-        raise CheckpointError(
-            f"{path}: weights that do not fit the model: transformer.wte.weight is {[*shape]}, by "
-            f"its options it has {config.vocab_size} rows"
-        )
-    return config, weights
+        # and padding; another number includes tokens that were added.
+        n_vocab = GPT2_TOKENS if config.vocab_size == 50304 else config.vocab_size
+        config = replace(config, real_vocab_size=n_vocab)
+    return Weights(path, config, tensors, saved)
 
 
 # ---- .pt files of nanoGPT and build-nanogpt: pickles, of which only tensors and plain values are
@@ -208,46 +199,25 @@ def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
 
     nanoGPT's file has the options as a dict `model_args`, build-nanogpt's as a dataclass `config`.
     """
-    content = _load(path)
-    if not isinstance(content, dict):
-        content = {type(content).__name__: content}
-    theirs, config, weights = map(content.get, ("model_args", "config", "model"))
-    activation = "gelu"  # nanoGPT's is the exact one
-    if isinstance(config, _TheirGPTConfig):
-        theirs, activation = vars(config), "gelu_tanh"
-    if not (
-        isinstance(theirs, dict)
-        and isinstance(weights, dict)
-        and all(map(torch.is_tensor, weights.values()))
-    ):
-        raise CheckpointError(
-            f"{path}: not a checkpoint of nanoGPT (model, model_args) or build-nanogpt (model, "
-            f"config), whose model is tensors: it has {reprlib.repr([*content])}"
-        )
-    # An option that is not in the file has no default: of a fork, it may have another meaning.
-    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"))
-    if unknown := theirs.keys() - {*sizes, "bias", "dropout"}:
-        raise CheckpointError(f"{path}: an option of a fork: {', '.join(map(str, unknown))}")
-    options = {**sizes, **theirs, "activation": activation, "tie_weights": True}
-    return options, with_our_names(weights)
-
-
-def _load(path: Path) -> Any:
-    """Load what torch.save wrote, if it is of tensors, plain values, and their GPTConfig."""
-    refuse_pointer(path)
     allowed: list[Any] = [
         (_TheirGPTConfig, f"{pickled_in}.GPTConfig")
         for pickled_in in ("__main__", "train_gpt2", "model")
     ]
-    try:
+    with refusing(
+        f"{path}: not a whole checkpoint of nanoGPT (model, model_args) or build-nanogpt (model, "
+        f"config); of a .pt file only tensors, plain values and their GPTConfig are read",
+        Exception,  # a damaged pickle can raise anything
+    ):
         with torch.serialization.safe_globals(allowed):
             # Mapped into memory, the optimizer's state, twice the model, is never read.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged pickle can raise anything
-        if named := re.search(r"GLOBAL (\S+)", str(error)):
-            raise CheckpointError(
-                f"{path}: refused: it names {named[1][:80]}, which is code; of a .pt file only "
-                f"tensors, plain values and the GPTConfig of nanoGPT and build-nanogpt are read"
-            ) from None
-        why = "" if isinstance(error, pickle.UnpicklingError) else f" ({in_a_line(error)})"
-        raise CheckpointError(f"{path}: damaged, or not written by torch.save{why}") from None
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        theirs, activation = content.get("model_args"), "gelu"  # nanoGPT's is the exact one
+        if theirs is None:
+            theirs, activation = vars(content["config"]), "gelu_tanh"
+        weights = with_our_names(content["model"])
+    # An option that is missing has no default, and one of a fork may change the model.
+    sizes = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
+    if wrong := (theirs.keys() - {"bias", "dropout"}) ^ sizes:
+        names = ", ".join(sorted(wrong))
+        raise CheckpointError(f"{path}: options of a fork, or missing: {names}")
+    return {**theirs, "activation": activation, "tie_weights": True}, weights

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.save import hint
 from config import Config
 from data.hellaswag import default_path
 from data.tokenizer import get_encoding
@@ -19,7 +18,6 @@ from inference.reference import Reference
 from inference.sampling import sample_text
 from inference.validation import check_split, validation_loss
 from model import GPT
-from runtime.errors import TrainingError
 from runtime.runlog import RunFolder
 from runtime.world import World
 
@@ -72,7 +70,8 @@ class Evaluation:
     def validate(self, step: int, last: bool) -> float:
         """Return the validation loss after this step, in nats per token; infinity if there is none.
 
-        Computes it if it is due. Raises TrainingError if it is not finite.
+        Computes it if it is due, and logs whether the run is on track, if the config names its
+        curve. Raises TrainingError if it is not finite.
         """
         config, known = self.config, self.figures[step]
         if is_due(config.eval_every, step, last) and "val_loss" not in known:
@@ -86,17 +85,15 @@ class Evaluation:
                     self.world,
                     self.compiled,
                 )
-            self.compare(step, figures["val_loss"], before)
+            if self.reference and not self.world.rank:
+                tokens, row = (
+                    step * config.tokens_per_step(self.world.world_size),
+                    self.folder.last_row(),
+                )
+                verdict = self.reference.judge(tokens, figures["val_loss"], before, config, row)
+                if verdict:
+                    self.folder.message(f"step {step}: {verdict}")
         return known.get("val_loss", math.inf)
-
-    def compare(self, step: int, loss: float, before: float) -> None:
-        """Log whether the run is on track after this step, if the config names its curve."""
-        if self.reference is None or self.world.rank:
-            return
-        tokens = step * self.config.tokens_per_step(self.world.world_size)
-        row = self.folder.last_row()
-        if verdict := self.reference.judge(tokens, loss, before, self.config, row):
-            self.folder.message(f"step {step}: {verdict}")
 
     def score_hellaswag(self, step: int, last: bool) -> None:
         """Score the model on HellaSwag if it is due. Raises TrainingError if it has diverged."""
@@ -111,18 +108,10 @@ class Evaluation:
 
     @contextlib.contextmanager
     def logged(self, step: int) -> Iterator[dict[str, float]]:
-        """Compute under autocast, and log the figures that the caller adds to the yielded dict.
-
-        If the model has diverged, add the step and a hint to the error.
-        """
+        """Compute under autocast, and log the figures that the caller adds to the yielded dict."""
         figures: dict[str, float] = {}
-        try:
-            with self.autocast():
-                yield figures
-        except TrainingError as error:
-            raise TrainingError(
-                f"step {step}: {error}; {hint(self.folder.path, self.config.lr)}"
-            ) from None
+        with self.autocast():
+            yield figures
         self.figures[step] |= figures
         self.folder.log_evaluation(step, self.config.last_step, **figures)
 
@@ -132,11 +121,7 @@ class Evaluation:
         if step and is_due(config.sample_every, step, last):
             with self.autocast():
                 text = sample_text(
-                    self.model,
-                    config.sample_prompt,
-                    config.sample_tokens,
-                    config.seed,
-                    self.world.broadcast,
+                    self.model, config.sample_prompt, config.sample_tokens, config.seed
                 )
             self.folder.log_sample(step, text)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -59,9 +58,9 @@ def evaluating(model: GPT, stance: str = "force_eager") -> Iterator[None]:
 
 def with_progress(batches: Sequence[T], name: str, world: World) -> Iterable[T]:
     """Yield the batches, with a progress bar on a terminal."""
-    if world.rank or not sys.stderr.isatty():
-        return batches
-    return track(batches, name, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    hidden = world.rank > 0 or not console.is_terminal
+    return track(batches, name, console=console, transient=True, disable=hidden)
 
 
 def validation_loss(

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -99,6 +99,15 @@ class World:
         """Return True if the flag is set on any rank. All ranks have to call this."""
         return self.sum(flag) > 0
 
+    def ranks_that_differ(self, value: object) -> str:
+        """Name the ranks whose value is not rank 0's, such as `rank 1` or `ranks 1, 3`.
+
+        Returns "" if there are none. All ranks have to call this.
+        """
+        values = self.gather(value)
+        ranks = [str(rank) for rank, other in enumerate(values) if other != values[0]]
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
+
     def all_reduce_metrics(self, *metrics_here: Tensor) -> Tensor:
         """Return the means of metrics () over all ranks, (metrics,), on the device."""
         metrics = torch.stack([metric.float() for metric in metrics_here])
@@ -188,11 +197,6 @@ def _check_match(world: World, must_match: Mapping[str, Any]) -> World:
     kinds = "; ".join(sorted({*devices}))
     note = f"the ranks have different devices ({kinds}): each step waits for the slowest"
     return dataclasses.replace(world, notes=(note,))
-
-
-def describe_ranks(ranks: Collection[int]) -> str:
-    """Name ranks, such as `rank 1` or `ranks 1, 3`."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def no_sync(model: Any, accumulating: bool) -> contextlib.AbstractContextManager[None]:

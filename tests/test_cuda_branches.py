@@ -18,10 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
 from checkpoint.files import read_tensors
-from checkpoint.resume import newest_whole_checkpoint
+from checkpoint.state import read_state
 from model import GPT
 from runtime import recent
 from runtime.errors import UserError
+from runtime.runlog import all_checkpoints
 from runtime.world import World
 from tests.conftest import CPU, ROOT, at_step, poisoned_at, tiny_run, write_tiny_corpus
 from tests.fake_cuda import GPU, environment, fake_cuda
@@ -118,8 +119,7 @@ def left_behind(place, name, device, act, **options):
             [float(row[name]) for name in ("step", "loss", "norm")] for row in csv.DictReader(file)
         ]
     evaluated = folder / "eval.csv"
-    saved = newest_whole_checkpoint(folder)[0]
-    assert saved
+    saved = read_state(all_checkpoints(folder)[-1])
     weights = read_tensors(saved.folder / "model.safetensors")
     return {
         "error": error,

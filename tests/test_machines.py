@@ -9,11 +9,13 @@ import signal
 import socket
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from checkpoint.resume import check_same_tokens
+from checkpoint.resume import restore
+from config import load_config
 from runtime.errors import UserError
 from runtime.signals import StopRequest, end_unfinished
 from runtime.world import World
@@ -73,11 +75,10 @@ def test_ranks_with_other_options_code_or_pytorch_do_not_train_together(tiny_con
 
 def test_other_tokens_are_an_error_with_the_ranks_that_have_them(monkeypatch):
     monkeypatch.setattr(World, "gather", lambda _, own: [own, "another", own, "another"])
-    monkeypatch.setattr(World, "broadcast", lambda _, own: own)
     with pytest.raises(
         UserError, match="data/mine: ranks 1, 3 did not find the same tokens there as rank 0; "
     ):
-        check_same_tokens("data/mine", "one", World(CPU, 0, 4))
+        restore(None, Mock(), "one", load_config(dataset="mine"), World(CPU, 0, 4))
 
 
 def test_a_machine_that_does_not_see_the_runs_folder_gets_a_line_and_cannot_resume(
@@ -140,15 +141,15 @@ class StopRequest(runtime.signals.StopRequest):
         super().__init__()
         stops.append(self)
 
-real = State.begin_step
+real = State.begin_update
 
-def begin_step(state, device):
+def begin_update(state, *figures):
     limit = Path(__file__).with_name("limit")
     while state.step >= int(limit.read_text()) and not any(stop.received for stop in stops):
         time.sleep(0.02)
-    return real(state, device)
+    return real(state, *figures)
 
-State.begin_step = begin_step
+State.begin_update = begin_update
 runtime.signals.StopRequest = StopRequest
 sys.argv[0] = {str(ROOT / "train.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")

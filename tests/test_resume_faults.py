@@ -15,7 +15,6 @@ import checkpoint.files
 import checkpoint.save
 import runtime.runlog
 from checkpoint.resume import resumed_config
-from checkpoint.save import NotSavedError
 from checkpoint.state import read_state
 from checkpoint.weights import build_model, find_weights, load_model
 from config import Config, load_config
@@ -86,9 +85,11 @@ def test_a_full_disk_keeps_the_checkpoints_before_and_a_lower_keep_last_makes_ro
 ):
     options = {"checkpoint_every": 2, "max_steps": 8}
     disk(3)
-    with refused(f"step_000008: not saved: .*{NO_SPACE}") as no:
+    with pytest.raises(OSError, match=NO_SPACE) as no:
         go(**options, keep_last=9)
-    assert no.value.__notes__ == [RunFolder(here).how_to_resume()]
+    not_saved, how_to_resume = no.value.__notes__
+    assert not_saved.startswith("the state after step 8 could not be saved: ")
+    assert how_to_resume == RunFolder(here).how_to_resume()
     assert checkpoints(here) == ["step_000002", "step_000004", "step_000006"]
     assert go(**options, keep_last=1, resume="auto")["resumed_after_step"] == 6
     assert checkpoints(here) == ["step_000008"]
@@ -101,9 +102,9 @@ def test_the_newest_whole_checkpoint_is_never_deleted_for_room(go, here, disk):
     for step in (4, 6):
         (here / f"checkpoints/step_{step:06d}/model.safetensors").write_bytes(b"")
     disk(0)
-    with pytest.raises(NotSavedError):
+    with pytest.raises(OSError, match=NO_SPACE):
         go(resume="auto", checkpoint_every=5, max_steps=9, keep_last=1)
-    assert newest(here).name == "step_000002"
+    assert go(resume="auto", checkpoint_every=5, max_steps=2)["resumed_after_step"] == 2
 
 
 def test_a_run_that_cannot_write_its_first_files_leaves_all_as_it_was(go, tiny_config, tmp_path):
@@ -153,19 +154,16 @@ def test_options_of_a_resumed_run_are_judged_with_the_runs_own(flag, steep, go):
 def test_options_that_exclude_the_runs_own_are_told_with_its_values(steep, go, here):
     with pytest.raises(ConfigError) as caught:
         go(parse(Config, [*steep, "--min_lr", "0.1", "--fp16", "--bf16"]))
-    assert str(newest(here)) in str(caught.value)
-    first, second = str(caught.value).splitlines()
+    first, second, third = str(caught.value).splitlines()
     assert "bf16 and fp16 exclude each other" in first
     assert "min_lr 0.1 is above lr 0.01" in second
+    assert third == f"other options come from {newest(here)}; its steps have 96 tokens"
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(2, 4), (1, 3)])
 def test_a_step_that_ranks_cannot_share_says_what_works(ranks, batch_size, go, here):
     go(max_steps=1)
-    said = (
-        f"takes 4 sequences, no multiple of batch_size {batch_size} on {ranks} ranks; "
-        "choose a batch_size and a number of ranks whose product divides 4"
-    )
+    said = rf"batch_size {batch_size} x seq_len 32 x {ranks} ranks\).*its steps have 128 tokens"
     with refused(said):
         resumed_config(load_config(batch_size=batch_size), read_state(newest(here)), ranks)
 
@@ -242,22 +240,18 @@ def test_a_run_of_which_only_the_best_checkpoint_is_left_has_weights_and_resumes
     assert go(load_config(resume=str(here), max_steps=5))["resumed_after_step"] == 4
 
 
-@pytest.mark.parametrize("harm", ["one missing", "half precision"])
-def test_tensors_that_are_missing_or_of_another_dtype_are_refused(harm, go, here):
+def test_a_tensor_that_is_missing_is_refused(go, here):
     go(max_steps=2)
     path = newest(here) / "optimizer.safetensors"
     tensors = load_file(path)
-    name = "transformer.wte.weight/exp_avg"
-    tensor = tensors.pop(name)
-    if harm == "half precision":
-        tensors[name] = tensor.half()
+    del tensors["transformer.wte.weight/exp_avg"]
     save_file(tensors, path)
     reseal(path.parent)
-    with refused("the optimizer's state does not fit the model's"):
+    with refused("does not fit the run: transformer.wte.weight/exp_avg differs"):
         go(resume="auto", max_steps=3)
 
 
-def test_a_checkpoint_of_another_version_resumes(go, here, tmp_path, capsys):
+def test_a_checkpoint_of_another_version_resumes(go, here, tmp_path):
     go(max_steps=2)
     folder = newest(here)
     state = json.loads((folder / "checkpoint.json").read_text())
@@ -265,6 +259,5 @@ def test_a_checkpoint_of_another_version_resumes(go, here, tmp_path, capsys):
     (folder / "checkpoint.json").write_text(json.dumps(state | {"run_id": "0123"}))
     reseal(folder)
     go(load_config(resume=str(folder), max_steps=4))
-    assert "later 7 -> (unknown to this version)" in capsys.readouterr().out
     go(run_name="straight", max_steps=4)
     assert end_of(here) == end_of(tmp_path / "logs/straight")

@@ -504,7 +504,7 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
     for place, name in (
         (evaluation_module, "validation_loss"),
         (evaluation_module, "sample_text"),
-        (checkpoint.save, "save_checkpoint"),
+        (checkpoint.save, "write_checkpoint"),
         (RunFolder, "log"),
     ):
         monkeypatch.setattr(place, name, slow(getattr(place, name)))

@@ -95,7 +95,7 @@ def nanogpt_like(path: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
 
     Raises UserError if the file, its options or its parameters are not like nanoGPT's.
     """
-    shape, weights = read_weights(Path(config.init_from))
+    _, shape, weights, _ = read_weights(config.init_from)
     module = load_file(path)
     # GPT-2's options under nanoGPT's names; the vocabulary is padded as in the config
     needed = {name: getattr(shape, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}

@@ -175,12 +175,11 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
         learned.update(n for n, grad in grads.items() if 0 < own_part(grad).norm() < math.inf)
 
     hooks = [optimizer.register_step_pre_hook(look) for optimizer in run.state.optimizers]
-    updates = 0
-    while updates < STEPS:
+    # Overflows do not count: fp16's loss scale comes down first.
+    while run.state.step - run.state.skipped_overflows < STEPS:
         take_step(run)
         run.state.settle(config)
         taken = run.state.taken.pop()
-        updates += not taken.overflowed  # fp16's loss scale comes down first
         if taken.step == 1:
             loss = taken.figures.loss
             guess = math.log(config.n_vocab)
