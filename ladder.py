@@ -42,7 +42,6 @@ from measure.ladder.stages import (
     make_stage,
     plan,
     planned_before,
-    series_folder,
     with_bases,
 )
 from runtime.cli import Name, Options, Positive, ZeroIsOff
@@ -106,7 +105,7 @@ def check(options: LadderOptions) -> None:
         raise UserError(f"--rounds {options.rounds}: at least {FEWEST} make an interval")
     if options.quick and options.configs != ("speedup",):
         raise UserError("--quick: is for the speedup ladder: python ladder.py speedup --quick")
-    if options.ablate and (len(options.configs) > 1 or series_folder(options.configs[0])):
+    if options.ablate and len(options.configs) > 1:
         raise UserError("--ablate takes one config, such as speedup10.yaml")
 
 
@@ -160,16 +159,15 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
     name, device = name_of(options), Device()
     record = Record.load(Path(options.log_dir, name))
     if options.report_only:  # the record has the stages that were climbed
-        stages, seeds = planned_before(record, of_runs), options.seeds or record.seeds
+        stages, record.seeds = planned_before(record, of_runs), options.seeds or record.seeds
     else:
-        device = measure_device(planned(options, record, of_runs, device)[0].config.device)
+        device = measure_device(planned(options, Record(), of_runs, device)[0].config.device)
         stages = planned(options, record, of_runs, device)
         compares_losses = stages[0].config.eval_every and not options.ablate
-        seeds = options.seeds or (3 if compares_losses else 0)
-        record.stages, record.seeds = {stage.name: stage.planned for stage in stages}, seeds
+        record.seeds = options.seeds or (3 if compares_losses else 0)
+        record.stages = {stage.name: stage.planned for stage in stages}
     for stage in stages:
-        stage.seeds = seeds
-        if seeds and not stage.config.eval_every:
+        if record.seeds and not stage.config.eval_every:
             raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
     stages = with_bases(chosen(stages, options.stages))
     compared, rungs = [stage.runs[0] for stage in stages], {}
@@ -179,15 +177,15 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
             raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
         compared = [*chain(*rungs.values())]
         sides = {side.name: side for rung in compared for side in (rung.base, rung) if side}
-        stages = [*sides.values()] if seeds else []  # speeds are compared without runs
+        stages = [*sides.values()] if record.seeds else []  # speeds are compared without runs
     if not options.report_only:
         run(options, stages, compared, device)
-    if options.ablate and seeds:
+    if options.ablate and record.seeds:
         report_learned_ablation(name, rungs, stages)
     elif options.ablate:
         report_ablation(name, rungs)
     else:
-        (report_learning if seeds else report)(name, stages)
+        (report_learning if record.seeds else report)(name, stages)
     if record.failed:
         raise SystemExit(1)
 
@@ -196,13 +194,13 @@ def run(
     options: LadderOptions, stages: Sequence[Stage], compared: Sequence[Stage], device: Device
 ) -> None:
     """Run stages, and interleave the `compared` ones with their bases."""
-    record, seeds, rounds = compared[0].record, compared[0].seeds, options.rounds
+    record, rounds = compared[0].record, options.rounds
     if options.quick and "rounds" not in options.model_fields_set:
         rounds = ROUNDS
     # one seed of all stages before the next, so that they can be compared at any time
     runs = [*chain(*zip(*(stage.runs for stage in stages), strict=True))]
     to_run = [run for run in runs if options.rerun or is_to_be_run(run, device)]
-    if options.ablate and seeds:  # losses alone are compared
+    if options.ablate and record.seeds:  # losses alone are compared
         rounds = 0
     to_compare = [
         stage for stage in compared if rounds and is_to_be_compared(stage, options.rerun, device)
@@ -212,7 +210,7 @@ def run(
         announce(to_run, to_compare, rounds, device)
         if not options.ablate:
             predict_stages(compared, device)
-        run_stages(to_run, seeds, device)
+        run_stages(record, to_run, device)
         ran = [s for s in to_compare if s.finished and s.base and s.base.finished]
         interleave_stages(to_compare if options.ablate else ran, rounds, device)
 

@@ -192,7 +192,7 @@ speedup -- --max_step 3 => --max_step: unknown option; did you mean --max_steps
 speedup --report_only => logs/speedup: no finished stage to report
 a100 --quick => --quick: is for the speedup ladder
 speedup --rounds 3 => --rounds 3: at least 6 make an interval
---ablate speedup => --ablate takes one config, such as speedup10.yaml
+--ablate baseline speedup1 => --ablate takes one config, such as speedup10.yaml
 --ablate baseline => baseline: has no optimization on
 --ablate --plot x => --ablate has no effect with --plot; leave it out
 --configs => --configs: is given without a flag
@@ -229,7 +229,7 @@ def test_why_a_stage_is_not_finished_is_said(monkeypatch, capsys):
     stopped.summary.interrupted = True
     monkeypatch.setattr(climbing, "run_commands", lambda _: [None])  # status 0, after a signal
     monkeypatch.setattr(Run, "read", lambda _: stopped)
-    climbing.run_stages([stage], 0, Device())
+    climbing.run_stages(stage.record, [stage], Device())
     message = "failed: baseline: stopped before its last step; the same command runs it again\n"
     assert capsys.readouterr().out.endswith(message)
     assert not Record.load(LADDER).runs
@@ -424,7 +424,7 @@ def test_sides_that_have_no_room_together_free_memory_after_their_turns(memory, 
 
 @pytest.mark.usefixtures("rungs")
 def test_a_side_that_fails_is_reported_and_so_is_the_rest(monkeypatch, capsys):
-    monkeypatch.setattr(ladder, "run_stages", lambda stages, *_, **__: [*map(fake_run, stages)])
+    monkeypatch.setattr(ladder, "run_stages", lambda _, stages, *__: [*map(fake_run, stages)])
     failing = Mock(side_effect=SideError("side: out of memory"))
     monkeypatch.setattr(climbing, "run_rounds", failing)
     assert climb("plain.yaml", "flash.yaml", "--rounds", "6") == 1
@@ -500,14 +500,14 @@ def test_published_figures_are_those_of_the_logs():
     with open(stages.PUBLISHED, newline="") as file:
         rows = {row["config"]: row for row in csv.DictReader(file)}
     logs = {row["log"] for row in rows.values() if row["log"]}
-    known = {path.stem for path in stages.REFERENCE.glob("*_*.csv")} - {"gpu_ms"}
+    known = {path.name for path in stages.REFERENCE.glob("*_*.csv")} - {"gpu_ms.csv"}
     assert logs == known, "every published log belongs to a config"
     speeds = {row["tokens_per_sec"] for name, row in rows.items() if name.startswith("a100/opt")}
     for name, row in rows.items():
         assert (CONFIG_DIR / f"{name}.yaml").is_file()
         if row["log"] and row["device"]:
-            times = stages.times_of(stages.REFERENCE / f"{row['log']}.csv")
-            assert {key: float(row[key]) for key in times} == times
+            for column, figure in (("dt_ms", "ms_per_step"), ("tokens_per_sec",) * 2):
+                assert float(row[figure]) == stages.median_of(stages.REFERENCE / row["log"], column)
         if name.startswith("gpu_ms/"):
             listed = (stages.REFERENCE / "gpu_ms.csv").read_text()
             assert f"{name[7:]},{float(row['ms_per_step']):g}\n" in listed
@@ -533,10 +533,10 @@ def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one
     Path("speedup7.yaml").write_text("lr: 1e-3\n")
     named = [str(ROOT / "configs/mps/cuda_bf16.yaml"), "speedup6.yaml", "speedup1", "speedup1"]
     compared = [stage.published.log for stage in plan(*named, "./speedup7.yaml")]
-    assert compared == ["cuda_bf16", "rtx3080_speedup6", None, None, None]
+    assert [log and log.stem for log in compared] == ["cuda_bf16", "rtx3080_speedup6", *3 * [None]]
     assert not any(stage.published.log for stage in plan("speedup", of_runs=["--n_layer", "2"]))
     found = plan("speedup", of_runs=["--max_steps", "20", "--bf16"])
-    logs = {stage.published.log for stage in found}
+    logs = {stage.published.log.stem for stage in found if stage.published.log}
     assert logs >= {"rtx3080_baseline", "rtx3080_speedup8"}
     assert "rtx3080_speedup9" not in logs, "a shorter cosine is another schedule"
 
@@ -548,7 +548,7 @@ def test_the_difference_of_two_curves_is_over_steps_11_to_50(monkeypatch):
         ({1: 1.0}, None),
     ):
         rows = {"step": [*losses], "loss": [*losses.values()]}
-        monkeypatch.setattr(ladder_report, "published_log", lambda _, rows=rows: rows)
+        monkeypatch.setattr(ladder_report, "read_columns", lambda _, rows=rows: rows)
         assert ladder_report.published_difference(stage, stage.finished) == difference
 
 
@@ -717,7 +717,7 @@ def climbed(monkeypatch, found, *arguments):
     """The stages that a ladder would run on a machine of which `found` is known."""
     runs = []
     monkeypatch.setattr(ladder, "measure_device", lambda _: Device(**found))
-    monkeypatch.setattr(ladder, "run_stages", lambda stages, *_, **__: runs.extend(stages))
+    monkeypatch.setattr(ladder, "run_stages", lambda _, stages, *__: runs.extend(stages))
     with pytest.raises(UserError, match="no finished stage"):
         climb(*arguments)
     return {stage.name: stage for stage in runs}

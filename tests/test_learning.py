@@ -61,8 +61,7 @@ def test_a_curve_leaves_out_the_loss_before_the_first_step_unless_it_is_the_only
 @pytest.mark.usefixtures("configs")
 def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
     rungs = plan("adamw.yaml", "aa.yaml", "muon.yaml")
-    for stage in rungs:
-        stage.seeds = 3
+    rungs[0].record.seeds = 3
     seeds = [[run.config.seed for run in stage.runs] for stage in rungs]
     assert seeds == [[1, 2, 3], [101, 102, 103], [1, 2, 3]]
     for i, (adamw, aa, muon) in enumerate(zip(*(stage.runs for stage in rungs), strict=True)):
@@ -112,7 +111,7 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
 def test_every_seed_of_a_rung_runs_on_as_many_ranks(monkeypatch):
     ranks = []
     monkeypatch.setattr(
-        ladder, "run_stages", lambda runs, *_, **__: ranks.extend(run.ranks for run in runs)
+        ladder, "run_stages", lambda _, runs, *__: ranks.extend(run.ranks for run in runs)
     )
     with pytest.raises(UserError, match="no finished stage"):
         climb("adamw.yaml", "muon.yaml", "--seeds", "2", *OFF, "--nproc_per_node", "2")

@@ -14,7 +14,7 @@ from measure.interleaved.rounds import (
     steps_of_a_turn,
     training_side,
 )
-from measure.ladder.record import Device, Predictions, Run, settings
+from measure.ladder.record import Device, Predictions, Record, Run, settings
 from measure.ladder.stages import Stage
 from runtime.errors import why_it_failed
 from runtime.report import describe_duration, machine
@@ -80,18 +80,18 @@ def predict_stages(stages: Sequence[Stage], device: Device) -> None:
 def is_to_be_run(stage: Stage, device: Device) -> bool:
     """True unless this machine and device have finished a stage; if losses are compared, any."""
     run = stage.finished
-    if run is None or stage.seeds:
+    if run is None or stage.record.seeds:
         return run is None
     return run.summary.machine != machine() or device.name not in (None, run.summary.device)
 
 
-def run_stages(stages: Sequence[Stage], seeds: int, device: Device) -> None:
+def run_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
     """Run stages, and keep the finished runs, and the failures, in the record.
 
     With seeds only losses are compared, so several runs of one rank train at once: as many as there
     are seeds, GPUs, or cores for them.
     """
-    at_once = min(seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
+    at_once = min(record.seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
     if any(stage.ranks > 1 for stage in stages):
         at_once = 1
     for i in range(0, len(stages), at_once):
@@ -100,7 +100,7 @@ def run_stages(stages: Sequence[Stage], seeds: int, device: Device) -> None:
         print(f"== {i + len(together)} of {len(stages)}: {names}", flush=True)
         errors = run_commands([stage.command for stage in together])
         for stage, error in zip(together, errors, strict=True):
-            record, name = stage.record, stage.name
+            name = stage.name
             run = None if error else Run.read(record.folder / name)
             if run and not run.summary.interrupted:
                 record.runs[name] = run

@@ -216,7 +216,7 @@ def report_learning(ladder: str, stages: Sequence[Stage]) -> None:
         title=f"What the rungs of {ladder} learn",
         figures=FIGURES,
         rows=rows,
-        about=[f"{steps:,} steps of {tokens:,} tokens; seeds of each rung: {first.seeds}."],
+        about=[f"{steps:,} steps of {tokens:,} tokens; seeds of each rung: {len(first.runs)}."],
         cards=[card_of(row["stage"], files[row["stage"]], files[row["base"]]) for row in rows],
         meaning="In brackets: a 95% interval, of the speed by the sign test over interleaved "
         "rounds, of the tokens by Student's t over the seeds, of the time by both.",

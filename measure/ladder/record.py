@@ -181,20 +181,21 @@ def settings(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=IRRELEVANT) | resolved
 
 
-def differences(there: Mapping[str, Any], here: Config) -> str:
-    """List the settings in which a stored run differs: `batch_size 1 there, 2 here`.
+def differences(there: Sequence[Mapping[str, Any]], here: Sequence[Config]) -> str:
+    """List the settings in which stored runs differ: `batch_size 1 there, 2 here`.
 
     Another version of this code may have stored its options: a missing one has its default, and an
     unknown one is ignored if it is off.
     """
-    known = Config.model_fields
-    kept = {n: v for n, v in there.items() if n in known or str(v).lower() not in OFF}
-    try:
-        ran, wanted = settings(load(Config, kept)), settings(here)
-    except UserError as error:
-        return str(error)
-    return ", ".join(
-        f"{name} {show(ran[name])} there, {show(wanted[name])} here"
-        for name in wanted
-        if ran[name] != wanted[name]
-    )
+    found = dict[str, None]()  # a set in order
+    for stored, config in zip(there, here, strict=True):
+        known = Config.model_fields
+        kept = {n: v for n, v in stored.items() if n in known or str(v).lower() not in OFF}
+        try:
+            ran, wanted = settings(load(Config, kept)), settings(config)
+        except UserError as error:
+            return str(error)
+        for name, value in wanted.items():
+            if ran[name] != value:
+                found[f"{name} {show(ran[name])} there, {show(value)} here"] = None
+    return ", ".join(found)

@@ -14,12 +14,12 @@ from measure.ladder.explain import card_of
 from measure.ladder.quick import SUFFIX
 from measure.ladder.record import LIMITS, Run, curve, differences, read_columns
 from measure.ladder.stages import (
+    REFERENCE,
     Stage,
     factor,
     in_place_of_bf16,
     published,
     published_factor,
-    published_log,
     series,
     series_folder,
 )
@@ -115,11 +115,11 @@ def write_report(stages: Sequence[Stage], **parts: Any) -> None:
 def left_out(stages: Iterable[Stage]) -> Iterator[str]:
     """Yield a line for each run and comparison that has other settings."""
     for stage in stages:
-        record = stage.record
-        run, found = record.runs.get(stage.name), record.comparisons.get(stage.key)
-        if run and (differing := differences(run.config, stage.config)):
+        run = stage.record.runs.get(stage.name)
+        found = stage.record.comparisons.get(stage.key) if stage.base else None
+        if run and (differing := differences([run.config], [stage.config])):
             yield f"note: {stage.name} is left out: {differing}"
-        elif found and stage.base and (differing := stage.differences_of_sides(found)):
+        elif found and (differing := differences(found.settings, stage.sides)):
             yield f"note: the interleaved rounds of {stage.key} are left out: {differing}"
 
 
@@ -186,7 +186,7 @@ def published_difference(stage: Stage, run: Run) -> float | None:
     """
     if not stage.published.log:
         return None
-    logs = (run.log, published_log(stage.published.log))
+    logs = (run.log, read_columns(REFERENCE / stage.published.log))
     ours, published = (dict(zip(*curve(log), strict=True)) for log in logs)
     differences = [abs(ours[s] - published[s]) for s in COMPARED if s in ours and s in published]
     return statistics.fmean(differences) if differences else None
@@ -215,7 +215,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     ]
     published = {
         stage.name: {
-            "published": curve(published_log(stage.published.log)),
+            "published": curve(read_columns(REFERENCE / stage.published.log)),
             "measured": curve(run.log),
         }
         for stage, run in done
@@ -251,10 +251,10 @@ def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> lis
         log, ranks = run.log, run.summary.world_size
         tokens, times = stage.config.tokens_per_step, curve(log, "dt_ms")[1]
         curves.append(curve_of(card.title, *curve(log), times, tokens_per_step=tokens(ranks)))
-        if name := stage.published.log:
-            log, label = published_log(name), f"{card.title}, published"
+        if path := stage.published.log:
+            log, label = read_columns(REFERENCE / path), f"{card.title}, published"
             # Times that were read without waiting for the GPU mean nothing.
-            times = curve(log, "dt_ms")[1] if stage.published.ms_per_step else []
+            times = curve(log, "dt_ms")[1] if stage.published.tokens_per_sec else []
             published.append(
                 curve_of(label, *curve(log), times, tokens_per_step=tokens(1), published=True)
             )

@@ -23,7 +23,6 @@ from config import (
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import to_flags
 from measure.ladder.record import (
-    Columns,
     Device,
     Planned,
     Record,
@@ -49,7 +48,7 @@ RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config"}
 class Published(BaseModel, frozen=True):
     """Published figures of a stage; None if there are none."""
 
-    log: str | None = None  # the stem of its log in logs/reference/, or the path of one
+    log: Path | None = None  # relative to logs/reference/, or absolute
     device: str | None = None  # the times were measured on it
     ms_per_step: float | None = None
     tokens_per_sec: float | None = None
@@ -74,7 +73,6 @@ class Stage:
     base: "Stage | None" = None  # the stage that it is compared with; None for the first
     published: Published = NOTHING_PUBLISHED
     ranks: int = 1
-    seeds: int = 0  # 0 to compare the speed alone
     rung: str = ""  # names its comparison in the record (default: its own name)
 
     @property
@@ -90,9 +88,8 @@ class Stage:
     @property
     def planned(self) -> Planned:
         """The stage as the ladder's record has it."""
-        inside = self.file.is_relative_to(ROOT)
-        config = self.file.relative_to(ROOT) if inside else self.file
-        return Planned(config=config.as_posix(), options=self.options, ranks=self.ranks)
+        config = str(self.file).removeprefix(f"{ROOT}/")
+        return Planned(config=config, options=self.options, ranks=self.ranks)
 
     @property
     def command(self) -> list[str]:
@@ -116,7 +113,7 @@ class Stage:
     @functools.cached_property
     def runs(self) -> "list[Stage]":
         """The stages to train: this one, or one for each seed, from its config's own on."""
-        seeds = range(self.config.seed, self.config.seed + self.seeds)
+        seeds = range(self.config.seed, self.config.seed + self.record.seeds)
         bases = self.base.runs if self.base else [None for _ in seeds]
         return [
             self.variant(f"{self.name}_seed_{seed}", [f"--seed={seed}"], base=base)
@@ -124,22 +121,21 @@ class Stage:
         ] or [self]
 
     @property
+    def sides(self) -> list[Config]:
+        """The configs that are compared: the base's and its own."""
+        return [self.base.config, self.config] if self.base else []
+
+    @property
     def finished(self) -> Run | None:
         """The finished run with these very settings."""
         run = self.record.runs.get(self.name)
-        return run if run and not differences(run.config, self.config) else None
+        return run if run and not differences([run.config], [self.config]) else None
 
     @property
     def comparison(self) -> Comparison | None:
         """The comparison of this stage with its base, both with these very settings."""
-        found = self.record.comparisons.get(self.key)
-        return found if found and self.base and not self.differences_of_sides(found) else None
-
-    def differences_of_sides(self, found: Comparison) -> str:
-        """List the settings in which the sides of a comparison differ from this stage's."""
-        assert self.base
-        both = zip(found.settings, (self.base.config, self.config), strict=True)
-        return " and ".join(dict.fromkeys(filter(None, (differences(*pair) for pair in both))))
+        found = self.record.comparisons.get(self.key) if self.base else None
+        return found if found and not differences(found.settings, self.sides) else None
 
 
 # ---- which stages there are
@@ -256,9 +252,8 @@ def instead_of_bf16(config: Config, device: Device) -> list[str]:
     """
     if not config.bf16 or (device.bf16 and not device.slow_bf16):
         return []
-    if device.slow_bf16:
-        return ["--no-bf16"]
-    return ["--no-bf16", *["--fp16"] * ("fp16" not in EXCLUDED_BY.get(config.optimizer, {}))]
+    is_excluded = device.slow_bf16 or "fp16" in EXCLUDED_BY.get(config.optimizer, {})
+    return ["--no-bf16"] if is_excluded else ["--no-bf16", "--fp16"]
 
 
 def in_place_of_bf16(stages: Sequence[Stage]) -> str:
@@ -291,7 +286,7 @@ def ablated(whole: Stage) -> dict[str, tuple[Stage, Stage]]:
     off = {
         name: flags
         for name, flags in switched_off(whole.config).items()
-        if name in CHANGE_LOSS or not whole.seeds
+        if name in CHANGE_LOSS or not whole.record.seeds
     }
 
     def without(names: Iterable[str], name: str, base: Stage | None = None) -> Stage:
@@ -337,27 +332,18 @@ def published(path: Path) -> Published:
         name = path.relative_to(CONFIG_DIR).with_suffix("").as_posix()
         with open(PUBLISHED, newline="") as file:
             for row in csv.DictReader(file):
-                if row.pop("config") == name:
-                    return Published.model_validate({k: v or None for k, v in row.items()})
+                if row["config"] == name:
+                    return Published.model_validate({k: v for k, v in row.items() if v})
     for log in (path.with_suffix(".csv"), REFERENCE / f"{path.parent.name}_{path.stem}.csv"):
         if log.is_file():
-            return Published(log=str(log), device="published", **times_of(log))
+            return Published(log=log, device="published", tokens_per_sec=median_of(log))
     return NOTHING_PUBLISHED
 
 
-def times_of(log: Path) -> dict[str, float]:
-    """Return the medians of a log's times, without the first steps; empty if it has none."""
-    columns = read_columns(log)
-    timed = {
-        "ms_per_step": curve(columns, "dt_ms")[1][NOT_TIMED:],
-        "tokens_per_sec": curve(columns, "tokens_per_sec")[1][NOT_TIMED:],
-    }
-    return {name: statistics.median(values) for name, values in timed.items() if values}
-
-
-def published_log(log: str) -> Columns:
-    """Read a published log."""
-    return read_columns(Path(log) if log.endswith(".csv") else REFERENCE / f"{log}.csv")
+def median_of(log: Path, column: str = "tokens_per_sec") -> float | None:
+    """Return the median of a log's speeds, without the first steps; None if it has none."""
+    values = curve(read_columns(log), column)[1][NOT_TIMED:]
+    return statistics.median(values) if values else None
 
 
 def factor(ours: Published, theirs: Published, figure: str) -> float | None:
