@@ -2,7 +2,6 @@
 
 import csv
 import io
-import itertools
 import json
 import os
 import re
@@ -735,20 +734,6 @@ def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(monkeyp
     Path("data/fineweb").mkdir(parents=True)
     Path("data/fineweb/fineweb_train_000000.bin").touch()
     assert "ddp" in climbed(monkeypatch, {"gpus": 2}, "speedup")
-
-
-def test_a_climb_runs_again_what_has_other_settings_though_its_device_could_not_be_measured(
-    monkeypatch,
-):
-    finished("speedup", of_runs=["--batch_size=1"], bf16=False, medium=True)
-    ran = []
-    monkeypatch.setattr(ladder, "measure_device", lambda _: Device())
-    monkeypatch.setattr(climbing, "run_commands", lambda commands: ran.extend(commands) or ["x"])
-    with pytest.raises(UserError, match="failed: speedup3: x"):
-        climb("speedup", "--stages", "3", *OFF)
-    names = [command[-1].removeprefix("--run_name=") for command in ran]
-    assert names == ["baseline", "speedup3"]
-    assert {"--batch_size=1", "--no-bf16"}.isdisjoint(itertools.chain(*ran))
 
 
 def test_interleaved_rounds_that_last_half_a_second_are_announced(monkeypatch, capsys):

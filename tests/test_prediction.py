@@ -119,19 +119,19 @@ def rungs(tmp_path, monkeypatch):
 
 
 def predictions(folder):
-    predicted = Record.load(folder).predicted
-    return predicted.stages if predicted else {}
+    return Record.load(folder).predicted.stages
 
 
 @pytest.mark.usefixtures("forked_processes", "rungs")
 def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(capsys):
     stages = plan("plain.yaml")
-    stages[0].record.predicted = Predictions(where="elsewhere", rates=rates(), stages={})
+    stages[0].record.predicted = Predictions(where="elsewhere", rates=rates())
     predict_stages(stages, rates(tflops={"bfloat16": 1.0}))
     assert capsys.readouterr().out == "note: nothing is predicted: KeyError: 'float32'\n"
-    assert stages[0].record.predicted is None
+    assert stages[0].record.predicted.rates.tflops == {"bfloat16": 1.0}
     predict_stages(stages, Device(name="cpu"))
     assert "rates could not be measured" in capsys.readouterr().out
+    assert stages[0].record.predicted == Predictions()
 
 
 @pytest.mark.usefixtures("forked_processes")

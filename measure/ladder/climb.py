@@ -51,21 +51,20 @@ def predict_stages(stages: Sequence[Stage], device: Device) -> None:
     was timed.
     """
     record, alone = stages[0].record, [stage for stage in stages if stage.ranks == 1]
-    where, kept = f"{machine()}; {device.name}", record.predicted
-    if not kept or kept.where != where:
-        record.predicted = None
+    where = f"{machine()}; {device.name}"
+    if record.predicted.where != where:
+        record.predicted = Predictions()
         if not device.tflops or None in (device.gigabytes_per_s, device.launch_us):
             print("note: nothing is predicted, as the device's rates could not be measured")
             return
-        kept = Predictions(where=where, rates=device, stages={})
-    configs = [stage.config for stage in alone]
-    found, problem = in_fresh_process("measure.ladder.roofline:predict_all", configs, kept.rates)
+        record.predicted = Predictions(where=where, rates=device)
+    rates, configs = record.predicted.rates, [stage.config for stage in alone]
+    found, problem = in_fresh_process("measure.ladder.roofline:predict_all", configs, rates)
     if problem:
         print(f"note: nothing is predicted: {problem}")
         return
-    predicted = dict(zip((stage.name for stage in alone), found, strict=True))
-    kept.stages |= predicted
-    record.predicted = kept
+    predicted = record.predicted.stages
+    predicted.update(zip((stage.name for stage in alone), found, strict=True))
     record.save()
     for stage in alone:
         if stage.base in alone:

@@ -16,8 +16,17 @@ from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, read_rows
 FILE = "ladder.json"
 LIMITS = ("arithmetic", "memory", "launches")  # an operation takes as long as the slowest
 # Options that change neither the results of a run nor its speed
-IRRELEVANT = {"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every"}
-IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
+IRRELEVANT = {
+    "run_name",
+    "log_dir",
+    "data_dir",
+    "resume",
+    "timeout",
+    "checkpoint_every",
+    "keep_last",
+    "tensorboard",
+    "wandb",
+}
 OFF = {"false", "none", "null", "0", "0.0", ""}  # values of a stored option, in lower case
 
 
@@ -127,8 +136,8 @@ class Predictions(BaseModel):
     """The predictions of a ladder, and the rates behind them."""
 
     where: str = ""  # machine and device of the rates; not stored before 2026-11-24
-    rates: Device
-    stages: dict[str, Prediction]
+    rates: Device = Device()
+    stages: dict[str, Prediction] = {}
 
 
 class Planned(BaseModel):
@@ -148,12 +157,12 @@ class Record(BaseModel):
 
     runs: dict[str, Run] = {}
     comparisons: dict[str, Comparison] = {}  # each stage with its base
-    predicted: Predictions | None = None
+    predicted: Predictions = Predictions()
     folder: Path = Field(default=Path(), exclude=True)
     failed: dict[str, str] = Field(default={}, exclude=True)  # errors of this climb, by stage
 
     def fail(self, name: str, error: str) -> None:
-        """Note that a stage has failed; the other ones go on."""
+        """Print and keep the error of a stage; the other stages still run."""
         print(f"failed: {name}: {error}", flush=True)
         self.failed[name] = error
 

@@ -24,7 +24,7 @@ from measure.ladder.stages import (
     series_folder,
 )
 from measure.report.page import curve_of
-from measure.report.pictures import LOSS, Curve, draw_panels
+from measure.report.pictures import LOSS, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row
 from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS
@@ -137,8 +137,7 @@ def where_of(places: Iterable[tuple[str, str | None]]) -> str:
 def rows_of(stages: Sequence[Stage]) -> list[Row]:
     """Return a row for each finished stage. Losses in nats per token, memory in MiB."""
     rows: dict[str, Row] = {}
-    predictions = stages[0].record.predicted
-    predicted = predictions.stages if predictions else {}
+    predicted = stages[0].record.predicted.stages
     for stage in stages:
         base = stage.base or stage
         run, result = stage.finished, stage.comparison
@@ -263,12 +262,13 @@ def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> lis
 
 def plot_runs(folders: Sequence[str], path: Path) -> None:
     """Draw the loss curves of any runs in one picture. Raises UserError for one without a log."""
-    panels: dict[str, dict[str, Curve]] = {"training": {}, "validation": {}}
-    for folder in map(Path, folders):
-        panels["training"][str(folder)] = curve(read_columns(folder / "log.csv"))
-        if (folder / "eval.csv").exists():
-            evaluations = read_columns(folder / "eval.csv", EVAL_COLUMNS)
-            panels["validation"][str(folder)] = curve(evaluations, "val_loss")
+    training, validation = {}, {}
+    for folder in folders:
+        training[folder] = curve(read_columns(Path(folder, "log.csv")))
+        evaluated = Path(folder, "eval.csv")
+        if evaluated.exists():
+            validation[folder] = curve(read_columns(evaluated, EVAL_COLUMNS), "val_loss")
+    panels = {"training": training, "validation": validation}
     draw_panels(path, {title: drawn for title, drawn in panels.items() if drawn}, "step", LOSS)
     print(f"wrote {path}")
 
