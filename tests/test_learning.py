@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-import ladder
 from config import load_config
 from measure.ladder import climb as climbing
 from measure.ladder.learning import mean_of, rows_of, share_of_tokens, steps_to
@@ -13,7 +12,6 @@ from runtime.errors import UserError
 from runtime.runlog import read_rows
 from tests.conftest import TINY
 from tests.test_ladder import (
-    OFF,
     climb,
     fake_run,
     nothing_is_known_of_this_machine,  # noqa: F401  # applies to each test here too
@@ -108,14 +106,14 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
 
 
 @pytest.mark.usefixtures("configs")
-def test_every_seed_of_a_rung_runs_on_as_many_ranks(monkeypatch):
-    ranks = []
-    monkeypatch.setattr(
-        ladder, "run_stages", lambda _, runs, *__: ranks.extend(run.ranks for run in runs)
-    )
-    with pytest.raises(UserError, match="no finished stage"):
-        climb("adamw.yaml", "muon.yaml", "--seeds", "2", *OFF, "--nproc_per_node", "2")
-    assert ranks == [2] * 4
+def test_every_seed_of_a_rung_runs_on_as_many_ranks_and_a_run_on_fewer_does_not_count():
+    (stage,) = plan("adamw.yaml")
+    stage.record.seeds, stage.ranks = 2, 2
+    for run in stage.runs:
+        fake_run(run)
+        assert run.finished
+        run.finished.summary.world_size = 1
+        assert not run.finished
 
 
 @pytest.mark.usefixtures("configs")

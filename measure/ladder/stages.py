@@ -127,9 +127,11 @@ class Stage:
 
     @property
     def finished(self) -> Run | None:
-        """The finished run with these very settings."""
+        """The finished run with these very settings, on as many ranks."""
         run = self.record.runs.get(self.name)
-        return run if run and not differences([run.config], [self.config]) else None
+        if not run or run.summary.world_size != self.ranks:
+            return None
+        return None if differences([run.config], [self.config]) else run
 
     @property
     def comparison(self) -> Comparison | None:
@@ -146,10 +148,8 @@ def series_folder(name: str) -> Path | None:
 
     The speedup series is in configs/ itself. None: there is no such folder.
     """
-    folder = CONFIG_DIR if name == SPEEDUP else Path(name)
-    places = (folder, CONFIG_DIR / name)
-    found = (folder.resolve() for folder in places)
-    return next((f for f in found if f.is_dir() and any(f.glob("*.yaml"))), None)
+    places = (CONFIG_DIR if name == SPEEDUP else Path(name), CONFIG_DIR / name)
+    return next((place.resolve() for place in places if any(place.glob("*.yaml"))), None)
 
 
 def series(folder: Path) -> list[Path]:
