@@ -127,7 +127,7 @@ class Stage:
 
     @property
     def finished(self) -> Run | None:
-        """The finished run with these very settings, on as many ranks."""
+        """The finished run with these very settings and this number of ranks."""
         run = self.record.runs.get(self.name)
         if not run or run.summary.world_size != self.ranks:
             return None
