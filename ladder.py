@@ -15,48 +15,39 @@ python ladder.py --plot logs/a logs/b                 loss curves of any runs in
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from config import MFU, Config, step_seconds, total_seconds
-from measure.interleaved.options import without_end
+from config import Config
 from measure.interleaved.ratio import FEWEST
-from measure.interleaved.rounds import LEFT_OUT, split_command_line, steps_of_a_turn
-from measure.ladder.device import Device, measure_device
-from measure.ladder.learning import (
-    report_learned_ablation,
-    report_learning,
-    runs_of_ablation,
-    with_seeds,
+from measure.interleaved.rounds import split_command_line
+from measure.ladder.climb import (
+    announce,
+    interleave_stages,
+    is_to_be_compared,
+    is_to_be_run,
+    measure_device,
+    predict_stages,
+    run_stages,
 )
-from measure.ladder.prediction import predict_stages
+from measure.ladder.learning import report_learned_ablation, report_learning
 from measure.ladder.quick import ROUNDS, SUFFIX, quick_stages
-from measure.ladder.record import Record
+from measure.ladder.record import Device, Record
 from measure.ladder.report import across, plot_runs, report, report_ablation
-from measure.ladder.rungs import ablated, interleave_stages, is_to_be_compared, run_alone
 from measure.ladder.stages import (
-    CHANGE_LOSS,
     Stage,
+    ablated,
     ladder_of,
     make_stage,
-    make_stage_here,
     plan,
     planned_before,
-    run_stages,
-    series_folder,
-    series_names,
-    to_be_run,
     with_bases,
 )
 from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import sole_writer
-from runtime.report import describe_duration
 from runtime.start import start
-
-QUICK = f"speedup{SUFFIX}"
-SHORTER = "--rounds 6 or 0, and -- --max_steps 10; finished runs are kept"
 
 
 class LadderOptions(Options):
@@ -99,149 +90,129 @@ class LadderOptions(Options):
 def check(options: LadderOptions) -> None:
     """Raise UserError for options that contradict each other."""
     if not options.configs:
-        names = ", ".join(series_names())
-        raise UserError(f"name a series ({names}), a folder of configs, or config files")
-    if options.ablate + options.across + options.plot > 1:
-        raise UserError("--ablate, --across and --plot exclude each other; choose one")
+        raise UserError("name a series such as speedup, a folder of configs, or config files")
     without_effect = {
-        "stages": ("ablate", "across", "plot"),
-        "nproc_per_node": ("quick", "ablate", "across", "plot"),
-        "seeds": ("across", "plot"),
+        "across": ("plot", "ablate", "stages", "nproc_per_node", "seeds"),
+        "plot": ("ablate", "stages", "nproc_per_node", "seeds"),
+        "ablate": ("quick", "stages", "nproc_per_node"),
+        "quick": ("nproc_per_node", "seeds"),
     }
-    for name, others in without_effect.items():
-        for other in others:
-            if name in options.model_fields_set and getattr(options, other):
-                raise UserError(f"--{name} has no effect with --{other}; leave it out")
-    needs_rounds = options.ablate and not options.seeds
-    if 0 < options.rounds < FEWEST or (needs_rounds and not options.rounds):
+    for mode, names in without_effect.items():
+        for name in names:
+            if getattr(options, mode) and name in options.model_fields_set:
+                raise UserError(f"--{name} has no effect with --{mode}; leave it out")
+    if 0 < options.rounds < FEWEST:
         raise UserError(f"--rounds {options.rounds}: at least {FEWEST} make an interval")
-    if options.quick and (options.configs != ("speedup",) or options.seeds or options.ablate):
+    if options.quick and options.configs != ("speedup",):
         raise UserError("--quick: is for the speedup ladder: python ladder.py speedup --quick")
-    if options.ablate and (len(options.configs) > 1 or series_folder(options.configs[0])):
+    if options.ablate and len(options.configs) > 1:
         raise UserError("--ablate takes one config, such as speedup10.yaml")
 
 
+def name_of(options: LadderOptions) -> str:
+    """Return the ladder's name, which is its folder's."""
+    if options.ablate:
+        return f"ablate_{Path(options.configs[0]).stem}"
+    return ladder_of(options.configs)[0] + SUFFIX * options.quick
+
+
 def chosen(stages: list[Stage], names: Sequence[str]) -> list[Stage]:
-    """Return the first stage and the named ones, by name or number, or all. UserError."""
-    numbers = {re.sub(r"^(speedup|opt)(?=\d)", "", stage.name): stage for stage in stages}
-    known = numbers | {stage.name: stage for stage in stages}
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"--stages {unknown[0]}: no such stage; there are {', '.join(numbers)}")
-    wanted = [stages[0], *(known[name] for name in names)] if names else stages
-    return [stage for stage in stages if stage in wanted]
+    """Return the first stage and the named ones, by name or number, or all. Raises UserError."""
+
+    def short(name: str) -> str:
+        return re.sub(r"^(speedup|opt)(?=\d)", "", name)
+
+    known, wanted = [short(stage.name) for stage in stages], [short(name) for name in names]
+    if unknown := [name for name in wanted if name not in known]:
+        raise UserError(f"--stages {unknown[0]}: no such stage; there are {', '.join(known)}")
+    return [
+        stage
+        for name, stage in zip(known, stages, strict=True)
+        if not names or stage is stages[0] or name in wanted
+    ]
 
 
-def planned(options: LadderOptions, of_runs: list[str], device: Device) -> tuple[str, list[Stage]]:
-    """Return the ladder's name and its stages on a device, as in `plan`. Raises UserError."""
+def planned(
+    options: LadderOptions, record: Record, of_runs: list[str], device: Device
+) -> list[Stage]:
+    """Return the stages on a device; of an ablation, the one of its config. Raises UserError."""
+    if options.ablate:
+        return [make_stage("all", options.configs[0], record, of_runs, device)]
     if options.quick:
-        return QUICK, quick_stages(Path(options.log_dir, QUICK), of_runs, device)
-    ladder, stages = plan(options.configs, options.log_dir, of_runs, device)
+        return quick_stages(record, of_runs, device)
+    stages = plan(options.configs, record, of_runs, device)
     ranks = options.nproc_per_node or device.gpus
-    if ladder != "speedup":
+    if name_of(options) != "speedup":
         for stage in stages:
             stage.ranks = options.nproc_per_node or 1
     elif ranks > 1:
-        ddp = make_stage_here("ddp", "ddp", stages[0].record, of_runs, device)
+        ddp = make_stage("ddp", "ddp", record, of_runs, device)
         ddp.ranks = ranks
         corpus = Path(ddp.config.data_dir, ddp.config.dataset)
         if options.nproc_per_node or any(corpus.glob("*.bin")):
             stages.append(ddp)
-        else:
-            print("note: no stage ddp without its corpus: python data/fineweb.py writes it")
-    return ladder, stages
+    return stages
 
 
-def climb(options: LadderOptions, of_runs: list[str]) -> list[str]:
-    """Run the stages, interleave each with its base, and report; returns the failures."""
-    device = None
+def climb(options: LadderOptions, of_runs: list[str]) -> None:
+    """Run the stages, interleave each with its base, and report. Raises SystemExit if one fails."""
+    name, device = name_of(options), Device()
+    record = Record.load(Path(options.log_dir, name))
     if options.report_only:  # the record has the stages that were climbed
-        ladder = QUICK if options.quick else ladder_of(options.configs)[0]
-        record = Record.load(Path(options.log_dir, ladder))
-        stages, seeds = planned_before(record, of_runs), options.seeds or record.seeds
+        stages, record.seeds = planned_before(record, of_runs), options.seeds or record.seeds
     else:
-        _, stages = planned(options, of_runs, Device())
-        device = measure_device(stages[0].config.device)
-        ladder, stages = planned(options, of_runs, device)
-        record, seeds = stages[0].record, options.seeds or (3 if stages[0].config.eval_every else 0)
-        record.stages, record.seeds = {stage.name: stage.planned for stage in stages}, seeds
-    rungs = {stage.name: with_seeds(stage, seeds) for stage in chosen(stages, options.stages)}
-    stages = with_bases([runs[0] for runs in rungs.values()])
-    if device:
-        rounds = options.rounds
-        if options.quick and "rounds" not in options.model_fields_set:
-            rounds = ROUNDS
-        with sole_writer(record.folder):
-            record.save()
-            runs = by_seed(rungs)
-            runs_now = to_be_run(runs, options.rerun, seeds, device)
-            compared = [
-                stage
-                for stage in stages[1:]
-                if rounds and is_to_be_compared(stage, options.rerun, device)
-            ]
-            announce(runs_now, compared, rounds, options, device)
-            predict_stages(stages, device)
-            run_stages(runs, options.rerun, seeds, device)
-            if rounds:
-                alone = [stage for stage in stages if run_alone(stage)]
-                interleave_stages(alone, rounds, options.rerun, device)
-    return report_learning(ladder, rungs) if seeds else report(ladder, stages)
-
-
-def announce(
-    runs: Sequence[Stage],
-    compared: Sequence[Stage],
-    rounds: int,
-    options: LadderOptions,
-    device: Device,
-) -> None:
-    """Print how long it takes to run stages, and to interleave stages with their bases."""
-    work = [(run.config, run.config.max_steps) for run in runs]
-    for stage in compared if device.tflops else ():
-        turn = steps_of_a_turn(step_seconds(stage.config, device.tflops))
-        work.append((without_end(stage.config), 2 * (LEFT_OUT + rounds * turn)))
-    processes = [stage.config for stage in (*runs, *compared, *compared)]
-    has_quick = options.configs == ("speedup",) and not options.quick
-    shorter = f"--quick, {SHORTER}" if has_quick else SHORTER
-    print(
-        describe_duration(total_seconds(work, device.tflops, processes), MFU, shorter), flush=True
-    )
-
-
-def by_seed(rungs: Mapping[str, Sequence[Stage]]) -> list[Stage]:
-    """List one seed of all rungs before the next, so finished runs can be compared at any time."""
-    return [*chain(*zip(*rungs.values(), strict=True))]
-
-
-def ablate(options: LadderOptions, of_runs: list[str]) -> list[str]:
-    """Compare and report the optimizations of a config; returns the failures."""
-    (config,) = options.configs
-    title, device = Path(config).stem, None
-    record = Record.load(Path(options.log_dir) / f"ablate_{title}")
-    seeds = options.seeds or (record.seeds if options.report_only else 0)
+        device = measure_device(planned(options, Record(), of_runs, device)[0].config.device)
+        stages = planned(options, record, of_runs, device)
+        compares_losses = stages[0].config.eval_every and not options.ablate
+        record.seeds = options.seeds or (3 if compares_losses else 0)
+        record.stages = {stage.name: stage.planned for stage in stages}
+    for stage in stages:
+        if record.seeds and not stage.config.eval_every:
+            raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
+    stages = with_bases(chosen(stages, options.stages))
+    compared, rungs = [stage.runs[0] for stage in stages], {}
+    if options.ablate:
+        rungs = ablated(stages[0])
+        if not rungs:
+            raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
+        compared = [*chain(*rungs.values())]
+        sides = {side.name: side for rung in compared for side in (rung.base, rung) if side}
+        stages = [*sides.values()] if record.seeds else []  # speeds are compared without runs
     if not options.report_only:
-        record.seeds = seeds
-        device = measure_device(make_stage("all", config, record, of_runs).config.device)
-        with_all = make_stage_here("all", config, record, of_runs, device)
-        record.stages["all"], of_runs = with_all.planned, with_all.options
-    elif "all" in record.stages:
-        of_runs = [*record.stages["all"].options, *of_runs]
-    rungs = ablated(config, of_runs, record, CHANGE_LOSS if seeds else Config.model_fields)
-    if not rungs:
-        what = "that changes the loss" if seeds else "on"
-        raise UserError(f"{config}: has no optimization {what}, so there is nothing to ablate")
-    runs_of = runs_of_ablation(rungs, seeds) if seeds else {}
-    if device:
-        with sole_writer(record.folder):
-            if seeds:
-                runs = by_seed(runs_of)
-                announce(to_be_run(runs, options.rerun, seeds, device), [], 0, options, device)
-                run_stages(runs, options.rerun, seeds, device)
-            else:
-                interleave_stages([*chain(*rungs.values())], options.rounds, options.rerun, device)
-    if seeds:
-        return report_learned_ablation(title, [*rungs], runs_of)
-    return report_ablation(title, rungs)
+        run(options, stages, compared, device)
+    if options.ablate and record.seeds:
+        report_learned_ablation(name, rungs, stages)
+    elif options.ablate:
+        report_ablation(name, rungs)
+    else:
+        (report_learning if record.seeds else report)(name, stages)
+    if record.failed:
+        raise SystemExit(1)
+
+
+def run(
+    options: LadderOptions, stages: Sequence[Stage], compared: Sequence[Stage], device: Device
+) -> None:
+    """Run stages, and interleave the `compared` ones with their bases."""
+    record, rounds = compared[0].record, options.rounds
+    if options.quick and "rounds" not in options.model_fields_set:
+        rounds = ROUNDS
+    # one seed of all stages before the next, so that they can be compared at any time
+    runs = [*chain(*zip(*(stage.runs for stage in stages), strict=True))]
+    to_run = [run for run in runs if options.rerun or is_to_be_run(run, device)]
+    if options.ablate and record.seeds:  # losses alone are compared
+        rounds = 0
+    to_compare = [
+        stage for stage in compared if rounds and is_to_be_compared(stage, options.rerun, device)
+    ]
+    with sole_writer(record.folder):
+        record.save()
+        announce(to_run, to_compare, rounds, device)
+        if not options.ablate:
+            predict_stages(compared, device)
+        run_stages(record, to_run, device)
+        ran = [s for s in to_compare if s.finished and s.base and s.base.finished]
+        interleave_stages(to_compare if options.ablate else ran, rounds, device)
 
 
 def main(options: LadderOptions, of_runs: list[str]) -> None:
@@ -251,8 +222,8 @@ def main(options: LadderOptions, of_runs: list[str]) -> None:
         across(options.configs, Path(options.log_dir) / "across")
     elif options.plot:
         plot_runs(options.configs, Path("comparison.png"))
-    elif (ablate if options.ablate else climb)(options, of_runs):
-        raise SystemExit(1)
+    else:
+        climb(options, of_runs)
 
 
 if __name__ == "__main__":

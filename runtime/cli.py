@@ -12,7 +12,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
@@ -177,13 +177,10 @@ def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
 # ---- YAML files
 
 
-def find_config(
-    name: str, folder: Path = Path(), also: Callable[[], Sequence[str]] = tuple
-) -> Path:
+def find_config(name: str, folder: Path = Path()) -> Path:
     """Return the file that `--config name`, or `base: name` in a file in `folder`, means.
 
-    `also`: returns names that are allowed in place of a file. Raises ConfigError, which names the
-    nearest.
+    Raises ConfigError, which names the nearest.
     """
     for place in (folder, CONFIG_DIR):
         for path in (place / name, place / f"{name}.yaml"):
@@ -192,7 +189,7 @@ def find_config(
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
     asked = name.removesuffix(".yaml")
-    near = did_you_mean(asked, [*also(), *known])
+    near = did_you_mean(asked, known)
     if not near:
         nearest = difflib.get_close_matches(asked, known, n=5, cutoff=0)
         near = f", which has {len(known)} files, such as {', '.join(nearest)}"

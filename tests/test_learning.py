@@ -4,29 +4,20 @@ import json
 
 import pytest
 
-import ladder
 from config import load_config
-from measure.ladder import stages
-from measure.ladder.learning import (
-    means_of,
-    rows_of,
-    share_of_tokens,
-    steps_to,
-    with_seeds,
-)
+from measure.ladder import climb as climbing
+from measure.ladder.learning import mean_of, rows_of, share_of_tokens, steps_to
+from measure.ladder.record import Record
 from runtime.errors import UserError
 from runtime.runlog import read_rows
 from tests.conftest import TINY
 from tests.test_ladder import (
-    OFF,
     climb,
     fake_run,
     nothing_is_known_of_this_machine,  # noqa: F401  # applies to each test here too
     plan,
     table,
 )
-
-EVAL = "step,val_loss\n"
 
 
 @pytest.fixture
@@ -56,42 +47,33 @@ def test_the_share_of_tokens_is_seed_by_seed_and_none_if_one_never_gets_there():
 
 def fake_losses(run, *losses):
     fake_run(run)
-    rows = "".join(f"{4 * i},{loss}\n" for i, loss in enumerate(losses))
-    (run.folder / "eval.csv").write_text(EVAL + rows)
+    steps = [4 * i for i in range(len(losses))]
+    run.finished.eval |= {"step": steps, "val_loss": [*losses]}
 
 
-@pytest.mark.usefixtures("configs")
 def test_a_curve_leaves_out_the_loss_before_the_first_step_unless_it_is_the_only_common_one():
-    (stage,) = plan("adamw.yaml")
-    runs = with_seeds(stage, 2)
-    fake_losses(runs[0], 6.0, 5.0)
-    fake_losses(runs[1], 7.0, 4.0)
-    assert means_of({"adamw": runs}) == {"adamw": ([4], [4.5])}
-    (runs[1].folder / "eval.csv").write_text(f"{EVAL}0,7.0\n3,4.0\n")  # the clock ended it
-    runs[1].forget()
-    assert means_of({"adamw": runs}) == {"adamw": ([0], [6.5])}
+    assert mean_of([{0: 6.0, 4: 5.0}, {0: 7.0, 4: 4.0}]) == ([4], [4.5])
+    assert mean_of([{0: 6.0, 4: 5.0}, {0: 7.0, 3: 4.0}]) == ([0], [6.5])  # the clock ended it
 
 
 @pytest.mark.usefixtures("configs")
 def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
-    rungs = {
-        stage.name: with_seeds(stage, 3) for stage in plan("adamw.yaml", "aa.yaml", "muon.yaml")
-    }
-    seeds = [[run.config.seed for run in runs] for runs in rungs.values()]
+    rungs = plan("adamw.yaml", "aa.yaml", "muon.yaml")
+    rungs[0].record.seeds = 3
+    seeds = [[run.config.seed for run in stage.runs] for stage in rungs]
     assert seeds == [[1, 2, 3], [101, 102, 103], [1, 2, 3]]
-    for i in range(3):
+    for i, (adamw, aa, muon) in enumerate(zip(*(stage.runs for stage in rungs), strict=True)):
         noise = 0.01 * i
-        fake_losses(rungs["adamw"][i], 6.0, 5.0, 4.0 + noise)
-        fake_losses(rungs["aa"][i], 6.0, 5.0, 4.02 - noise)
-        fake_losses(rungs["muon"][i], 6.0, 4.0 + noise, 3.0 + noise)
+        fake_losses(adamw, 6.0, 5.0, 4.0 + noise)
+        fake_losses(aa, 6.0, 5.0, 4.02 - noise)
+        fake_losses(muon, 6.0, 4.0 + noise, 3.0 + noise)
     adamw, aa, muon = rows_of(rungs)
     assert (f"{adamw['loss']:.4f}", adamw["lower"]) == ("4.0100 +- 0.0248", None)
     assert f"{aa['lower']:.4f}".endswith(" (within noise)")
     assert (muon["base"], f"{muon['lower']:.4f}") == ("adamw", "1.0000 +- 0.0000")
     assert str(muon["tokens_share"]) == "0.500 (0.500 to 0.500)"
     assert muon["time_share"].value == pytest.approx(0.5)  # at the same speed
-    (rungs["muon"][2].folder / "summary.json").unlink()
-    rungs["muon"][2].forget()
+    del rungs[2].record.runs["muon_seed_3"]
     assert [row["stage"] for row in rows_of(rungs)] == ["adamw", "aa"]
 
 
@@ -99,7 +81,7 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
 def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(stages, "cores", lambda: 2 * stages.CORES_OF_A_RUN)
+    monkeypatch.setattr(climbing, "cores", lambda: 2 * climbing.CORES_OF_A_RUN)
     command = ["adamw.yaml", "muon.yaml", "--seeds", "2", "--rounds", "0"]
     assert climb(*command) == 0
     assert "== 2 of 4: adamw_seed_1, muon_seed_1\n" in capsys.readouterr().out
@@ -113,8 +95,9 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     assert page.index('id="chart"') < page.index('id="view"') < page.index("<article")
     assert (folder / "learning.png").is_file()
     before = [log.stat().st_mtime_ns for log in logs]
-    summary = folder / names[0] / "summary.json"  # of another machine: its loss counts
-    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"machine": "another"}))
+    record = Record.load(folder)
+    record.runs[names[0]].summary.machine = "another"  # its loss counts
+    record.save()
     assert climb(*command) == 0
     assert [log.stat().st_mtime_ns for log in logs] == before
     (folder / "results.csv").unlink()
@@ -123,20 +106,20 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
 
 
 @pytest.mark.usefixtures("configs")
-def test_every_seed_of_a_rung_runs_on_as_many_ranks(monkeypatch):
-    ranks = []
-    monkeypatch.setattr(
-        ladder, "run_stages", lambda runs, *_, **__: ranks.extend(run.ranks for run in runs)
-    )
-    with pytest.raises(UserError, match="no finished stage"):
-        climb("adamw.yaml", "muon.yaml", "--seeds", "2", *OFF, "--nproc_per_node", "2")
-    assert ranks == [2] * 4
+def test_every_seed_of_a_rung_runs_on_as_many_ranks_and_a_run_on_fewer_does_not_count():
+    (stage,) = plan("adamw.yaml")
+    stage.record.seeds, stage.ranks = 2, 2
+    for run in stage.runs:
+        fake_run(run)
+        assert run.finished
+        run.finished.summary.world_size = 1
+        assert not run.finished
 
 
 @pytest.mark.usefixtures("configs")
-def test_a_config_without_evaluations_has_nothing_to_compare(tmp_path):
-    with pytest.raises(UserError, match="sets no eval_every"):
-        with_seeds(plan("baseline", folder=tmp_path)[0], 2)
+def test_a_config_without_evaluations_has_nothing_to_compare():
+    with pytest.raises(UserError, match="baseline: sets no eval_every"):
+        climb("adamw.yaml", "baseline", "--seeds", "2")
 
 
 @pytest.mark.usefixtures("configs", "forked")
@@ -156,17 +139,17 @@ def test_an_ablation_over_seeds_trains_each_optimization_on_first_and_off_last(t
     assert {name: options for name, (options, _) in ended.items()} == {
         "none_seed_1": ("adamw", 0.0),
         "init_first_seed_1": ("adamw", 0.0),
-        "init_last_seed_1": ("muon", 1.0),
+        "without_init_seed_1": ("muon", 1.0),
         "optimizer_first_seed_1": ("muon", 0.0),
-        "optimizer_last_seed_1": ("adamw", 1.0),
+        "without_optimizer_seed_1": ("adamw", 1.0),
         "grad_clip_first_seed_1": ("adamw", 1.0),
-        "grad_clip_last_seed_1": ("muon", 0.0),
+        "without_grad_clip_seed_1": ("muon", 0.0),
         "all_seed_1": ("muon", 1.0),
     }
     loss = {name.removesuffix("_seed_1"): loss for name, (_, loss) in ended.items()}
     rows = table(folder / "results.csv")
     assert float(rows["optimizer"]["first"]) == loss["none"] - loss["optimizer_first"]
-    assert float(rows["optimizer"]["last"]) == loss["optimizer_last"] - loss["all"]
+    assert float(rows["optimizer"]["last"]) == loss["without_optimizer"] - loss["all"]
     (folder / "results.csv").unlink()
     assert climb("--ablate", "both.yaml", "--report_only") == 0
     assert table(folder / "results.csv") == rows

@@ -8,13 +8,12 @@ import torch
 
 import ladder
 from config import load_config
-from measure.ladder import prediction, roofline
-from measure.ladder.device import Device
-from measure.ladder.record import Predictions, Record
+from measure.ladder import roofline
+from measure.ladder.climb import predict_stages
+from measure.ladder.record import Device, Predictions, Record
 from measure.ladder.roofline import count, fuse, predict
-from measure.ladder.stages import plan
 from tests.conftest import CPU, ROOT, TINY
-from tests.test_ladder import climb
+from tests.test_ladder import climb, plan
 
 SMALL = TINY | {"seq_len": 32, "batch_size": 4}
 FAST = {"float32": 1e9, "bfloat16": 1e9}
@@ -120,19 +119,19 @@ def rungs(tmp_path, monkeypatch):
 
 
 def predictions(folder):
-    predicted = Record.load(folder).predicted
-    return predicted.stages if predicted else {}
+    return Record.load(folder).predicted.stages
 
 
 @pytest.mark.usefixtures("forked_processes", "rungs")
 def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(capsys):
-    stages = plan(["plain.yaml"], "logs", [], Device())[1]
-    stages[0].record.predicted = Predictions(where="elsewhere", rates=rates(), stages={})
-    prediction.predict_stages(stages, rates(tflops={"bfloat16": 1.0}))
+    stages = plan("plain.yaml")
+    stages[0].record.predicted = Predictions(where="elsewhere", rates=rates())
+    predict_stages(stages, rates(tflops={"bfloat16": 1.0}))
     assert capsys.readouterr().out == "note: nothing is predicted: KeyError: 'float32'\n"
-    assert stages[0].record.predicted is None
-    prediction.predict_stages(stages, Device(name="cpu"))
+    assert stages[0].record.predicted.rates.tflops == {"bfloat16": 1.0}
+    predict_stages(stages, Device(name="cpu"))
     assert "rates could not be measured" in capsys.readouterr().out
+    assert stages[0].record.predicted == Predictions()
 
 
 @pytest.mark.usefixtures("forked_processes")
@@ -149,14 +148,14 @@ def test_a_ladder_predicts_factors_before_it_runs_and_goes_on_with_the_rates_of_
     assert found["bf16"].tokens_per_sec == pytest.approx(
         2 * found["plain"].tokens_per_sec, rel=0.01
     )
-    stages = plan(["plain.yaml"], "logs", [], Device())[1]
-    prediction.predict_stages(stages, rates(name="another GPU"))
+    stages = plan("plain.yaml")
+    predict_stages(stages, rates(name="another GPU"))
     assert predictions(rungs).keys() == {"plain"}
 
 
 @pytest.mark.usefixtures("rungs")
 def test_runs_of_several_ranks_are_not_predicted():
-    (stage,) = plan(["plain.yaml"], "logs", [], Device())[1]
+    (stage,) = plan("plain.yaml")
     stage.ranks = 2
-    prediction.predict_stages([stage], rates())
+    predict_stages([stage], rates())
     assert stage.record.predicted.stages == {}

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from measure.ladder.stages import ROOT, base_of
+from measure.ladder.stages import ROOT, bases
 from measure.report.report import Card
 from runtime.cli import read_yaml_mapping
 
@@ -28,25 +28,16 @@ OTHERS = ("_", "describe", "notes", "to_yaml", "advice")  # methods that only de
 def card_of(name: str, file: Path, base: Path) -> Card:
     """Explain the stage of a config over the stage of another one."""
     title, why = explained(file)
-    title = title or name
+    title, below = title or name, bases(file)
+    skipped = below[: below.index(base)] if base in below else []
     if file == base and name != file.stem:
         title, why = "The same again", ["It differs by its seed alone: its factor is noise (A/A)."]
-    elif any(between.stem in CHANGE_SPEED for between in skipped(file, base)):
+    elif any(between.stem in CHANGE_SPEED for between in skipped):
         title += ", and all before it"
     options = [option for option in read_yaml_mapping(file) if option != "base" and file != base]
     options = [option for option in options if option not in BESIDE] or options
     code = [*dict.fromkeys(itertools.chain(*map(code_of, options)))]
     return Card(name, title, base.stem, why, changes(file), code)
-
-
-def skipped(file: Path, base: Path) -> list[Path]:
-    """Return the configs between a config and one that it changes, the nearest first."""
-    found: list[Path] = []
-    while below := base_of(file):
-        if below == base:
-            return found
-        found.append(file := below)
-    return []
 
 
 def explained(file: Path) -> tuple[str, list[str]]:
@@ -56,9 +47,8 @@ def explained(file: Path) -> tuple[str, list[str]]:
     """
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    title, *rest = [line.lstrip("# ") for line in comment] or [""]
-    paragraphs = "\n".join(rest).split("\n\n")
-    return title.removesuffix("."), [" ".join(p.split()) for p in paragraphs if p]
+    title, _, rest = "\n".join(line.lstrip("# ") for line in comment).partition("\n")
+    return title.removesuffix("."), [" ".join(p.split()) for p in rest.split("\n\n") if p]
 
 
 def changes(file: Path) -> str:

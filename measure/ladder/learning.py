@@ -12,19 +12,17 @@ from itertools import chain
 from typing import Any
 
 from measure.interleaved.ratio import mean_over_seeds, product
-from measure.ladder import rungs as speeds
 from measure.ladder.explain import card_of
+from measure.ladder.record import curve
+from measure.ladder.report import rows_of as speeds_of
 from measure.ladder.report import where_of, write_report
-from measure.ladder.stages import Stage, make_stage, with_bases
+from measure.ladder.stages import Stage
 from measure.report.page import curve_of
-from measure.report.pictures import draw_losses
+from measure.report.pictures import LOSS, draw_panels
 from measure.report.report import Card, Figure, Row
-from runtime.errors import UserError
 from runtime.report import Estimate
-from runtime.runlog import curve
 
 Curve = dict[int, float]  # validation loss by step
-Rungs = Mapping[str, Sequence[Stage]]  # the runs of each rung, one per seed
 NOISE = (
     "after +-: the half width of the mean's 95% interval over the seeds, by Student's t; within "
     "noise: the interval contains 0. The apparent worth of a rung that adds nothing is noise too"
@@ -75,55 +73,16 @@ WORTH = [
 ]
 
 
-def with_seeds(stage: Stage, seeds: int, name: str = "") -> list[Stage]:
-    """Return a run of the stage for each seed: the one of its config, the next, ...
-
-    With 0 seeds, return the stage itself. `name`: of the runs, without the seed. Raises UserError
-    for a config that does not evaluate.
-    """
-    if not seeds:
-        return [stage]
-    name, first = name or stage.name, stage.config.seed
-    if not stage.config.eval_every:
-        raise UserError(f"{name}: sets no eval_every, so it has no validation loss")
-    return [
-        make_stage(
-            f"{name}_seed_{seed}",
-            str(stage.file),
-            stage.record,
-            [*stage.options, f"--seed={seed}"],
-            ranks=stage.ranks,
-        )
-        for seed in range(first, first + seeds)
-    ]
+def losses_of(stage: Stage) -> list[Curve]:
+    """Return the validation losses of each seed of a stage; none unless all have finished."""
+    finished = [run.finished for run in stage.runs]
+    curves = [dict(zip(*curve(run.eval, "val_loss"), strict=True)) for run in finished if run]
+    return curves if len(curves) == len(finished) else []
 
 
-def runs_of_ablation(
-    rungs: Mapping[str, tuple[Stage, Stage]], seeds: int
-) -> dict[str, list[Stage]]:
-    """Return the runs of an ablation: of `none` and `all` optimizations, of each alone
-    (`NAME_first`), and of all but each (`NAME_last`).
-    """
-    named = dict[str, Stage | None]()
-    for first, last in rungs.values():
-        named |= {"none": first.base, "all": last, first.name: first, last.name: last.base}
-    return {name: with_seeds(stage, seeds, name) for name, stage in named.items() if stage}
-
-
-def val_losses(run: Stage) -> Curve:
-    """Return the validation losses of a finished run."""
-    assert run.finished
-    return dict(zip(*curve(run.finished.eval, "val_loss"), strict=True))
-
-
-def last(losses: Curve) -> float:
-    """Return the final loss."""
-    return losses[max(losses)]
-
-
-def finished(rungs: Rungs) -> Rungs:
-    """Return the rungs whose runs have all finished."""
-    return {name: runs for name, runs in rungs.items() if all(run.finished for run in runs)}
+def last(curves: Sequence[Curve]) -> list[float]:
+    """Return the final loss of each seed."""
+    return [losses[max(losses)] for losses in curves]
 
 
 def steps_to(losses: Curve, loss: float) -> float | None:
@@ -143,7 +102,7 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Estimate |
     """
     logs = []
     for losses, theirs in zip(ours, first, strict=True):
-        step = steps_to(losses, last(theirs))
+        step = steps_to(losses, theirs[max(theirs)])
         if not step:
             return None
         logs.append(math.log(step / max(theirs)))
@@ -151,30 +110,34 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Estimate |
     return Estimate(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
 
 
-def lower_by(base: Sequence[float], ours: Sequence[float]) -> Estimate:
-    """Return the mean decrease of the loss from the base to a rung, seed by seed."""
-    return mean_over_seeds([theirs - loss for theirs, loss in zip(base, ours, strict=True)])
+def lower_by(base: Sequence[Curve], ours: Sequence[Curve]) -> Estimate | None:
+    """Return the mean decrease of the final loss from the base to a rung, seed by seed; None if one
+    of them has not finished.
+    """
+    if not base or not ours:
+        return None
+    pairs = zip(last(base), last(ours), strict=True)
+    return mean_over_seeds([theirs - loss for theirs, loss in pairs])
 
 
-def rows_of(rungs: Rungs) -> list[Row]:
+def rows_of(stages: Sequence[Stage]) -> list[Row]:
     """Return a row for each finished rung; none if the first one is not finished."""
-    curves = {name: [val_losses(run) for run in runs] for name, runs in finished(rungs).items()}
-    ends = {name: [last(losses) for losses in of_seeds] for name, of_seeds in curves.items()}
-    heads = with_bases([runs[0] for runs in rungs.values()])
-    names = {stage.name: name for stage, name in zip(heads, rungs, strict=True)}
-    speed_rows = {row["stage"]: row for row in speeds.rows_of(heads)}
-    first, rows = next(iter(rungs)), list[Row]()
-    for name in curves if first in curves else []:
-        head = rungs[name][0]
-        base, speed = names[(head.base or head).name], speed_rows[head.name]["over_first"]
-        is_compared = base in curves and base != name
-        tokens = Estimate(1.0) if name == first else share_of_tokens(curves[name], curves[first])
+    curves = {stage.name: losses_of(stage) for stage in stages}
+    heads = [stage.runs[0] for stage in stages]
+    speeds = {row["stage"]: row["over_first"] for row in speeds_of(heads)}
+    first, rows = stages[0], list[Row]()
+    for stage, head in zip(stages, heads, strict=True):
+        base, ours = stage.base or stage, curves[stage.name]
+        if not (ours and curves[first.name]):
+            continue
+        is_first, speed = stage is first, speeds[head.name]
+        tokens = Estimate(1.0) if is_first else share_of_tokens(ours, curves[first.name])
         rows.append(
             {
-                "stage": name,
-                "base": base,
-                "loss": mean_over_seeds(ends[name]),
-                "lower": lower_by(ends[base], ends[name]) if is_compared else None,
+                "stage": stage.name,
+                "base": base.name,
+                "loss": mean_over_seeds(last(ours)),
+                "lower": None if is_first else lower_by(curves[base.name], ours),
                 "tokens_share": tokens,
                 "speed": speed,
                 "time_share": tokens and product([tokens, speed.inverse]),
@@ -183,47 +146,22 @@ def rows_of(rungs: Rungs) -> list[Row]:
     return rows
 
 
-def report_learned_ablation(title: str, names: Sequence[str], rungs: Rungs) -> list[str]:
-    """Report the decrease of the loss by each optimization: on first, and on last."""
-    ends = {name: [last(val_losses(run)) for run in runs] for name, runs in finished(rungs).items()}
-    rows = list[Row]()
-    for name in names:
-        pairs = {"first": ("none", f"{name}_first"), "last": (f"{name}_last", "all")}
-        row: Row = {
-            column: lower_by(ends[base], ends[other])
-            for column, (base, other) in pairs.items()
-            if base in ends and other in ends
-        }
-        if row:
-            rows.append({"optimization": name, **row})
-    return write_losses(
-        rungs,
-        title=f"What each optimization of {title} learns",
-        figures=WORTH,
-        rows=rows,
-        meaning="All other options, such as learning rates, stay as they are.",
-    )
-
-
-def means_of(rungs: Rungs) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the validation losses of each finished rung, means over the seeds."""
-    means = {}
-    for name, runs in rungs.items():
-        of_seeds = [val_losses(run) for run in runs]
-        steps = [step for step in of_seeds[0] if all(step in losses for losses in of_seeds)]
-        steps = steps[1:] or steps  # the first evaluation comes before any training
-        means[name] = steps, [statistics.fmean(c[step] for c in of_seeds) for step in steps]
-    return means
+def mean_of(curves: Sequence[Curve]) -> tuple[list[int], list[float]]:
+    """Return the steps that all seeds have, and the mean of their losses at each."""
+    steps = [step for step in curves[0] if all(step in losses for losses in curves)]
+    steps = steps[1:] or steps  # the first evaluation comes before any training
+    return steps, [statistics.fmean(losses[step] for losses in curves) for step in steps]
 
 
 def write_losses(
-    rungs: Rungs, about: Sequence[str] = (), cards: Sequence[Card] = (), **parts: Any
-) -> list[str]:
+    stages: Sequence[Stage], about: Sequence[str] = (), cards: Sequence[Card] = (), **parts: Any
+) -> None:
     """Write a report with the mean losses of the finished rungs, as `write_report` does."""
-    runs, means = [*chain(*rungs.values())], means_of(finished(rungs))
+    runs = [*chain(*(stage.runs for stage in stages))]
     summaries = [run.finished.summary for run in runs if run.finished]
+    means = {stage: mean_of(curves) for stage in stages if (curves := losses_of(stage))}
     titles = {card.name: card.title for card in cards}
-    failures = write_report(
+    write_report(
         runs,
         about=[*about, *dict.fromkeys(summary.about for summary in summaries)],
         where=where_of((summary.machine, summary.day) for summary in summaries),
@@ -231,36 +169,55 @@ def write_losses(
         cards=cards,
         curves=[
             curve_of(
-                titles.get(name, name),
+                titles.get(stage.name, stage.name),
                 *losses,
-                tokens_per_step=rungs[name][0].config.tokens_per_step(rungs[name][0].ranks),
+                tokens_per_step=stage.config.tokens_per_step(stage.ranks),
             )
-            for name, losses in means.items()
+            for stage, losses in means.items()
         ],
         learns=True,
         **parts,
     )
-    draw_losses(runs[0].record.folder / "learning.png", {}, means)
-    return failures
+    drawn = {stage.name: losses for stage, losses in means.items()}
+    draw_panels(runs[0].record.folder / "learning.png", {"validation": drawn}, "step", LOSS)
 
 
-def report_learning(ladder: str, rungs: Rungs) -> list[str]:
+def report_learned_ablation(
+    ladder: str, rungs: Mapping[str, tuple[Stage, Stage]], stages: Sequence[Stage]
+) -> None:
+    """Report the decrease of the loss by each optimization: on first, and on last.
+
+    `stages`: all sides of the rungs.
+    """
+    curves = {stage.name: losses_of(stage) for stage in stages}
+    rows = list[Row]()
+    for optimization, both in rungs.items():
+        first, last = (
+            lower_by(curves[rung.base.name], curves[rung.name]) for rung in both if rung.base
+        )
+        if first or last:
+            rows.append({"optimization": optimization, "first": first, "last": last})
+    write_losses(
+        stages,
+        title=f"What each optimization of {ladder.removeprefix('ablate_')} learns",
+        figures=WORTH,
+        rows=rows,
+        meaning="All other options, such as learning rates, stay as they are.",
+    )
+
+
+def report_learning(ladder: str, stages: Sequence[Stage]) -> None:
     """Report the losses of the finished rungs, with learning.png, as in `write_report`."""
-    rows, first = rows_of(rungs), next(iter(rungs.values()))
-    config, tokens = first[0].config, first[0].config.tokens_per_step(first[0].ranks)
-    cards = [
-        card_of(row["stage"], rungs[row["stage"]][0].file, rungs[row["base"]][0].file)
-        for row in rows
-    ]
-    return write_losses(
-        rungs,
+    rows, first = rows_of(stages), stages[0]
+    steps, tokens = first.config.max_steps, first.config.tokens_per_step(first.ranks)
+    files = {stage.name: stage.file for stage in stages}
+    write_losses(
+        stages,
         title=f"What the rungs of {ladder} learn",
         figures=FIGURES,
         rows=rows,
-        about=[
-            f"{config.max_steps:,} steps of {tokens:,} tokens; seeds of each rung: {len(first)}.",
-        ],
-        cards=cards,
+        about=[f"{steps:,} steps of {tokens:,} tokens; seeds of each rung: {len(first.runs)}."],
+        cards=[card_of(row["stage"], files[row["stage"]], files[row["base"]]) for row in rows],
         meaning="In brackets: a 95% interval, of the speed by the sign test over interleaved "
         "rounds, of the tokens by Student's t over the seeds, of the time by both.",
     )

@@ -2,7 +2,7 @@
 
 import torch
 
-from measure.ladder.device import Device
+from measure.ladder.record import Device
 from runtime.device import (
     NOTED_SLOWDOWN,
     choose_device,

@@ -2,14 +2,12 @@
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import Config, step_seconds
-from measure.ladder.device import Device
 from measure.ladder.explain import CHANGE_SPEED
-from measure.ladder.record import Record
-from measure.ladder.stages import Stage, can_gain, make_stage, make_stage_here, with_bases
+from measure.ladder.record import Device, Record
+from measure.ladder.stages import Stage, can_gain, make_stage
 
 AGAIN = "baseline_again"  # the first stage with another seed: its factor is noise
 SUFFIX = "_quick"  # ends the ladder's name
@@ -65,21 +63,25 @@ def size_for(configs: Sequence[Config], device: Device) -> Size:
     return found
 
 
-def quick_stages(folder: Path, of_runs: Sequence[str], device: Device) -> list[Stage]:
-    """Return the stages with the largest small model for a device, or with the folder's own one.
+def quick_stages(record: Record, of_runs: Sequence[str], device: Device) -> list[Stage]:
+    """Return the stages with the largest small model for a device, or with the record's own one.
 
     Options of `of_runs` come last. Raises UserError for wrong ones.
     """
-    record, stages = Record.load(folder), list[Stage]()
-    full = [make_stage_here(name, name, record, [], device).config for name in CHANGE_SPEED]
-    record.size = record.size or size_for(full, device)
-    for name, config in zip(CHANGE_SPEED, full, strict=True):
-        changes = Size(*record.size).changes(config)
-        options = [*(f"--{option}={value}" for option, value in changes.items()), *of_runs]
-        stage = make_stage_here(name, name, record, options, device)
-        if can_gain(stage, device):
-            stages.append(stage)
-    first = stages[0]
-    seed = f"--seed={first.config.seed + 1}"
-    again = make_stage(AGAIN, CHANGE_SPEED[0], record, [*first.options, seed])
-    return with_bases([first, again, *stages[1:]])
+    full = [make_stage(name, name, record, [], device) for name in CHANGE_SPEED]
+    configs = [stage.config for stage in full]
+    record.size = record.size or size_for(configs, device)
+    first, *others = [
+        make_stage(
+            name,
+            name,
+            record,
+            [*(f"--{option}={value}" for option, value in changes.items()), *of_runs],
+            device,
+        )
+        for name, changes in zip(
+            CHANGE_SPEED, map(Size(*record.size).changes, configs), strict=True
+        )
+    ]
+    again = first.variant(AGAIN, [f"--seed={first.config.seed + 1}"])
+    return [first, again, *(stage for stage in others if can_gain(stage, device))]

@@ -1,40 +1,63 @@
 """All results of a ladder in one file, ladder.json: runs, comparisons, predictions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError
+from pydantic import BaseModel, Field
 
 from config import Config
 from measure.interleaved.comparison import Comparison
-from measure.ladder.device import Device
 from runtime.cli import load, read_yaml_mapping, show
 from runtime.errors import UserError
 from runtime.files import write_json
-from runtime.runlog import EVAL_COLUMNS, Row, read_rows
+from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, read_rows
 
 FILE = "ladder.json"
 LIMITS = ("arithmetic", "memory", "launches")  # an operation takes as long as the slowest
 # Options that change neither the results of a run nor its speed
-IRRELEVANT = {"run_name", "log_dir", "data_dir", "resume", "timeout", "checkpoint_every"}
-IRRELEVANT |= {"keep_last", "tensorboard", "wandb"}
+IRRELEVANT = {
+    "run_name",
+    "log_dir",
+    "data_dir",
+    "resume",
+    "timeout",
+    "checkpoint_every",
+    "keep_last",
+    "tensorboard",
+    "wandb",
+}
 OFF = {"false", "none", "null", "0", "0.0", ""}  # values of a stored option, in lower case
 
 
-def by_step(columns: Mapping[str, list[float | None]]) -> dict[int, Row]:
-    """Turn the columns of a log into rows."""
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return {int(row["step"] or 0): row for row in rows}
+Columns = dict[str, list[float | None]]  # of a CSV file; an empty cell is None
 
 
-def by_column(rows: Mapping[int, Row]) -> dict[str, list[float | None]]:
-    """Turn the rows of a log into columns, which take less space in a file."""
-    names = next(iter(rows.values()), {})
-    return {name: [row[name] for row in rows.values()] for name in names}
+class Device(BaseModel, frozen=True):
+    """A device and its measured rates. A rate is missing if it could not be measured."""
+
+    name: str | None = None
+    gpus: int = 0
+    memory_mb: float | None = None  # free before the ladder begins
+    tflops: dict[str, float] = {}  # rate of a large matmul by dtype; `tf32` if the device has it
+    gigabytes_per_s: float | None = Field(default=None, gt=0)  # read and written by a copy
+    launch_us: float | None = None  # time of the smallest operation
+    bf16: bool = True
+    slow_bf16: bool = False  # a CPU without instructions for it, which emulates bf16
+    medium: bool = False  # a CPU on which matmul_precision `medium` is faster
 
 
-Log = Annotated[dict[int, Row], BeforeValidator(by_step), PlainSerializer(by_column)]
+def read_columns(path: Path, required: Sequence[str] = LOG_COLUMNS) -> Columns:
+    """Read a log. Raises UserError."""
+    rows = read_rows(path, required).values()
+    return {name: [row[name] for row in rows] for name in next(iter(rows), required)}
+
+
+def curve(log: Columns, column: str = "loss") -> tuple[list[int], list[Any]]:
+    """Return the steps at which a log has a value in the column, and the values."""
+    cells = zip(log["step"], log[column], strict=True)
+    points = {int(step or 0): value for step, value in cells if value is not None}
+    return list(points), list(points.values())
 
 
 class Summary(BaseModel, allow_inf_nan=False, extra="allow"):
@@ -67,22 +90,22 @@ class Summary(BaseModel, allow_inf_nan=False, extra="allow"):
 
 
 class Run(BaseModel):
-    """A finished run, as the files in its folder have it."""
+    """A finished run."""
 
     config: dict[str, Any]
     summary: Summary
-    log: Log
-    eval: Log = {}
+    log: Columns
+    eval: Columns = {}
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Read a run's folder. Raises OSError, ValidationError and UserError."""
+        """Read a run's folder."""
         evaluated = folder / "eval.csv"
-        return cls.model_construct(
-            log=read_rows(folder / "log.csv"),
-            eval=read_rows(evaluated, EVAL_COLUMNS) if evaluated.exists() else {},
-            summary=Summary.model_validate_json((folder / "summary.json").read_bytes()),
+        return cls(
             config=read_yaml_mapping(folder / "config.yaml"),
+            summary=Summary.model_validate_json((folder / "summary.json").read_bytes()),
+            log=read_columns(folder / "log.csv"),
+            eval=read_columns(evaluated, EVAL_COLUMNS) if evaluated.exists() else {},
         )
 
 
@@ -113,8 +136,8 @@ class Predictions(BaseModel):
     """The predictions of a ladder, and the rates behind them."""
 
     where: str = ""  # machine and device of the rates; not stored before 2026-11-24
-    rates: Device
-    stages: dict[str, Prediction]
+    rates: Device = Device()
+    stages: dict[str, Prediction] = {}
 
 
 class Planned(BaseModel):
@@ -134,20 +157,22 @@ class Record(BaseModel):
 
     runs: dict[str, Run] = {}
     comparisons: dict[str, Comparison] = {}  # each stage with its base
-    predicted: Predictions | None = None
+    predicted: Predictions = Predictions()
     folder: Path = Field(default=Path(), exclude=True)
+    failed: dict[str, str] = Field(default={}, exclude=True)  # errors of this climb, by stage
+
+    def fail(self, name: str, error: str) -> None:
+        """Print and keep the error of a stage; the other stages still run."""
+        print(f"failed: {name}: {error}", flush=True)
+        self.failed[name] = error
 
     @classmethod
     def load(cls, folder: Path) -> "Record":
-        """Read a ladder's record; without one, it is empty. Raises UserError if it is damaged."""
-        path, record = folder / FILE, cls()
-        try:
-            if path.exists():
-                record = cls.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            problem = error.errors()[0]["msg"]
-            raise UserError(f"{path}: is damaged: {problem}; delete it or restore it") from None
-        return record.model_copy(update={"folder": folder})
+        """Read a ladder's record; without one, it is empty."""
+        path = folder / FILE
+        record = cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
+        record.folder = folder
+        return record
 
     def save(self) -> None:
         """Write ladder.json."""
@@ -165,20 +190,21 @@ def settings(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=IRRELEVANT) | resolved
 
 
-def differences(there: Mapping[str, Any], here: Config) -> str:
-    """List the settings in which a stored run differs: `batch_size 1 there, 2 here`.
+def differences(there: Sequence[Mapping[str, Any]], here: Sequence[Config]) -> str:
+    """List the settings in which stored runs differ: `batch_size 1 there, 2 here`.
 
     Another version of this code may have stored its options: a missing one has its default, and an
     unknown one is ignored if it is off.
     """
-    known = Config.model_fields
-    kept = {n: v for n, v in there.items() if n in known or str(v).lower() not in OFF}
-    try:
-        ran, wanted = settings(load(Config, kept)), settings(here)
-    except UserError as error:
-        return str(error)
-    return ", ".join(
-        f"{name} {show(ran[name])} there, {show(wanted[name])} here"
-        for name in wanted
-        if ran[name] != wanted[name]
-    )
+    found = dict[str, None]()  # a set in order
+    for stored, config in zip(there, here, strict=True):
+        known = Config.model_fields
+        kept = {n: v for n, v in stored.items() if n in known or str(v).lower() not in OFF}
+        try:
+            ran, wanted = settings(load(Config, kept)), settings(config)
+        except UserError as error:
+            return str(error)
+        for name, value in wanted.items():
+            if ran[name] != value:
+                found[f"{name} {show(ran[name])} there, {show(value)} here"] = None
+    return ", ".join(found)

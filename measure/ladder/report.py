@@ -2,30 +2,36 @@
 
 import csv
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from measure.interleaved.comparison import Comparison
+from measure.interleaved.ratio import product
 from measure.ladder.explain import card_of
 from measure.ladder.quick import SUFFIX
-from measure.ladder.record import Run
-from measure.ladder.rungs import COMPARED, counterpart, rows_of
+from measure.ladder.record import LIMITS, Run, curve, differences, read_columns
 from measure.ladder.stages import (
+    REFERENCE,
     Stage,
+    factor,
     in_place_of_bf16,
-    published_rows,
+    published,
+    published_factor,
     series,
     series_folder,
 )
 from measure.report.page import curve_of
-from measure.report.pictures import draw_losses, draw_panels
+from measure.report.pictures import LOSS, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row
-from runtime.errors import UserError
 from runtime.report import Estimate
-from runtime.runlog import EVAL_COLUMNS, curve, read_rows
+from runtime.runlog import EVAL_COLUMNS
 
+COMPARED = range(11, 51)  # steps over which loss curves are compared
+# figures of a run's summary in its row; final_loss is missing if the last step was skipped
+SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
 FIGURES = [
     Figure("stage", "stage"),
     Figure(
@@ -95,38 +101,26 @@ FIGURES = [
         "the model's FLOPs per second over the measured rate of a large matmul on this device",
     ),
     Figure("published_tokens_per_sec", "published tokens/s", ",.0f"),
-    Figure("predicted_arithmetic", "arithmetic", ".0%", "predicted share of a step"),
-    Figure("predicted_memory", "memory", ".0%", "predicted share of a step"),
-    Figure("predicted_launches", "launches", ".0%", "predicted share of a step"),
+    *(Figure(f"predicted_{limit}", limit, ".0%", "predicted share of a step") for limit in LIMITS),
 ]
 
 
-def write_report(stages: Sequence[Stage], **parts: Any) -> list[str]:
-    """Write a report with these parts, and copy the finished runs into the ladder's record.
-
-    Returns a line for each stage that failed. Raises UserError, or TrainingError after failures, if
-    nothing is finished.
-    """
+def write_report(stages: Sequence[Stage], **parts: Any) -> None:
+    """Write a report with these parts. Raises TrainingError if nothing is finished."""
     record = stages[0].record
-    failures = [f"failed: {stage.name}: {stage.error}" for stage in stages if stage.error]
-    Report(folder=record.folder, remarks=failures + left_out(stages), **parts).write()
-    record.runs |= {stage.name: stage.finished for stage in stages if stage.finished}
-    record.save()
-    return failures
+    failures = [f"failed: {name}: {error}" for name, error in record.failed.items()]
+    Report(folder=record.folder, remarks=[*failures, *left_out(stages)], **parts).write()
 
 
-def left_out(stages: Iterable[Stage]) -> list[str]:
-    """Return a line for each run and comparison that does not count, with the reason."""
-    lines = list[str]()
+def left_out(stages: Iterable[Stage]) -> Iterator[str]:
+    """Yield a line for each run and comparison that has other settings."""
     for stage in stages:
-        if stage.error:
-            continue
-        if reason := stage.run_or_reason[1]:
-            lines.append(f"note: {stage.name} is left out: {stage.folder}: {reason}")
-        elif reason := stage.comparison()[1]:
-            rounds = f"note: the interleaved rounds of {stage.name} are left out"
-            lines.append(f"{rounds}: {stage.record.folder}: {reason}")
-    return lines
+        run = stage.record.runs.get(stage.name)
+        found = stage.record.comparisons.get(stage.key) if stage.base else None
+        if run and (differing := differences([run.config], [stage.config])):
+            yield f"note: {stage.name} is left out: {differing}"
+        elif found and (differing := differences(found.settings, stage.sides)):
+            yield f"note: the interleaved rounds of {stage.key} are left out: {differing}"
 
 
 def where_of(places: Iterable[tuple[str, str | None]]) -> str:
@@ -140,7 +134,64 @@ def where_of(places: Iterable[tuple[str, str | None]]) -> str:
 # ---- a ladder
 
 
-def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
+def rows_of(stages: Sequence[Stage]) -> list[Row]:
+    """Return a row for each finished stage. Losses in nats per token, memory in MiB."""
+    rows: dict[str, Row] = {}
+    predicted = stages[0].record.predicted.stages
+    for stage in stages:
+        base = stage.base or stage
+        run, result = stage.finished, stage.comparison
+        if run is None:
+            continue
+        summary = run.summary
+        rate = summary.median_tokens_per_sec
+        ours, theirs = (predicted.get(side.name) for side in (stage, base))
+        first, before = next(iter(rows.values()), None), rows.get(base.name)
+        over_base = Estimate(rate / before["tokens_per_sec"]) if before else None
+        over_first = Estimate(rate / first["tokens_per_sec"]) if first else Estimate(1.0)
+        if result:
+            over_base = result.ratio()
+            # a product, if interleaved factors lead all the way from the first stage
+            if before and (before is first or before["over_first"].low):
+                over_first = product([before["over_first"], over_base])
+        rows[stage.name] = {
+            "stage": stage.name,
+            "ms_per_step": summary.median_dt_ms,
+            "tokens_per_sec": rate,
+            "base": base.name,
+            # interleaved, else of the tokens/s; None if the base has not run
+            "over_base": Estimate(1.0) if stage is base else over_base,
+            "rounds": result.rounds if result else 0,
+            "published_over_base": published_factor(stage.published, base.published),
+            "a100_over_base": factor(
+                published(stage.file), published(base.file), "a100_tokens_per_sec"
+            ),
+            "predicted_over_base": ours.tokens_per_sec / theirs.tokens_per_sec
+            if ours and theirs
+            else None,
+            **{f"predicted_{limit}": ours and ours.share(limit) for limit in LIMITS},
+            "over_first": over_first,
+            **summary.model_dump(include=SUMMARIZED),
+            "published_tokens_per_sec": stage.published.tokens_per_sec,
+            "loss_difference": published_difference(stage, run),  # from the published curve
+        }
+    return list(rows.values())
+
+
+def published_difference(stage: Stage, run: Run) -> float | None:
+    """Return the mean absolute difference from the published loss curve over steps 11 to 50.
+
+    Only steps that both have count; None if there are none, or no published curve.
+    """
+    if not stage.published.log:
+        return None
+    logs = (run.log, read_columns(REFERENCE / stage.published.log))
+    ours, published = (dict(zip(*curve(log), strict=True)) for log in logs)
+    differences = [abs(ours[s] - published[s]) for s in COMPARED if s in ours and s in published]
+    return statistics.fmean(differences) if differences else None
+
+
+def report(ladder: str, stages: Sequence[Stage]) -> None:
     """Report the finished stages, with speed.png and loss.png, as in `write_report`."""
     done = [(stage, stage.finished) for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
@@ -163,7 +214,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
     ]
     published = {
         stage.name: {
-            "published": curve(published_rows(stage.published.log)),
+            "published": curve(read_columns(REFERENCE / stage.published.log)),
             "measured": curve(run.log),
         }
         for stage, run in done
@@ -171,8 +222,8 @@ def report(ladder: str, stages: Sequence[Stage]) -> list[str]:
     }
     if published:
         picture = stages[0].record.folder / "loss.png"
-        draw_panels(picture, published, "step", "loss, nats per token")
-    return write_report(
+        draw_panels(picture, published, "step", LOSS)
+    write_report(
         stages,
         title="A ladder" if ladder == "ladder" else f"The {name} ladder",
         figures=FIGURES,
@@ -199,10 +250,10 @@ def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> lis
         log, ranks = run.log, run.summary.world_size
         tokens, times = stage.config.tokens_per_step, curve(log, "dt_ms")[1]
         curves.append(curve_of(card.title, *curve(log), times, tokens_per_step=tokens(ranks)))
-        if name := stage.published.log:
-            log, label = published_rows(name), f"{card.title}, published"
+        if path := stage.published.log:
+            log, label = read_columns(REFERENCE / path), f"{card.title}, published"
             # Times that were read without waiting for the GPU mean nothing.
-            times = curve(log, "dt_ms")[1] if stage.published.ms_per_step else []
+            times = curve(log, "dt_ms")[1] if stage.published.tokens_per_sec else []
             published.append(
                 curve_of(label, *curve(log), times, tokens_per_step=tokens(1), published=True)
             )
@@ -212,12 +263,13 @@ def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> lis
 def plot_runs(folders: Sequence[str], path: Path) -> None:
     """Draw the loss curves of any runs in one picture. Raises UserError for one without a log."""
     training, validation = {}, {}
-    for folder in map(Path, folders):
-        training[str(folder)] = curve(read_rows(folder / "log.csv"))
-        if (folder / "eval.csv").exists():
-            rows = read_rows(folder / "eval.csv", EVAL_COLUMNS)
-            validation[str(folder)] = curve(rows, "val_loss")
-    draw_losses(path, training, validation)
+    for folder in folders:
+        training[folder] = curve(read_columns(Path(folder, "log.csv")))
+        evaluated = Path(folder, "eval.csv")
+        if evaluated.exists():
+            validation[folder] = curve(read_columns(evaluated, EVAL_COLUMNS), "val_loss")
+    panels = {"training": training, "validation": validation}
+    draw_panels(path, {title: drawn for title, drawn in panels.items() if drawn}, "step", LOSS)
     print(f"wrote {path}")
 
 
@@ -247,11 +299,11 @@ WORTH = [
 ]
 
 
-def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> list[str]:
+def report_ablation(ladder: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> None:
     """Report two rungs for each optimization, on first and on last, as in `write_report`."""
     rows, found = list[Row](), list[Comparison]()
     for optimization, both in rungs.items():
-        first, last = (stage.comparison()[0] for stage in both)
+        first, last = (stage.comparison for stage in both)
         found += filter(None, (first, last))
         if first or last:
             rows.append(
@@ -263,9 +315,9 @@ def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> lis
                     "memory_mb_with": last and last.sides[1].peak_memory_mb,
                 }
             )
-    return write_report(
+    write_report(
         [*chain(*rungs.values())],
-        title=f"What each optimization of {title} is worth",
+        title=f"What each optimization of {ladder.removeprefix('ablate_')} is worth",
         figures=WORTH,
         rows=rows,
         about=[*dict.fromkeys(f"{r.machine}; device {r.device}, commit {r.git}" for r in found)],
@@ -276,42 +328,49 @@ def report_ablation(title: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> lis
 
 # ---- several machines
 
+PUBLISHED = {"A100, published": "a100_tokens_per_sec", "one GPU, published": "gpu_ms"}
+
 
 def across(folders: Sequence[str], out: Path) -> None:
     """Report ladders of several machines, and the published factors, beside each other.
 
-    A machine is named after the parent of its ladder's folder. Raises UserError.
+    A machine is named after the parent of its ladder's folder.
     """
-    factors: dict[str, dict[str, Estimate | None]] = {}  # over the base, by machine and stage
+    factors: dict[str, dict[str, Estimate]] = {}  # over the base, by stage and machine
     bases: dict[str, str] = {}
     files: dict[str, Path] = {}  # configs of the stages of known series
+    machines = list[str]()
     for folder in map(Path, folders):
         name = folder.resolve().parent.name
-        name = str(folder) if name in factors else name
-        factors[name], of_stages = read_factors(folder / "results.csv")
-        bases |= of_stages
+        machines.append(str(folder) if name in machines else name)
+        text = (folder / "results.csv").read_text(encoding="utf-8")
+        for row in csv.DictReader(text.splitlines()):
+            if row["base"] != row["stage"]:
+                bases[row["stage"]] = row["base"]
+                of_stage = factors.setdefault(row["stage"], {})
+                ends = [row["over_base"], row["over_base_low"], row["over_base_high"]]
+                if values := [float(end) for end in ends if end]:
+                    of_stage[machines[-1]] = Estimate(*values)
         if place := series_folder(folder.name.removesuffix(SUFFIX)):
             files |= {path.stem: path for path in series(place)}
-    known = [stage for stage, base in bases.items() if {stage, base} <= files.keys()]
-    for name, column in {
-        "A100, published": "a100_tokens_per_sec",
-        "one GPU, published": "gpu_ms",
-    }.items():
-        published = {s: counterpart(files[s], files[bases[s]], column) for s in known}
-        factors[name] = {stage: Estimate(factor) for stage, factor in published.items() if factor}
-    cards = [
-        card_of(stage, files[stage], files[bases[stage]]) if stage in known else Card(stage, stage)
-        for stage in bases
-    ]
+    cards = list[Card]()
+    for stage, base in bases.items():
+        cards.append(Card(stage, stage))
+        if {stage, base} <= files.keys():
+            cards[-1] = card_of(stage, files[stage], files[base])
+            for name, figure in PUBLISHED.items():
+                over = factor(published(files[stage]), published(files[base]), figure)
+                factors[stage] |= {name: Estimate(over)} if over else {}
+    columns = [*machines, *PUBLISHED]
     Report(
         out,
         "The factor of each optimization, by machine",
         [
             Figure("stage", "stage"),
-            *(Figure(name, name, bar=True, over="base") for name in factors),
+            *(Figure(name, name, bar=True, over="base") for name in columns),
         ],
         [
-            {"stage": card.label, **{name: of.get(card.name) for name, of in factors.items()}}
+            {"stage": card.label, **{name: factors[card.name].get(name) for name in columns}}
             for card in cards
         ],
         meaning="The speed of each stage over that of the stage that it changes. Published: the "
@@ -319,21 +378,3 @@ def across(folders: Sequence[str], out: Path) -> None:
         bars="across.png",
         cards=cards,
     ).write()
-
-
-def read_factors(path: Path) -> tuple[dict[str, Estimate | None], dict[str, str]]:
-    """Read the factor of each stage over its base, and that base, from a ladder's results.csv.
-
-    Raises OSError and UserError.
-    """
-    names = ("over_base", "over_base_low", "over_base_high")
-    factors, bases = {}, {}
-    try:
-        for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
-            values = [float(row[name]) for name in names if row[name]]
-            if row["base"] != row["stage"]:
-                bases[row["stage"]] = row["base"]
-                factors[row["stage"]] = Estimate(*values) if values else None
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{path}: is not the table of a ladder: {error}") from None
-    return factors, bases

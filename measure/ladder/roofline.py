@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from config import Config
-from measure.ladder.device import Device
-from measure.ladder.record import LIMITS, Prediction
+from measure.ladder.record import LIMITS, Device, Prediction
 from measure.preflight.estimate import Numberless
 from runtime.device import choose_device, cpu_has, usable_precision
 from runtime.world import World
@@ -146,15 +145,15 @@ def fuse(operations: list[Operation]) -> list[Operation]:
 
 def predict(config: Config, rates: Device, device: torch.device) -> Prediction:
     """Predict how long a step of the config takes on one rank, at these rates."""
+    bandwidth, launch = rates.gigabytes_per_s, rates.launch_us
+    assert bandwidth  # predict_stages requires both
+    assert launch is not None
     operations = count(config, device)
     if config.compile:
         operations = fuse(operations)
     fp32 = "float32"
     if usable_precision(device, config.fp32_precision()) != "highest":  # the precision in effect
         fp32 = "tf32" if device.type == "cuda" else "bfloat16" if cpu_has("amx_bf16") else fp32
-    bandwidth, launch = rates.gigabytes_per_s, rates.launch_us
-    assert bandwidth  # predict_stages requires both
-    assert launch is not None
     seconds = dict.fromkeys(LIMITS, 0.0)
     for op in operations:
         tflops = rates.tflops[fp32 if op.dtype == "float32" else op.dtype]

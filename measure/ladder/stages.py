@@ -1,20 +1,16 @@
-"""Plan and run the stages of a ladder, and look up their published figures."""
+"""Plan the stages of a ladder or of an ablation, and look up their published figures."""
 
-import contextlib
 import csv
 import functools
-import itertools
-import os
-import signal
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from config import (
     EXCLUDED_BY,
@@ -25,20 +21,23 @@ from config import (
     load_config,
 )
 from measure.interleaved.comparison import Comparison
-from measure.interleaved.process import start_process
-from measure.ladder.device import Device
-from measure.ladder.record import Planned, Record, Run, differences
-from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping
-from runtime.errors import UserError, why_it_failed
-from runtime.report import machine
-from runtime.runlog import Row, curve, read_rows
-from runtime.start import cores
+from measure.interleaved.options import to_flags
+from measure.ladder.record import (
+    Device,
+    Planned,
+    Record,
+    Run,
+    curve,
+    differences,
+    read_columns,
+)
+from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping, show
+from runtime.errors import UserError
 
 ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
 SPEEDUP = "speedup"
 PUBLISHED = REFERENCE / "published.csv"  # the published figures of the configs here
-CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
 NOT_TIMED = 5  # first steps, which published times leave out
 # options that change the losses of a run
 CHANGE_LOSS = ModelConfig.model_fields | DataConfig.model_fields | OptimizationConfig.model_fields
@@ -49,7 +48,7 @@ RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config"}
 class Published(BaseModel, frozen=True):
     """Published figures of a stage; None if there are none."""
 
-    log: str | None = None  # the stem of its log in logs/reference/, or the path of one
+    log: Path | None = None  # relative to logs/reference/, or absolute
     device: str | None = None  # the times were measured on it
     ms_per_step: float | None = None
     tokens_per_sec: float | None = None
@@ -59,11 +58,12 @@ class Published(BaseModel, frozen=True):
 
 
 NOTHING_PUBLISHED = Published()
+UNKNOWN = Device()
 
 
 @dataclass(eq=False)
 class Stage:
-    """A config with options, its run, and its base: a rung of a ladder or of an ablation."""
+    """A config with options, and its base: a rung of a ladder or of an ablation."""
 
     name: str
     file: Path
@@ -73,12 +73,12 @@ class Stage:
     base: "Stage | None" = None  # the stage that it is compared with; None for the first
     published: Published = NOTHING_PUBLISHED
     ranks: int = 1
-    error: str | None = None
+    rung: str = ""  # names its comparison in the record (default: its own name)
 
     @property
-    def folder(self) -> Path:
-        """The folder of its run."""
-        return self.record.folder / self.name
+    def key(self) -> str:
+        """The name of its comparison in the record."""
+        return self.rung or self.name
 
     @property
     def arguments(self) -> list[str]:
@@ -88,9 +88,8 @@ class Stage:
     @property
     def planned(self) -> Planned:
         """The stage as the ladder's record has it."""
-        inside = self.file.is_relative_to(ROOT)
-        config = self.file.relative_to(ROOT) if inside else self.file
-        return Planned(config=config.as_posix(), options=self.options, ranks=self.ranks)
+        config = str(self.file).removeprefix(f"{ROOT}/")
+        return Planned(config=config, options=self.options, ranks=self.ranks)
 
     @property
     def command(self) -> list[str]:
@@ -105,51 +104,40 @@ class Stage:
             f"--run_name={self.name}",
         ]
 
-    @functools.cached_property
-    def run_or_reason(self) -> tuple[Run | None, str]:
-        """The finished run with these very settings, from its folder or the ladder's record.
+    def variant(self, name: str, options: Sequence[str], **changes: Any) -> "Stage":
+        """Return this stage with another name and further options. Raises UserError."""
+        options = [*self.options, *options]
+        config = parse(Config, [f"--config={self.file}", *options], config_file=True)
+        return replace(self, name=name, options=options, config=config, **changes)
 
-        Otherwise None and the reason, which is empty if there is no run. It is read once; `forget`
-        it after a new run.
-        """
-        try:
-            if self.folder.is_dir():
-                run = Run.read(self.folder)
-            elif self.name in self.record.runs:
-                run = self.record.runs[self.name]
-            else:
-                return None, ""
-        except OSError:
-            return None, "not finished"
-        except ValidationError:
-            return None, "summary.json is damaged"
-        except UserError as error:
-            return None, str(error)
-        if run.summary.interrupted:
-            return None, "not finished"
-        differing = differences(run.config, self.config)
-        return (None, differing) if differing else (run, "")
+    @functools.cached_property
+    def runs(self) -> "list[Stage]":
+        """The stages to train: this one, or one for each seed, from its config's own on."""
+        seeds = range(self.config.seed, self.config.seed + self.record.seeds)
+        bases = self.base.runs if self.base else [None for _ in seeds]
+        return [
+            self.variant(f"{self.name}_seed_{seed}", [f"--seed={seed}"], base=base)
+            for seed, base in zip(seeds, bases, strict=False)
+        ] or [self]
+
+    @property
+    def sides(self) -> list[Config]:
+        """The configs that are compared: the base's and its own."""
+        return [self.base.config, self.config] if self.base else []
 
     @property
     def finished(self) -> Run | None:
-        """The finished run with these very settings."""
-        return self.run_or_reason[0]
+        """The finished run with these very settings and this number of ranks."""
+        run = self.record.runs.get(self.name)
+        if not run or run.summary.world_size != self.ranks:
+            return None
+        return None if differences([run.config], [self.config]) else run
 
-    def forget(self) -> None:
-        """Read the run again at its next use."""
-        self.__dict__.pop("run_or_reason", None)
-
-    def comparison(self) -> tuple[Comparison | None, str]:
-        """Return the comparison of this stage with its base, both with these very settings.
-
-        Otherwise None and the reason, which is empty if there is no comparison.
-        """
-        found = self.record.comparisons.get(self.name)
-        if not (found and self.base) or self.error:
-            return None, ""
-        both = zip(found.settings, (self.base.config, self.config), strict=True)
-        differing = " and ".join(dict.fromkeys(filter(None, (differences(*pair) for pair in both))))
-        return (None, differing) if differing else (found, "")
+    @property
+    def comparison(self) -> Comparison | None:
+        """The comparison of this stage with its base, both with these very settings."""
+        found = self.record.comparisons.get(self.key) if self.base else None
+        return found if found and not differences(found.settings, self.sides) else None
 
 
 # ---- which stages there are
@@ -160,36 +148,24 @@ def series_folder(name: str) -> Path | None:
 
     The speedup series is in configs/ itself. None: there is no such folder.
     """
-    folder = CONFIG_DIR if name == SPEEDUP else Path(name)
-    places = (folder, CONFIG_DIR / name)
-    found = (folder.resolve() for folder in places)
-    return next((f for f in found if f.is_dir() and any(f.glob("*.yaml"))), None)
-
-
-def series_names() -> list[str]:
-    """List the series of this project: speedup, and the folders of configs/ whose YAMLs build on
-    each other.
-    """
-    folders = {path.parent.name for path in CONFIG_DIR.glob("*/*.yaml") if base_of(path)}
-    return [SPEEDUP, *sorted(folders)]
+    places = (CONFIG_DIR if name == SPEEDUP else Path(name), CONFIG_DIR / name)
+    return next((place.resolve() for place in places if any(place.glob("*.yaml"))), None)
 
 
 def series(folder: Path) -> list[Path]:
     """List the YAMLs of a series, each after its base. Raises ConfigError."""
     patterns = ("baseline.yaml", "speedup*.yaml") if folder == CONFIG_DIR else ("*.yaml",)
-    files = [path.resolve() for pattern in patterns for path in sorted(folder.glob(pattern))]
-    bases = {path: {*files} & {base_of(path)} for path in files}
-    try:
-        return [*TopologicalSorter(bases).static_order()]
-    except CycleError as error:
-        names = " -> ".join(path.name for path in error.args[1])
-        raise UserError(f"{folder}: circular base: {names}") from None
+    files = [path.resolve() for pattern in patterns for path in folder.glob(pattern)]
+    return sorted(files, key=lambda file: (len(bases(file)), file))
 
 
-def base_of(path: Path) -> Path | None:
-    """Return the config that a config names as its base; None without one. Raises ConfigError."""
-    name = read_yaml_mapping(path).get("base")
-    return find_config(str(name), path.parent).resolve() if name else None
+def bases(path: Path) -> list[Path]:
+    """Return the configs that a config builds on, the nearest first. Raises ConfigError."""
+    read_yaml(path)  # refuses a circular base
+    found = [path]
+    while name := read_yaml_mapping(found[-1]).get("base"):
+        found.append(find_config(name, found[-1].parent).resolve())
+    return found[1:]
 
 
 def ladder_of(names: Sequence[str]) -> tuple[str, list[str]]:
@@ -201,24 +177,23 @@ def ladder_of(names: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def plan(
-    names: Sequence[str], log_dir: str, of_runs: Sequence[str], device: Device
-) -> tuple[str, list[Stage]]:
-    """Return the name and the stages of a ladder on a device, given a series or configs.
+    names: Sequence[str], record: Record, of_runs: Sequence[str], device: Device
+) -> list[Stage]:
+    """Return the stages of a ladder on a device, given a series or configs.
 
     Raises UserError for an unknown config or wrong options.
     """
-    ladder, configs = ladder_of(names)
-    record, stages = Record.load(Path(log_dir, ladder)), list[Stage]()
+    configs, stages = ladder_of(names)[1], list[Stage]()
     for config in configs:
         name = Path(config).stem
         if name in [stage.name for stage in stages]:
             name += f"_{len(stages) + 1}"
-        stage = make_stage_here(name, config, record, of_runs, device)
+        stage = make_stage(name, config, record, of_runs, device)
         if configs == [*names] or can_gain(stage, device):
             stages.append(stage)
         elif device.name:
             print(f"note: {name} is left out: {device.name} gains nothing from it")
-    return ladder, with_bases(stages)
+    return stages
 
 
 def can_gain(stage: Stage, device: Device) -> bool:
@@ -234,34 +209,40 @@ def planned_before(record: Record, of_runs: Sequence[str]) -> list[Stage]:
     """Return the stages of a ladder's record, with further options. Raises UserError."""
     stages = list[Stage]()
     for name, planned in record.stages.items():
-        options = [*planned.options, *of_runs]
-        config = str(ROOT / planned.config)
-        stages.append(make_stage(name, config, record, options, ranks=planned.ranks))
+        config, options = str(ROOT / planned.config), [*planned.options, *of_runs]
+        stages.append(replace(make_stage(name, config, record, options), ranks=planned.ranks))
     if not stages:
         raise UserError(f"{record.folder}: no finished stage to report")
-    return with_bases(stages)
-
-
-def with_bases(stages: list[Stage]) -> list[Stage]:
-    """Return the stages, each with its base: the stage which its config changes, or the one before
-    it if that is not in the list. Raises UserError for no stages.
-    """
-    if not stages:
-        raise UserError("the ladder has no stages")
-    stages[0].base = None
-    for before, stage in pairwise(stages):
-        file = base_of(stage.file)
-        stage.base = next((other for other in stages if other.file == file), before)
     return stages
 
 
-def make_stage_here(
-    name: str, config: str, record: Record, of_runs: Sequence[str], device: Device
+def with_bases(stages: list[Stage]) -> list[Stage]:
+    """Return the stages, each with its base: the stage before it which its config changes, or the
+    one right before it if there is none.
+    """
+    for i, stage in enumerate(stages[1:], 1):
+        changes = bases(stage.file)[:1]
+        changed = [other for other in stages[:i] if other.file in changes]
+        stage.base = changed[0] if changed else stages[i - 1]
+    return stages
+
+
+def make_stage(
+    name: str, config: str, record: Record, options: Sequence[str], device: Device = UNKNOWN
 ) -> Stage:
-    """Make the stage of a config as a device can run it. Raises UserError."""
-    stage = make_stage(name, config, record, of_runs)
-    instead = [] if "--bf16" in of_runs else instead_of_bf16(stage.config, device)
-    return make_stage(name, config, record, [*of_runs, *instead]) if instead else stage
+    """Make the stage of a config with options, as a device can run it. Raises UserError."""
+    path = find_config(config).resolve()
+    if taken := RESERVED & {word.partition("=")[0] for word in options}:
+        raise UserError(
+            f"{min(taken)} after --: the ladder sets it for each run; configs and --log_dir are "
+            "given before --"
+        )
+    resolved = parse(Config, [f"--config={config}", *options], config_file=True)
+    stage = Stage(name, path, [*options], resolved, record)
+    if _same_training(resolved, load_config(config)):
+        stage.published = published(path)
+    instead = [] if "--bf16" in options else instead_of_bf16(resolved, device)
+    return stage.variant(name, instead) if instead else stage
 
 
 def instead_of_bf16(config: Config, device: Device) -> list[str]:
@@ -272,9 +253,8 @@ def instead_of_bf16(config: Config, device: Device) -> list[str]:
     """
     if not config.bf16 or (device.bf16 and not device.slow_bf16):
         return []
-    if device.slow_bf16:
-        return ["--no-bf16"]
-    return ["--no-bf16", *["--fp16"] * ("fp16" not in EXCLUDED_BY.get(config.optimizer, {}))]
+    is_excluded = device.slow_bf16 or "fp16" in EXCLUDED_BY.get(config.optimizer, {})
+    return ["--no-bf16"] if is_excluded else ["--no-bf16", "--fp16"]
 
 
 def in_place_of_bf16(stages: Sequence[Stage]) -> str:
@@ -287,34 +267,57 @@ def in_place_of_bf16(stages: Sequence[Stage]) -> str:
     return instead and f"In place of bf16: {instead}."
 
 
-def make_stage(
-    name: str,
-    config: str,
-    record: Record,
-    options: Sequence[str],
-    base: Stage | None = None,
-    ranks: int = 1,
-) -> Stage:
-    """Make the stage of a config with options. Raises UserError."""
-    path = find_config(config, also=series_names).resolve()
-    if taken := RESERVED & {word.partition("=")[0] for word in options}:
-        raise UserError(
-            f"{min(taken)} after --: the ladder sets it for each run; configs and --log_dir are "
-            "given before --"
-        )
-    resolved = parse(Config, [f"--config={config}", *options], config_file=True)
-    stage = Stage(name, path, [*options], resolved, record, base, ranks=ranks)
-    if _same_training(resolved, load_config(config)):
-        stage.published = published(path)
-    return stage
-
-
 def _same_training(a: Config, b: Config) -> bool:
     """True if two configs compute the same losses, until the shorter run ends."""
     names = {"seed", *CHANGE_LOSS} - {"data_dir"}
     if a.lr_schedule == "constant":
         names.remove("max_steps")
     return a.model_dump(include=names) == b.model_dump(include=names)
+
+
+# ---- ablations
+
+
+def ablated(whole: Stage) -> dict[str, tuple[Stage, Stage]]:
+    """Return two rungs for each optimization that a stage has on.
+
+    On first: it alone over none. On last: all over all but it. With seeds, which compare losses,
+    only for the optimizations that change the loss.
+    """
+    off = {
+        name: flags
+        for name, flags in switched_off(whole.config).items()
+        if name in CHANGE_LOSS or not whole.record.seeds
+    }
+
+    def without(names: Iterable[str], name: str, base: Stage | None = None) -> Stage:
+        flags = dict(chain(*(off[other].items() for other in names)))
+        return whole.variant(name, to_flags(flags), base=base)
+
+    none = without(off, "none")
+    return {
+        name: (
+            without([other for other in off if other != name], f"{name}_first", none),
+            replace(whole, rung=f"{name}_last", base=without([name], f"without_{name}")),
+        )
+        for name in off
+    }
+
+
+def switched_off(config: Config) -> dict[str, dict[str, Any]]:
+    """Return, for each optimization that is on, the options that switch it off and no other.
+
+    Optimizations that need it are switched off with it: they would have no effect.
+    """
+    on, off = config.optimizations_on(), {}
+    for name in on:
+        without = config.model_copy(update={name: config.off_value(name)}).optimizations_on()
+        off[name] = {
+            other: False if getattr(config, other) is True else show(config.off_value(other))
+            for other in on
+            if other not in without
+        }
+    return off
 
 
 # ---- published figures
@@ -330,97 +333,35 @@ def published(path: Path) -> Published:
         name = path.relative_to(CONFIG_DIR).with_suffix("").as_posix()
         with open(PUBLISHED, newline="") as file:
             for row in csv.DictReader(file):
-                if row.pop("config") == name:
-                    return Published.model_validate({k: v or None for k, v in row.items()})
+                if row["config"] == name:
+                    return Published.model_validate({k: v for k, v in row.items() if v})
     for log in (path.with_suffix(".csv"), REFERENCE / f"{path.parent.name}_{path.stem}.csv"):
         if log.is_file():
-            return Published(log=str(log), device="published", **times_of(log))
+            return Published(log=log, device="published", tokens_per_sec=median_of(log))
     return NOTHING_PUBLISHED
 
 
-def times_of(log: Path) -> dict[str, float]:
-    """Return the medians of a log's times, without the first steps; empty if it has none."""
-    rows = read_rows(log)
-    timed = {
-        "ms_per_step": curve(rows, "dt_ms")[1][NOT_TIMED:],
-        "tokens_per_sec": curve(rows, "tokens_per_sec")[1][NOT_TIMED:],
-    }
-    return {name: statistics.median(values) for name, values in timed.items() if values}
+def median_of(log: Path, column: str = "tokens_per_sec") -> float | None:
+    """Return the median of a log's speeds, without the first steps; None if it has none."""
+    values = curve(read_columns(log), column)[1][NOT_TIMED:]
+    return statistics.median(values) if values else None
 
 
-def published_rows(log: str) -> dict[int, Row]:
-    """Return the rows of a published log by step."""
-    return read_rows(Path(log) if log.endswith(".csv") else REFERENCE / f"{log}.csv")
+def factor(ours: Published, theirs: Published, figure: str) -> float | None:
+    """Return the ratio of two published speeds; None if one is missing, or both are the same.
 
-
-# ---- running
-
-
-def to_be_run(stages: Sequence[Stage], rerun: bool, seeds: int, device: Device) -> list[Stage]:
-    """Return the stages without a finished run on this machine and device; with seeds, which
-    compare losses, without a finished run on any.
+    `figure`: `tokens_per_sec`, `ms_per_step`, or one in another published series of the same
+    optimizations, `a100_tokens_per_sec` or `gpu_ms`.
     """
-
-    def is_done(run: Run) -> bool:
-        here = run.summary.machine == machine() and device.name in (None, run.summary.device)
-        return seeds > 0 or here
-
-    return [s for s in stages if rerun or not (s.finished and is_done(s.finished))]
+    a, b = getattr(ours, figure), getattr(theirs, figure)
+    if not a or not b or a == b:
+        return None
+    return b / a if "ms" in figure else a / b
 
 
-def run_stages(stages: Sequence[Stage], rerun: bool, seeds: int, device: Device) -> None:
-    """Run the stages that are not finished with the same settings.
-
-    With seeds only losses are compared: a run that another machine finished counts too, and several
-    runs of one rank train at once, as many as there are seeds, GPUs, or cores for them. A stage
-    that fails is marked, and the other ones run. Raises KeyboardInterrupt if the user stops.
-    """
-    to_run = to_be_run(stages, rerun, seeds, device)
-    for stage in stages:
-        if stage not in to_run:
-            print(f"== {stage.name}: finished before", flush=True)
-    at_once = min(seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
-    if any(stage.ranks > 1 for stage in to_run):
-        at_once = 1
-    for i in range(0, len(to_run), at_once):
-        together = to_run[i : i + at_once]
-        names = ", ".join(stage.name for stage in together)
-        print(f"== {i + len(together)} of {len(to_run)}: {names}", flush=True)
-        errors = run_commands([stage.command for stage in together])
-        for stage, error in zip(together, errors, strict=True):
-            stage.error = error
-            stage.forget()
-            if error is None and stage.finished is None:
-                stage.error = "stopped before its last step; the same command runs it again"
-            if stage.error:
-                print(f"failed: {stage.name}: {stage.error}", flush=True)
-
-
-def run_commands(commands: Sequence[Sequence[str]]) -> list[str | None]:
-    """Run commands at once, which print to our stdout; return the error line of each, or None.
-
-    Several have a GPU each, and share the cores. Ctrl-C interrupts the commands too, and
-    KeyboardInterrupt is raised once they have ended.
-    """
-    share, several = str(max(1, cores() // len(commands))), len(commands) > 1
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = chosen.split(",") if chosen else [str(gpu) for gpu in range(len(commands))]
-    with contextlib.ExitStack() as files:
-        started = []
-        for command, gpu in zip(commands, itertools.cycle(gpus), strict=False):
-            variables = {"OMP_NUM_THREADS": share, "CUDA_VISIBLE_DEVICES": gpu}
-            process, errors = start_process(command, variables if several else {})
-            started.append((process, files.enter_context(errors)))
-        try:
-            for process, _ in started:
-                process.wait()
-        except KeyboardInterrupt:
-            for process, _ in started:
-                process.send_signal(signal.SIGINT)
-            for process, _ in started:
-                process.wait()
-            raise
-        return [
-            why_it_failed(process.returncode, errors) if process.returncode else None
-            for process, errors in started
-        ]
+def published_factor(ours: Published, theirs: Published) -> float | None:
+    """Return the ratio of two published speeds on one device; None if it is not known."""
+    if ours.device != theirs.device:
+        return None
+    # a list of times names no batch, so it has no tokens/s
+    return factor(ours, theirs, "tokens_per_sec") or factor(ours, theirs, "ms_per_step")

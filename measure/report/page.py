@@ -28,7 +28,7 @@ def write_page(path: Path, *, cards: Sequence[Mapping[str, Any]] = (), **parts: 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    factors = [factor for card in cards for factor in card["factors"].values()]
+    factors = itertools.chain(*(card["factors"].values() for card in cards))
     ends = [0.9, 1.1, *itertools.chain(*(factor.ends for factor in factors))]
     page = environment.get_template("page.html").render(parts, cards=cards, ends=ends, log=math.log)
     write_atomic(path, page)

@@ -10,6 +10,7 @@ from typing import Any
 # Okabe and Ito (2008): distinct for the colour-blind too
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # distinct in print too
+LOSS = "loss, nats per token"  # label of an axis
 Curve = tuple[Sequence[int], Sequence[Any]]  # x, such as steps, and the value at each
 Bar = tuple[float, str, tuple[float, float]]  # length, label, interval
 
@@ -33,30 +34,27 @@ def draw_panels(
     columns = min(4, len(panels))
     rows = math.ceil(len(panels) / columns)
     picture = new_figure(max(8, 4 * columns), max(5, 3 * rows))
-    labels = dict.fromkeys(itertools.chain(*panels.values()))
-    looks = itertools.cycle(zip(COLOURS, MARKERS, strict=True))
-    styles = dict(zip(labels, looks, strict=False))
+    labels = [*dict.fromkeys(itertools.chain(*panels.values()))]
     drawn: dict[str, Any] = {}
     for number, (title, curves) in enumerate(panels.items(), 1):
         axes = picture.add_subplot(rows, columns, number, title=title)
         for label, (x, y) in curves.items():
-            colour, marker = styles[label]
+            look = labels.index(label) % len(COLOURS)
             size = 3 if len(x) <= 100 else 0  # markers of many points would hide the line
             (drawn[label],) = axes.plot(
-                x, y, color=colour, marker=marker, markersize=size, alpha=0.7, label=label
+                x,
+                y,
+                color=COLOURS[look],
+                marker=MARKERS[look],
+                markersize=size,
+                alpha=0.7,
+                label=label,
             )
         axes.grid(alpha=0.3)
     picture.legend(handles=[*drawn.values()], loc="outside upper center", ncols=3)
     picture.supxlabel(xlabel)
     picture.supylabel(ylabel)
     picture.savefig(path, dpi=130)
-
-
-def draw_losses(path: Path, training: Mapping[str, Curve], validation: Mapping[str, Curve]) -> None:
-    """Draw loss curves by the name of their run: a panel of training losses, one of validation."""
-    panels = {"training": training, "validation": validation}
-    curves = {title: of_runs for title, of_runs in panels.items() if of_runs}
-    draw_panels(path, curves, "step", "loss, nats per token")
 
 
 def draw_bars(
@@ -66,39 +64,35 @@ def draw_bars(
 
     The key of a bar is its legend, the same in all rows. `about`: the machine and the date.
     """
-    sizes = [len(bars) + 0.8 for bars in rows.values()]  # in bars, with the gap to the next row
-    tops = [*itertools.accumulate(sizes, initial=0.0)]
-    picture = new_figure(8, 1.3 + 0.16 * tops.pop())
+    heights = [len(bars) + 0.8 for bars in rows.values()]  # in bars, with the gap to the next row
+    picture = new_figure(8, 1.3 + 0.16 * sum(heights))
     axes = picture.add_subplot()
-    legends = dict.fromkeys(itertools.chain(*rows.values()))
-    for legend, colour in zip(legends, itertools.cycle(COLOURS), strict=False):
-        places, found = [], []
-        for top, bars in zip(tops, rows.values(), strict=True):
-            if legend in bars:
-                places.append(top + [*bars].index(legend))
-                found.append(bars[legend])
-        lengths, labels, intervals = zip(*found, strict=True)
-        errors = [
-            (length - low, high - length)
-            for length, (low, high) in zip(lengths, intervals, strict=True)
-        ]
-        drawn = axes.barh(
-            places,
-            lengths,
-            0.9,
-            color=["none" if low == high else colour for low, high in intervals],
-            edgecolor=colour,
-            xerr=[*zip(*errors, strict=True)],
-            label=legend,
-        )
-        axes.bar_label(drawn, labels, padding=4, fontsize=8)
-    middles = [top + (len(bars) - 1) / 2 for top, bars in zip(tops, rows.values(), strict=True)]
+    legends = [*dict.fromkeys(itertools.chain(*rows.values()))]
+    drawn: dict[str, Any] = {}
+    middles, top = [], 0.0
+    for bars, height in zip(rows.values(), heights, strict=True):
+        middles.append(top + (len(bars) - 1) / 2)
+        for i, (legend, (length, label, (low, high))) in enumerate(bars.items()):
+            colour = COLOURS[legends.index(legend) % len(COLOURS)]
+            bar = axes.barh(
+                top + i,
+                length,
+                0.9,
+                color="none" if low == high else colour,
+                edgecolor=colour,
+                xerr=[[length - low], [high - length]],
+                label=legend,
+            )
+            axes.bar_label(bar, [label], padding=4, fontsize=8)
+            drawn.setdefault(legend, bar)
+        top += height
     axes.set_yticks(middles, [textwrap.fill(name, 45) for name in rows])
     axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel(xlabel)
     axes.spines[["top", "right"]].set_visible(False)
-    picture.legend(loc="outside upper right", ncols=len(legends))
-    if about:
-        picture.supxlabel(about, fontsize=7, color="0.4", x=0.01, ha="left")
+    picture.legend(
+        handles=[drawn[legend] for legend in legends], loc="outside upper right", ncols=len(legends)
+    )
+    picture.supxlabel(about, fontsize=7, color="0.4", x=0.01, ha="left")
     picture.savefig(path, dpi=130, bbox_inches="tight")  # labels may reach beyond the axes

@@ -1,7 +1,6 @@
 """One report from figures declared once: console, report.md, results.csv, picture, page."""
 
 import csv
-import dataclasses
 import io
 import itertools
 import json
@@ -13,7 +12,7 @@ from typing import Any
 from measure.report.page import write_page
 from measure.report.pictures import draw_bars
 from measure.report.tables import markdown_table, print_table
-from runtime.errors import TrainingError, UserError
+from runtime.errors import TrainingError
 from runtime.files import write_atomic
 from runtime.report import Estimate
 
@@ -94,24 +93,31 @@ class Report:
     learns: bool = False  # the page shows the curves first
 
     def write(self) -> None:
-        """Print the report and write its files.
-
-        Raises UserError without rows, or TrainingError with the remarks.
-        """
+        """Print the report and write its files. Raises TrainingError without rows."""
         if not self.rows:
-            kind = TrainingError if self.remarks else UserError
             nothing = f"{self.folder}: no finished stage to report"
-            raise kind("\n".join([nothing, *self.remarks]))
+            raise TrainingError("\n".join([nothing, *self.remarks]))
         figures = [figure for figure in self.figures if any(map(figure.text, self.rows))]
         headings = [figure.heading for figure in figures]
         cells = [[figure.text(row) for figure in figures] for row in self.rows]
         cards = self.cards or [Card(name, name) for name, *_ in cells]
         bars = [figure for figure in figures if figure.bar]
+        factors = [
+            {figure: factor for figure in bars if (factor := figure.factor(row))}
+            for row in self.rows
+        ]
         meanings = [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning]
         notes = [*filter(None, [self.meaning, INTERVALS if bars and not self.learns else ""])]
         self.folder.mkdir(parents=True, exist_ok=True)
-        drawn = self._draw(bars, [card.label for card in cards]) if self.bars else False
-        pictures = {self.bars: "factors with their intervals"} if drawn else {}
+        pictures = dict(self.pictures)
+        if self.bars and any(factors):
+            pictures = {self.bars: "factors with their intervals", **pictures}
+            drawn = {
+                card.label: {f.heading: (x.value, str(x), x.ends) for f, x in of_row.items()}
+                for card, of_row in zip(cards, factors, strict=True)
+                if of_row
+            }
+            draw_bars(self.folder / self.bars, drawn, "factor of speed", self.where)
         parts = [
             f"# {self.title}",
             "\n".join(markdown_table(headings, cells)),
@@ -119,49 +125,26 @@ class Report:
             "\n".join(f"- {line}" for line in self.about),
             "\n".join(f"- {line}" for line in meanings),
             *notes,
-            *(f"![{caption}]({name})" for name, caption in {**pictures, **self.pictures}.items()),
+            *(f"![{caption}]({name})" for name, caption in pictures.items()),
         ]
         write_atomic(self.folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
         write_csv(self.folder / "results.csv", self.rows)
-        write_page(
-            self.folder / "report.html",
-            **vars(self)
-            | {
-                "meanings": [*meanings, *notes],
-                "figures": figures,
-                "cards": [
-                    dataclasses.asdict(card) | _shown(figures, row)
-                    for card, row in zip(cards, self.rows, strict=True)
+        shown = [
+            {
+                **vars(card),
+                "factors": of_row,
+                "figures": [
+                    (figure, row[figure.name], figure.text(row))
+                    for figure in figures
+                    if not figure.bar and isinstance(row.get(figure.name), int | float | Estimate)
                 ],
-            },
-        )
+            }
+            for card, of_row, row in zip(cards, factors, self.rows, strict=True)
+        ]
+        page = {**vars(self), "meanings": [*meanings, *notes], "figures": figures, "cards": shown}
+        write_page(self.folder / "report.html", **page)
         print_table(self.title, headings, cells)
         print("\n".join([*self.remarks, f"{self.folder}: report.html, report.md and results.csv"]))
-
-    def _draw(self, bars: Sequence[Figure], names: Sequence[str]) -> bool:
-        """Draw a bar for each factor of each row, with its interval; False if there are none."""
-        drawn = {
-            name: {
-                figure.heading: (factor.value, str(factor), factor.ends)
-                for figure in bars
-                if (factor := figure.factor(row))
-            }
-            for name, row in zip(names, self.rows, strict=True)
-        }
-        if drawn := {name: factors for name, factors in drawn.items() if factors}:
-            draw_bars(self.folder / self.bars, drawn, "factor of speed", self.where)
-        return bool(drawn)
-
-
-def _shown(figures: Sequence[Figure], row: Row) -> Row:
-    """Return the bars and the other numbers of a row, as the page's template shows them."""
-    numbers = [f for f in figures if isinstance(row.get(f.name), int | float | Estimate)]
-    return {
-        "factors": {
-            figure: factor for figure in numbers if figure.bar and (factor := figure.factor(row))
-        },
-        "figures": [(f, row[f.name], f.text(row)) for f in numbers if not f.bar],
-    }
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -169,16 +152,15 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
     Booleans are written as JSON has them; an Estimate `x` takes the columns x, x_low and x_high.
     """
-    lines: list[Row] = []
+    lines = list[Row]()
     for row in rows:
         line: Row = {}
-        lines.append(line)
         for name, value in row.items():
             if isinstance(value, Estimate):
-                names = name, f"{name}_low", f"{name}_high"
-                line.update(zip(names, dataclasses.astuple(value), strict=True))
+                line |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
             elif not isinstance(value, list):
                 line[name] = json.dumps(value) if isinstance(value, bool) else value
+        lines.append(line)
     text = io.StringIO()
     columns = itertools.chain(*sorted(lines, key=len, reverse=True))  # x_low belongs after x
     writer = csv.DictWriter(text, dict.fromkeys(columns), lineterminator="\n")

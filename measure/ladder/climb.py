@@ -1,0 +1,176 @@
+"""Measure a device, and predict, run and interleave the stages of a ladder on it."""
+
+import itertools
+import os
+from collections.abc import Sequence
+
+from config import MFU, step_seconds, total_seconds
+from measure.interleaved.options import without_end
+from measure.interleaved.process import in_fresh_process, start_process
+from measure.interleaved.rounds import (
+    LEFT_OUT,
+    SideError,
+    run_rounds,
+    steps_of_a_turn,
+    training_side,
+)
+from measure.ladder.record import Device, Predictions, Record, Run, settings
+from measure.ladder.stages import Stage
+from runtime.errors import why_it_failed
+from runtime.report import describe_duration, machine
+from runtime.start import cores
+
+CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
+HEADROOM = 1.25  # memory of a process over its measured peak
+SHORTER = "--rounds 6 or 0, -- --max_steps 10, or speedup --quick; finished runs are kept"
+
+
+def measure_device(name: str) -> Device:
+    """Measure a device (auto, cuda, mps or cpu) in a fresh process; print a note if that fails."""
+    found, problem = in_fresh_process("measure.ladder.probe:measure", name)
+    if problem:
+        print(f"note: the device could not be measured: {problem}")
+    return found or Device()
+
+
+def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, device: Device) -> None:
+    """Print how long it takes to run stages, and to interleave stages with their bases."""
+    work = [(run.config, run.config.max_steps) for run in runs]
+    for stage in compared if device.tflops else ():
+        turn = steps_of_a_turn(step_seconds(stage.config, device.tflops))
+        work.append((without_end(stage.config), 2 * (LEFT_OUT + rounds * turn)))
+    processes = [stage.config for stage in (*runs, *compared, *compared)]
+    seconds = total_seconds(work, device.tflops, processes)
+    print(describe_duration(seconds, MFU, SHORTER), flush=True)
+
+
+def predict_stages(stages: Sequence[Stage], device: Device) -> None:
+    """Predict the stages of one rank, keep the predictions in the record, print each factor.
+
+    A ladder that is resumed on the same device keeps the rates with which it began, before anything
+    was timed.
+    """
+    record, alone = stages[0].record, [stage for stage in stages if stage.ranks == 1]
+    where = f"{machine()}; {device.name}"
+    if record.predicted.where != where:
+        record.predicted = Predictions()
+        if not device.tflops or None in (device.gigabytes_per_s, device.launch_us):
+            print("note: nothing is predicted, as the device's rates could not be measured")
+            return
+        record.predicted = Predictions(where=where, rates=device)
+    rates, configs = record.predicted.rates, [stage.config for stage in alone]
+    found, problem = in_fresh_process("measure.ladder.roofline:predict_all", configs, rates)
+    if problem:
+        print(f"note: nothing is predicted: {problem}")
+        return
+    predicted = record.predicted.stages
+    predicted.update(zip((stage.name for stage in alone), found, strict=True))
+    record.save()
+    for stage in alone:
+        if stage.base in alone:
+            base = predicted[stage.base.name]
+            factor = predicted[stage.name].tokens_per_sec / base.tokens_per_sec
+            print(f"predicted: {stage.name} {factor:.2f} times as fast as {stage.base.name}")
+
+
+# ---- runs
+
+
+def is_to_be_run(stage: Stage, device: Device) -> bool:
+    """True unless this machine and device have finished a stage; if losses are compared, any."""
+    run = stage.finished
+    if run is None or stage.record.seeds:
+        return run is None
+    return run.summary.machine != machine() or device.name not in (None, run.summary.device)
+
+
+def run_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
+    """Run stages, and keep the finished runs, and the failures, in the record.
+
+    With seeds only losses are compared, so several runs of one rank train at once: as many as there
+    are seeds, GPUs, or cores for them.
+    """
+    at_once = min(record.seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
+    if any(stage.ranks > 1 for stage in stages):
+        at_once = 1
+    for i in range(0, len(stages), at_once):
+        together = stages[i : i + at_once]
+        names = ", ".join(stage.name for stage in together)
+        print(f"== {i + len(together)} of {len(stages)}: {names}", flush=True)
+        errors = run_commands([stage.command for stage in together])
+        for stage, error in zip(together, errors, strict=True):
+            name = stage.name
+            run = None if error else Run.read(record.folder / name)
+            if run and not run.summary.interrupted:
+                record.runs[name] = run
+            else:
+                record.runs.pop(name, None)
+                again = "stopped before its last step; the same command runs it again"
+                record.fail(name, error or again)
+            record.save()
+
+
+def run_commands(commands: Sequence[Sequence[str]]) -> list[str | None]:
+    """Run commands at once, which print to our stdout; return the error line of each, or None.
+
+    Several have a GPU each, and share the cores.
+    """
+    share, several = str(max(1, cores() // len(commands))), len(commands) > 1
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = chosen.split(",") if chosen else [str(gpu) for gpu in range(len(commands))]
+    started = []
+    for command, gpu in zip(commands, itertools.cycle(gpus), strict=False):
+        variables = {"OMP_NUM_THREADS": share, "CUDA_VISIBLE_DEVICES": gpu}
+        started.append(start_process(command, variables if several else {}))
+    return [
+        why_it_failed(process.returncode, errors) if process.wait() else None
+        for process, errors in started
+    ]
+
+
+# ---- interleaved runs
+
+
+def is_to_be_compared(stage: Stage, rerun: bool, device: Device) -> bool:
+    """True if a stage and its base run on one rank each and differ, unless this machine and device
+    have interleaved them before. A mode of torch.compile without compile is no difference.
+    """
+    base = stage.base
+    if not base or max(base.ranks, stage.ranks) > 1:
+        return False
+    known = None if rerun else stage.comparison
+    is_known = known and (known.machine, known.device) == (machine(), str(device.name))
+    return not is_known and settings(base.config) != settings(stage.config)
+
+
+def interleave_stages(stages: Sequence[Stage], rounds: int, device: Device) -> None:
+    """Interleave stages with their bases, and keep the comparisons, and failures, in the record."""
+    for i, stage in enumerate(stages, start=1):
+        record, name, base = stage.record, stage.key, stage.base
+        assert base
+        print(f"== interleaved {i} of {len(stages)}: {name}", flush=True)
+        # If both do not fit in memory, each returns freed memory after its turn: otherwise one
+        # process would keep memory from the other one, and the comparison would be unfair.
+        environment = {} if fit_together(base, stage, device) else {"FREES_CACHE": "1"}
+        sides = [training_side(side.name, side.arguments, environment) for side in (base, stage)]
+        try:
+            found = run_rounds(sides, rounds)
+        except SideError as error:
+            record.comparisons.pop(name, None)
+            record.fail(name, str(error))
+            continue
+        both = [settings(side.config) for side in (base, stage)]
+        about = {"device": str(device.name), "settings": both}
+        record.comparisons[name] = found.model_copy(update=about)
+        record.save()
+
+
+def fit_together(base: Stage, stage: Stage, device: Device) -> bool:
+    """True if memory has room for both, or is not known. An ablation has no runs: estimate them."""
+    if device.memory_mb is None:
+        return True
+    peaks = [side.finished.summary.peak_memory_mb for side in (base, stage) if side.finished]
+    if len(peaks) < 2:
+        call = "measure.preflight.estimate:peaks_mb"
+        peaks = in_fresh_process(call, [base.config, stage.config])[0] or []
+    return HEADROOM * sum(peaks) <= device.memory_mb
