@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from measure.interleaved import rounds
 from measure.interleaved import side as side_module
 from measure.interleaved.__main__ import InterleavedOptions, plan
 from measure.interleaved.options import without_end
@@ -88,51 +87,39 @@ def test_a_mean_of_one_seed_has_no_interval_and_one_of_many_a_wider_one():
     assert mean_over_seeds([0.0, 1.0] * 10).high > 0.5 + 2.262 * 0.5 / math.sqrt(20)
 
 
-# ---- sides that answer at once
+# ---- a side that answers at once
 
 
-def answering(name="side", figures="", before="", **options):
-    """A side that answers at once: half a second and 7 tokens a step."""
+def answering(asleep=True, dies=""):
+    """A side that answers at once: a tenth of a second and 7 tokens a step."""
     code = (
-        "import json, os, sys, time\n"
-        "rank = int(os.environ.get('RANK', 0))\n"
-        "for steps in map(int, sys.stdin):\n"
-        f"    {before or 'pass'}\n"
-        "    answer = {'seconds': [0.1] * steps, 'tokens': 7 * steps, 'asleep': True, 'loss': 10}\n"
-        f"    print(json.dumps(answer | {{'peak_memory_mb': 100}} | dict({figures})), flush=True)"
+        "import json\n"
+        "for steps in map(int, open(0)):\n"
+        f"    {dies}\n"
+        "    answer = {'seconds': [0.1] * steps, 'tokens': 7 * steps}\n"
+        f"    print(json.dumps(answer | {{'asleep': {asleep}}}), flush=True)"
     )
-    return Side(name, [sys.executable, "-c", code], **options)
+    return Side("two", [sys.executable, "-c", code])
 
 
-def test_the_figures_of_several_ranks_are_rank_0s_and_all_take_as_many_steps():
-    with answering(figures="loss=rank", before="time.sleep(0.1 * rank)", ranks=2) as side:
+def test_a_side_takes_as_many_steps_as_last_half_a_second_from_the_fourth_time_on():
+    with answering() as side:
         assert [side.train() for _ in range(4)] == pytest.approx([70] * 4)
-    assert [turn.loss for turn in side.turns] == [0] * 4
-    # as many steps as last half a second, from the fourth time on
-    for i, steps in enumerate([1, 1, 1, 5]):
-        assert [len(rank.seconds) for rank in side.turns[i].ranks] == [steps] * 2
-    assert all(process.poll() is not None for process in side.processes)
-
-
-LOST = "if rank == 0: sys.exit('error: another process died')"
+    assert [len(turn.seconds) for turn in side.turns] == [1, 1, 1, 5]
+    assert side.process.poll() is not None
 
 
 @pytest.mark.parametrize(
-    ("happens", "reason"),
+    ("fault", "reason"),
     [
-        # rank 0 still waits for it
-        ("if rank == 1: sys.exit('error: wrong here')\n    time.sleep(1000)", "wrong here"),
-        (f"{LOST}\n    sys.exit('error: wrong here')", "wrong here"),
-        (f"{LOST}\n    os.kill(os.getpid(), 9)", "killed by signal 9"),
-        ("sys.exit('error: wrong here' if rank == 0 else 1)", "wrong here"),
-        ("if rank == 1: print('{\"asleep\": false}', flush=True)", "its threads keep computing"),
+        ({"asleep": False}, "its threads keep computing"),
+        # torchrun's report of a killed rank ends so
+        ({"dies": "raise SystemExit('traceback: Signal 9\\n======')"}, "traceback: Signal 9"),
     ],
 )
-def test_ranks_that_fail_give_the_reason_of_the_one_that_has_one(happens, reason, monkeypatch):
-    monkeypatch.setattr(rounds, "OTHERS_END", 0.3)
-    two = answering("two", before=happens, ranks=2)
-    with two, pytest.raises(TrainingError, match=f"^two: {reason}"):
-        two.train()
+def test_a_side_that_fails_or_does_not_sleep_is_an_error(fault, reason):
+    with answering(**fault) as side, pytest.raises(TrainingError, match=f"^two: {reason}"):
+        side.train()
 
 
 # ---- real processes

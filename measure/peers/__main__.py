@@ -41,7 +41,7 @@ from runtime.report import git_commit, machine
 from runtime.start import start
 
 TRANSFORMERS = "transformers"
-MATMULS = "measure.peers.matmuls"  # the side without training
+MATMULS = "matmuls"  # the side without training
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
 TOLERANCE, ROUNDED_TOLERANCE = 2e-4, 5e-3
 # Options that match transformers' and nanoGPT's GPT-2, and a plain training loop.
@@ -112,7 +112,7 @@ def with_transformers(files: Sequence[str]) -> list[str]:
 def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     """Write the weights that all sides start from, and build every peer once in this process.
 
-    A peer that cannot be used is an error before anything is timed. Raises UserError.
+    So a peer's own errors come before anything is timed. Raises UserError for another loss.
     """
     import torch
 
@@ -124,10 +124,10 @@ def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     torch.manual_seed(config.seed)
     ours = GPT(GPTConfig.of(config))
     write_hugging_face(place, ours.config, ours.state_dict())
-    loss = loss_in_fp32("GPT", ours, lambda model, x, y: model(x, y), loader)
+    loss = loss_in_fp32(ours, lambda model, x, y: model(x, y), loader)
     config = config.model_copy(update={"init_from": str(place)})
     for peer in peers:
-        theirs = loss_in_fp32(peer, *build_peer(peer, config), loader)
+        theirs = loss_in_fp32(*build_peer(peer, config), loader)
         compare_losses(peer, theirs, loss, config, TOLERANCE)
 
 
@@ -150,17 +150,18 @@ def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side
     """
     shape = ["--config", options.config, *to_flags(options.of_training())]
     flags = [*shape, "--init_from", str(place)]
-    others = [
-        training_side(name, [*flags, "--peer", peer, *more], module="measure.peers.side")
-        for peer in peers
-        for name, more in (
-            (short_name(peer), []),
-            (f"{short_name(peer)}, our settings", ["--our_settings"]),
-        )
-    ]
+    others = list[Side]()
+
+    def add(name: str, arguments: Sequence[str]) -> None:
+        others.append(training_side(name, arguments, module="measure.peers.side"))
+
+    for peer in peers:
+        of_peer = [*flags, "--peer", peer]
+        add(short_name(peer), of_peer)
+        add(f"{short_name(peer)}, our settings", [*of_peer, "--our_settings"])
     stem = Path(options.config).stem
-    limit = training_side(f"{stem}, matmuls only", shape, module=MATMULS)
-    return training_side(stem, flags), [*others, limit]
+    add(f"{stem}, matmuls only", [*shape, "--peer", MATMULS, "--our_settings"])
+    return training_side(stem, flags), others
 
 
 # ---- measuring

@@ -28,7 +28,6 @@ if __name__ == "__main__":
     if not OPTIONS.peer:
         set_up_process(OPTIONS.device)  # sample.py does this too; a peer runs as users start it
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +37,9 @@ from checkpoint.weights import load_model
 from config import Config
 from data.tokenizer import END_OF_TEXT
 from inference.sampling import Text, grow, pack_weights, seeded
-from measure.interleaved.side import serve, take_stdout
+from measure.interleaved.side import serve_timed, take_stdout
 from measure.peers.side import TRANSFORMERS, build_peer
-from runtime.device import choose_device, peak_memory_mb
+from runtime.device import choose_device
 from runtime.errors import reported
 
 # Generates the tokens of several texts: of how many, how many each, drawn from the k likeliest.
@@ -78,29 +77,22 @@ def peer_generate(folder: str, peer: str) -> tuple[Any, Generate]:
     return model, generate
 
 
-def take_steps(generate: Generate, options: SideOptions, count: int) -> dict[str, Any]:
-    """Generate `count` times; returns the figures to answer with."""
-    seconds, drawn = list[float](), 0
-    for _ in range(count):
-        begun = time.perf_counter()
-        texts = generate(options.texts, options.tokens, TOP_K)
-        seconds.append(time.perf_counter() - begun)
-        drawn += sum(map(len, texts))
-    device = choose_device(options.device)
-    return {"seconds": seconds, "tokens": drawn, "peak_memory_mb": peak_memory_mb(device)}
-
-
 def main(options: SideOptions) -> None:
     """Generate as often as is asked for. Raises UserError."""
     answers, folder, peer = take_stdout(), options.folder, options.peer
+    device = choose_device(options.device)
     model, generate = peer_generate(folder, peer) if peer else our_generate(folder)
     # In fp32, and only two: nanoGPT's exact GELU makes other choices after some tokens.
     likeliest = generate(1, 2, 1)[0]
-    dtype = torch.bfloat16 if options.bf16 else torch.float32
-    model.to(choose_device(options.device), dtype)
+    model.to(device, torch.bfloat16 if options.bf16 else torch.float32)
     if not peer:
         pack_weights(model, options.texts)
-    serve(answers, lambda count: take_steps(generate, options, count) | {"likeliest": likeliest})
+
+    def step() -> dict[str, Any]:
+        texts = generate(options.texts, options.tokens, TOP_K)
+        return {"tokens": sum(map(len, texts)), "likeliest": likeliest}
+
+    serve_timed(answers, step, device)
 
 
 if __name__ == "__main__":
