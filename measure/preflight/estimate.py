@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from dataloader import open_corpus
 from kernels.loss import summed_loss
 from model import GPT
 from runtime.device import check_precision, choose_device, device_name, matmul_tflops
+from runtime.errors import TrainingError
 from runtime.files import sha256
 from runtime.launch import launch
 from runtime.report import UNKNOWN, about, flops_rate
@@ -52,24 +53,31 @@ MARGIN = 0.05
 COMPILED = {True: 0.4, False: 0.7}
 
 
-def estimate(config: Config, world: World) -> None:
+class Estimated(NamedTuple):
+    """Results of an estimate that the checks need."""
+
+    step_seconds: float
+    disk: tuple[bool, str]  # from describe_disk
+
+
+def estimate(config: Config, world: World) -> Estimated:
     """Print the run's tokens, compute, hours on this device, epochs, disk and memory.
 
-    Measures the device for some seconds, and writes no run. All ranks may call this; rank 0
-    prints. Raises UserError for a precision that this device lacks, a bad corpus, and missing
-    weights of `init_from`.
+    Measures the device for some seconds, and writes no run. For rank 0. Raises UserError for a
+    precision that this device lacks, a bad corpus, and missing weights of `init_from`;
+    TrainingError if the device is too busy to be measured.
     """
-    if world.rank:
-        return
     if config.init_from != "scratch":  # use the architecture of those weights
         config = build_model(config)[0].model_copy(update={"init_from": "scratch"})
     model, moments = trace(config, world)
     dtype = getattr(torch, config.matmul_dtype)
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
+    if not rate:
+        raise TrainingError(f"no estimate: {UNKNOWN}; try again later")
     flops_per_step = per_step * model.flops_per_token(config.seq_len)
-    step_seconds = flops_per_step / (rate * 1e12 * ranks * MFU) if rate else math.nan
-    if config.max_minutes and rate:
+    step_seconds = flops_per_step / (rate * 1e12 * ranks * MFU)
+    if config.max_minutes:
         steps = math.ceil(60 * config.max_minutes / step_seconds)
         config = config.model_copy(update={"max_steps": steps, "max_minutes": None})
         print(f"note: at {MFU:.0%} MFU max_minutes allows {steps:,} steps, assumed in these lines")
@@ -89,19 +97,19 @@ def estimate(config: Config, world: World) -> None:
     print(describe_hours(rate, dtype, step_seconds, config.max_steps, per_step))
     shards = ranks if config.fsdp else 1
     size = shards * (moments["kept"].parameters + moments["kept"].optimizer)
-    print(describe_disk(config, size)[1])
-    if config.keep_last and rate:
+    disk = describe_disk(config, size)
+    print(disk[1])
+    if config.keep_last:
         save_seconds = size / write_rate(existing(config.log_dir), size)
         print(describe_saving(save_seconds, step_seconds))
     print_memory(config, world, moments)
+    return Estimated(step_seconds, disk)
 
 
 def describe_hours(
-    rate: float | None, dtype: torch.dtype, step_seconds: float, steps: int, tokens: int
+    rate: float, dtype: torch.dtype, step_seconds: float, steps: int, tokens: int
 ) -> str:
     """Return a line on how long `steps` of `tokens` take, if a matmul reaches `rate` TFLOP/s."""
-    if not rate:
-        return f"time:    not known: {UNKNOWN}"
     seconds = steps * step_seconds
     fastest, slowest = (about(seconds * MFU / mfu) for mfu in (MOST_MFU, LEAST_MFU))
     return (
@@ -284,20 +292,12 @@ def peaks_mb(configs: Sequence[Config]) -> list[float]:
 
 
 def largest_batch(config: Config, world: World, moments: dict[str, Moment], left: float) -> int:
-    """Return the largest batch_size whose peak is at most `left` bytes; 0 if none fits.
-
-    With total_batch_tokens, only sizes that divide it count.
-    """
-    sizes: Sequence[int] = range(1, 10**9)
-    if config.total_batch_tokens:
-        most = config.total_batch_tokens // (config.seq_len * world.world_size)
-        sizes = [size for size in range(1, most + 1) if most % size == 0]
+    """Return the largest batch_size whose peak is at most `left` bytes; 0 if none fits."""
 
     def needed(size: int) -> float:
         return peak_bytes(moments, world.device, size / config.batch_size)
 
-    fitting = bisect.bisect(sizes, left, key=needed)
-    return sizes[fitting - 1] if fitting else 0
+    return bisect.bisect(range(1, 10**9), left, key=needed)
 
 
 def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
