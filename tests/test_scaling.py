@@ -4,11 +4,10 @@ import csv
 import json
 
 import pytest
-import torch
 
 from measure.interleaved import rounds
 from measure.profile.scaling import split
-from tests.conftest import TINY, refused
+from tests.conftest import TINY
 from tests.test_bench import command_line
 
 
@@ -44,17 +43,6 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
     assert (two["ranks"], two["batch_size"], two["micro_steps"]) == ("2", "2", "1")
     share = float(two["over_first"]) / float(two["hardware"])
     assert float(two["efficiency"]) == pytest.approx(share)
-
-
-def test_more_ranks_than_gpus_are_an_error_and_so_is_torchrun(tiny_yaml, monkeypatch):
-    given = ("--config", tiny_yaml, "--scaling", "1,4")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with refused("4 ranks, but 2 CUDA devices; start at most one for each"):
-        command_line(*given, "--device", "cuda")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with refused("run it without torchrun"):
-        command_line(*given)
 
 
 def test_a_batch_is_split_into_the_largest_micro_steps_that_fit(tiny_config):

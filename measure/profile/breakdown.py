@@ -173,8 +173,6 @@ def inspect_model(
         print_table("parts of a step, uncompiled", headings, cells)
         lines += [*markdown_table(headings, cells), ""]
     if "trace" in wanted:
-        if device.type == "mps":
-            print("note: the trace has no Apple GPU: PyTorch's profiler does not see it")
         operators = trace(run, folder / f"trace_{label}.json.gz")
         print(operators)
         lines += ["```", operators, "```"]
