@@ -274,7 +274,7 @@ def test_generation_is_compared_from_equal_weights_and_not_with_a_peer_of_other_
     )
     words = ["--texts=2", "--tokens=5", "--device=cpu", "--rounds=6"]
     words += [f"--config={config}", f"--output={output}", f"--peer={path}"]
-    options = parse(generate.AllOptions, words)
+    options = parse(generate.GenerateOptions, words)
     path.write_text(PEER + GENERATE)
     generate.main(options)
     sides = json.loads(output.read_text())["sides"]

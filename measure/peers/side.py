@@ -5,11 +5,11 @@ echo 3 | python -m measure.peers.side --peer transformers --init_from FOLDER --c
 It answers like measure/interleaved/side.py. A peer is `transformers`, or a file with a `GPT` and
 a `GPTConfig` that have nanoGPT's fields, parameter names and forward(idx, targets). Tokens, initial
 weights, precision and the optimizer are the config's. `--peer matmuls` runs the matmuls of a
-training step and nothing else.
+training step and nothing else. With `--texts` a step generates texts.
 """
 
 from config import Config
-from runtime.cli import Options
+from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.start import parse_command_line, set_up_process
 
 
@@ -17,9 +17,13 @@ class WhichPeer(Options):
     """peer"""
 
     peer: str = "transformers"
-    """transformers, a nanoGPT-like Python file, or matmuls"""
+    """transformers, a nanoGPT-like Python file, matmuls, or ours, which generates texts"""
     our_settings: bool = False
     """with the process settings that train.py makes"""
+    texts: ZeroIsOff = 0
+    """generate this number of texts at a time, instead of training; 0 disables it"""
+    tokens: Positive = 100
+    """tokens of each text"""
 
 
 class PeerConfig(WhichPeer, Config):
@@ -43,8 +47,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from checkpoint.weights import read_weights
+from checkpoint.weights import load_model, read_weights
+from data.tokenizer import END_OF_TEXT
 from dataloader import DataLoader, prefetch
+from inference.sampling import Text, grow, pack_weights, seeded
 from measure.interleaved.options import without_end
 from measure.interleaved.side import serve_timed, take_stdout
 from measure.ladder.roofline import count
@@ -54,8 +60,12 @@ from runtime.errors import UserError, reported
 from runtime.world import World
 from train import open_data
 
-TRANSFORMERS, MATMULS = "transformers", "matmuls"
+TRANSFORMERS, MATMULS, OURS = "transformers", "matmuls", "ours"
+TEMPERATURE, TOP_K = 0.8, 50  # the defaults of sample.py
+START = 198  # a line break: <|endoftext|> would end a text that repeats it
 Step = Callable[[], dict[str, Any]]  # returns its figures
+# Generates the tokens of several texts: of how many, how many each, drawn from the k likeliest.
+Generate = Callable[[int, int, int], list[list[int]]]
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # model (compiled or not), inputs, targets -> loss
 
@@ -204,7 +214,7 @@ def matmuls_of(config: Config, device: torch.device) -> list[Call]:
     ]
 
 
-def matmul_step(config: Config, device: torch.device) -> Step:
+def matmul_step(config: PeerConfig, device: torch.device) -> Step:
     """Return a function that runs the matmuls of a training step."""
     matmuls = matmuls_of(config, device)
 
@@ -217,11 +227,64 @@ def matmul_step(config: Config, device: torch.device) -> Step:
     return step
 
 
+# ---- generated texts
+
+
+def our_generate(folder: str) -> tuple[Any, Generate]:
+    """Load the model of a folder as sample.py does; returns it too. Raises UserError."""
+    model = load_model(folder)
+
+    def generate(texts: int, tokens: int, top_k: int) -> list[list[int]]:
+        grown = [Text("", [START], seeded(i)) for i in range(texts)]
+        list(grow(model, grown, tokens, temperature=TEMPERATURE, top_k=top_k))
+        return [text.tokens[1:] for text in grown]
+
+    return model, generate
+
+
+def peer_generate(peer: str, config: Config) -> tuple[Any, Generate]:
+    """Build a peer's model, for its own `generate`; returns it too. Raises UserError."""
+    model: Any = build_peer(peer, config)[0].eval()
+    how: dict[str, Any] = {"temperature": TEMPERATURE}
+    if peer == TRANSFORMERS:
+        model.generation_config.eos_token_id = None  # no text ends before its last token
+        how |= {"do_sample": True, "use_cache": True, "pad_token_id": END_OF_TEXT}
+
+    def generate(texts: int, tokens: int, top_k: int) -> list[list[int]]:
+        start = torch.full((texts, 1), START, device=model.lm_head.weight.device)
+        with torch.no_grad():
+            grown = model.generate(start, max_new_tokens=tokens, top_k=top_k, **how)
+        return grown[:, 1:].tolist()
+
+    return model, generate
+
+
+def generation_step(options: PeerConfig, device: torch.device) -> Step:
+    """Return a function that generates texts with the weights of `init_from`. Raises UserError."""
+    is_ours = options.peer == OURS
+    model, generate = (
+        our_generate(options.init_from) if is_ours else peer_generate(options.peer, options)
+    )
+    # In fp32, and only two: nanoGPT's exact GELU makes other choices after some tokens.
+    likeliest = generate(1, 2, 1)[0]
+    model.to(device, torch.bfloat16 if options.bf16 else torch.float32)
+    if is_ours:
+        pack_weights(model, options.texts)
+
+    def step() -> dict[str, Any]:
+        texts = generate(options.texts, options.tokens, TOP_K)
+        return {"tokens": sum(map(len, texts)), "likeliest": likeliest}
+
+    return step
+
+
 def main(options: PeerConfig) -> None:
     """Take steps of the peer, by their numbers on stdin. Raises UserError."""
     answers, device = take_stdout(), choose_device(options.device)
     torch.set_float32_matmul_precision(usable_precision(device, options.fp32_precision()))
     make_step = matmul_step if options.peer == MATMULS else training_step
+    if options.texts:
+        make_step = generation_step
     serve_timed(answers, make_step(options, device), device)
 
 

@@ -63,12 +63,13 @@ class Estimated(NamedTuple):
 def estimate(config: Config, world: World) -> Estimated:
     """Print the run's tokens, compute, hours on this device, epochs, disk and memory.
 
-    Measures the device for some seconds, and writes no run. For rank 0. Raises UserError for a
-    precision that this device lacks, a bad corpus, and missing weights of `init_from`;
-    TrainingError if the device is too busy to be measured.
+    Measures device and disk for some seconds; of the run it creates `log_dir` alone. For rank 0.
+    Raises UserError for a precision that this device lacks, a bad corpus, and missing weights of
+    `init_from`; TrainingError if the device is too busy to be measured.
     """
     if config.init_from != "scratch":  # use the architecture of those weights
         config = build_model(config)[0].model_copy(update={"init_from": "scratch"})
+    Path(config.log_dir).mkdir(parents=True, exist_ok=True)
     model, moments = trace(config, world)
     dtype = getattr(torch, config.matmul_dtype)
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
@@ -100,7 +101,7 @@ def estimate(config: Config, world: World) -> Estimated:
     disk = describe_disk(config, size)
     print(disk[1])
     if config.keep_last:
-        save_seconds = size / write_rate(existing(config.log_dir), size)
+        save_seconds = size / write_rate(config.log_dir, size)
         print(describe_saving(save_seconds, step_seconds))
     print_memory(config, world, moments)
     return Estimated(step_seconds, disk)
@@ -135,13 +136,9 @@ def describe_disk(config: Config, size: float) -> tuple[bool, str]:
     """Return whether checkpoints of `size` bytes fit on the disk, and a line on their space."""
     if not config.keep_last:
         return True, "disk:    no checkpoint is saved, as keep_last is 0"
-    saved, best = 1, bool(config.eval_every)
-    if config.checkpoint_every:
-        saved = math.ceil(config.max_steps / config.checkpoint_every)
-    if best:  # each best one so far is saved too
-        saved += config.max_steps // config.eval_every
-    kept = min(max(config.keep_last, 2), saved)  # the last one goes once the next is complete
-    needed, free = size * (kept + best), shutil.disk_usage(existing(config.log_dir)).free
+    best = bool(config.eval_every)  # the best one so far is kept too
+    kept = max(config.keep_last, 2)  # the last one goes once the next is complete
+    needed, free = size * (kept + best), shutil.disk_usage(config.log_dir).free
     return needed < free, (
         f"disk:    {size / 1e9:,.3g} GB a checkpoint, at most {needed / 1e9:,.3g} GB "
         f"for {kept} at a time{' and the best one' if best else ''}; {free / 1e9:,.3g} GB are free "
@@ -149,13 +146,7 @@ def describe_disk(config: Config, size: float) -> tuple[bool, str]:
     )
 
 
-def existing(log_dir: str) -> Path:
-    """Return the nearest existing parent of a path, which is on the same disk."""
-    place = Path(log_dir).absolute()
-    return next(path for path in (place, *place.parents) if path.exists())
-
-
-def write_rate(folder: Path, size: float) -> float:
+def write_rate(folder: str, size: float) -> float:
     """Measure the bytes/s of saving a checkpoint of `size` bytes, by a file of up to 256 MB."""
     values = torch.rand(int(min(size, 256 * MB)) // 4)
     with tempfile.TemporaryDirectory(dir=folder) as place:
