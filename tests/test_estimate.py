@@ -22,8 +22,8 @@ from measure.preflight.estimate import (
     describe_saving,
     estimate,
     largest_batch,
+    peak_bytes,
     print_memory,
-    process_bytes,
     trace,
 )
 from model import GPT, GPTConfig
@@ -202,7 +202,7 @@ def test_the_largest_batch_that_is_said_to_fit_is_the_largest_that_does(tiny_con
     config = tiny_config(tie_weights=True, fused_adamw=True, n_layer=1)
 
     def takes(batch_size):
-        return process_bytes(peak(config.model_copy(update={"batch_size": batch_size})), CPU)
+        return peak_bytes(moments_of(config.model_copy(update={"batch_size": batch_size})), CPU)
 
     moments = moments_of(config)
     assert largest_batch(config, ALONE, moments, takes(40)) in range(38, 42)
@@ -232,7 +232,7 @@ def test_a_run_grows_by_what_was_estimated(tiny_config, tmp_path):
     done = run("train.py", *flags(config), cwd=tmp_path, **settings)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "logs/train/summary.json").read_text())
-    estimated = process_bytes(peak(config), CPU) / MB
+    estimated = peak_bytes(moments_of(config), CPU) / MB
     assert summary["memory_growth_mb"] == pytest.approx(estimated, rel=0.25)
 
 

@@ -263,14 +263,10 @@ def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> No
     print(f"estimated peak: {peak / MB:.0f} MB")
 
 
-def process_bytes(tensors: float, device: torch.device) -> float:
-    """Return the bytes that a process with `tensors` bytes of tensors grows by."""
-    return ALLOCATOR * tensors + CODE if device.type == "cpu" else tensors + WORKSPACE
-
-
 def peak_bytes(moments: dict[str, Moment], device: torch.device, batches: float = 1.0) -> float:
     """Return the bytes that a process grows by at its worst moment, with `batches` batches."""
-    return process_bytes(max(at.total(batches) for at in moments.values()), device)
+    tensors = max(moment.total(batches) for moment in moments.values())
+    return ALLOCATOR * tensors + CODE if device.type == "cpu" else tensors + WORKSPACE
 
 
 def peaks_mb(configs: Sequence[Config]) -> list[float]:
