@@ -1,11 +1,9 @@
 """Interleaved runs: the engine on a clock of its own, intervals, and real runs of a tiny model."""
 
 import functools
-import itertools
 import json
 import math
 import random
-import resource
 import sys
 from pathlib import Path
 
@@ -15,13 +13,11 @@ import torch
 from measure.interleaved import side as side_module
 from measure.interleaved.__main__ import InterleavedOptions, plan
 from measure.interleaved.options import without_end
-from measure.interleaved.process import in_fresh_process
 from measure.interleaved.ratio import mean_over_seeds, median_ratio, product
 from measure.interleaved.rounds import Side, interleave, is_narrow
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import read_rows
-from runtime.start import resident_memory, retain_freed_memory
 from tests.conftest import ALONE, ROOT, forks, run
 from train import setup, train
 
@@ -172,41 +168,16 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkey
     rows = read_rows(Path(config.log_dir) / "train/log.csv")
     run = setup(without_end(tiny_config()), ALONE)
     first = side_module.take_steps(run, 1)
-    # If two have no room together, the step that gets freed memory again does not count.
+    # If two have no room together, freed memory is returned after each turn, and the step that gets
+    # it again does not count.
     freed = []
     monkeypatch.setattr(side_module, "FREES_CACHE", True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(run.state.step))
+    for module, name in ((torch.cuda, "empty_cache"), (side_module, "return_freed_memory")):
+        monkeypatch.setattr(module, name, lambda: freed.append(run.state.step))
     last = side_module.take_steps(run, 2)
-    assert (len(last["seconds"]), last["tokens"], freed) == (2, 2 * 4 * 32, [4])
+    assert (len(last["seconds"]), last["tokens"], freed) == (2, 2 * 4 * 32, [4, 4])
     losses = [rows[step]["loss"] for step in (1, 4)]
     assert [first["loss"], last["loss"]] == pytest.approx(losses, abs=1e-6)
-
-
-def memory_of_turns(config):
-    """Bytes resident after turns of a side that retains freed memory, then returns it after each
-    turn, and the page faults of each turn. Its logits take 120 MB.
-    """
-    retain_freed_memory()
-    run, resident, faults = setup(without_end(config), ALONE), [], [0]
-    for frees, steps in ((False, 2), (True, 1), (True, 1), (True, 7)):
-        side_module.FREES_CACHE = frees
-        side_module.take_steps(run, steps)
-        resident.append(resident_memory())
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-    return resident, [after - before for before, after in itertools.pairwise(faults)]
-
-
-@pytest.mark.usefixtures("forked_processes")
-def test_a_side_without_room_returns_freed_memory_between_its_turns_but_not_within(tiny_config):
-    config = tiny_config(batch_size=15, seq_len=256, block_size=256, vocab_size=8192)
-    found, problem = in_fresh_process(f"{__name__}:memory_of_turns", config)
-    assert problem == ""
-    resident, (*_, one_step, seven_steps) = found
-    assert max(resident[1:]) < resident[0] - 100 * 2**20
-    assert one_step > 100 * 2**20 // resource.getpagesize()
-    # With the untimed first step these are 2 and 8 steps. A later step may fault a few buffers in
-    # again, of which small ones took a part.
-    assert seven_steps < 3 * one_step
 
 
 def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
