@@ -280,7 +280,7 @@ MISTAKES = """
 --max_steps=9 => --max_steps: max_steps has no effect
 --config=TINY --scaling=1,2 --scan=batch_size=1 => scan has no effect
 --rounds=9 --total_batch_tokens=64 => rounds has no effect
---config=TINY --scaling=1,3 => --scaling 3: the 2 sequences of a step do not divide among 3 ranks
+--config=TINY --scaling=1,3 => total_batch_tokens 64 is not a multiple of the 96 tokens of one micro
 """
 
 

@@ -48,5 +48,3 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
 def test_a_batch_is_split_into_the_largest_micro_steps_that_fit(tiny_config):
     config = tiny_config(batch_size=8, total_batch_tokens=32 * 32)
     assert [split(config, n) for n in (1, 2, 4, 8, 32)] == [(8, 4), (8, 2), (8, 1), (4, 1), (1, 1)]
-    config = tiny_config(batch_size=9, total_batch_tokens=32 * 36)
-    assert split(config, 3) == (6, 2)  # 12 sequences each, of which at most 9 at a time

@@ -114,16 +114,9 @@ def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
 
     So a peer's own errors come before anything is timed. Raises UserError for another loss.
     """
-    import torch
+    from measure.peers.side import build_peer, loss_in_fp32, open_loader, write_weights
 
-    from checkpoint.hugging_face import write_hugging_face
-    from measure.peers.side import build_peer, loss_in_fp32, open_loader
-    from model import GPT, GPTConfig
-
-    loader = open_loader(config)
-    torch.manual_seed(config.seed)
-    ours = GPT(GPTConfig.of(config))
-    write_hugging_face(place, ours.config, ours.state_dict())
+    loader, ours = open_loader(config), write_weights(config, place)
     loss = loss_in_fp32(ours, lambda model, x, y: model(x, y), loader)
     config = config.model_copy(update={"init_from": str(place)})
     for peer in peers:

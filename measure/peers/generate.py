@@ -46,25 +46,14 @@ class GenerateOptions(RoundsOptions, WhatOptions):
     """All options of a comparison of generation."""
 
 
-def write_weights(options: GenerateOptions, folder: Path) -> None:
-    """Write random weights, which all sides load."""
-    import torch
-
-    from checkpoint.hugging_face import write_hugging_face
-    from model import GPT, GPTConfig
-
-    torch.manual_seed(0)
-    model = GPT(GPTConfig.of(load_config(options.config)))
-    for p in model.parameters():  # every part of the model has to change the choices
-        torch.nn.init.normal_(p, std=0.2)
-    write_hugging_face(folder, model.config, model.state_dict())
-
-
 def main(options: GenerateOptions) -> None:
     """Compare, and print a row for each side. Raises UserError and SideError."""
+    from measure.peers.side import write_weights  # imports torch
+
     how = to_flags(options.model_dump(include={"texts", "tokens", "bf16", "device"}))
     with tempfile.TemporaryDirectory() as folder:
-        write_weights(options, Path(folder))
+        # Weights so large that every part of the model changes the choices.
+        write_weights(load_config(options.config), Path(folder), std=0.2)
         how += ["--init_from", folder]
         settings = {"ours": ["--our_settings"]}  # a peer runs as users start it
         sides = [

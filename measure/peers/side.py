@@ -47,6 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from checkpoint.hugging_face import write_hugging_face
 from checkpoint.weights import load_model, read_weights
 from data.tokenizer import END_OF_TEXT
 from dataloader import DataLoader, prefetch
@@ -54,6 +55,7 @@ from inference.sampling import Text, grow, pack_weights, seeded
 from measure.interleaved.options import without_end
 from measure.interleaved.side import serve_timed, take_stdout
 from measure.ladder.roofline import count
+from model import GPT, GPTConfig
 from optimizer import make_optimizers
 from runtime.device import choose_device, usable_precision
 from runtime.errors import UserError, reported
@@ -68,6 +70,19 @@ Step = Callable[[], dict[str, Any]]  # returns its figures
 Generate = Callable[[int, int, int], list[list[int]]]
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # model (compiled or not), inputs, targets -> loss
+
+
+def write_weights(config: Config, folder: Path, std: float = 0.0) -> GPT:
+    """Write the weights that all sides start from; returns a model with them.
+
+    They are the config's own, or all N(0, std).
+    """
+    torch.manual_seed(config.seed)
+    model = GPT(GPTConfig.of(config))
+    for p in model.parameters() if std else ():
+        torch.nn.init.normal_(p, std=std)
+    write_hugging_face(folder, model.config, model.state_dict())
+    return model
 
 
 def build_peer(peer: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
