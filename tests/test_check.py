@@ -73,11 +73,6 @@ def test_a_run_is_checked_with_the_weights_that_its_name_means(tiny_config, tmp_
     assert "parameters: 0 of 17 get no gradient" in capsys.readouterr().out
 
 
-def test_a_tiny_vocabulary_is_checked(tiny_config, tmp_path):
-    write_corpus(tmp_path / "data" / "few", [[*range(30)] * 100])
-    assert check(tiny_config(dataset="few", vocab_size=30, lr=1e-2), ALONE, FAST)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

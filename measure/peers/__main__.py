@@ -247,7 +247,6 @@ def main(options: PeersOptions) -> None:
     folder = Path(options.log_dir) / "peers"
     with tempfile.TemporaryDirectory() as place:
         check_peers(peers, config, Path(place))
-        say("from equal weights and tokens, all models have the same loss in fp32")
         if folder.exists():
             folder.rename(moved := aside(folder))
             say(f"note: {folder} is now {moved}")

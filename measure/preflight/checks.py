@@ -142,10 +142,9 @@ def targets_are_next(loader: DataLoader) -> Iterator[Finding]:
 @torch.no_grad()
 def sees_no_future(model: GPT, world: World) -> Finding:
     """Change the last token: no logit before it may change."""
-    n_vocab = model.config.n_vocab
-    idx = torch.arange(min(64, model.config.block_size), device=world.device)[None] % n_vocab
+    idx = torch.arange(min(16, model.config.block_size), device=world.device)[None]
     changed = idx.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % n_vocab
+    changed[:, -1] = 0
     with evaluating(model):
         before, after = (model(tokens)[:, :-1] for tokens in (idx, changed))
     is_causal = torch.allclose(before, after, atol=1e-3)

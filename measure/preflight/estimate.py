@@ -27,7 +27,7 @@ from data.prepare import is_there
 from dataloader import open_corpus
 from kernels.loss import summed_loss
 from model import GPT
-from runtime.device import check_precision, choose_device, device_name, matmul_tflops
+from runtime.device import choose_device, device_name, matmul_tflops
 from runtime.errors import TrainingError
 from runtime.files import sha256
 from runtime.launch import launch
@@ -83,11 +83,6 @@ def estimate(config: Config, world: World) -> Estimated:
         config = config.model_copy(update={"max_steps": steps, "max_minutes": None})
         print(f"note: at {MFU:.0%} MFU max_minutes allows {steps:,} steps, assumed in these lines")
     tokens, flops = config.max_steps * per_step, config.max_steps * flops_per_step
-    for note in (
-        *check_precision(world.device, dtype, config.fp32_precision()),
-        *config.notes(),
-    ):
-        print(f"note: {note}")
     print(
         f"{config.run_name}: {model.num_parameters():,} parameters, on {ranks} x "
         f"{device_name(world.device)}"
