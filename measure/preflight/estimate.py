@@ -82,6 +82,8 @@ def estimate(config: Config, world: World) -> Estimated:
         steps = math.ceil(60 * config.max_minutes / step_seconds)
         config = config.model_copy(update={"max_steps": steps, "max_minutes": None})
         print(f"note: at {MFU:.0%} MFU max_minutes allows {steps:,} steps, assumed in these lines")
+    for note in config.notes():
+        print(f"note: {note}")
     tokens, flops = config.max_steps * per_step, config.max_steps * flops_per_step
     print(
         f"{config.run_name}: {model.num_parameters():,} parameters, on {ranks} x "
