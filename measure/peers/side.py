@@ -168,28 +168,28 @@ def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) 
 
 def training_step(options: PeerConfig, device: torch.device) -> Step:
     """Return a function that takes the next step of the peer's training. Raises UserError."""
-    options = without_end(options)
-    torch.manual_seed(options.seed)
-    model, loss_of = build_peer(options.peer, options)
+    config = without_end(options)
+    torch.manual_seed(config.seed)
+    model, loss_of = build_peer(options.peer, config)
     model.to(device)
-    trained = torch.compile(model, mode=options.compile_mode) if options.compile else model
-    (optimizer,), _ = make_optimizers(model, options)
-    loader = open_loader(options)
-    batches = prefetch(loader, device, range(1, options.max_steps))
+    trained = torch.compile(model, mode=config.compile_mode) if config.compile else model
+    (optimizer,), _ = make_optimizers(model, config)
+    loader = open_loader(config)
+    batches = prefetch(loader, device, range(1, config.max_steps))
 
     def step() -> dict[str, Any]:
         loss = torch.zeros((), device=device)
         for _ in range(loader.accumulation):
             x, y = next(batches)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.bf16):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
                 micro_loss = loss_of(trained, x, y) / loader.accumulation
             micro_loss.backward()
             loss += micro_loss.detach()
-        if options.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
+        if config.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return {"tokens": options.tokens_per_step(1), "loss": loss.item()}
+        return {"tokens": config.tokens_per_step(1), "loss": loss.item()}
 
     return step
 
