@@ -287,7 +287,7 @@ def attended(attend, dtype, T, peaked=1.0):
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """What is between the matmuls runs as it is."""
+    """Run the functions between the matmuls uncompiled."""
     monkeypatch.setattr(attention, "fused", lambda function: function)
 
 
