@@ -11,6 +11,7 @@ python bench.py --compare logs/reference/timeit.csv       beside earlier or publ
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal, Self
 
@@ -59,8 +60,8 @@ class HowOptions(Options):
     batch_size=1,2,4
     """
     scaling: tuple[Positive, ...] = Field((), min_length=2)
-    """numbers of ranks, such as 1,2,4, that train the same batch, interleaved: tokens/s and
-    efficiency
+    """numbers of ranks, such as 1,2,4, that train the same batch of --config [baseline],
+    interleaved: tokens/s and efficiency
     """
     rounds: int = Field(20, ge=FEWEST)
     """rounds of --scaling at most; fewer once every interval is narrower than 2%"""
@@ -70,10 +71,17 @@ class HowOptions(Options):
     """results go to bench/<time>/ in this folder"""
 
 
+# Options with an effect in each mode, or without one, besides config, log_dir and train.py's own.
+USES = {
+    "": ("size", "computation", "warmup_steps", "steps", "compare"),
+    "breakdown": ("size", "steps"),
+    "trace": ("size",),
+    "memory": ("size",),
+    "scan": ("size", "steps"),
+    "scaling": ("rounds", "total_batch_tokens"),
+}
 INSPECT = ("breakdown", "trace", "memory")
-MODES = (*INSPECT, "scan", "scaling")
-USED = {"device", "seed", "log_dir"}
-WITHOUT_EFFECT = {*RunConfig.model_fields, "max_steps", "max_minutes"} - USED
+OF_RUNS = {*RunConfig.model_fields, "max_steps", "max_minutes"} - {"device", "seed", "log_dir"}
 
 
 class BenchOptions(HowOptions, WhatOptions):
@@ -88,36 +96,16 @@ class BenchOptions(HowOptions, WhatOptions):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        chosen = self.model_fields_set
-        # options, and with which others they have no effect
-        without_effect = {
-            **dict.fromkeys(MODES[:-1], ("scaling",)),
-            "size": ["config"],
-            "compare": MODES,
-            "computation": MODES,
-            "warmup_steps": MODES,
-            "steps": [] if self.breakdown or self.scan else ["trace", "memory", "scaling"],
-            self.scanned: ["scan"],
-        }
-        reasons = {
-            name: f"with {other}"
-            for name, others in without_effect.items()
-            for other in others
-            if getattr(self, other)
-        }
-        reasons |= dict.fromkeys(WITHOUT_EFFECT, "in a benchmark")
-        if not self.scaling:
-            reasons |= dict.fromkeys(("total_batch_tokens", "rounds"), "without scaling")
-        problems = [
-            (name, f"{name} has no effect {reason}; leave it out")
-            for name, reason in reasons.items()
-            if name in chosen
-        ]
-        if self.scaling and not self.config:
-            text = "needs a config, whose corpus it trains on, such as --config quickstart.yaml"
-            problems.append(("scaling", f"scaling {text}"))
-        if problems:
-            raise ContradictionError(*problems)
+        modes = [mode for mode in USES if getattr(self, mode, False)] or [""]
+        if self.scaling:
+            modes = ["scaling"]
+        used = {*modes, *chain(*(USES[mode] for mode in modes))}
+        without_effect = {*USES, *chain(*USES.values()), *OF_RUNS} - used | {self.scanned}
+        if self.config:
+            without_effect.add("size")
+        if given := sorted(without_effect & self.model_fields_set):
+            text = "has no effect in this benchmark; leave it out"
+            raise ContradictionError(*((name, f"{name} {text}") for name in given))
         return self
 
 
@@ -137,10 +125,9 @@ from measure.profile.tables import (
     read_results,
     scan_columns,
 )
-from measure.profile.timing import Job, key_of, label_of, time_job
-from measure.report.report import Report, Row, write_csv
-from runtime.device import choose_device
-from runtime.errors import TrainingError, UserError, reported
+from measure.profile.timing import Job, label_of, time_job
+from measure.report.report import Report, Row
+from runtime.errors import TrainingError, reported
 from runtime.files import write_json
 from runtime.report import machine
 
@@ -198,9 +185,9 @@ def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
 def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
     """Time the jobs one after the other; after a failure, skip that model's larger batches.
 
-    Returns the measured rows, and a line for each failure. Writes results.csv and results.json,
-    which also has the seconds of every pass, after each job, so that an interrupted call keeps
-    them. Raises TrainingError if no job can be measured.
+    Returns the measured rows, and a line for each failure. Writes results.json, which also has the
+    seconds of every pass, after each job, so that an interrupted call keeps them. Raises
+    TrainingError if no job can be measured.
     """
     rows: list[Row] = []
     failed: dict[str, str] = {}  # line by label
@@ -209,7 +196,6 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
         if label in failed:
             continue
         rows += time_job(job)
-        write_csv(folder / "results.csv", rows)
         write_json(folder / "results.json", rows)
         row = rows[-1]
         figures = row["error"] or (
@@ -232,7 +218,10 @@ def report_times(
 
     Adds the times of `earlier` results.
     """
-    about, remarks, meaning = [about_machine(rows[0])], [*failed], ""
+    about, meaning = [about_machine(rows[0])], ""
+    remarks = [*failed, *compare(rows, earlier)]
+    if earlier:
+        about.append(f"there: {options.compare}")
     if name := options.scanned:
         rows.sort(key=label_of)
         title, figures = f"Over {name}", scan_columns(name)
@@ -245,9 +234,6 @@ def report_times(
         meaning += "passes the first w are left out. std: of the population."
         picture, caption = "times.png", "seconds per pass"
         draw_times(rows, folder / picture)
-    if earlier:
-        about.append(f"there: {options.compare}")
-        remarks += compare(rows, earlier)
     notes = sorted({row["notes"] for row in rows} - {""})  # each begins with "note: "
     Report(
         folder,
@@ -268,17 +254,11 @@ def report_times(
 def main(options: BenchOptions) -> None:
     """Measure. Raises UserError, for a mistake before anything is measured, and OSError."""
     if options.scaling:
-        name, values = str(options.config), options.model_extra or {}
+        name, values = options.config or "baseline", options.model_extra or {}
         measure_scaling(name, values, options.scaling, options.rounds, options.log_dir)
         return
     jobs = jobs_of(options)
-    device = choose_device(jobs[0].config.device)
-    if options.memory and device.type != "cuda":
-        raise UserError(f"--memory: needs CUDA, the device is {device.type}; leave it out")
     earlier = read_results(Path(options.compare)) if options.compare else {}
-    wanted = {key_of(job.row(warmup)) for job in jobs for warmup in job.warmup_steps}
-    if options.compare and not wanted & earlier.keys():
-        raise UserError(f"{options.compare}: has none of the rows to be measured")
     folder = new_folder(options.log_dir)
     inspected = [name for name in INSPECT if getattr(options, name)]
     if inspected:

@@ -37,8 +37,8 @@ def main(options: CheckOptions) -> None:
         raise UserError("--resume: check.py is for a run from its first step; leave it out")
     config = load(Config, options.model_dump(exclude_unset=True, exclude={*HowFar.model_fields}))
     with joined_world(choose_device(config.device), config.timeout, config.must_match()) as world:
-        estimate(config, world)
-        if not (options.estimate or check(config, world)):
+        estimated = world.on_rank0(lambda: estimate(config, world))
+        if not (options.estimate or check(config, world, estimated)):
             raise SystemExit(1)
 
 

@@ -33,29 +33,27 @@ def blocked_is_faster(device: torch.device, dtype: torch.dtype, T: int) -> bool:
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute softmax(q k^T / sqrt(hs), causal) v, all (B, nh, T, hs)."""
-    y, _, _ = attention_forward(q, k, v, torch.compiler.is_compiling())
+    y, _, _ = attention_forward(q, k, v)
     return y
 
 
 # torch.compile treats this as one operator. Its caches on disk identify the operator by name:
 # rename it when its computation changes.
 @torch.library.custom_op("gpt2::causal_attention", mutates_args=())
-def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, compiled: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, and for each query (B, nh, T, 1) its largest score, before scaling, and its sum of
     weights, the softmax's denominator.
     """
     _, nh, T, hs = q.shape
-    y, largest, sums = _results(q, k, v, compiled)
+    y, largest, sums = _results(q, k, v)
     for part, (qs, ks, vs) in parts(q, k, v):
         keys, space = append_ones(ks), q.new_empty(len(qs) * BLOCK * T)
         for rows in blocks(T):
             seen = slice(rows.stop)
             scores = matmul_into(space, qs[:, rows], ks[:, seen].mT)
-            top = fused(largest_score, compiled)(scores)
+            top = fused(largest_score)(scores)
             weights = matmul_into(space, append_negated(qs[:, rows], top), keys[:, seen].mT)
-            total = fused(to_weights, compiled)(weights, 1 / math.sqrt(hs))
+            total = fused(to_weights)(weights, 1 / math.sqrt(hs))
             for kept, new in (y, weights @ vs[:, seen] / total), (largest, top), (sums, total):
                 kept[part, :, rows] = new.unflatten(0, (-1, nh))
     return y, largest, sums
@@ -70,11 +68,10 @@ def attention_backward(
     y: Tensor,
     largest: Tensor,
     sums: Tensor,
-    compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     _, nh, T, hs = q.shape
-    q_grad, k_grad, v_grad = _gradients(y_grad, q, k, v, y, largest, sums, compiled)
+    q_grad, k_grad, v_grad = _gradients(y_grad, q, k, v)
     for part, (gs, qs, ks, vs, ys, top, totals) in parts(y_grad, q, k, v, y, largest, sums):
         queries, keys, values = append_negated(qs, top), append_ones(ks), append_ones(vs)
         centred = append_negated(gs, (gs.float() * ys).sum(-1, keepdim=True))
@@ -84,7 +81,7 @@ def attention_backward(
             seen = slice(rows.stop)
             weights = matmul_into(spaces[0], queries[:, rows], keys[:, seen].mT)
             scores_grad = matmul_into(spaces[1], centred[:, rows], values[:, seen].mT)
-            fused(to_weights_and_gradients, compiled)(
+            fused(to_weights_and_gradients)(
                 weights, scores_grad, totals[:, rows], 1 / math.sqrt(hs)
             )
             q_grad[part, :, rows] = (scores_grad @ ks[:, seen]).unflatten(0, (-1, nh))
@@ -131,9 +128,9 @@ def append_ones(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def fused(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """Compile the function for blocks of any length if `compiled`."""
-    return torch.compile(function, dynamic=True) if compiled else function
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile the function for blocks of any length."""
+    return torch.compile(function, dynamic=True)
 
 
 def later(scores: Tensor) -> Tensor:
@@ -178,7 +175,7 @@ def _joined(x: Tensor) -> Tensor:
 
 
 @attention_forward.register_fake
-def _results(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the results; torch.compile takes their shapes and strides from here too."""
     B, nh, T, _ = q.shape
     return _joined(q), q.new_empty(B, nh, T, 1), q.new_empty(B, nh, T, 1, dtype=torch.float32)
@@ -186,26 +183,18 @@ def _results(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> tuple[Tensor, T
 
 @attention_backward.register_fake
 def _gradients(
-    y_grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    largest: Tensor,
-    sums: Tensor,
-    compiled: bool,
+    y_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _joined(q), _joined(k), _joined(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, ctx.compiled = inputs
     ctx.set_materialize_grads(False)  # only y gets a gradient
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(*inputs, *output)
 
 
-def _backward(ctx: Any, y_grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    return *attention_backward(y_grad, *ctx.saved_tensors, ctx.compiled), None
+def _backward(ctx: Any, y_grad: Tensor, *_: None) -> tuple[Tensor, ...]:
+    return attention_backward(y_grad, *ctx.saved_tensors)
 
 
 attention_forward.register_autograd(_backward, setup_context=_keep)

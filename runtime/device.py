@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from runtime.errors import UserError
-from runtime.launch import Launch, launch
+from runtime.launch import launch
 from runtime.start import has_nvidia_gpu, resident_memory
 
 PINNED_TORCH = "2.13.0"  # the version in requirements.txt, which the tests run with
@@ -30,9 +30,9 @@ AGREE = 1.1  # the fastest three samples of a measurement may differ by this fac
 PATIENCE = 4  # times as long as usual that a measurement may take until they agree
 
 
-def choose_device(name: str, started: Launch | None = None) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """Return the device that `--device name` means for this rank. Raises UserError without it."""
-    started = started or launch()
+    started = launch()
     available = ["cpu"]
     if torch.backends.mps.is_available():
         available.insert(0, "mps")

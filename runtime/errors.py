@@ -168,7 +168,8 @@ def _wait_for_torchrun(times: int) -> None:
 def why_it_failed(status: int, stderr: TextIO) -> str:
     """Return the reason of a command's failure in a line, from its exit status and its stderr."""
     stderr.seek(0)
-    lines = [line.strip() for line in stderr if line.strip()]
+    # torchrun's report ends with a line of `=`
+    lines = [line.strip() for line in stderr if re.search(r"\w", line)]
     if errors := [line for line in lines if line.startswith("error: ")]:
         return errors[-1].removeprefix("error: ")
     if status < 0:

@@ -53,19 +53,6 @@ def _number(name: str, default: int) -> int:
     return int(text) if text.isdecimal() else default
 
 
-def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return torchrun's variables for a rank on this machine alone, with a store at `port`."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
 def threads_are_chosen() -> bool:
     """True if the user has set OMP_NUM_THREADS.
 

@@ -34,7 +34,6 @@ from model import GPT, GPTConfig
 from runtime.device import NOTED_SLOWDOWN, slowdown
 from runtime.errors import UserError
 from runtime.files import sha256
-from runtime.launch import environment_of
 from runtime.runlog import all_checkpoints
 from runtime.start import cores
 from runtime.world import World
@@ -452,7 +451,16 @@ def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     processes: list[Any] = []
     for rank in range(ranks):
-        env = environment_of(rank, ranks, store.port) | {"OMP_NUM_THREADS": "1"}
+        env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+        }
         processes.append(start(*command, cwd=cwd, before=None, **env))
         processes[-1].store = store  # lives as long as they do
     return processes

@@ -11,7 +11,6 @@ import torch
 
 import checkpoint.resume
 import checkpoint.state
-import measure.preflight.checks
 import model as model_module
 import optimizer
 import train as train_module
@@ -20,6 +19,7 @@ from checkpoint.state import State
 from data.token_file import write_corpus
 from dataloader import DataLoader, TokenStream
 from measure.preflight.checks import check
+from measure.preflight.estimate import Estimated
 from runtime.errors import UserError
 from tests.conftest import (
     ALONE,
@@ -30,13 +30,7 @@ from tests.conftest import (
 )
 from train import train
 
-
-@pytest.fixture(autouse=True)
-def rates(monkeypatch):
-    """A fast device, so that the tiny model is checked as it is."""
-    monkeypatch.setattr(
-        measure.preflight.checks, "matmul_rates", lambda _: {"float32": 1.0, "bfloat16": 1.0}
-    )
+FAST = Estimated(0.1, (True, "disk: enough"))  # the tiny model is checked as it is
 
 
 CLEAN = {
@@ -58,35 +52,26 @@ def test_a_sound_run_passes_and_nothing_is_left(
 ):
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**24)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    assert check(tiny_config(**{"lr": 1e-2} | options), ALONE)
+    assert check(tiny_config(**{"lr": 1e-2} | options), ALONE, FAST)
     printed = capsys.readouterr().out
     assert printed.count("ok      ") >= 9
     assert "PROBLEM" not in printed
     assert [path for path in (tmp_path / "logs").iterdir() if path.is_dir()] == []
 
 
-def test_a_long_step_is_checked_in_small(tiny_config, capsys, monkeypatch):
-    monkeypatch.setattr(measure.preflight.checks, "LONG_STEP", 0.0)
-    assert check(tiny_config(n_layer=4, n_head=4, lr=1e-2), ALONE)
-    assert "ok      the above is of a small model" in capsys.readouterr().out
-
-
-def test_a_device_too_busy_to_be_measured_is_an_error(tiny_config, monkeypatch):
-    monkeypatch.setattr(measure.preflight.checks, "matmul_rates", lambda _: {})
-    with refused("no checks: the device could not be measured, or is too busy"):
-        check(tiny_config(), ALONE)
+def test_a_long_step_is_checked_in_small_and_a_full_disk_is_a_problem(tiny_config, capsys):
+    long = Estimated(2.0, (False, "disk: too small"))
+    assert not check(tiny_config(n_layer=4, n_head=4, lr=1e-2), ALONE, long)
+    out = capsys.readouterr().out
+    assert "ok      the above is of a small model" in out
+    assert out.count("PROBLEM") == out.count("PROBLEM disk: too small; make room") == 1
 
 
 def test_a_run_is_checked_with_the_weights_that_its_name_means(tiny_config, tmp_path, capsys):
     train(tiny_config(n_layer=1, max_steps=20, lr=1e-2, run_name="first"), ALONE)
     capsys.readouterr()
-    assert check(tiny_run(tmp_path, {}, init_from="first", lr=1e-3), ALONE)
+    assert check(tiny_run(tmp_path, {}, init_from="first", lr=1e-3), ALONE, FAST)
     assert "parameters: 0 of 17 get no gradient" in capsys.readouterr().out
-
-
-def test_a_tiny_vocabulary_is_checked(tiny_config, tmp_path):
-    write_corpus(tmp_path / "data" / "few", [[*range(30)] * 100])
-    assert check(tiny_config(dataset="few", vocab_size=30, lr=1e-2), ALONE)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +86,7 @@ def test_a_tiny_vocabulary_is_checked(tiny_config, tmp_path):
 def test_what_a_run_would_not_start_with_is_an_error(options, message, tiny_config, tmp_path):
     write_corpus(tmp_path / "data" / "odd", [[*range(100)] * 20 + [200]])
     with refused(message):
-        check(tiny_config(**options), ALONE)
+        check(tiny_config(**options), ALONE, FAST)
 
 
 # ---- bugs that people write
@@ -193,7 +178,7 @@ def test_a_bug_is_found(plant, tiny_config, capsys, monkeypatch):
     config = tiny_config(lr=1e-2, flash=True, dropout=0.2, max_steps=50)
     plant(monkeypatch)
     with contextlib.suppress(UserError):
-        assert not check(config, ALONE)
+        assert not check(config, ALONE, FAST)
         assert re.search("^PROBLEM .*; .*look at ", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -202,10 +187,9 @@ CHECK = """if True:
     import torch
     from runtime.world import joined_world
     from tests.conftest import tiny_run
-    import measure.preflight.checks
-    measure.preflight.checks.matmul_rates = lambda _: {"float32": 1.0}
+    from tests.test_check import FAST, check
     with joined_world(torch.device("cpu"), timeout=100) as world:
-        assert measure.preflight.checks.check(tiny_run(Path.cwd(), lr=1e-2, fsdp=FSDP), world)
+        assert check(tiny_run(Path.cwd(), lr=1e-2, fsdp=FSDP), world, FAST)
 """
 
 

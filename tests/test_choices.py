@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from config import THIS_CALL, Config, Needs, Rung
-from measure.preflight import checks, estimate
+from measure.preflight import estimate
+from measure.preflight.checks import check
 from runtime.cli import ConfigError, _value_type, load
 from tests.conftest import ALONE, COMPILED, TINY, end_of, log, tiny_run
 from train import main, train
@@ -94,13 +95,12 @@ def test_each_choice_trains_saves_resumes_bit_for_bit_and_passes_estimate_and_ch
     assert end_of(here) == straight
 
     monkeypatch.setattr(estimate, "matmul_tflops", lambda *_, **__: 1.0)  # takes seconds
-    estimate.estimate(config, ALONE)
+    estimated = estimate.estimate(config, ALONE)
     said = re.search(r"^disk: +(\S+) GB a checkpoint", capsys.readouterr().out, re.MULTILINE)
     size = sum(path.stat().st_size for path in last.glob("*.safetensors"))
     assert 1e9 * float(said[1]) == pytest.approx(size, rel=0.05)
 
-    monkeypatch.setattr(checks, "matmul_rates", lambda _: {"float32": 1.0, "bfloat16": 1.0})
-    assert checks.check(config, ALONE)
+    assert check(config, ALONE, estimated)
 
 
 @pytest.mark.parametrize("device", get_args(Config.model_fields["device"].annotation))

@@ -1,27 +1,23 @@
 """Interleaved runs: the engine on a clock of its own, intervals, and real runs of a tiny model."""
 
 import functools
-import itertools
 import json
 import math
 import random
-import resource
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from measure.interleaved import rounds
 from measure.interleaved import side as side_module
 from measure.interleaved.__main__ import InterleavedOptions, plan
 from measure.interleaved.options import without_end
-from measure.interleaved.process import in_fresh_process
 from measure.interleaved.ratio import mean_over_seeds, median_ratio, product
 from measure.interleaved.rounds import Side, interleave, is_narrow
+from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import read_rows
-from runtime.start import resident_memory, retain_freed_memory
 from tests.conftest import ALONE, ROOT, forks, run
 from train import setup, train
 
@@ -88,51 +84,39 @@ def test_a_mean_of_one_seed_has_no_interval_and_one_of_many_a_wider_one():
     assert mean_over_seeds([0.0, 1.0] * 10).high > 0.5 + 2.262 * 0.5 / math.sqrt(20)
 
 
-# ---- sides that answer at once
+# ---- a side that answers at once
 
 
-def answering(name="side", figures="", before="", **options):
-    """A side that answers at once: half a second and 7 tokens a step."""
+def answering(asleep=True, dies=""):
+    """A side that answers at once: a tenth of a second and 7 tokens a step."""
     code = (
-        "import json, os, sys, time\n"
-        "rank = int(os.environ.get('RANK', 0))\n"
-        "for steps in map(int, sys.stdin):\n"
-        f"    {before or 'pass'}\n"
-        "    answer = {'seconds': [0.1] * steps, 'tokens': 7 * steps, 'asleep': True, 'loss': 10}\n"
-        f"    print(json.dumps(answer | {{'peak_memory_mb': 100}} | dict({figures})), flush=True)"
+        "import json\n"
+        "for steps in map(int, open(0)):\n"
+        f"    {dies}\n"
+        "    answer = {'seconds': [0.1] * steps, 'tokens': 7 * steps}\n"
+        f"    print(json.dumps(answer | {{'asleep': {asleep}}}), flush=True)"
     )
-    return Side(name, [sys.executable, "-c", code], **options)
+    return Side("two", [sys.executable, "-c", code])
 
 
-def test_the_figures_of_several_ranks_are_rank_0s_and_all_take_as_many_steps():
-    with answering(figures="loss=rank", before="time.sleep(0.1 * rank)", ranks=2) as side:
+def test_a_side_takes_as_many_steps_as_last_half_a_second_from_the_fourth_time_on():
+    with answering() as side:
         assert [side.train() for _ in range(4)] == pytest.approx([70] * 4)
-    assert [turn.loss for turn in side.turns] == [0] * 4
-    # as many steps as last half a second, from the fourth time on
-    for i, steps in enumerate([1, 1, 1, 5]):
-        assert [len(rank.seconds) for rank in side.turns[i].ranks] == [steps] * 2
-    assert all(process.poll() is not None for process in side.processes)
-
-
-LOST = "if rank == 0: sys.exit('error: another process died')"
+    assert [len(turn.seconds) for turn in side.turns] == [1, 1, 1, 5]
+    assert side.process.poll() is not None
 
 
 @pytest.mark.parametrize(
-    ("happens", "reason"),
+    ("fault", "reason"),
     [
-        # rank 0 still waits for it
-        ("if rank == 1: sys.exit('error: wrong here')\n    time.sleep(1000)", "wrong here"),
-        (f"{LOST}\n    sys.exit('error: wrong here')", "wrong here"),
-        (f"{LOST}\n    os.kill(os.getpid(), 9)", "killed by signal 9"),
-        ("sys.exit('error: wrong here' if rank == 0 else 1)", "wrong here"),
-        ("if rank == 1: print('{\"asleep\": false}', flush=True)", "its threads keep computing"),
+        ({"asleep": False}, "its threads keep computing"),
+        # torchrun's report of a killed rank ends so
+        ({"dies": "raise SystemExit('traceback: Signal 9\\n======')"}, "traceback: Signal 9"),
     ],
 )
-def test_ranks_that_fail_give_the_reason_of_the_one_that_has_one(happens, reason, monkeypatch):
-    monkeypatch.setattr(rounds, "OTHERS_END", 0.3)
-    two = answering("two", before=happens, ranks=2)
-    with two, pytest.raises(TrainingError, match=f"^two: {reason}"):
-        two.train()
+def test_a_side_that_fails_or_does_not_sleep_is_an_error(fault, reason):
+    with answering(**fault) as side, pytest.raises(TrainingError, match=f"^two: {reason}"):
+        side.train()
 
 
 # ---- real processes
@@ -184,41 +168,16 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkey
     rows = read_rows(Path(config.log_dir) / "train/log.csv")
     run = setup(without_end(tiny_config()), ALONE)
     first = side_module.take_steps(run, 1)
-    # If two have no room together, the step that gets freed memory again does not count.
+    # If two have no room together, freed memory is returned after each turn, and the step that gets
+    # it again does not count.
     freed = []
     monkeypatch.setattr(side_module, "FREES_CACHE", True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(run.state.step))
+    for module, name in ((torch.cuda, "empty_cache"), (side_module, "return_freed_memory")):
+        monkeypatch.setattr(module, name, lambda: freed.append(run.state.step))
     last = side_module.take_steps(run, 2)
-    assert (len(last["seconds"]), last["tokens"], freed) == (2, 2 * 4 * 32, [4])
+    assert (len(last["seconds"]), last["tokens"], freed) == (2, 2 * 4 * 32, [4, 4])
     losses = [rows[step]["loss"] for step in (1, 4)]
     assert [first["loss"], last["loss"]] == pytest.approx(losses, abs=1e-6)
-
-
-def memory_of_turns(config):
-    """Bytes resident after turns of a side that retains freed memory, then returns it after each
-    turn, and the page faults of each turn. Its logits take 120 MB.
-    """
-    retain_freed_memory()
-    run, resident, faults = setup(without_end(config), ALONE), [], [0]
-    for frees, steps in ((False, 2), (True, 1), (True, 1), (True, 7)):
-        side_module.FREES_CACHE = frees
-        side_module.take_steps(run, steps)
-        resident.append(resident_memory())
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-    return resident, [after - before for before, after in itertools.pairwise(faults)]
-
-
-@pytest.mark.usefixtures("forked_processes")
-def test_a_side_without_room_returns_freed_memory_between_its_turns_but_not_within(tiny_config):
-    config = tiny_config(batch_size=15, seq_len=256, block_size=256, vocab_size=8192)
-    found, problem = in_fresh_process(f"{__name__}:memory_of_turns", config)
-    assert problem == ""
-    resident, (*_, one_step, seven_steps) = found
-    assert max(resident[1:]) < resident[0] - 100 * 2**20
-    assert one_step > 100 * 2**20 // resource.getpagesize()
-    # With the untimed first step these are 2 and 8 steps. A later step may fault a few buffers in
-    # again, of which small ones took a part.
-    assert seven_steps < 3 * one_step
 
 
 def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
@@ -235,15 +194,14 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
 @pytest.mark.parametrize(
     ("sides", "message"),
     [
-        ([], "at least two sides"),
+        ([], "sides: tuple should have at least 2 items"),
         (["nowhere.yaml"], "no such config file"),
         (["quickstart.yaml --flush"], "did you mean --flash"),
-        (["quickstart.yaml --seed '1"], "No closing quotation; a"),
     ],
 )
 def test_what_cannot_be_compared_is_one_error_line(sides, message):
     with pytest.raises(UserError) as error:
-        plan(InterleavedOptions(sides=["quickstart.yaml", *sides]), [])
+        plan(parse(InterleavedOptions, ["quickstart.yaml", *sides], positional="sides"), [])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

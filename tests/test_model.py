@@ -16,6 +16,7 @@ from checkpoint.weights import load_model, load_weights
 from config import load_config
 from inference.sampling import draw, probabilities, seeded
 from kernels import attention
+from kernels.attention import blocked_attention
 from model import GPT, GPTConfig
 from tests.conftest import grown, transformers_pair
 
@@ -273,48 +274,55 @@ def attended(attend, dtype, T, peaked=1.0):
     return [y, *torch.autograd.grad(y, inputs, y_grad.to(torch.bfloat16).to(dtype))]
 
 
-def blocked(q, k, v, compiled=False):
-    return attention.attention_forward(q, k, v, compiled)[0]
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Run the functions between the matmuls uncompiled."""
+    monkeypatch.setattr(attention, "fused", lambda function: function)
 
 
 whole = functools.partial(F.scaled_dot_product_attention, is_causal=True)
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("T", [2, 16, 17, 100])
 def test_blocked_attention_and_its_gradients_are_those_of_the_whole(monkeypatch, T):
     monkeypatch.setattr(attention, "BLOCK", 16)
-    results = (attended(attend, torch.float32, T) for attend in (blocked, whole))
+    results = (attended(attend, torch.float32, T) for attend in (blocked_attention, whole))
     for ours, theirs in zip(*results, strict=True):
         close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_in_bfloat16_blocked_attention_is_about_as_exact_as_pytorchs_kernel():
     """If the scores themselves were rounded to bfloat16, y would be 7 times as far off as the
     kernel's.
     """
     exact = attended(whole, torch.float64, 600, peaked=6.0)
-    results = (attended(attend, torch.bfloat16, 600, peaked=6.0) for attend in (blocked, whole))
+    attends = (blocked_attention, whole)
+    results = (attended(attend, torch.bfloat16, 600, peaked=6.0) for attend in attends)
     for ours, theirs, true in zip(*results, exact, strict=True):
         assert (ours.double() - true).norm() <= 3 * (theirs.double() - true).norm()
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_blocked_attention_is_an_operator_that_the_compiler_can_trust(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 16)
     inputs = [x.requires_grad_() for x in torch.randn(3, 3, 40, 2, 16).transpose(2, 3)]
     utils = ("test_schema", "test_faketensor")
     check = torch.library.opcheck
     forward = attention.attention_forward
-    check(forward, (*inputs, False), test_utils=(*utils, "test_autograd_registration"))
-    kept = [x.detach() for x in forward(*inputs, False)]
-    backward = (kept[0], *(x.detach() for x in inputs), *kept, False)
+    check(forward, tuple(inputs), test_utils=(*utils, "test_autograd_registration"))
+    kept = [x.detach() for x in forward(*inputs)]
+    backward = (kept[0], *(x.detach() for x in inputs), *kept)
     check(attention.attention_backward, backward, test_utils=utils)
 
 
 def test_what_is_between_the_matmuls_is_the_same_compiled(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 16)
-    compiled = functools.partial(blocked, compiled=True)
-    results = (attended(attend, torch.bfloat16, 40) for attend in (compiled, blocked))
-    for ours, wanted in zip(*results, strict=True):
+    compiled = attended(blocked_attention, torch.bfloat16, 40)
+    monkeypatch.setattr(attention, "fused", lambda function: function)
+    plain = attended(blocked_attention, torch.bfloat16, 40)
+    for ours, wanted in zip(compiled, plain, strict=True):
         close(ours, wanted, rtol=0.02, atol=0.02)
 
 
@@ -329,7 +337,7 @@ def test_compiled_models_attend_in_blocks_where_a_cpu_has_bf16_instructions(
     T, bf16, has_bf16 = (options.pop(name) for name in ("T", "bf16", "has_bf16"))
     monkeypatch.setattr(attention, "CPU_HAS_BF16", has_bf16)
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(attention, "fused", lambda function, _: calls.append(0) or function)
+    monkeypatch.setattr(attention, "fused", lambda function: calls.append(0) or function)
     model = tiny_model(**options)
     for trained in (model, torch.compile(model, backend="eager")):
         assert not calls

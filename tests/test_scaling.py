@@ -4,11 +4,10 @@ import csv
 import json
 
 import pytest
-import torch
 
 from measure.interleaved import rounds
 from measure.profile.scaling import split
-from tests.conftest import TINY, refused
+from tests.conftest import TINY
 from tests.test_bench import command_line
 
 
@@ -46,19 +45,6 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
     assert float(two["efficiency"]) == pytest.approx(share)
 
 
-def test_more_ranks_than_gpus_are_an_error_and_so_is_torchrun(tiny_yaml, monkeypatch):
-    given = ("--config", tiny_yaml, "--scaling", "1,4")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with refused("4 ranks, but 2 CUDA devices; start at most one for each"):
-        command_line(*given, "--device", "cuda")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with refused("run it without torchrun"):
-        command_line(*given)
-
-
 def test_a_batch_is_split_into_the_largest_micro_steps_that_fit(tiny_config):
     config = tiny_config(batch_size=8, total_batch_tokens=32 * 32)
     assert [split(config, n) for n in (1, 2, 4, 8, 32)] == [(8, 4), (8, 2), (8, 1), (4, 1), (1, 1)]
-    config = tiny_config(batch_size=9, total_batch_tokens=32 * 36)
-    assert split(config, 3) == (6, 2)  # 12 sequences each, of which at most 9 at a time

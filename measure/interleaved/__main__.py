@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import Field
+
 from config import Config
 from measure.interleaved.rounds import (
     RoundsOptions,
@@ -27,14 +29,14 @@ from measure.interleaved.rounds import (
 )
 from measure.report.tables import print_table
 from runtime.cli import Options, parse
-from runtime.errors import UserError, reported
+from runtime.errors import reported
 from runtime.start import start
 
 
 class SidesOptions(Options):
     """the sides"""
 
-    sides: tuple[str, ...] = ()
+    sides: tuple[str, ...] = Field(min_length=2)
     """configs; quote one together with options after it, and environment variables before it"""
     output: str | None = None
     """JSON file for the steps of every side, written after each round"""
@@ -49,10 +51,7 @@ def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, s
 
     Raises UserError for a mistake in it, before anything starts.
     """
-    try:
-        words = shlex.split(text) or [""]
-    except ValueError as error:
-        raise UserError(f"{text}: {error}; a side is quoted as a whole") from None
+    words = shlex.split(text) or [""]
     environment = {}
     while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
         name, _, environment[name] = words.pop(0).partition("=")
@@ -62,12 +61,7 @@ def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, s
 
 
 def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Side]:
-    """Return the sides of the command line. Raises UserError for fewer than two."""
-    if len(options.sides) < 2:
-        raise UserError(
-            f"at least two sides are needed, not {len(options.sides)}: "
-            "python -m measure.interleaved speedup9.yaml speedup10.yaml"
-        )
+    """Return the sides of the command line. Raises UserError."""
     return [training_side(text, *parse_side(text, of_all)) for text in options.sides]
 
 

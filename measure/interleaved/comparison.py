@@ -61,7 +61,7 @@ class Comparison(BaseModel, extra="allow"):
         return len(self.sides[0].tokens_per_sec)
 
     def ratio(self, side: int = 1, base: int = 0) -> Estimate:
-        """Return the speed of a side over another. Raises ValueError for too few rounds."""
+        """Return the speed of a side over another, from at least FEWEST rounds."""
         return median_ratio(self.sides[side].tokens_per_sec, self.sides[base].tokens_per_sec)
 
     def ratio_text(self, side: int) -> str:

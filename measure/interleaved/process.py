@@ -4,7 +4,6 @@ import functools
 import multiprocessing
 import os
 import pkgutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -37,30 +36,18 @@ def start_process(
 def in_fresh_process(function: str, *arguments: Any) -> tuple[Any, str]:
     """Call a function, `module:name`, in a fresh process: nothing is warm, peak memory is its own.
 
-    Returns its result, or None and the reason.
+    Returns its result, or None and the reason. Ctrl-C interrupts both processes.
     """
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(1, context, _prepare) as pool:
-            # a Ctrl-C is for the parent, which ends the child
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            answer = pool.submit(call, function, *arguments)
-            signal.signal(signal.SIGINT, before)
-            try:
-                return answer.result()
-            except KeyboardInterrupt:
-                for child in multiprocessing.active_children():
-                    child.kill()
-                raise
+            return pool.submit(call, function, *arguments).result()
     except BrokenProcessPool:
         return None, "its process was killed, as the system does when memory runs out"
 
 
 def _prepare() -> None:
     exit_when_parent_dies(os.getppid())
-    parent = multiprocessing.parent_process()
-    if parent and not parent.is_alive():  # it ended before this process could ask
-        os._exit(1)
 
 
 def call(function: str, *arguments: Any) -> tuple[Any, str]:

@@ -21,12 +21,10 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     The interval inverts the sign test: each pair is above or below the true median with even odds,
     so the interval reaches from the k-th smallest to the k-th largest ratio, with the largest k for
     which fewer than k of them on one side is rare enough (David and Nagaraja, Order Statistics,
-    section 7.1). Raises ValueError for too few pairs.
+    section 7.1).
     """
     ordered = sorted(our / their for our, their in zip(ours, theirs, strict=True))
     n = len(ordered)
-    if n < FEWEST:
-        raise ValueError(f"{n} pairs are too few for an interval: at least {FEWEST}")
     k, tail = 0, 0.5**n  # tail: the probability that at most k of n are below the true median
     while 2 * tail <= 1 - CONFIDENCE:
         k += 1

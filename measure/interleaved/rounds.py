@@ -6,12 +6,9 @@ import functools
 import itertools
 import math
 import os
-import re
-import select
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +22,6 @@ from measure.interleaved.ratio import FEWEST, median_ratio
 from runtime.cli import Options
 from runtime.errors import TrainingError, why_it_failed
 from runtime.files import write_json
-from runtime.launch import environment_of
 from runtime.report import git_commit, machine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,7 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 LEFT_OUT = 3
 WIDTH = 0.02  # stop once every interval is narrower than this share of its median
 FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
-OTHERS_END = 15.0  # seconds within which the other ranks of a run end after one has failed
 # Train at least this long at a time: less is lost in the machine's noise. Rehearsals set less.
 TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
 
@@ -85,80 +80,48 @@ class SideError(TrainingError):
 
 @dataclass
 class Side:
-    """A process, or the ranks of one run, that trains some steps on request and sleeps otherwise.
+    """A process that trains some steps on request and sleeps otherwise.
 
-    A context manager, which starts and ends the processes. They answer like side.py.
+    A context manager, which starts and ends the process. It answers like side.py.
     """
 
     name: str
     command: Sequence[str]
     environment: dict[str, str] = field(default_factory=dict)
-    ranks: int = 1
 
     def __enter__(self) -> "Side":
-        self.turns: list[Turn] = []  # rank 0's, with the turns of all ranks in it
+        self.turns: list[Turn] = []
         self.steps = 1  # to take at a time
-        of_ranks: list[dict[str, str]] = [{}]
-        if self.ranks > 1:
-            from torch.distributed import TCPStore
-
-            # torchrun's agent has one too; it lives as long as this object
-            self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            of_ranks = [environment_of(i, self.ranks, self.store.port) for i in range(self.ranks)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.processes, self.errors = [], []  # one of each per rank
-        for of_rank in of_ranks:
-            process, errors = start_process(self.command, self.environment | of_rank, **pipes)
-            self.processes.append(process)
-            self.errors.append(errors)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process, self.errors = start_process(self.command, self.environment, **pipes)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()  # it has nothing to save
-            process.communicate()
-        for file in self.errors:
-            file.close()
+        self.process.kill()  # it has nothing to save
+        self.process.communicate()
+        self.errors.close()
 
     def train(self) -> float:
-        """Take the steps; returns tokens/s. Raises SideError if a rank fails."""
-        for process in self.processes:
-            with contextlib.suppress(BrokenPipeError):  # it has ended; stderr has the error
-                print(self.steps, file=process.stdin, flush=True)
-        answers = self._receive()
-        if not all(answer.asleep for answer in answers):
+        """Take the steps; returns tokens/s. Raises SideError if the process fails."""
+        requests, answers = self.process.stdin, self.process.stdout
+        assert requests
+        assert answers
+        with contextlib.suppress(BrokenPipeError):  # it has ended; stderr has the error
+            print(self.steps, file=requests, flush=True)
+        line = answers.readline()
+        if not line:
+            raise SideError(f"{self.name}: {why_it_failed(self.process.wait(), self.errors)}")
+        turn = Turn.model_validate_json(line)
+        if not turn.asleep:
             raise SideError(
                 f"{self.name}: its threads keep computing while another side trains; unset "
                 f"OMP_WAIT_POLICY"
             )
-        ranks = {"ranks": answers} if self.ranks > 1 else {}
-        self.turns.append(answers[0].model_copy(update=ranks))
-        seconds = sum(answers[0].seconds)
+        self.turns.append(turn)
+        seconds = sum(turn.seconds)
         if len(self.turns) == LEFT_OUT:
             self.steps = steps_of_a_turn(seconds / self.steps)
-        return answers[0].tokens / seconds
-
-    def _receive(self) -> list[Turn]:
-        """Read the answers as they come: one rank may fail while the others wait for it."""
-        answers: dict[int, Turn] = {}
-        pipes: dict[Any, int] = {p.stdout: rank for rank, p in enumerate(self.processes)}
-        while pipes:
-            for pipe in select.select(list(pipes), [], [])[0]:
-                line = pipe.readline()
-                if not line:
-                    raise SideError(f"{self.name}: {self._why_it_ended()}")
-                answers[pipes.pop(pipe)] = Turn.model_validate_json(line)
-        return [answers[rank] for rank in range(self.ranks)]
-
-    def _why_it_ended(self) -> str:
-        """Return the error of the rank that failed first: the others only report losing it."""
-        deadline, reasons = time.monotonic() + OTHERS_END, []
-        for process, errors in zip(self.processes, self.errors, strict=True):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(max(0, deadline - time.monotonic()))
-                reasons.append(why_it_failed(status, errors))
-        other_failed = re.compile("another (process|rank)").search
-        return min(reasons, key=lambda why: (bool(other_failed(why)), "exit status" in why))
+        return turn.tokens / seconds
 
 
 def training_side(
@@ -168,12 +131,13 @@ def training_side(
     ranks: int = 1,
     module: str = "measure.interleaved.side",
 ) -> Side:
-    """Make a side that trains with these arguments of train.py."""
+    """Make a side that trains with these arguments of train.py, on several ranks by torchrun."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # PYTHONSAFEPATH: without it, a copy in the working directory would come first
     paths = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", module, *arguments]
-    return Side(name, command, {**paths, **(environment or {})}, ranks)
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
+    command = [sys.executable, "-m", *(torchrun if ranks > 1 else []), module, *arguments]
+    return Side(name, command, {**paths, **(environment or {})})
 
 
 def run_rounds(

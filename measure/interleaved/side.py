@@ -12,6 +12,7 @@ from runtime.start import start
 if __name__ == "__main__":
     OPTIONS = start(Config, description=__doc__, config_file=True)
 
+import datetime
 import functools
 import json
 import os
@@ -21,12 +22,13 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
 from measure.interleaved.options import without_end
-from runtime.device import choose_device, peak_memory_mb
+from runtime.device import choose_device, peak_memory_mb, timed
 from runtime.errors import reported
 from runtime.start import return_freed_memory
-from runtime.world import joined_world
+from runtime.world import World, joined_world
 from train import Run, setup, take_step
 
 ASLEEP = 0.1  # a process that uses less of one core counts as asleep
@@ -42,14 +44,40 @@ def take_stdout() -> TextIO:
     return answers
 
 
-def serve(answers: TextIO, take_steps: Callable[[int], dict[str, Any]]) -> None:
+def serve(answers: TextIO, take_steps: Callable[[int], dict[str, Any]], world: World) -> None:
     """Take the number of steps on each line of stdin, and answer with their figures.
 
-    The answer waits until this process sleeps; `asleep` is false if it keeps computing.
+    The answer waits until this process sleeps; `asleep` is false if it keeps computing. Of several
+    ranks, rank 0 reads and answers; `ranks` in its answer has the figures of each.
     """
-    for line in sys.stdin:
-        figures = take_steps(int(line)) | {"asleep": falls_asleep()}
-        print(json.dumps(figures), file=answers, flush=True)
+    # Until the next turn, gloo lets the other ranks sleep; NCCL would keep their GPUs busy.
+    day = datetime.timedelta(days=1)
+    waiting = dist.new_group(backend="gloo", timeout=day) if world.distributed else None
+    while True:
+        line = [sys.stdin.readline() if world.rank == 0 else ""]
+        if waiting:
+            dist.broadcast_object_list(line, src=0, group=waiting)
+        if not line[0]:
+            return
+        figures = take_steps(int(line[0])) | {"asleep": falls_asleep()}
+        if waiting:
+            ranks = world.gather(figures)
+            figures |= {"ranks": ranks, "asleep": all(rank["asleep"] for rank in ranks)}
+        if world.rank == 0:
+            print(json.dumps(figures), file=answers, flush=True)
+
+
+def serve_timed(answers: TextIO, step: Callable[[], dict[str, Any]], device: torch.device) -> None:
+    """Time calls of `step`, as many as stdin asks for; it returns its tokens and other figures."""
+
+    def take_steps(count: int) -> dict[str, Any]:
+        taken = list[dict[str, Any]]()
+        seconds = [timed(lambda: taken.append(step()), device) for _ in range(count)]
+        tokens = sum(figures["tokens"] for figures in taken)
+        measured = {"tokens": tokens, "seconds": seconds, "peak_memory_mb": peak_memory_mb(device)}
+        return taken[-1] | measured
+
+    serve(answers, take_steps, World(device))
 
 
 def falls_asleep() -> bool:
@@ -90,7 +118,7 @@ def main(config: Config) -> None:
     answers = take_stdout()
     with joined_world(choose_device(config.device), config.timeout) as world:
         run = setup(without_end(config), world)
-        serve(answers, functools.partial(take_steps, run))
+        serve(answers, functools.partial(take_steps, run), world)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from runtime.report import git_commit, machine
 from runtime.start import start
 
 TRANSFORMERS = "transformers"
-MATMULS = "measure.peers.matmuls"  # the side without training
+MATMULS = "matmuls"  # the side without training
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
 TOLERANCE, ROUNDED_TOLERANCE = 2e-4, 5e-3
 # Options that match transformers' and nanoGPT's GPT-2, and a plain training loop.
@@ -112,22 +112,15 @@ def with_transformers(files: Sequence[str]) -> list[str]:
 def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     """Write the weights that all sides start from, and build every peer once in this process.
 
-    A peer that cannot be used is an error before anything is timed. Raises UserError.
+    So a peer's own errors come before anything is timed. Raises UserError for another loss.
     """
-    import torch
+    from measure.peers.side import build_peer, loss_in_fp32, open_loader, write_weights
 
-    from checkpoint.hugging_face import write_hugging_face
-    from measure.peers.side import build_peer, loss_in_fp32, open_loader
-    from model import GPT, GPTConfig
-
-    loader = open_loader(config)
-    torch.manual_seed(config.seed)
-    ours = GPT(GPTConfig.of(config))
-    write_hugging_face(place, ours.config, ours.state_dict())
-    loss = loss_in_fp32("GPT", ours, lambda model, x, y: model(x, y), loader)
+    loader, ours = open_loader(config), write_weights(config, place)
+    loss = loss_in_fp32(ours, lambda model, x, y: model(x, y), loader)
     config = config.model_copy(update={"init_from": str(place)})
     for peer in peers:
-        theirs = loss_in_fp32(peer, *build_peer(peer, config), loader)
+        theirs = loss_in_fp32(*build_peer(peer, config), loader)
         compare_losses(peer, theirs, loss, config, TOLERANCE)
 
 
@@ -150,17 +143,18 @@ def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side
     """
     shape = ["--config", options.config, *to_flags(options.of_training())]
     flags = [*shape, "--init_from", str(place)]
-    others = [
-        training_side(name, [*flags, "--peer", peer, *more], module="measure.peers.side")
-        for peer in peers
-        for name, more in (
-            (short_name(peer), []),
-            (f"{short_name(peer)}, our settings", ["--our_settings"]),
-        )
-    ]
+    others = list[Side]()
+
+    def add(name: str, arguments: Sequence[str]) -> None:
+        others.append(training_side(name, arguments, module="measure.peers.side"))
+
+    for peer in peers:
+        of_peer = [*flags, "--peer", peer]
+        add(short_name(peer), of_peer)
+        add(f"{short_name(peer)}, our settings", [*of_peer, "--our_settings"])
     stem = Path(options.config).stem
-    limit = training_side(f"{stem}, matmuls only", shape, module=MATMULS)
-    return training_side(stem, flags), [*others, limit]
+    add(f"{stem}, matmuls only", [*shape, "--peer", MATMULS, "--our_settings"])
+    return training_side(stem, flags), others
 
 
 # ---- measuring
@@ -253,7 +247,6 @@ def main(options: PeersOptions) -> None:
     folder = Path(options.log_dir) / "peers"
     with tempfile.TemporaryDirectory() as place:
         check_peers(peers, config, Path(place))
-        say("from equal weights and tokens, all models have the same loss in fp32")
         if folder.exists():
             folder.rename(moved := aside(folder))
             say(f"note: {folder} is now {moved}")

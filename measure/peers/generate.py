@@ -21,7 +21,7 @@ from runtime.errors import reported
 from runtime.start import start
 
 
-class GenerateOptions(Options):
+class WhatOptions(Options):
     """generated texts"""
 
     texts: Positive = 16
@@ -32,11 +32,6 @@ class GenerateOptions(Options):
     """weights in bfloat16"""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """auto, cuda, mps or cpu"""
-
-
-class CompareOptions(Options):
-    """comparison"""
-
     config: str = "gpt2_124m.yaml"
     """config of the model"""
     peer: tuple[str, ...] = ()
@@ -47,36 +42,27 @@ class CompareOptions(Options):
     """JSON file for the rounds of every side, written after each"""
 
 
-class AllOptions(RoundsOptions, CompareOptions, GenerateOptions):
+class GenerateOptions(RoundsOptions, WhatOptions):
     """All options of a comparison of generation."""
 
 
-def write_weights(options: AllOptions, folder: Path) -> None:
-    """Write random weights, which all sides load."""
-    import torch
-
-    from checkpoint.hugging_face import write_hugging_face
-    from model import GPT, GPTConfig
-
-    torch.manual_seed(0)
-    model = GPT(GPTConfig.of(load_config(options.config)))
-    for p in model.parameters():  # every part of the model has to change the choices
-        torch.nn.init.normal_(p, std=0.2)
-    write_hugging_face(folder, model.config, model.state_dict())
-
-
-def main(options: AllOptions) -> None:
+def main(options: GenerateOptions) -> None:
     """Compare, and print a row for each side. Raises UserError and SideError."""
-    how = to_flags(options.model_dump(include=set(GenerateOptions.model_fields)))
+    from measure.peers.side import write_weights  # imports torch
+
+    how = to_flags(options.model_dump(include={"texts", "tokens", "bf16", "device"}))
     with tempfile.TemporaryDirectory() as folder:
-        write_weights(options, Path(folder))
+        # Weights so large that every part of the model changes the choices.
+        write_weights(load_config(options.config), Path(folder), std=0.2)
+        how += ["--init_from", folder]
+        settings = {"ours": ["--our_settings"]}  # a peer runs as users start it
         sides = [
             training_side(
-                short_name(peer) or "ours",
-                [*how, "--folder", folder, "--peer", peer],
-                module="measure.peers.generate_side",
+                short_name(peer),
+                [*how, "--peer", peer, *settings.get(peer, [])],
+                module="measure.peers.side",
             )
-            for peer in ["", *with_transformers(options.peer)]
+            for peer in ["ours", *with_transformers(options.peer)]
         ]
         results = Path(options.output) if options.output else None
 
@@ -95,6 +81,6 @@ def main(options: AllOptions) -> None:
 
 
 if __name__ == "__main__":
-    OPTIONS = start(AllOptions, description=__doc__)
+    OPTIONS = start(GenerateOptions, description=__doc__)
     with reported("the comparison"):
         main(OPTIONS)

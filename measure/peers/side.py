@@ -4,11 +4,12 @@ echo 3 | python -m measure.peers.side --peer transformers --init_from FOLDER --c
 
 It answers like measure/interleaved/side.py. A peer is `transformers`, or a file with a `GPT` and
 a `GPTConfig` that have nanoGPT's fields, parameter names and forward(idx, targets). Tokens, initial
-weights, precision and the optimizer are the config's.
+weights, precision and the optimizer are the config's. `--peer matmuls` runs the matmuls of a
+training step and nothing else. With `--texts` a step generates texts.
 """
 
 from config import Config
-from runtime.cli import Options
+from runtime.cli import Options, Positive, ZeroIsOff
 from runtime.start import parse_command_line, set_up_process
 
 
@@ -16,9 +17,13 @@ class WhichPeer(Options):
     """peer"""
 
     peer: str = "transformers"
-    """transformers, or a nanoGPT-like Python file"""
+    """transformers, a nanoGPT-like Python file, matmuls, or ours, which generates texts"""
     our_settings: bool = False
     """with the process settings that train.py makes"""
+    texts: ZeroIsOff = 0
+    """generate this number of texts at a time, instead of training; 0 disables it"""
+    tokens: Positive = 100
+    """tokens of each text"""
 
 
 class PeerConfig(WhichPeer, Config):
@@ -30,31 +35,54 @@ if __name__ == "__main__":
     if OPTIONS.our_settings:
         set_up_process(OPTIONS.device)
 
-import contextlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from checkpoint.weights import read_weights
+from checkpoint.hugging_face import write_hugging_face
+from checkpoint.weights import load_model, read_weights
+from data.tokenizer import END_OF_TEXT
 from dataloader import DataLoader, prefetch
+from inference.sampling import Text, grow, pack_weights, seeded
 from measure.interleaved.options import without_end
-from measure.interleaved.side import serve, take_stdout
+from measure.interleaved.side import serve_timed, take_stdout
+from measure.ladder.roofline import count
+from model import GPT, GPTConfig
 from optimizer import make_optimizers
-from runtime import errors
-from runtime.device import choose_device, peak_memory_mb, timed, usable_precision
+from runtime.device import choose_device, usable_precision
 from runtime.errors import UserError, reported
 from runtime.world import World
 from train import open_data
 
-TRANSFORMERS = "transformers"
+TRANSFORMERS, MATMULS, OURS = "transformers", "matmuls", "ours"
+TEMPERATURE, TOP_K = 0.8, 50  # the defaults of sample.py
+START = 198  # a line break: <|endoftext|> would end a text that repeats it
+Step = Callable[[], dict[str, Any]]  # returns its figures
+# Generates the tokens of several texts: of how many, how many each, drawn from the k likeliest.
+Generate = Callable[[int, int, int], list[list[int]]]
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # model (compiled or not), inputs, targets -> loss
+
+
+def write_weights(config: Config, folder: Path, std: float = 0.0) -> GPT:
+    """Write the weights that all sides start from; returns a model with them.
+
+    They are the config's own, or all N(0, std).
+    """
+    torch.manual_seed(config.seed)
+    model = GPT(GPTConfig.of(config))
+    for p in model.parameters() if std else ():
+        torch.nn.init.normal_(p, std=std)
+    write_hugging_face(folder, model.config, model.state_dict())
+    return model
 
 
 def build_peer(peer: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
@@ -76,8 +104,7 @@ def open_loader(config: Config) -> DataLoader:
 
 def transformers_model(folder: Path) -> tuple[torch.nn.Module, LossOf]:
     """Build GPT2LMHeadModel from a folder that its `from_pretrained` reads."""
-    with in_a_line(TRANSFORMERS, "cannot be imported"):
-        from transformers import GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
     def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
         # y is already one token ahead; transformers would shift `labels` again
@@ -91,20 +118,16 @@ def transformers_model(folder: Path) -> tuple[torch.nn.Module, LossOf]:
 
 
 def nanogpt_like(path: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
-    """Build the `GPT` of a file.
-
-    Raises UserError if the file, its options or its parameters are not like nanoGPT's.
-    """
+    """Build the `GPT` of a file. Raises UserError if its parameters are not like nanoGPT's."""
     _, shape, weights, _ = read_weights(config.init_from)
     module = load_file(path)
     # GPT-2's options under nanoGPT's names; the vocabulary is padded as in the config
     needed = {name: getattr(shape, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
     if_known = {"dropout": 0.0, "bias": True, "flash": True, "tie_weights": True}
-    with in_a_line(path, "its GPT and GPTConfig cannot be used"):
-        known = inspect.signature(module.GPTConfig).parameters
-        if_known = {name: value for name, value in if_known.items() if name in known}
-        gpt_config = module.GPTConfig(**needed, vocab_size=config.vocab_size, **if_known)
-        model = module.GPT(gpt_config).train()
+    known = inspect.signature(module.GPTConfig).parameters
+    if_known = {name: value for name, value in if_known.items() if name in known}
+    gpt_config = module.GPTConfig(**needed, vocab_size=config.vocab_size, **if_known)
+    model = module.GPT(gpt_config).train()
     copy_weights(model, weights, path)
 
     def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -115,97 +138,171 @@ def nanogpt_like(path: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
 
 
 def load_file(path: str) -> Any:
-    """Import a Python file as a module. Raises UserError if it cannot be imported."""
-    with in_a_line(path, "cannot be imported"):
-        spec = importlib.util.spec_from_file_location("peer_file", path)
-        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-        sys.modules["peer_file"] = module  # dataclasses look their module up here
-        spec.loader.exec_module(module)  # type: ignore[union-attr]
+    """Import a Python file as a module."""
+    spec = importlib.util.spec_from_file_location("peer_file", path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    sys.modules["peer_file"] = module  # dataclasses look their module up here
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
-
-
-@contextlib.contextmanager
-def in_a_line(path: str, what: str) -> Iterator[None]:
-    """Raise errors of the peer's own code as one line, and keep its prints off stdout."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except Exception as error:
-        raise UserError(f"{path}: {what}: {errors.in_a_line(error)}") from None
 
 
 def copy_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: str) -> None:
     """Copy the weights into the parameters of their names; padding rows of the vocabulary are 0.
 
-    Raises UserError for other names, other shapes, and an output head of its own.
+    Raises UserError for a parameter that is missing, and for an output head of its own.
     """
     embedding, head = "transformer.wte.weight", "lm_head.weight"
-    theirs = dict(model.named_parameters())  # a tied matrix comes once, under one of its names
-    if embedding in theirs and head in theirs:
+    names = {name for name, _ in model.named_parameters()}  # a tied matrix has one of its names
+    if {embedding, head} <= names:
         raise UserError(f"{path}: its {head} and {embedding} are two matrices; GPT-2 has one")
-    with in_a_line(path, "its parameters are not GPT-2's under nanoGPT's names"):
-        padding = model.get_parameter(embedding).size(0) - len(weights[embedding])
-        padded = F.pad(weights[embedding], (0, 0, 0, padding))
-        weights = {**weights, embedding: padded, head: padded}
-        # strict=False: buffers are missing
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        if wrong := [*unexpected, *(theirs.keys() & set(missing))]:
-            raise KeyError(", ".join(sorted(wrong)))
+    padding = model.get_parameter(embedding).size(0) - len(weights[embedding])
+    padded = F.pad(weights[embedding], (0, 0, 0, padding))
+    weights = {**weights, embedding: padded, head: padded}
+    # strict=False: the peer's buffers have no weights here
+    if unknown := model.load_state_dict(weights, strict=False).unexpected_keys:
+        raise UserError(f"{path}: it has no {', '.join(unknown)}, as nanoGPT names its parameters")
 
 
 # ---- the loop
 
 
-def train_peer(options: PeerConfig, answers: TextIO) -> None:
-    """Train the peer; stdin has the number of steps to take next. Raises UserError."""
-    device, options = choose_device(options.device), without_end(options)
-    torch.set_float32_matmul_precision(usable_precision(device, options.fp32_precision()))
-    torch.manual_seed(options.seed)
-    model, loss_of = build_peer(options.peer, options)
+def training_step(options: PeerConfig, device: torch.device) -> Step:
+    """Return a function that takes the next step of the peer's training. Raises UserError."""
+    config = without_end(options)
+    torch.manual_seed(config.seed)
+    model, loss_of = build_peer(options.peer, config)
     model.to(device)
-    trained = torch.compile(model, mode=options.compile_mode) if options.compile else model
-    (optimizer,), _ = make_optimizers(model, options)
-    loader = open_loader(options)
-    batches = prefetch(loader, device, range(1, options.max_steps))
-    losses: list[float] = []
+    trained = torch.compile(model, mode=config.compile_mode) if config.compile else model
+    (optimizer,), _ = make_optimizers(model, config)
+    loader = open_loader(config)
+    batches = prefetch(loader, device, range(1, config.max_steps))
 
-    def training_step() -> None:
+    def step() -> dict[str, Any]:
         loss = torch.zeros((), device=device)
         for _ in range(loader.accumulation):
             x, y = next(batches)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.bf16):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
                 micro_loss = loss_of(trained, x, y) / loader.accumulation
             micro_loss.backward()
             loss += micro_loss.detach()
-        if options.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
+        if config.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
+        return {"tokens": config.tokens_per_step(1), "loss": loss.item()}
 
-    def take_steps(count: int) -> dict[str, Any]:
-        return {
-            "seconds": [timed(training_step, device) for _ in range(count)],
-            "tokens": count * options.tokens_per_step(1),
-            "loss": losses[-1],
-            "peak_memory_mb": peak_memory_mb(device),
-        }
-
-    serve(answers, take_steps)
+    return step
 
 
 @torch.no_grad()
-def loss_in_fp32(name: str, model: torch.nn.Module, loss_of: LossOf, loader: DataLoader) -> float:
+def loss_in_fp32(model: torch.nn.Module, loss_of: LossOf, loader: DataLoader) -> float:
     """Return the loss of the first 64 tokens of the first batch, in fp32 on the CPU, uncompiled.
 
-    In fp32 a model that computes something else differs most clearly. Raises UserError if the model
-    returns no loss.
+    In fp32 a model that computes something else differs most clearly.
     """
     x, y = (tokens[:1, :64].contiguous() for tokens in loader.batch(1))
-    with in_a_line(name, "its forward(idx, targets) gives no loss"):
-        return float(loss_of(model, x, y))
+    return float(loss_of(model, x, y))
+
+
+# ---- the matmuls alone
+
+
+def matmuls_of(config: Config, device: torch.device) -> list[Call]:
+    """Return the matmuls of a training step, with their arguments: random numbers.
+
+    Shapes, strides and types are the config's own, the kernels PyTorch's own, uncompiled. A fused
+    attention kernel is not a matmul.
+    """
+    tensors: dict[tuple[Any, ...], Tensor] = {}
+
+    def random(like: Tensor) -> Tensor:
+        size, stride, dtype = like.size(), like.stride(), like.dtype
+        key = (size, stride, dtype)
+        if key not in tensors:
+            tensors[key] = torch.empty_strided(size, stride, dtype=dtype, device=device).normal_()
+        return tensors[key]
+
+    return [
+        (op.call, tree_map_only(Tensor, random, op.arguments))
+        for op in count(config, device)
+        if op.call and op.flops and "attention" not in op.name
+    ]
+
+
+def matmul_step(config: PeerConfig, device: torch.device) -> Step:
+    """Return a function that runs the matmuls of a training step."""
+    matmuls = matmuls_of(config, device)
+
+    @torch.no_grad()
+    def step() -> dict[str, Any]:
+        for call, arguments in matmuls:
+            call(*arguments)
+        return {"tokens": config.tokens_per_step(1)}
+
+    return step
+
+
+# ---- generated texts
+
+
+def our_generate(folder: str) -> tuple[Any, Generate]:
+    """Load the model of a folder as sample.py does; returns it too. Raises UserError."""
+    model = load_model(folder)
+
+    def generate(texts: int, tokens: int, top_k: int) -> list[list[int]]:
+        grown = [Text("", [START], seeded(i)) for i in range(texts)]
+        list(grow(model, grown, tokens, temperature=TEMPERATURE, top_k=top_k))
+        return [text.tokens[1:] for text in grown]
+
+    return model, generate
+
+
+def peer_generate(peer: str, config: Config) -> tuple[Any, Generate]:
+    """Build a peer's model, for its own `generate`; returns it too. Raises UserError."""
+    model: Any = build_peer(peer, config)[0].eval()
+    how: dict[str, Any] = {"temperature": TEMPERATURE}
+    if peer == TRANSFORMERS:
+        model.generation_config.eos_token_id = None  # no text ends before its last token
+        how |= {"do_sample": True, "use_cache": True, "pad_token_id": END_OF_TEXT}
+
+    def generate(texts: int, tokens: int, top_k: int) -> list[list[int]]:
+        start = torch.full((texts, 1), START, device=model.lm_head.weight.device)
+        with torch.no_grad():
+            grown = model.generate(start, max_new_tokens=tokens, top_k=top_k, **how)
+        return grown[:, 1:].tolist()
+
+    return model, generate
+
+
+def generation_step(options: PeerConfig, device: torch.device) -> Step:
+    """Return a function that generates texts with the weights of `init_from`. Raises UserError."""
+    is_ours = options.peer == OURS
+    model, generate = (
+        our_generate(options.init_from) if is_ours else peer_generate(options.peer, options)
+    )
+    # In fp32, and only two: nanoGPT's exact GELU makes other choices after some tokens.
+    likeliest = generate(1, 2, 1)[0]
+    model.to(device, torch.bfloat16 if options.bf16 else torch.float32)
+    if is_ours:
+        pack_weights(model, options.texts)
+
+    def step() -> dict[str, Any]:
+        texts = generate(options.texts, options.tokens, TOP_K)
+        return {"tokens": sum(map(len, texts)), "likeliest": likeliest}
+
+    return step
+
+
+def main(options: PeerConfig) -> None:
+    """Take steps of the peer, by their numbers on stdin. Raises UserError."""
+    answers, device = take_stdout(), choose_device(options.device)
+    torch.set_float32_matmul_precision(usable_precision(device, options.fp32_precision()))
+    make_step = matmul_step if options.peer == MATMULS else training_step
+    if options.texts:
+        make_step = generation_step
+    serve_timed(answers, make_step(options, device), device)
 
 
 if __name__ == "__main__":
     with reported(OPTIONS.peer, advice=OPTIONS.advice()):
-        train_peer(OPTIONS, take_stdout())
+        main(OPTIONS)

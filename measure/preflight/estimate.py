@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from data.prepare import is_there
 from dataloader import open_corpus
 from kernels.loss import summed_loss
 from model import GPT
-from runtime.device import check_precision, choose_device, device_name, matmul_tflops
+from runtime.device import choose_device, device_name, matmul_tflops
+from runtime.errors import TrainingError
 from runtime.files import sha256
 from runtime.launch import launch
 from runtime.report import UNKNOWN, about, flops_rate
@@ -52,33 +53,38 @@ MARGIN = 0.05
 COMPILED = {True: 0.4, False: 0.7}
 
 
-def estimate(config: Config, world: World) -> None:
+class Estimated(NamedTuple):
+    """Results of an estimate that the checks need."""
+
+    step_seconds: float
+    disk: tuple[bool, str]  # from describe_disk
+
+
+def estimate(config: Config, world: World) -> Estimated:
     """Print the run's tokens, compute, hours on this device, epochs, disk and memory.
 
-    Measures the device for some seconds, and writes no run. All ranks may call this; rank 0
-    prints. Raises UserError for a precision that this device lacks, a bad corpus, and missing
-    weights of `init_from`.
+    Measures device and disk for some seconds; of the run it creates `log_dir` alone. For rank 0.
+    Raises UserError for a precision that this device lacks, a bad corpus, and missing weights of
+    `init_from`; TrainingError if the device is too busy to be measured.
     """
-    if world.rank:
-        return
     if config.init_from != "scratch":  # use the architecture of those weights
         config = build_model(config)[0].model_copy(update={"init_from": "scratch"})
+    Path(config.log_dir).mkdir(parents=True, exist_ok=True)
     model, moments = trace(config, world)
     dtype = getattr(torch, config.matmul_dtype)
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
+    if not rate:
+        raise TrainingError(f"no estimate: {UNKNOWN}; try again later")
     flops_per_step = per_step * model.flops_per_token(config.seq_len)
-    step_seconds = flops_per_step / (rate * 1e12 * ranks * MFU) if rate else math.nan
-    if config.max_minutes and rate:
+    step_seconds = flops_per_step / (rate * 1e12 * ranks * MFU)
+    if config.max_minutes:
         steps = math.ceil(60 * config.max_minutes / step_seconds)
         config = config.model_copy(update={"max_steps": steps, "max_minutes": None})
         print(f"note: at {MFU:.0%} MFU max_minutes allows {steps:,} steps, assumed in these lines")
-    tokens, flops = config.max_steps * per_step, config.max_steps * flops_per_step
-    for note in (
-        *check_precision(world.device, dtype, config.fp32_precision()),
-        *config.notes(),
-    ):
+    for note in config.notes():
         print(f"note: {note}")
+    tokens, flops = config.max_steps * per_step, config.max_steps * flops_per_step
     print(
         f"{config.run_name}: {model.num_parameters():,} parameters, on {ranks} x "
         f"{device_name(world.device)}"
@@ -89,19 +95,19 @@ def estimate(config: Config, world: World) -> None:
     print(describe_hours(rate, dtype, step_seconds, config.max_steps, per_step))
     shards = ranks if config.fsdp else 1
     size = shards * (moments["kept"].parameters + moments["kept"].optimizer)
-    print(describe_disk(config, size)[1])
-    if config.keep_last and rate:
-        save_seconds = size / write_rate(existing(config.log_dir), size)
+    disk = describe_disk(config, size)
+    print(disk[1])
+    if config.keep_last:
+        save_seconds = size / write_rate(config.log_dir, size)
         print(describe_saving(save_seconds, step_seconds))
     print_memory(config, world, moments)
+    return Estimated(step_seconds, disk)
 
 
 def describe_hours(
-    rate: float | None, dtype: torch.dtype, step_seconds: float, steps: int, tokens: int
+    rate: float, dtype: torch.dtype, step_seconds: float, steps: int, tokens: int
 ) -> str:
     """Return a line on how long `steps` of `tokens` take, if a matmul reaches `rate` TFLOP/s."""
-    if not rate:
-        return f"time:    not known: {UNKNOWN}"
     seconds = steps * step_seconds
     fastest, slowest = (about(seconds * MFU / mfu) for mfu in (MOST_MFU, LEAST_MFU))
     return (
@@ -127,13 +133,9 @@ def describe_disk(config: Config, size: float) -> tuple[bool, str]:
     """Return whether checkpoints of `size` bytes fit on the disk, and a line on their space."""
     if not config.keep_last:
         return True, "disk:    no checkpoint is saved, as keep_last is 0"
-    saved, best = 1, bool(config.eval_every)
-    if config.checkpoint_every:
-        saved = math.ceil(config.max_steps / config.checkpoint_every)
-    if best:  # each best one so far is saved too
-        saved += config.max_steps // config.eval_every
-    kept = min(max(config.keep_last, 2), saved)  # the last one goes once the next is complete
-    needed, free = size * (kept + best), shutil.disk_usage(existing(config.log_dir)).free
+    best = bool(config.eval_every)  # the best one so far is kept too
+    kept = max(config.keep_last, 2)  # the last one goes once the next is complete
+    needed, free = size * (kept + best), shutil.disk_usage(config.log_dir).free
     return needed < free, (
         f"disk:    {size / 1e9:,.3g} GB a checkpoint, at most {needed / 1e9:,.3g} GB "
         f"for {kept} at a time{' and the best one' if best else ''}; {free / 1e9:,.3g} GB are free "
@@ -141,13 +143,7 @@ def describe_disk(config: Config, size: float) -> tuple[bool, str]:
     )
 
 
-def existing(log_dir: str) -> Path:
-    """Return the nearest existing parent of a path, which is on the same disk."""
-    place = Path(log_dir).absolute()
-    return next(path for path in (place, *place.parents) if path.exists())
-
-
-def write_rate(folder: Path, size: float) -> float:
+def write_rate(folder: str, size: float) -> float:
     """Measure the bytes/s of saving a checkpoint of `size` bytes, by a file of up to 256 MB."""
     values = torch.rand(int(min(size, 256 * MB)) // 4)
     with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -264,14 +260,10 @@ def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> No
     print(f"estimated peak: {peak / MB:.0f} MB")
 
 
-def process_bytes(tensors: float, device: torch.device) -> float:
-    """Return the bytes that a process with `tensors` bytes of tensors grows by."""
-    return ALLOCATOR * tensors + CODE if device.type == "cpu" else tensors + WORKSPACE
-
-
 def peak_bytes(moments: dict[str, Moment], device: torch.device, batches: float = 1.0) -> float:
     """Return the bytes that a process grows by at its worst moment, with `batches` batches."""
-    return process_bytes(max(at.total(batches) for at in moments.values()), device)
+    tensors = max(moment.total(batches) for moment in moments.values())
+    return ALLOCATOR * tensors + CODE if device.type == "cpu" else tensors + WORKSPACE
 
 
 def peaks_mb(configs: Sequence[Config]) -> list[float]:
@@ -284,20 +276,12 @@ def peaks_mb(configs: Sequence[Config]) -> list[float]:
 
 
 def largest_batch(config: Config, world: World, moments: dict[str, Moment], left: float) -> int:
-    """Return the largest batch_size whose peak is at most `left` bytes; 0 if none fits.
-
-    With total_batch_tokens, only sizes that divide it count.
-    """
-    sizes: Sequence[int] = range(1, 10**9)
-    if config.total_batch_tokens:
-        most = config.total_batch_tokens // (config.seq_len * world.world_size)
-        sizes = [size for size in range(1, most + 1) if most % size == 0]
+    """Return the largest batch_size whose peak is at most `left` bytes; 0 if none fits."""
 
     def needed(size: int) -> float:
         return peak_bytes(moments, world.device, size / config.batch_size)
 
-    fitting = bisect.bisect(sizes, left, key=needed)
-    return sizes[fitting - 1] if fitting else 0
+    return bisect.bisect(range(1, 10**9), left, key=needed)
 
 
 def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:

@@ -9,30 +9,22 @@ import torch
 from config import Config, load_config
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import to_flags
-from measure.interleaved.rounds import LEFT_OUT, run_rounds, training_side
+from measure.interleaved.rounds import LEFT_OUT, Side, run_rounds, training_side
 from measure.profile.tables import about_machine, new_folder
 from measure.report.report import PEAK_MEMORY, Figure, Report, Row
+from runtime.cli import load
 from runtime.device import choose_device, device_name
-from runtime.errors import UserError
-from runtime.launch import Launch, launch
 from runtime.report import Estimate, machine
 from runtime.start import cores
 
 
 def split(config: Config, ranks: int) -> tuple[int, int]:
-    """Share the tokens of one rank's step among `ranks`, in the largest micro-steps that fit.
+    """Share the tokens of one rank's step among `ranks`, in micro-steps of `batch_size` or less.
 
-    Returns the sequences of a micro-step and the micro-steps of each rank. Raises UserError if the
-    sequences do not divide among the ranks.
+    Returns the sequences of a micro-step and the micro-steps of each rank.
     """
-    sequences = config.tokens_per_step(1) // config.seq_len
-    if sequences % ranks:
-        raise UserError(
-            f"--scaling {ranks}: the {sequences} sequences of a step do not divide among {ranks} "
-            f"ranks; choose divisors of {sequences}"
-        )
-    each = sequences // ranks
-    batch = max(n for n in range(1, min(each, config.batch_size) + 1) if each % n == 0)
+    each = config.tokens_per_step(1) // config.seq_len // ranks
+    batch = max(1, min(each, config.batch_size))
     return batch, each // batch
 
 
@@ -65,22 +57,15 @@ def measure_scaling(
     Results go to a new folder in `log_dir`. Raises UserError for what cannot be measured
     here, TrainingError if a side fails.
     """
-    if launch().world_size > 1:
-        raise UserError("--scaling: starts its ranks itself; run it without torchrun")
-    config, counts = load_config(name, **values), sorted(counts)
-    most, tokens = counts[-1], config.tokens_per_step(1)
-    device = choose_device(config.device, Launch(world_size=most, local_world_size=most))
-    batch_sizes = [split(config, ranks)[0] for ranks in counts]
-    folder = new_folder(log_dir)
-    if device.type == "cpu" and most > cores():
-        print(
-            f"note: {most} ranks share {cores()} cores, so this does not show how more cores scale"
-        )
-    sides = []
-    for ranks, batch_size in zip(counts, batch_sizes, strict=True):
-        given = {"total_batch_tokens": tokens, "batch_size": batch_size}
-        arguments = ["--config", name, *to_flags({**values, **given})]
+    config, counts, sides = load_config(name, **values), sorted(counts), list[Side]()
+    tokens, device = config.tokens_per_step(1), choose_device(config.device)
+    for ranks in counts:
+        changed = {"total_batch_tokens": tokens, "batch_size": split(config, ranks)[0]}
+        given = {**values, **changed}
+        load(Config, given, name, ranks)  # raises UserError if they do not share the tokens equally
+        arguments = ["--config", name, *to_flags(given)]
         sides.append(training_side(f"{ranks} rank{'s' * (ranks > 1)}", arguments, ranks=ranks))
+    folder = new_folder(log_dir)
     found = run_rounds(sides, rounds, results=folder / "interleaved.json")
     rows = rows_of(found, counts, config, device)
     Report(
