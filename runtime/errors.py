@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from runtime.launch import launch
-from runtime.signals import raise_at_ctrl_c
 
 WAIT_FOR_TORCHRUN_S = 3.0  # seconds in which torchrun ends a failing rank after another
 
@@ -56,7 +55,6 @@ def reported(
     silently, as other Unix commands do.
     """
     try:
-        raise_at_ctrl_c()
         yield
         if (fault := drop_unread(sys.stdout)) and not isinstance(fault, BrokenPipeError):
             exit_with(TrainingError(f"stdout: cannot be written: {fault.strerror}"))

@@ -1,6 +1,6 @@
 """Everything that a command does before torch is imported, in one call: `start(Options, ...)`.
 
-It reads the options, and sets Ctrl-C, this rank's share of the cores and the memory allocator.
+It reads the options, and sets this rank's share of the cores and the memory allocator.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 from runtime.cli import O, parse
 from runtime.errors import reported
 from runtime.launch import launch, threads_are_chosen
-from runtime.signals import end_at_ctrl_c, exit_when_parent_dies
+from runtime.signals import exit_when_parent_dies
 
 # Parameters of glibc's mallopt(3)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
@@ -29,7 +29,6 @@ def start(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
     values = parse_command_line(options, argv, **how)
     if launch().by_torchrun and launch().world_size > 1:
         exit_when_parent_dies(os.getppid())  # torchrun
-    end_at_ctrl_c()  # torch is imported next, and an exception may be lost in an import
     set_up_process(getattr(values, "device", "auto"), getattr(values, "retain_memory", True))
     return values
 

@@ -297,31 +297,6 @@ def test_a_signal_to_one_of_several_ranks_before_the_first_step_ends_all_togethe
     assert capfd.readouterr().err == EARLY
 
 
-# Many short sleeps: a signal that arrives just before one begins is handled after it.
-SLOW_IMPORT = (
-    "print('importing', flush=True)\nimport time\nfor _ in range(600):\n    time.sleep(0.1)\n"
-)
-
-
-@pytest.mark.parametrize("command", ["train.py --dataset none", "sample.py any"])
-def test_ctrl_c_during_the_import_of_torch_ends_a_command_in_one_line(command, tmp_path):
-    (tmp_path / "torch.py").write_text(SLOW_IMPORT)
-    script, *words = command.split()
-    process = subprocess.Popen(
-        [sys.executable, ROOT / script, *words],
-        cwd=tmp_path,
-        text=True,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
-    assert process.stdout.readline() == "importing\n"
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20)[1] == "\nerror: interrupted\n"
-    assert process.returncode == 130
-    assert not (tmp_path / "logs").exists()
-
-
 # ---- compilers and other processes
 
 
