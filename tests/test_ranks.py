@@ -113,12 +113,6 @@ def test_a_rank_that_fails_says_why_and_another_that_it_lost_a_rank(error, line,
         assert each.returncode
 
 
-def test_of_ranks_that_all_get_a_ctrl_c_the_first_one_says_so(tmp_path):
-    done = run_ranks(2, "-c", failing({0, 1}, "KeyboardInterrupt"), cwd=tmp_path)
-    printed = [(each.returncode, each.stderr) for each in done]
-    assert printed == [(130, "error: interrupted\n"), (130, "")]
-
-
 @pytest.mark.parametrize(
     ("ranks", "error", "said", "others"),
     [

@@ -300,7 +300,7 @@ def test_a_signal_to_one_of_several_ranks_before_the_first_step_ends_all_togethe
 # ---- compilers and other processes
 
 
-GCC = """/tmp/torchinductor/header.h:9:10: fatal error: Python.h: No such file or directory
+GCC = """/tmp/a.h:9:10: fatal error: Python.h: No such file or directory
     9 | #include <Python.h>
       |          ^~~~~~~~~~
 compilation terminated."""
@@ -312,9 +312,8 @@ compilation terminated."""
         (MemoryError(), "out of memory at batch_size 4, seq_len 32. These lower it: "),
         (
             InductorError(CppCompileError(["g++", "main.cpp"], GCC), None),
-            "--compile failed: fatal error: Python.h: No such file or directory; install Python's "
-            "headers (python3-dev on Debian and Ubuntu, python3-devel on Fedora); or run without "
-            "--compile",
+            "--compile failed: /tmp/a.h:9:10: fatal error: Python.h: No such file or directory; "
+            "or run without --compile",
         ),
     ],
     ids=["memory", "compiler"],
@@ -330,8 +329,8 @@ def test_an_error_of_a_library_is_one_line_with_advice_and_in_console_log_too(
     assert (here / "console.log").read_text() == out + err
 
 
-CLOSED = "Connection closed by peer [127.0.0.1]:31415."
-HALF_WRITTEN = InductorError(ImportError("/c2n5.main.so: file too short"), None)
+CLOSED = "[/pytorch/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:31415."
+CPP = CppCompileError.__name__
 TRITON = "TritonMissing: Cannot find a working triton installation. Either the package is not"
 
 
@@ -340,9 +339,8 @@ TRITON = "TritonMissing: Cannot find a working triton installation. Either the p
     [
         (BackendCompilerFailed("inductor", TritonMissing(None), None), "compiler", TRITON),
         (InductorError(KeyError("buf0"), None), "compiler", "KeyError: 'buf0'"),
-        (InductorError(CppCompileError(["g++"], "Killed"), None), "compiler", "Killed"),
-        (HALF_WRITTEN, "compiler", "ImportError: /c2n5.main.so: file too short: delete it and"),
-        (RuntimeError(f"[/pytorch/gloo/pair.cc:538] {CLOSED}"), "lost rank", CLOSED),
+        (InductorError(CppCompileError(["g++"], "Killed"), None), "compiler", f"{CPP}: Killed"),
+        (RuntimeError(CLOSED), "lost rank", CLOSED),
         (RuntimeError("in a worker:\nValueError: bad"), "other", "ValueError: bad"),
     ],
 )
