@@ -5,7 +5,6 @@ This imports nothing of the project, and not torch: reading the options needs it
 
 import dataclasses
 import os
-from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ def launch() -> Launch:
         world_size=world_size,
         local_world_size=_number("LOCAL_WORLD_SIZE", max(1, world_size // agents)),
         agents=agents,
-        restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if torchrun_keeps_store else "",
+        restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if torchrun_keeps_store else "",
         address=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
     )
 
@@ -64,19 +63,3 @@ def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-
-
-def threads_are_chosen() -> bool:
-    """True if the user has set OMP_NUM_THREADS.
-
-    torchrun sets it to 1 if the user has not. On Linux, torchrun's own environment shows which it
-    was; elsewhere the 1 counts as the user's.
-    """
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads != "1" or not launch().by_torchrun:
-        return threads is not None
-    try:
-        environment = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except OSError:
-        return True
-    return any(text.startswith(b"OMP_NUM_THREADS=") for text in environment.split(b"\0"))

@@ -16,7 +16,7 @@ from typing import Any
 
 from runtime.cli import O, parse
 from runtime.errors import reported
-from runtime.launch import launch, threads_are_chosen
+from runtime.launch import launch
 from runtime.signals import exit_when_parent_dies
 
 # Parameters of glibc's mallopt(3)
@@ -72,7 +72,8 @@ def share_cores() -> None:
         # The parent started all ranks; each may be bound to its own cores since.
         share = str(max(1, min(cores(), cores(os.getppid()) // ranks)))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
-        if not threads_are_chosen():
+        threads = os.environ.get("OMP_NUM_THREADS")
+        if not threads or (threads == "1" and launch().by_torchrun):  # torchrun sets it to 1
             os.environ["OMP_NUM_THREADS"] = share
 
 

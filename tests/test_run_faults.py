@@ -42,7 +42,6 @@ from tests.conftest import (
     folder_of,
     log,
     run,
-    run_from_nothing,
 )
 from tests.test_resume import checkpoints, needs_dev_full, newest
 from train import train
@@ -354,16 +353,3 @@ def test_tensors_that_memory_has_no_room_for_are_told_by_pytorchs_words(size):
     with pytest.raises(RuntimeError) as caught:
         torch.empty(size)
     assert kind_of_failure(caught.value) == ("memory", "out of memory")
-
-
-def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compiling(
-    tiny_config, tmp_path
-):
-    (tmp_path / "white space").mkdir()
-    options = flags(tiny_config(compile=True))
-    environment = {"TMPDIR": str(tmp_path / "white space"), "OMP_NUM_THREADS": "1"}
-    done = run_from_nothing("train.py", *options, cwd=tmp_path, **environment)
-    assert done.stderr.startswith(f"error: --compile: {tmp_path}/white space has white space in ")
-    assert done.stderr.count("\n") == 1
-    assert done.returncode == 2
-    assert not (tmp_path / "logs").exists()

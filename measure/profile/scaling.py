@@ -14,7 +14,7 @@ from measure.profile.tables import about_machine, new_folder
 from measure.report.report import PEAK_MEMORY, Figure, Report, Row
 from runtime.device import choose_device, device_name
 from runtime.errors import UserError
-from runtime.launch import Launch, launch
+from runtime.launch import launch
 from runtime.report import Estimate, machine
 from runtime.start import cores
 
@@ -69,7 +69,7 @@ def measure_scaling(
         raise UserError("--scaling: starts its ranks itself; run it without torchrun")
     config, counts = load_config(name, **values), sorted(counts)
     most, tokens = counts[-1], config.tokens_per_step(1)
-    device = choose_device(config.device, Launch(world_size=most, local_world_size=most))
+    device = choose_device(config.device)
     batch_sizes = [split(config, ranks)[0] for ranks in counts]
     folder = new_folder(log_dir)
     if device.type == "cpu" and most > cores():
