@@ -110,10 +110,8 @@ def announce_long_run(config: Config, state: State, world: World, folder: RunFol
         return
     rates = matmul_rates(world.device)
     shorter = "--max_steps 5, or --config quickstart.yaml; check.py --estimate computes the memory"
-    each = step_seconds(config, rates, world.world_size) if rates else None
-    folder.message(describe_duration(each and steps * each, MFU, shorter))
-    if each:
-        folder.expect(each)
+    seconds = steps * step_seconds(config, rates, world.world_size) if rates else None
+    folder.message(describe_duration(seconds, MFU, shorter))
 
 
 def mfu(reached: float, matmul: float | None) -> float | None:
