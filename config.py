@@ -564,18 +564,12 @@ MFU, LEAST_MFU, MOST_MFU = 0.5, 0.14, 0.77
 START, COMPILE = 7.0, 8.0
 
 
-def part_flops(config: Config, tokens: int) -> dict[str, float]:
-    """Return the FLOPs of the matmuls in each part of the forward and the backward pass.
-
-    The backward pass has twice the FLOPs. `tokens`: all tokens that pass through the model.
+def flops_per_token(config: Config) -> int:
+    """Return the FLOPs of the forward and backward pass per token, as `GPT.flops_per_token` counts
+    them, without biases and norms.
     """
-    C, L = config.n_embd, config.n_layer
-    forward: dict[str, float] = {
-        "attention": tokens * L * (2 * 4 * C * C + 4 * config.seq_len * C),
-        "MLP": tokens * L * 2 * 8 * C * C,
-        "head and loss": tokens * 2 * C * config.vocab_size,
-    }
-    return forward | {f"{part}, backward": 2 * flops for part, flops in forward.items()}
+    matmuls = 12 * config.n_layer * config.n_embd**2 + config.n_embd * config.vocab_size
+    return 6 * matmuls + 12 * config.n_layer * config.n_embd * config.seq_len
 
 
 def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) -> float:
@@ -584,7 +578,7 @@ def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) ->
     if dtype == "float32" and config.fp32_precision() != "highest":
         dtype = "tf32"  # not measured on a CPU
     rate = tflops.get(dtype, tflops["float32"]) * 1e12 * MFU
-    return sum(part_flops(config, config.tokens_per_step(ranks)).values()) / rate / ranks
+    return config.tokens_per_step(ranks) * flops_per_token(config) / rate / ranks
 
 
 def total_seconds(

@@ -213,7 +213,8 @@ class RunFolder:
         if self._metric_columns:
             append_row(self.path / name, self._metric_columns, row)
         else:  # an earlier version of the code may have logged other figures
-            rows = {**self._rows(name), int(row["step"]): dict(row)}
+            rows = self._rows(name)
+            rows[int(row["step"])] = {**row}
             self._metric_columns = self._rewrite(name, rows)
 
     def _seconds_per_step(self, step: int) -> float | None:
