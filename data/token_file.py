@@ -80,19 +80,15 @@ def corpus_writer(
     """Make this process the only writer of a corpus (see `sole_writer`).
 
     If another process is writing it, call `on_wait` and wait. Raises UserError if there is no
-    `on_wait`, TokenFileError if the folder cannot be written, or has to be `new` and is not empty.
+    `on_wait`, TokenFileError if the folder has to be `new` and is not, OSError if it cannot be
+    written.
     """
-    try:
-        with sole_writer(folder, on_wait):
-            if new and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise TokenFileError(
-                    f"{folder}: is there already; choose another name or delete it first"
-                )
-            yield
-    except OSError as error:
-        raise TokenFileError(
-            f"{folder}: cannot be written: {error.strerror} ({error.filename or folder})"
-        ) from None
+    with sole_writer(folder, on_wait):
+        if new and folder.exists():
+            raise TokenFileError(
+                f"{folder}: is there already; choose another name or delete it first"
+            )
+        yield
 
 
 def count_tokens(path: Path) -> int:

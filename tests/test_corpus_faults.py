@@ -116,12 +116,6 @@ def test_ctrl_c_says_so_and_leaves_nothing_behind(being_written):
     assert not names()
 
 
-def test_a_place_that_no_corpus_can_have_is_one_line():
-    A.write_text("A text.")
-    with refused(r"^a.txt/mine: cannot be written: File exists \(/[^\n]*$"):
-        write_corpus(A / "mine", [[1]])
-
-
 # ---- a corpus that changes while in use
 
 
