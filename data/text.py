@@ -45,8 +45,8 @@ from data.token_file import (
     HEADER_BYTES,
     SHARD_TOKENS,
     TOKEN_BYTES,
-    corpus_writer,
     header,
+    new_corpus,
     split_of,
 )
 from data.tokenizer import END_OF_TEXT, SEPARATOR, encode
@@ -114,7 +114,7 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions, script:
     """
     sources, where, done = find_sources(map(Path, named)), unfinished_folder(folder), list[Source]()
     try:
-        with corpus_writer(folder, new=True):
+        with new_corpus(folder):
             done = _resume(folder, sources, options, shlex.join(["python", script, *sys.argv[1:]]))
             try:
                 _write(folder, sources, done, options)
@@ -265,15 +265,12 @@ def _tokenize(batches: Iterator[Batch | UserError], workers: int | None) -> Iter
     """Tokenize batches in threads, and yield them in order."""
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         waiting = deque[Future[Batch]]()
-        try:
-            for batch in batches:
-                waiting.append(pool.submit(_encode, batch))
-                if len(waiting) > AHEAD:
-                    yield waiting.popleft().result()
-            for future in waiting:
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for them
+        for batch in batches:
+            waiting.append(pool.submit(_encode, batch))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
 
 
 def _encode(batch: Batch | UserError) -> Batch:

@@ -48,8 +48,7 @@ def launch() -> Launch:
 
 
 def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else default
+    return int(os.environ.get(name) or default)
 
 
 def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:

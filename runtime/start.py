@@ -69,22 +69,21 @@ def share_cores() -> None:
     """
     ranks = launch().local_world_size
     if ranks > 1:
-        # The parent started all ranks; each may be bound to its own cores since.
-        share = str(max(1, min(cores(), cores(os.getppid()) // ranks)))
+        share = str(max(1, cores() // ranks))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
         threads = os.environ.get("OMP_NUM_THREADS")
         if not threads or (threads == "1" and launch().by_torchrun):  # torchrun sets it to 1
             os.environ["OMP_NUM_THREADS"] = share
 
 
-def cores(pid: int = 0) -> int:
-    """Count the cores that a process may use; `pid` 0 is this process.
+def cores() -> int:
+    """Count the cores that this process may use.
 
     Two hardware threads of one core count once, as in PyTorch's own default.
     """
     siblings = set()
     has_affinity = hasattr(os, "sched_getaffinity")  # macOS has none
-    for cpu in os.sched_getaffinity(pid) if has_affinity else range(os.cpu_count() or 1):
+    for cpu in os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1):
         place = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
             siblings.add(Path(place).read_text())

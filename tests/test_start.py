@@ -207,25 +207,25 @@ def test_ranks_share_the_cores_unless_the_user_has_set_their_threads(
     given, threads, environment, monkeypatch
 ):
     environment(WORLD_SIZE="2", **given)
-    monkeypatch.setattr(runtime.start, "cores", lambda pid=0: 8)
+    monkeypatch.setattr(runtime.start, "cores", lambda: 8)
     share_cores()
     assert os.environ["OMP_NUM_THREADS"] == threads
 
 
 @pytest.mark.parametrize(
-    ("world_size", "local_world_size", "own", "threads"),
+    ("world_size", "local_world_size", "threads"),
     [
-        ("4", "2", 8, "4"),  # on two machines
-        ("3", "", 8, "2"),  # started by hand
-        ("4", "", 1, "1"),  # bound to a core of its own
-        ("1", "", 8, None),  # alone: PyTorch's own choice
+        ("4", "2", "4"),  # on two machines
+        ("3", "", "2"),  # started by hand
+        ("16", "", "1"),
+        ("1", "", None),  # alone: PyTorch's own choice
     ],
 )
 def test_a_process_has_its_share_of_the_8_cores_of_its_machine(
-    world_size, local_world_size, own, threads, environment, monkeypatch
+    world_size, local_world_size, threads, environment, monkeypatch
 ):
     environment(WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=local_world_size)
-    monkeypatch.setattr(runtime.start, "cores", lambda pid=0: 8 if pid else own)
+    monkeypatch.setattr(runtime.start, "cores", lambda: 8)
     share_cores()
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         assert os.environ.get(name) == threads
