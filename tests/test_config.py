@@ -25,9 +25,8 @@ from runtime.cli import (
     sections,
     show,
 )
-from runtime.report import project_files
 from runtime.start import parse_command_line
-from tests.conftest import cases, flags
+from tests.conftest import cases, flags, project_files
 
 YAMLS = project_files("configs/**/*.yaml")
 SECTIONS = {

@@ -39,7 +39,6 @@ from runtime.device import (
     slowdown,
 )
 from runtime.errors import TrainingError
-from runtime.report import project_files
 from runtime.runlog import RunFolder
 from runtime.world import World
 from sample import SampleOptions, Sampler
@@ -50,6 +49,7 @@ from tests.conftest import (
     at_step,
     fast_precision,
     grown,
+    project_files,
     run_ranks,
 )
 from train import setup, train, train_step
