@@ -29,7 +29,6 @@ class Rung(NamedTuple):
     """
 
     label: str = ""  # name in that list (default: the option's name)
-    off: str = ""  # name of the property that gives the "off" value (default: the field's default)
     listed: bool = False  # part of the published ladders: a run lists it if it is off, too
 
 
@@ -73,9 +72,7 @@ class ModelConfig(Options):
     """longest context, in tokens: the number of learned positions; a smaller one than in init_from
     keeps the first positions
     """
-    vocab_size: Annotated[Size, Rung("padded vocabulary", "n_vocab", listed=True), FIXED] = (
-        GPT2_TOKENS
-    )
+    vocab_size: Annotated[Size, Rung("padded vocabulary", listed=True), FIXED] = GPT2_TOKENS
     """rows of the embedding and of the output head; 50304 pads GPT-2's 50257 to a multiple of 128,
     which is faster
     """
@@ -468,8 +465,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     def off_value(self, name: str) -> Any:
         """Return the value with which an optimization is off."""
-        (rung,) = self.marks(name, Rung)
-        return getattr(self, rung.off) if rung.off else type(self).model_fields[name].default
+        return self.n_vocab if name == "vocab_size" else type(self).model_fields[name].default
 
     def optimizations_on(self) -> list[str]:
         """List the optimizations that are on and have an effect."""
