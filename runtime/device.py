@@ -175,8 +175,6 @@ def check_precision(
     if usable_precision(device, matmul_precision) != matmul_precision:
         name = "tf32" if matmul_precision == "high" else "matmul_precision medium"
         notes.append(f"{name} has no effect on {device_name(device)}: fp32 matmuls stay fp32")
-        if usable_precision(device, "medium") == "medium":
-            notes[-1] += "; --matmul_precision medium makes them faster here"
     if dtype != torch.float32 and device.type == "cpu":
         name = "bf16" if dtype == torch.bfloat16 else "fp16"
         if (factor := slowdown(device, dtype)) > NOTED_SLOWDOWN:
