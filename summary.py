@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from checkpoint.state import State
-from config import MFU, Config, flops_per_token, step_seconds
+from config import MFU, Config, flops_per_token
 from kernels.attention import blocked_is_faster
 from runtime.device import (
     check_attention,
@@ -19,7 +19,6 @@ from runtime.device import (
     check_version,
     describe_device,
     device_name,
-    matmul_rates,
     matmul_tflops,
     peak_memory_mb,
 )
@@ -105,13 +104,13 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
 def announce_long_run(config: Config, state: State, world: World, folder: RunFolder) -> None:
     """Print the expected duration of a run on a CPU that takes minutes or more."""
     steps = 0 if config.max_minutes else config.max_steps - state.step
-    flops = steps * config.tokens_per_step(1) * flops_per_token(config)
+    tokens = steps * config.tokens_per_step(world.world_size) / world.world_size  # of one rank
+    flops = tokens * flops_per_token(config)
     if world.device.type == "cuda" or flops < 3e13:
         return
-    rates = matmul_rates(world.device)
+    rate = matmul_tflops(world.device, getattr(torch, config.matmul_dtype))
     shorter = "--max_steps 5, or --config quickstart.yaml; check.py --estimate computes the memory"
-    seconds = steps * step_seconds(config, rates, world.world_size) if rates else None
-    folder.message(describe_duration(seconds, MFU, shorter))
+    folder.message(describe_duration(rate and flops / (rate * 1e12 * MFU), MFU, shorter))
 
 
 def mfu(reached: float, matmul: float | None) -> float | None:

@@ -211,8 +211,7 @@ def find_config(
                 return path
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
-    asked = name.removesuffix(".yaml")
-    near = did_you_mean(asked, [*also(), *known])
+    near = did_you_mean(name.removesuffix(".yaml"), [*also(), *known])
     raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{near}")
 
 

@@ -116,7 +116,7 @@ def test_check_is_for_a_run_from_its_first_step_and_train_names_it(tiny_config):
 
 
 def test_a_long_run_says_how_long_it_takes(monkeypatch):
-    monkeypatch.setattr(summary, "matmul_rates", lambda _: {"float32": 0.2})
+    monkeypatch.setattr(summary, "matmul_tflops", lambda *_: 0.2)
     folder = Mock()
     announce_long_run(load_config("baseline"), Mock(step=0), ALONE, folder)
     (line,) = folder.message.call_args.args
