@@ -40,7 +40,7 @@ from data.manifest import (
     read_progress,
     unfinished_folder,
 )
-from data.sources import BadRecords, Piece, find_sources, read_pieces, reading
+from data.sources import BadRecords, find_sources, read_pieces, reading
 from data.token_file import (
     HEADER_BYTES,
     SHARD_TOKENS,
@@ -279,18 +279,17 @@ def _encode(batch: Batch | UserError) -> Batch:
         raise batch
     encoded: Batch = []
     for split, items in itertools.groupby(batch, key=lambda item: item[0]):
-        if split:
-            parts = [part for _, piece in items for part in _encode_piece(piece)]
-            encoded.append((split, np.concatenate(parts, dtype="<u2", casting="unsafe")))
-        else:
+        if not split:
             encoded += items
+            continue
+        parts: list[np.ndarray] = []
+        for _, piece in items:
+            if isinstance(piece.content, str):
+                parts += BEGIN[: piece.begins], encode(piece.content)
+            else:
+                parts.append(piece.content)
+        encoded.append((split, np.concatenate(parts, dtype="<u2", casting="unsafe")))
     return encoded
-
-
-def _encode_piece(piece: Piece) -> tuple[np.ndarray, ...]:
-    if isinstance(piece.content, str):
-        return BEGIN[: piece.begins], encode(piece.content)
-    return (piece.content,)
 
 
 # ---- the command
