@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -30,7 +29,6 @@ class Rung(NamedTuple):
     """
 
     label: str = ""  # name in that list (default: the option's name)
-    off: str = ""  # name of the property that gives the "off" value (default: the field's default)
     listed: bool = False  # part of the published ladders: a run lists it if it is off, too
 
 
@@ -74,9 +72,7 @@ class ModelConfig(Options):
     """longest context, in tokens: the number of learned positions; a smaller one than in init_from
     keeps the first positions
     """
-    vocab_size: Annotated[Size, Rung("padded vocabulary", "n_vocab", listed=True), FIXED] = (
-        GPT2_TOKENS
-    )
+    vocab_size: Annotated[Size, Rung("padded vocabulary", listed=True), FIXED] = GPT2_TOKENS
     """rows of the embedding and of the output head; 50304 pads GPT-2's 50257 to a multiple of 128,
     which is faster
     """
@@ -402,8 +398,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
         CUDA graphs would overwrite accumulated gradients, and need weights that stay in place. With
         several ranks or chunks of the loss they may be wrong:
-        github.com/pytorch/pytorch/issues/140395. Before PyTorch 2.12 the matmuls of max-autotune
-        count the elements of a matrix in 32 bits: github.com/pytorch/pytorch/issues/189054.
+        github.com/pytorch/pytorch/issues/140395.
         """
         changed: dict[str, Any] = {}
         if self.recompute_cheap is None:
@@ -411,11 +406,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         alone = world_size == self.loss_chunks == self.accumulation_steps(world_size) == 1
         if kind == "cuda" and not alone:
             changed["compile_mode"] = WITHOUT_GRAPHS.get(self.compile_mode, self.compile_mode)
-        logits = self.batch_size * self.seq_len * self.vocab_size // self.loss_chunks
-        if kind == "cuda" and logits >= 2**31 and "max-autotune" in self.compile_mode:
-            major, minor, *_ = version("torch").split(".")
-            if (int(major), int(minor)) < (2, 12):
-                changed["compile_mode"] = "default"
         return self.model_copy(update=changed)
 
     @property
@@ -475,8 +465,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     def off_value(self, name: str) -> Any:
         """Return the value with which an optimization is off."""
-        (rung,) = self.marks(name, Rung)
-        return getattr(self, rung.off) if rung.off else type(self).model_fields[name].default
+        return self.n_vocab if name == "vocab_size" else type(self).model_fields[name].default
 
     def optimizations_on(self) -> list[str]:
         """List the optimizations that are on and have an effect."""
@@ -571,18 +560,12 @@ MFU, LEAST_MFU, MOST_MFU = 0.5, 0.14, 0.77
 START, COMPILE = 7.0, 8.0
 
 
-def part_flops(config: Config, tokens: int) -> dict[str, float]:
-    """Return the FLOPs of the matmuls in each part of the forward and the backward pass.
-
-    The backward pass has twice the FLOPs. `tokens`: all tokens that pass through the model.
+def flops_per_token(config: Config) -> int:
+    """Return the FLOPs of the forward and backward pass per token, as `GPT.flops_per_token` counts
+    them, without biases and norms.
     """
-    C, L = config.n_embd, config.n_layer
-    forward: dict[str, float] = {
-        "attention": tokens * L * (2 * 4 * C * C + 4 * config.seq_len * C),
-        "MLP": tokens * L * 2 * 8 * C * C,
-        "head and loss": tokens * 2 * C * config.vocab_size,
-    }
-    return forward | {f"{part}, backward": 2 * flops for part, flops in forward.items()}
+    matmuls = 12 * config.n_layer * config.n_embd**2 + config.n_embd * config.vocab_size
+    return 6 * matmuls + 12 * config.n_layer * config.n_embd * config.seq_len
 
 
 def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) -> float:
@@ -591,7 +574,7 @@ def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) ->
     if dtype == "float32" and config.fp32_precision() != "highest":
         dtype = "tf32"  # not measured on a CPU
     rate = tflops.get(dtype, tflops["float32"]) * 1e12 * MFU
-    return sum(part_flops(config, config.tokens_per_step(ranks)).values()) / rate / ranks
+    return config.tokens_per_step(ranks) * flops_per_token(config) / rate / ranks
 
 
 def total_seconds(

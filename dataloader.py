@@ -24,7 +24,6 @@ from torch import Tensor
 from data.manifest import check_shards
 from data.token_file import COMPARED_WHOLE, TokenFile, TokenFileError, split_of
 
-OPENED_AT_ONCE = 32  # files; a disk serves many reads in the time of a few
 READ_AHEAD = 4  # batches read in parallel: a shuffled one waits for the disk several times
 
 
@@ -109,8 +108,7 @@ def open_corpus(
             f"has train: rename it, such as {named[None][0].stem}_train.bin, or move it away"
         )
     share = COMPARED_WHOLE // max(1, len(training))
-    with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
-        files = list(pool.map(lambda path: TokenFile(path, n_vocab, share), paths))
+    files = [TokenFile(path, n_vocab, share) for path in paths]
     check_shards(folder, {file.path.name: file.tokens for file in files})
     spans = {file.path: Span(file, 0, file.tokens) for file in files}
     train = [spans[path] for path in training]
@@ -169,24 +167,15 @@ class DataLoader:
             )
 
     def describe(self, val: TokenStream) -> list[str]:
-        """Return lines on the tokens, the epochs and a step, and a note on files that are too short
-        for a sequence.
-        """
-        spans, T = self.stream.spans, self.stream.seq_len
-        loaded = f"loaded {self.stream.tokens:,} tokens of {spans[0].file.path.parent}"
-        loaded += f", and {val.tokens:,} for validation" * bool(val.tokens)
-        lines = [
-            loaded,
+        """Return lines on the tokens, the epochs and a step."""
+        T, folder = self.stream.seq_len, self.stream.spans[0].file.path.parent
+        validation = f", and {val.tokens:,} for validation" * bool(val.tokens)
+        return [
+            f"loaded {self.stream.tokens:,} tokens of {folder}{validation}",
             f"1 epoch = {self.steps_per_epoch:,} batches",
             f"1 step = {self.global_batch * T:,} tokens: batch_size {self.batch_size} x seq_len "
             f"{T} x {self.world_size} ranks x {self.accumulation} micro-steps",
         ]
-        if short := sum(stop - start <= T for _, start, stop in spans):
-            lines.append(
-                f"note: {short} of {len(spans)} token files are too short for a sequence "
-                f"of {T}, and unused: no sequence crosses the end of a file"
-            )
-        return lines
 
     @property
     def steps_per_epoch(self) -> int:

@@ -31,13 +31,12 @@ def make_optimizers(
     # Weight decay pulls weights towards 0. That regularizes matrices and embeddings; biases and
     # norms have no reason to be small, so GPT-3 does not decay them.
     decayed_dims = 2 if config.decay_matrices_only else 0
-    decayed: list[Tensor] = []
-    plain: list[Tensor] = []
+    decayed = [p for p in params.values() if p.dim() >= decayed_dims]
+    plain = [p for p in params.values() if p.dim() < decayed_dims]
     rest = defaultdict[tuple[float, float], list[Tensor]](list)  # keys: learning rate, decay
     for name, p in params.items():
-        kind, decay = (decayed, config.weight_decay) if p.dim() >= decayed_dims else (plain, 0.0)
-        kind.append(p)
         if name not in matrices:
+            decay = config.weight_decay if p.dim() >= decayed_dims else 0.0
             rest[rate_of(name, p, config), decay].append(p)
     groups = [
         {"params": group, "lr": rate, "weight_decay": decay}
@@ -239,15 +238,10 @@ def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
     elif config.max_minutes:
         share = min(1.0, (1 - progress) / config.wsd_decay_fraction)
     else:
-        last_stable = last_stable_step(config)
+        decay_steps = max(1, round(config.wsd_decay_fraction * config.max_steps))
+        last_stable = max(1, config.warmup_steps, config.max_steps - decay_steps)
         share = min(1.0, 1 - (step - last_stable) / max(1, config.max_steps - last_stable))
     return config.final_lr() + share * (config.lr - config.final_lr())
-
-
-def last_stable_step(config: Config) -> int:
-    """Return the last step with the full learning rate, after which wsd decays."""
-    decay_steps = max(1, round(config.wsd_decay_fraction * config.max_steps))
-    return max(1, config.warmup_steps, config.max_steps - decay_steps)
 
 
 def describe_rate_change(
@@ -262,10 +256,4 @@ def describe_rate_change(
     old, new = learning_rate(step, before, seconds), learning_rate(step + 1, config, seconds)
     if math.isclose(new, learning_rate(after, before, seconds), rel_tol=0.01):
         return []
-    line = f"the learning rate of step {step + 1} is {new:.3g}, it was {old:.3g} at step {step}"
-    if config.lr_schedule == "wsd" and not config.max_minutes and step > last_stable_step(before):
-        line += (
-            f"; to train longer with wsd, resume from a checkpoint before the decay began: step "
-            f"{last_stable_step(before)} or earlier"
-        )
-    return [line]
+    return [f"the learning rate of step {step + 1} is {new:.3g}, it was {old:.3g} at step {step}"]

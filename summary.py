@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from checkpoint.state import State
-from config import MFU, Config, part_flops, step_seconds
+from config import MFU, Config, flops_per_token
 from kernels.attention import blocked_is_faster
 from runtime.device import (
     check_attention,
@@ -19,7 +19,6 @@ from runtime.device import (
     check_version,
     describe_device,
     device_name,
-    matmul_rates,
     matmul_tflops,
     peak_memory_mb,
 )
@@ -68,11 +67,11 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
     left_out = min(5, max(len(seconds) - 1, 0) // 2)  # the first steps compile and warm up
     median = statistics.median(seconds[left_out:]) if seconds else None
     tokens_per_step = config.tokens_per_step(world.world_size)
-    flops_per_token = state.model.flops_per_token(config.seq_len)
+    flops = state.model.flops_per_token(config.seq_len)  # per token
     dtype = getattr(torch, config.matmul_dtype)
     peak = peak_memory_mb(world.device)  # before the measurement below adds to it
     rate = matmul_tflops(world.device, dtype, seconds=min(0.5, sum(seconds)))
-    tflop = flops_per_token * tokens_per_step / world.world_size / 1e12  # a step of one rank
+    tflop = flops * tokens_per_step / world.world_size / 1e12  # a step of one rank
     if seconds and not mfu(tflop / min(seconds), rate):
         rate = None
     return {
@@ -89,7 +88,7 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
         "first_step_s": seconds[0] if seconds else None,
         "peak_memory_mb": peak,
         "memory_growth_mb": max(0.0, peak - state.memory_before),
-        "flops_per_token": flops_per_token,
+        "flops_per_token": flops,
         "matmul_tflops": rate,
         "utilization": median and mfu(tflop / median, rate),
         "machine": machine(),
@@ -105,15 +104,13 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
 def announce_long_run(config: Config, state: State, world: World, folder: RunFolder) -> None:
     """Print the expected duration of a run on a CPU that takes minutes or more."""
     steps = 0 if config.max_minutes else config.max_steps - state.step
-    flops = steps * sum(part_flops(config, config.tokens_per_step(1)).values())
+    tokens = steps * config.tokens_per_step(world.world_size) / world.world_size  # of one rank
+    flops = tokens * flops_per_token(config)
     if world.device.type == "cuda" or flops < 3e13:
         return
-    rates = matmul_rates(world.device)
+    rate = matmul_tflops(world.device, getattr(torch, config.matmul_dtype))
     shorter = "--max_steps 5, or --config quickstart.yaml; check.py --estimate computes the memory"
-    each = step_seconds(config, rates, world.world_size) if rates else None
-    folder.message(describe_duration(each and steps * each, MFU, shorter))
-    if each:
-        folder.expect(each)
+    folder.message(describe_duration(rate and flops / (rate * 1e12 * MFU), MFU, shorter))
 
 
 def mfu(reached: float, matmul: float | None) -> float | None:

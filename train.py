@@ -10,8 +10,7 @@ from runtime.start import start
 if __name__ == "__main__":
     # Before torch is imported, which takes seconds: --help and mistakes answer at once.
     CHECK = "is a command of its own, with the same options: python check.py"
-    TRACE = "to profile a step: python bench.py --config FILE --trace"
-    ELSEWHERE = {"check": CHECK, "estimate": CHECK, "profile": TRACE, "trace": TRACE}
+    ELSEWHERE = {"check": CHECK, "estimate": CHECK}
     CONFIG = start(Config, description=__doc__, config_file=True, elsewhere=ELSEWHERE)
 
 import contextlib

@@ -184,7 +184,7 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
 
     def open_folder() -> list[str]:
         if saved:
-            run.resume(saved.step, saved.folder)
+            run.resume(saved.step)
             notes = [f"resumes from {saved.folder}, after step {saved.step}"]
         else:
             aside = run.create()

@@ -22,9 +22,10 @@ from pydantic import Field
 
 from data import text
 from data.manifest import MANIFEST
-from data.token_file import TokenFileError, corpus_writer, count_tokens
+from data.token_file import TokenFileError, count_tokens
 from runtime.cli import Name, Options, ZeroIsOff
 from runtime.errors import UserError, in_a_line, reported
+from runtime.files import sole_writer
 from runtime.start import start
 
 REPOSITORY = "kjj0/finewebedu10B-gpt2"
@@ -53,7 +54,7 @@ def prepare(folder: Path, shards: int) -> int:
     Whole shards are kept. Raises TokenFileError if a download fails or is not a whole token file,
     for a folder with shards that were tokenized here, and for one that another process is writing.
     """
-    with corpus_writer(folder):
+    with sole_writer(folder):
         if (folder / MANIFEST).exists():
             raise TokenFileError(
                 f"{folder}: holds a corpus that was written with --source; choose another place "

@@ -21,7 +21,7 @@ import pydantic
 from data.download import read_known_file
 from data.tokenizer import END_OF_TEXT, get_encoding
 from runtime.cli import Name, Options
-from runtime.errors import UserError, reported
+from runtime.errors import UserError, in_a_line, reported
 from runtime.files import sole_writer, write_atomic
 from runtime.start import start
 
@@ -102,10 +102,8 @@ def read_items(path: Path) -> list[Item]:
             if line.strip():
                 items.append(_item(Line.model_validate_json(line)))
         except pydantic.ValidationError as error:
-            problem = error.errors()[0]
-            where = "".join(f"{name}: " for name in problem["loc"])
             raise UserError(
-                f"{path}, line {number}: {where}{problem['msg']}; a line is a JSON object with "
+                f"{path}, line {number}: {in_a_line(error)}; a line is a JSON object with "
                 f"activity_label, ctx_a, ctx_b, ctx, {ENDINGS} endings and the label of the right "
                 f"one, 0 to {ENDINGS - 1}, which the test split lacks"
             ) from None

@@ -5,9 +5,9 @@ import shlex
 from pathlib import Path
 
 from data.manifest import how_to_finish
-from data.token_file import TokenFileError, corpus_writer
+from data.token_file import TokenFileError
 from runtime.cli import did_you_mean
-from runtime.files import lock_file
+from runtime.files import lock_file, sole_writer
 
 SMALL_CORPORA = ("pydocs", "shakespeare")  # written if missing
 
@@ -21,7 +21,7 @@ def prepare_if_missing(folder: Path) -> None:
     waiting = f"another process is writing {folder}: waiting for it"
     is_small = folder.name in SMALL_CORPORA
     if not is_there(folder) and (is_small or lock_file(folder).exists()):
-        with corpus_writer(folder, on_wait=lambda: print(waiting, flush=True)):
+        with sole_writer(folder, on_wait=lambda: print(waiting, flush=True)):
             if is_small and not is_there(folder):
                 print(f"preparing {folder}", flush=True)
                 importlib.import_module(f"data.{folder.name}").prepare(folder)

@@ -2,7 +2,6 @@
 piece by piece, without a whole file in memory.
 """
 
-import codecs
 import contextlib
 import glob
 import io
@@ -116,8 +115,6 @@ def reading(path: Path) -> Iterator[None]:
         problem = f"cut short or damaged ({in_a_line(error)}); fetch or write it again"
         if isinstance(error, OSError) and error.errno:
             problem = f"cannot be read: {os.strerror(error.errno)}"
-        elif "too much memory" in str(error):
-            problem = f"has a window above 128 MB (zstd --long); run: zstd -d --long=31 {path}"
         raise TokenFileError(f"{path}: {problem}") from None
 
 
@@ -171,24 +168,17 @@ def _cut(texts: Iterable[str]) -> Iterator[Piece]:
 
 def _read_text(path: Path) -> Iterator[str]:
     """Decode a text file, a megabyte at a time, without a byte order mark; keep its line ends."""
-    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
-    with _open(path) as file:
-        content = b"?"
-        while content:
-            content = file.read(2**20)
-            read += len(content)
-            try:
-                text = decoder.decode(content, final=not content)
-                if (nul := content.find(b"\0")) >= 0:
-                    reason = "NUL, as in binary files and UTF-16"
-                    raise UnicodeDecodeError("utf-8", content, nul, nul + 1, reason)
-            except UnicodeDecodeError as error:
-                place = read - len(error.object) + error.start
-                raise TokenFileError(
-                    f"{path}: not UTF-8 text (byte {place:,}: {error.reason}); convert it, for "
-                    "example with iconv"
-                ) from None
-            yield text.removeprefix(BOM) if read == len(content) else text
+    with io.TextIOWrapper(_open(path), "utf-8-sig", newline="") as file:
+        try:
+            while text := file.read(2**20):
+                if "\0" in text:
+                    raise UnicodeError("NUL, as in binary files and UTF-16")
+                yield text
+        except UnicodeError as error:
+            reason = getattr(error, "reason", error)
+            raise TokenFileError(
+                f"{path}: not UTF-8 text ({reason}); convert it, for example with iconv"
+            ) from None
 
 
 def _split(texts: Iterable[str], separator: str) -> Iterator[str]:
@@ -203,11 +193,6 @@ def _split(texts: Iterable[str], separator: str) -> Iterator[str]:
 def _read_lines(path: Path) -> Iterator[Any]:
     """Read JSON lines. Yield "" for a blank line, and the error for a line that is not JSON."""
     with _open(path) as file:
-        if file.peek(1).removeprefix(BOM.encode()).lstrip().startswith(b"["):
-            raise TokenFileError(
-                f"{path}: a JSON array, not JSON lines; convert it: jq -c '.[]' {path} > "
-                "lines.jsonl"
-            )
         for number, line in enumerate(file):
             try:
                 text = line.decode().removeprefix("" if number else BOM)

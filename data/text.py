@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 import itertools
 import os
-import re
 import shlex
 import shutil
 from collections import deque
@@ -41,14 +40,13 @@ from data.manifest import (
     read_progress,
     unfinished_folder,
 )
-from data.sources import BadRecords, Piece, find_sources, read_pieces, reading
+from data.sources import BadRecords, find_sources, read_pieces, reading
 from data.token_file import (
     HEADER_BYTES,
     SHARD_TOKENS,
     TOKEN_BYTES,
-    TokenFileError,
-    corpus_writer,
     header,
+    new_corpus,
     split_of,
 )
 from data.tokenizer import END_OF_TEXT, SEPARATOR, encode
@@ -57,8 +55,6 @@ from runtime.errors import UserError, reported
 from runtime.files import flush_to_disk, sha256, write_atomic
 from runtime.start import start
 
-# Names of the corpora that other scripts here write; published results refer to them.
-RESERVED_NAMES = ("pydocs", "shakespeare", "fineweb")
 RESUME_HINT = "run the same command again to resume"
 BATCH = 2**19  # characters and tokens in a batch, about: it takes 30 ms to tokenize
 AHEAD = 32  # batches that are read ahead
@@ -118,7 +114,7 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions, script:
     """
     sources, where, done = find_sources(map(Path, named)), unfinished_folder(folder), list[Source]()
     try:
-        with corpus_writer(folder, new=True):
+        with new_corpus(folder):
             done = _resume(folder, sources, options, shlex.join(["python", script, *sys.argv[1:]]))
             try:
                 _write(folder, sources, done, options)
@@ -128,7 +124,7 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions, script:
                     shutil.rmtree(where, ignore_errors=True)
             where.rename(folder)
             flush_to_disk(folder.parent)
-    except UserError as error:
+    except (UserError, OSError) as error:
         if done:
             error.add_note(RESUME_HINT)
         raise
@@ -218,17 +214,8 @@ def _append(folder: Path, split: str, total: int, tokens: np.ndarray, limit: int
 
 
 def _finish(folder: Path, done: list[Source], limit: int) -> Source:
-    """Write headers and manifest.json; returns the last file, which has the corpus's counts. Raises
-    TokenFileError if there is nothing to train on.
-    """
+    """Write headers and manifest.json; returns the last file, which has the corpus's counts."""
     last, files = done[-1], token_files(folder, done, limit)
-    if not last.tokens["train"] or sum(last.tokens.values()) <= last.documents:
-        done.clear()  # nothing to resume
-        raise TokenFileError(
-            f"{folder}: too short to train on: {last.documents:,} documents have "
-            f"{last.tokens['train']:,} tokens for training and {last.tokens['val']:,} for "
-            "validation, one <|endoftext|> each included"
-        )
     for path, tokens in files.items():
         with open(path, "r+b") as file:
             file.write(header(tokens))
@@ -278,15 +265,12 @@ def _tokenize(batches: Iterator[Batch | UserError], workers: int | None) -> Iter
     """Tokenize batches in threads, and yield them in order."""
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         waiting = deque[Future[Batch]]()
-        try:
-            for batch in batches:
-                waiting.append(pool.submit(_encode, batch))
-                if len(waiting) > AHEAD:
-                    yield waiting.popleft().result()
-            for future in waiting:
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for them
+        for batch in batches:
+            waiting.append(pool.submit(_encode, batch))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
 
 
 def _encode(batch: Batch | UserError) -> Batch:
@@ -295,40 +279,25 @@ def _encode(batch: Batch | UserError) -> Batch:
         raise batch
     encoded: Batch = []
     for split, items in itertools.groupby(batch, key=lambda item: item[0]):
-        if split:
-            parts = [part for _, piece in items for part in _encode_piece(piece)]
-            encoded.append((split, np.concatenate(parts, dtype="<u2", casting="unsafe")))
-        else:
+        if not split:
             encoded += items
+            continue
+        parts: list[np.ndarray] = []
+        for _, piece in items:
+            if isinstance(piece.content, str):
+                parts += BEGIN[: piece.begins], encode(piece.content)
+            else:
+                parts.append(piece.content)
+        encoded.append((split, np.concatenate(parts, dtype="<u2", casting="unsafe")))
     return encoded
-
-
-def _encode_piece(piece: Piece) -> tuple[np.ndarray, ...]:
-    if isinstance(piece.content, str):
-        return BEGIN[: piece.begins], encode(piece.content)
-    return (piece.content,)
 
 
 # ---- the command
 
 
-def corpus_folder(data_dir: str, name: str) -> Path:
-    """Return the folder of a user's corpus. Raises TokenFileError for a name it cannot have."""
-    if not re.fullmatch(r"[^/.-][^/]*(?<!\.tmp)", name) or not name.isprintable():
-        raise TokenFileError(
-            f"--name {name!a}: must be a plain name that does not begin with . or - or end in "
-            ".tmp; --data_dir is its folder"
-        )
-    if name in RESERVED_NAMES:
-        raise TokenFileError(
-            f"--name {name}: is the corpus that data/{name}.py writes; choose another name"
-        )
-    return Path(data_dir) / name
-
-
 def main(options: TextOptions) -> None:
     name = options.name or Path(options.sources[0]).resolve().name.partition(".")[0]
-    prepare(corpus_folder(options.data_dir, name), options.sources, options, "data/text.py")
+    prepare(Path(options.data_dir) / name, options.sources, options, "data/text.py")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -69,30 +69,23 @@ def write_corpus(folder: Path, parts: Iterable[Tokens]) -> int:
     The folder appears whole or not at all. Raises TokenFileError if it exists already or another
     process is writing it.
     """
-    with corpus_writer(folder, new=True), atomic_folder(folder, replace=False) as unfinished:
+    with new_corpus(folder), atomic_folder(folder, replace=False) as unfinished:
         return write_token_file(unfinished / f"{folder.name}_train_000000.bin", parts)
 
 
 @contextlib.contextmanager
-def corpus_writer(
-    folder: Path, on_wait: Callable[[], None] | None = None, *, new: bool = False
-) -> Iterator[None]:
-    """Make this process the only writer of a corpus (see `sole_writer`).
+def new_corpus(folder: Path) -> Iterator[None]:
+    """Make this process the only writer of a new corpus (see `sole_writer`).
 
-    If another process is writing it, call `on_wait` and wait. Raises UserError if there is no
-    `on_wait`, TokenFileError if the folder cannot be written, or has to be `new` and is not empty.
+    Raises TokenFileError if the folder exists, UserError if another process is writing it, OSError
+    if it cannot be written.
     """
-    try:
-        with sole_writer(folder, on_wait):
-            if new and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise TokenFileError(
-                    f"{folder}: is there already; choose another name or delete it first"
-                )
-            yield
-    except OSError as error:
-        raise TokenFileError(
-            f"{folder}: cannot be written: {error.strerror} ({error.filename or folder})"
-        ) from None
+    with sole_writer(folder):
+        if folder.exists():
+            raise TokenFileError(
+                f"{folder}: is there already; choose another name or delete it first"
+            )
+        yield
 
 
 def count_tokens(path: Path) -> int:

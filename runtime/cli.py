@@ -95,9 +95,29 @@ def parse(
     unconverted, in `model_extra`. Raises ConfigError with one line for each mistake, and SystemExit
     after `--help` and `--print_config`.
     """
-    flags, mistakes = _parse_flags(
-        options, argv, description, positional.split(), config_file, elsewhere or {}, others
+    usage = ["%(prog)s", positional, "[--config FILE]" * config_file, "[--option VALUE ...]"]
+    parser = _Parser(
+        usage=" ".join(filter(None, usage)),
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    positionals, declared = positional.split(), [*sections(options), *sections(others)]
+    names = _add_arguments(parser, declared, positionals, config_file)
+    known, unknown = parser.parse_known_args(argv)
+    without_flag = dict.fromkeys(positionals, "is given without a flag, see --help")
+    advice = {**(elsewhere or {}), **without_flag}
+    # A value after an unknown flag belongs to that flag and is no second mistake.
+    mistakes = [
+        _unknown_argument(argument, names, advice)
+        for argument, before in zip(unknown, ["", *unknown], strict=False)
+        if argument.startswith("--") or not before.startswith("--")
+    ]
+    flags = vars(known)
+    for name, value in flags.items():
+        if isinstance(value, list) and name not in positionals:  # commas are as good as spaces
+            flags[name] = ",".join(value).split(",")
     print_config = flags.pop("print_config", False)
     try:
         values, origin = _load(options, flags, flags.pop("config", None) if config_file else None)
@@ -188,11 +208,7 @@ def find_config(name: str, folder: Path = Path()) -> Path:
                 return path
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
-    asked = name.removesuffix(".yaml")
-    near = did_you_mean(asked, known)
-    if not near:
-        nearest = difflib.get_close_matches(asked, known, n=5, cutoff=0)
-        near = f", which has {len(known)} files, such as {', '.join(nearest)}"
+    near = did_you_mean(name.removesuffix(".yaml"), known)
     raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{near}")
 
 
@@ -257,31 +273,16 @@ class _StringLoader(yaml.BaseLoader):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")
-        if "expected" in message:
-            message += "; a value that begins with - is written --option=VALUE"
-        raise ConfigError(message)
+        raise ConfigError(message.removeprefix("argument "))
 
 
-def _parse_flags(
-    options: type[Options],
-    argv: Sequence[str],
-    description: str | None,
-    positional: Sequence[str],
+def _add_arguments(
+    parser: argparse.ArgumentParser,
+    declared: Sequence[type[Options]],
+    positionals: Sequence[str],
     config_file: bool,
-    elsewhere: Mapping[str, str],
-    others: type[Options],
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the options given, as strings (booleans as bool), and a line for each unknown one."""
-    parser = _Parser(
-        usage=" ".join(
-            ["%(prog)s", *positional, *["[--config FILE]"] * config_file, "[--option VALUE ...]"]
-        ),
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+) -> list[str]:
+    """Add the flags of some sections; returns all ways to write them."""
     names: list[str] = []
     if config_file:
         names += ["--config", "--print_config"]
@@ -289,25 +290,12 @@ def _parse_flags(
         parser.add_argument(
             "--print_config", action="store_true", help="print all options, and end"
         )
-    for section in [*sections(options), *sections(others)]:
+    for section in declared:
         group = parser.add_argument_group(section.__doc__)
         for name, field in section.model_fields.items():
-            if f"--{name}" in names:  # `others` has an option of the same name
-                continue
-            names += _add_argument(group, name, field, name in positional)
-    known, unknown = parser.parse_known_args(argv)
-    elsewhere = {**elsewhere, **dict.fromkeys(positional, "is given without a flag, see --help")}
-    # A value after an unknown flag belongs to that flag and is no second mistake.
-    mistakes = [
-        _unknown_argument(argument, names, elsewhere)
-        for argument, before in zip(unknown, ["", *unknown], strict=False)
-        if argument.startswith("--") or not before.startswith("--")
-    ]
-    flags = vars(known)
-    for name, value in flags.items():
-        if isinstance(value, list) and name not in positional:  # commas are as good as spaces
-            flags[name] = ",".join(value).split(",")
-    return flags, mistakes
+            if f"--{name}" not in names:  # two classes may have an option of the same name
+                names += _add_argument(group, name, field, name in positionals)
+    return names
 
 
 def _add_argument(

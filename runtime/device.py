@@ -1,16 +1,12 @@
 """The device of a run: its choice, its capabilities, its speed, and waiting for it."""
 
-import contextlib
 import functools
 import inspect
 import math
-import re
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,14 +28,17 @@ PATIENCE = 4  # times as long as usual that a measurement may take until they ag
 
 def choose_device(name: str) -> torch.device:
     """Return the device that `--device name` means for this rank. Raises UserError without it."""
-    started = launch()
     available = ["cpu"]
     if torch.backends.mps.is_available():
         available.insert(0, "mps")
     if torch.cuda.is_available():
         available.insert(0, "cuda")
     elif name in ("auto", "cuda") and has_nvidia_gpu():
-        raise UserError(f"--device {name}: {why_no_cuda()}, or use --device cpu")
+        raise UserError(
+            f"--device {name}: this PyTorch ({torch.__version__}, CUDA {torch.version.cuda}) finds "
+            f"no GPU through NVIDIA's driver; update the driver, install another build ({BUILDS}), "
+            f"or use --device cpu"
+        )
     if name == "auto":
         name = available[0]
     if name not in available:
@@ -47,59 +46,7 @@ def choose_device(name: str) -> torch.device:
             f"--device {name}: not available to this PyTorch ({torch.__version__}); available "
             f"here: {', '.join(available)}"
         )
-    if name == "mps" and started.world_size > 1:
-        raise UserError("--device mps: several ranks cannot share it; use --device cpu or one rank")
-    if name == "cuda":
-        gpus = torch.cuda.device_count()
-        if started.local_world_size > gpus:  # the same answer on all ranks of this machine
-            raise UserError(
-                f"--nproc_per_node: {started.local_world_size} ranks, but {gpus} CUDA devices; "
-                f"start at most one for each, or use --device cpu"
-            )
-        device = torch.device("cuda", started.local_rank)
-        check_has_code(device)
-        return device
-    return torch.device(name)
-
-
-def why_no_cuda() -> str:
-    """Return the reason why PyTorch cannot use an NVIDIA GPU, and the remedy, for a message."""
-    if torch.version.cuda is None:
-        return (
-            f"there is an NVIDIA driver, but this PyTorch ({torch.__version__}) is built without "
-            f"CUDA; install a build with CUDA ({BUILDS})"
-        )
-    version = None
-    with contextlib.suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        version = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", text)
-    return (
-        f"PyTorch {torch.__version__} finds no GPU through NVIDIA's driver"
-        f"{f' {version[1]}' if version else ''}, which may be too old for CUDA "
-        f"{torch.version.cuda}; update the driver or install a PyTorch for an older CUDA ({BUILDS})"
-    )
-
-
-def check_has_code(device: torch.device) -> None:
-    """Raise UserError if this PyTorch has no code for the GPU: `no kernel image` would follow.
-
-    sm_86 runs on 8.6 and later GPUs of that major version. compute_86 is compiled at first use,
-    for 8.6 and all later ones.
-    """
-    major, minor = torch.cuda.get_device_capability(device)
-    known = torch.cuda.get_arch_list()
-    archs = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(known))
-    if not archs:  # unknown, as on AMD's GPUs
-        return
-    for kind, *digits in archs:
-        has = tuple(map(int, digits))
-        if has <= (major, minor) and (kind == "compute" or has[0] == major):
-            return
-    raise UserError(
-        f"--device cuda: this PyTorch ({torch.__version__}) has no code for {device_name(device)} "
-        f"(compute capability {major}.{minor}), only for {', '.join(known)}; install another build "
-        f"({BUILDS}), or use --device cpu"
-    )
+    return torch.device(name, launch().local_rank) if name == "cuda" else torch.device(name)
 
 
 def device_name(device: torch.device) -> str:
@@ -228,8 +175,6 @@ def check_precision(
     if usable_precision(device, matmul_precision) != matmul_precision:
         name = "tf32" if matmul_precision == "high" else "matmul_precision medium"
         notes.append(f"{name} has no effect on {device_name(device)}: fp32 matmuls stay fp32")
-        if usable_precision(device, "medium") == "medium":
-            notes[-1] += "; --matmul_precision medium makes them faster here"
     if dtype != torch.float32 and device.type == "cpu":
         name = "bf16" if dtype == torch.bfloat16 else "fp16"
         if (factor := slowdown(device, dtype)) > NOTED_SLOWDOWN:
@@ -243,43 +188,19 @@ def check_precision(
 def check_compiler(
     device: torch.device, mode: str = "default", effective_mode: str = ""
 ) -> list[str]:
-    """Return notes on torch.compile in this mode; `effective_mode`: the mode in use on this device.
-
-    Raises UserError on a CPU without a C++ compiler, or with folders that it cannot read.
-    """
+    """Return notes on torch.compile in this mode; `effective_mode`: as the mode acts here."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        try:
-            get_cpp_compiler()
-        except Exception as error:  # its class moves between PyTorch versions
-            raise UserError(
-                "--compile: no C++ compiler found; install g++ or clang++ (or set CXX to one), "
-                "or run without --compile"
-            ) from error
-        for place in (tempfile.gettempdir(), cache_dir()):
-            if re.search(r"\s", place):
-                raise UserError(
-                    f"--compile: {place} has white space in its name, which PyTorch does not quote "
-                    f"for the C++ compiler; set TMPDIR and TORCHINDUCTOR_CACHE_DIR to other "
-                    f"folders, or run without --compile"
-                )
     notes = [
         f"compiling takes a minute or more at the first start; later ones find it in {cache_dir()}"
     ]
     if mode == "reduce-overhead" and device.type != "cuda":
         notes.append(f"compile_mode {mode} has no effect without CUDA: it records CUDA graphs")
     if effective_mode not in ("", mode):
-        reason = "CUDA graphs are for one rank, one micro-step and one chunk of the loss"
-        if mode.startswith("max-autotune") and effective_mode == "default":
-            reason = (
-                "PyTorch before 2.12 may compute 2^31 and more logits wrongly otherwise "
-                "(github.com/pytorch/pytorch/issues/189054); a smaller batch_size or more "
-                "loss_chunks avoid that"
-            )
-        notes.append(f"compile_mode {mode} runs as {effective_mode}: {reason}")
+        notes.append(
+            f"compile_mode {mode} runs as {effective_mode}: CUDA graphs are for one rank, one "
+            f"micro-step and one chunk of the loss"
+        )
     return notes
 
 

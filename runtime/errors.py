@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
 import textwrap
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from runtime.launch import launch
-from runtime.signals import raise_at_ctrl_c
 
 WAIT_FOR_TORCHRUN_S = 3.0  # seconds in which torchrun ends a failing rank after another
 
@@ -56,15 +54,12 @@ def reported(
     silently, as other Unix commands do.
     """
     try:
-        raise_at_ctrl_c()
         yield
-        if (fault := drop_unread(sys.stdout)) and not isinstance(fault, BrokenPipeError):
-            exit_with(TrainingError(f"stdout: cannot be written: {fault.strerror}"))
+        if sys.stdout:
+            sys.stdout.flush()  # a full disk is an error
     except UserError as error:
         exit_with(error, status)
     except KeyboardInterrupt:
-        if launch().local_rank:  # torchrun passes Ctrl-C to all ranks: one line is enough
-            _leave(130)
         exit_with(UserError(interrupted), status=130)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # stdout
@@ -76,20 +71,14 @@ def reported(
         _end("".join(traceback.format_exception(error)).rstrip("\n"), 1)
     finally:
         drop_unread(sys.stdout)
-        drop_unread(sys.stderr)
 
 
 def exit_with(error: UserError, status: int | None = None, *, lost_rank: bool = False) -> NoReturn:
     """Print each line of the error on stderr and end the process; `lost_rank`: see `_end`."""
     rank = launch().rank if error.rank is None else error.rank
     prefix = f"error: rank {rank}: " if rank else "error: "
-    lines = [prefix + printable(line) for line in str(error).splitlines()]
+    lines = [prefix + line for line in str(error).splitlines()]
     _end("\n".join(lines), error.status if status is None else status, lost_rank=lost_rank)
-
-
-def printable(line: str) -> str:
-    """Escape control characters, which could act on a terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> UserError | None:
@@ -115,7 +104,7 @@ def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> Use
 
 
 def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
-    """Print why this process ends, on stderr, and end it.
+    """Print why this process ends, on stderr, and end it; at once if it has joined other ranks.
 
     torchrun reports the rank that ended first as the cause, and ends the others at once. So a rank
     that only noticed that another one is gone (`lost_rank`) waits to be ended before it prints. If
@@ -123,18 +112,12 @@ def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
     """
     if not lost_rank:
         _tell_torchrun(text)
-    _wait_for_torchrun(lost_rank + (launch().local_rank > 0))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun may end this process with it
+    time.sleep(WAIT_FOR_TORCHRUN_S * (lost_rank + (launch().local_rank > 0)))
     with contextlib.suppress(OSError):  # nobody may read it
         print(text, file=sys.stderr, flush=True)
-    _leave(status)
-
-
-def _leave(status: int) -> NoReturn:
-    """End this process; at once if it has joined others.
-
-    PyTorch's threads may then still wait for another rank. Python waits for these threads at its
-    end while it holds the lock that they need, so the process would hang.
-    """
+    # PyTorch's threads may still wait for another rank. Python waits for these threads at its end
+    # while it holds the lock that they need, so the process would hang.
     distributed = sys.modules.get("torch.distributed")
     if not (distributed and distributed.is_available() and distributed.is_initialized()):
         raise SystemExit(status)
@@ -155,13 +138,6 @@ def _tell_torchrun(text: str) -> None:
             Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
-def _wait_for_torchrun(times: int) -> None:
-    """Give torchrun the time to end this process, as it does once another rank has ended."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    time.sleep(times * WAIT_FOR_TORCHRUN_S)
-
-
 # ---- the output of commands
 
 
@@ -178,18 +154,15 @@ def why_it_failed(status: int, stderr: TextIO) -> str:
     return (lines or [f"exit status {status}"])[-1]
 
 
-def drop_unread(stream: TextIO | None) -> OSError | None:
-    """Flush a stream; if its reader is gone or a disk is full, return the error.
-
-    Later output is then dropped, so that Python does not complain at its end.
+def drop_unread(stream: TextIO | None) -> None:
+    """Flush a stream. If its reader is gone or a disk is full, its output is dropped, so that
+    Python does not complain at its end.
     """
     if stream and not stream.closed:
         try:
             stream.flush()
-        except OSError as error:
+        except OSError:
             drop(stream)
-            return error
-    return None
 
 
 def drop(stream: TextIO) -> None:
@@ -201,7 +174,7 @@ def drop(stream: TextIO) -> None:
 def in_a_line(error: BaseException) -> str:
     """Return the class and the beginning of an error of any library, as a part of one line."""
     text = f"{type(error).__name__}: {error}".rstrip(": ")
-    return printable(textwrap.shorten(text, 160, placeholder=" ..."))
+    return textwrap.shorten(text, 160, placeholder=" ...")
 
 
 # ---- PyTorch's errors
@@ -212,7 +185,6 @@ OUT_OF_MEMORY = (
     "can't allocate memory",
     "Storage size calculation overflowed",
 )
-HEADERS = "install Python's headers (python3-dev on Debian and Ubuntu, python3-devel on Fedora)"
 
 
 def kind_of_failure(error: BaseException) -> tuple[str, str]:
@@ -223,10 +195,8 @@ def kind_of_failure(error: BaseException) -> tuple[str, str]:
     """
     text, kind = str(error), type(error)
     if kind.__module__.startswith(("torch._dynamo", "torch._inductor")):
-        inner = getattr(error, "inner_exception", error)
-        return "compiler", _compiler_problem(str(inner), _cause(inner))
+        return "compiler", _cause(getattr(error, "inner_exception", error))
     if kind.__module__.startswith("torch.distributed") or "gloo" in text:
-        text = re.sub(r"^\[.*?:\d+\] ", "", text.strip())  # the place in PyTorch's source
         return "lost rank", textwrap.shorten(text, 200, placeholder=" ...")
     if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
         return "memory", "out of memory"
@@ -234,21 +204,10 @@ def kind_of_failure(error: BaseException) -> tuple[str, str]:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the line of a message that names an error, else the error's class and first line."""
-    lines = str(error).strip().splitlines() or [""]
-    named = (line.strip() for line in lines if "rror" in line)
+    """Return the line of a message that names an error, else the error's class and first line.
+
+    A compiler's own message comes after its command.
+    """
+    lines = str(error).rpartition("Output:\n")[2].strip().splitlines() or [""]
+    named = (line.strip() for line in lines if "rror: " in line)
     return next(named, f"{type(error).__name__}: {lines[0]}".rstrip(": "))
-
-
-def _compiler_problem(text: str, cause: str) -> str:
-    """Return a compiler's own reason, with the package to install if that is known."""
-    if "returned non-zero exit status" in text:  # Triton's C compiler, which prints for itself
-        return f"the C compiler failed, see its own lines above; if it lacks Python.h, {HEADERS}"
-    if "file too short" in text:  # a process was killed while it compiled this file
-        return f"{cause}: delete it and start again"
-    if "C++ compile error" not in text:
-        return cause
-    output = text.rpartition("Output:")[2].strip()
-    match = re.search(r"((fatal )?error: |cannot find -l).*", output)
-    line = match[0] if match else output.partition("\n")[0]
-    return f"{line}; {HEADERS}" if "Python.h" in line else line

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Scripts and folders of this project; in a copy without git, all others are the user's own
+# Scripts and folders of this project; all others in a checkout are the user's own
 ROOMS = [
     "bench.py",
     "check.py",
@@ -68,27 +68,14 @@ def git_commit() -> str | None:
     return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
-def project_files(*patterns: str) -> list[Path]:
-    """List the files that git tracks and that match a pattern, such as "configs/**/*.yaml".
-
-    A user's own scripts and environments in the checkout are left out. Without git, as in a
-    downloaded archive, only names in ROOMS are searched.
-    """
-    tracked = _git("ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns))
-    if tracked:
-        # a set, since git lists a file with a merge conflict three times
-        paths = [ROOT / name for name in {*tracked.strip("\0").split("\0")}]
-    else:
-        found = (path for pattern in patterns for path in ROOT.glob(pattern))
-        paths = [path for path in found if path.relative_to(ROOT).parts[0] in ROOMS]
-    return sorted(path for path in paths if path.is_file())  # a tracked file may be deleted
-
-
 def code_hash() -> str:
     """Return a hash of this project's Python files."""
     digest = hashlib.sha256()
-    for path in project_files("**/*.py"):
-        digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes())
+    for room in ROOMS:
+        for path in sorted({ROOT / room, *(ROOT / room).rglob("*.py")}):
+            if path.suffix == ".py":
+                name = path.relative_to(ROOT).as_posix()
+                digest.update(f"{name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:8]
 
 

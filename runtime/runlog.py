@@ -26,7 +26,7 @@ from runtime.files import (
     sole_writer,
     write_atomic,
 )
-from runtime.report import about, flops_rate
+from runtime.report import flops_rate
 from runtime.signals import Stopped
 from runtime.track import Trackers
 
@@ -48,7 +48,6 @@ class LogRow(NamedTuple):
 LOG_COLUMNS = LogRow._fields
 EVAL_COLUMNS = ("step", "val_loss")  # then one for each HellaSwag score of the run
 COLUMNS = {"log.csv": LOG_COLUMNS, "eval.csv": EVAL_COLUMNS, "metrics.csv": ("step",)}
-FAR_OFF = 1.5  # factor between announced and measured step times that is worth a line
 FORMATS = {"step": ".0f", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # the rest keep all digits
 
 
@@ -74,7 +73,6 @@ class RunFolder:
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._trackers = Trackers(trackers if rank == 0 else (), self.message)
         self._extra_metrics: ExtraMetrics = lambda tokens_per_sec: {}
-        self._expected: float | None = None  # seconds of a step, as announced
         self._resumed_after = 0
         self._timed_from: tuple[int, float] | None = None  # a step, and when it was logged
         self._metric_columns: list[str] = []  # metrics.csv's, once this process has written it
@@ -96,8 +94,8 @@ class RunFolder:
         with contextlib.ExitStack() as undo:
             if self.path.exists():
                 moved_to = aside(self.path)
-                undo.callback(self._move_back, moved_to)  # first, as a signal may come
                 self.path.rename(moved_to)
+                undo.callback(moved_to.rename, self.path)
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self.path.mkdir()
             write_rows(self.path / "log.csv", LOG_COLUMNS, [])
@@ -105,21 +103,14 @@ class RunFolder:
             self._undo = undo.pop_all()
         return moved_to
 
-    def _move_back(self, moved_to: Path) -> None:
-        with contextlib.suppress(OSError):  # the first error is the one to report
-            moved_to.rename(self.path)
-
-    def resume(self, step: int, checkpoint: Path) -> None:
+    def resume(self, step: int) -> None:
         """Continue the folder after `step`: remove the rows of later steps from its logs.
 
         First, as the disk may be full, leftovers of interrupted saves are deleted. Raises UserError
-        if another process is writing to the folder or has moved it aside with the `checkpoint`, or
-        if a log cannot be read.
+        if another process is writing to the folder, or if a log cannot be read.
         """
         self._lock.enter_context(sole_writer(self.path))
         self._resumed_after = step
-        if not checkpoint.is_dir():
-            raise UserError(f"{self.path}: was moved aside or deleted just now; start again")
         for leftover in (self.path / "checkpoints").glob(".*.unfinished"):
             shutil.rmtree(leftover, ignore_errors=True)
         for name in COLUMNS:
@@ -163,10 +154,6 @@ class RunFolder:
 
     # ---- writing, on all ranks
 
-    def expect(self, step_seconds: float) -> None:
-        """Take the step time that an announcement assumed; `log` corrects it if it is far off."""
-        self._expected = step_seconds
-
     def open_trackers(
         self, config: Mapping[str, Any], extra_metrics: Callable[[], ExtraMetrics]
     ) -> None:
@@ -179,7 +166,7 @@ class RunFolder:
         """Print texts, each in lines of its own, and keep them in console.log.
 
         The run continues if stdout is closed or full. A console.log that cannot be written raises
-        OSError, once.
+        OSError.
         """
         text = "\n".join(texts)
         if self.rank or not text:
@@ -194,12 +181,9 @@ class RunFolder:
             self._early_messages.append(text)
 
     def _write(self, text: str) -> None:
-        assert self._console
         try:
-            self._console.write(f"{text}\n")
-            self._console.flush()
+            print(text, file=self._console, flush=True)
         except OSError as error:
-            self._console = open(os.devnull, "w")  # noqa: SIM115  # it is an error only once
             raise cannot_be_written(self.path / "console.log", error) from None
 
     def log(self, row: LogRow, last_step: int | None, metrics: Mapping[str, float]) -> None:
@@ -223,33 +207,21 @@ class RunFolder:
                 self._log_metrics({"step": row.step, **further})
         figures = {**logged, **further, **self._extra_metrics(row.tokens_per_sec)}
         self._trackers.log(row.step, figures, "train")
-        if time_left and each and row.step >= 4:  # three steps after the first, which compiles
-            self._correct_announcement(each, left)
 
     def _log_metrics(self, row: Mapping[str, float]) -> None:
-        path, step = self.path / "metrics.csv", int(row["step"])
+        name = "metrics.csv"
         if self._metric_columns:
-            append_row(path, self._metric_columns, row)
+            append_row(self.path / name, self._metric_columns, row)
         else:  # an earlier version of the code may have logged other figures
-            self._metric_columns = self._rewrite(
-                path.name, {**self._rows(path.name), step: {**row}}
-            )
+            rows = self._rows(name)
+            rows[int(row["step"])] = {**row}
+            self._metric_columns = self._rewrite(name, rows)
 
     def _seconds_per_step(self, step: int) -> float | None:
         """Return the mean since the first logged step, which compiles; None for that step."""
         self._timed_from = self._timed_from or (step, time.monotonic())
         first, begun = self._timed_from
         return (time.monotonic() - begun) / (step - first) if step > first else None
-
-    def _correct_announcement(self, step_seconds: float, steps_left: int) -> None:
-        """Print once how long the run takes, if it was announced and is far from that."""
-        factor = step_seconds / (self._expected or step_seconds)
-        self._expected = None
-        if not 1 / FAR_OFF < factor < FAR_OFF:
-            self.message(
-                f"takes about {about(step_seconds * steps_left)} more, by its first steps: they "
-                f"are {factor:.2g} times as long as announced"
-            )
 
     def log_evaluation(self, step: int, last_step: int | None, **figures: float) -> None:
         """Print figures of an evaluation and add them to the step's row of eval.csv."""
@@ -401,8 +373,6 @@ def append_row(path: Path, columns: Sequence[str], row: Mapping[str, float | Non
     """Add a row to a log at once. Raises OSError that names the file."""
     try:
         with open(path, "a", newline="", encoding="utf-8") as file:
-            if not file.tell():  # deleted in the middle of a run
-                file.write(f"{','.join(columns)}\n")
             file.write(f"{_line(columns, row)}\n")
     except OSError as error:
         raise cannot_be_written(path, error) from None

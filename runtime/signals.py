@@ -1,11 +1,11 @@
-"""Signals: end a command with one line, a run after its step, and a process with its parent."""
+"""Signals: end a run after its step, and a process with its parent."""
 
 import contextlib
 import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from runtime.launch import launch
@@ -21,43 +21,6 @@ def say_at_once(line: str) -> None:
     """Write a line to stderr, also from a signal handler."""
     with contextlib.suppress(OSError):  # a closed terminal takes no more
         os.write(2, f"\n{line}\n".encode())
-
-
-# ---- all commands
-
-
-def end_at_ctrl_c() -> None:
-    """Let Ctrl-C end this process with one line and status 130, until `raise_at_ctrl_c`.
-
-    Torch is imported meanwhile, which takes seconds. By default Ctrl-C raises an exception, which
-    prints a traceback inside an import, or gets lost.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_interrupted)
-
-
-def raise_at_ctrl_c() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, after `end_at_ctrl_c`."""
-    if signal.getsignal(signal.SIGINT) is _end_interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _end_interrupted(*_: object) -> None:
-    if launch().local_rank == 0:
-        say_at_once("error: interrupted")
-    os._exit(130)
-
-
-@contextlib.contextmanager
-def default_sigint() -> Iterator[None]:
-    """Let the system end this process at Ctrl-C: a blocking call of PyTorch answers no signal."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def exit_when_parent_dies(parent: int) -> None:

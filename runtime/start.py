@@ -1,6 +1,6 @@
 """Everything that a command does before torch is imported, in one call: `start(Options, ...)`.
 
-It reads the options, and sets Ctrl-C, this rank's share of the cores and the memory allocator.
+It reads the options, and sets this rank's share of the cores and the memory allocator.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from typing import Any
 
 from runtime.cli import O, parse
 from runtime.errors import reported
-from runtime.launch import launch, threads_are_chosen
-from runtime.signals import end_at_ctrl_c, exit_when_parent_dies
+from runtime.launch import launch
+from runtime.signals import exit_when_parent_dies
 
 # Parameters of glibc's mallopt(3)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
@@ -29,7 +29,6 @@ def start(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
     values = parse_command_line(options, argv, **how)
     if launch().by_torchrun and launch().world_size > 1:
         exit_when_parent_dies(os.getppid())  # torchrun
-    end_at_ctrl_c()  # torch is imported next, and an exception may be lost in an import
     set_up_process(getattr(values, "device", "auto"), getattr(values, "retain_memory", True))
     return values
 
@@ -70,21 +69,21 @@ def share_cores() -> None:
     """
     ranks = launch().local_world_size
     if ranks > 1:
-        # The parent started all ranks; each may be bound to its own cores since.
-        share = str(max(1, min(cores(), cores(os.getppid()) // ranks)))
+        share = str(max(1, cores() // ranks))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
-        if not threads_are_chosen():
+        threads = os.environ.get("OMP_NUM_THREADS")
+        if not threads or (threads == "1" and launch().by_torchrun):  # torchrun sets it to 1
             os.environ["OMP_NUM_THREADS"] = share
 
 
-def cores(pid: int = 0) -> int:
-    """Count the cores that a process may use; `pid` 0 is this process.
+def cores() -> int:
+    """Count the cores that this process may use.
 
     Two hardware threads of one core count once, as in PyTorch's own default.
     """
     siblings = set()
     has_affinity = hasattr(os, "sched_getaffinity")  # macOS has none
-    for cpu in os.sched_getaffinity(pid) if has_affinity else range(os.cpu_count() or 1):
+    for cpu in os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1):
         place = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
             siblings.add(Path(place).read_text())

@@ -28,7 +28,8 @@ class Trackers:
     def __init__(self, names: Sequence[str], message: Callable[[str], None]):
         """`names`: some of `tensorboard`, `wandb`. Raises UserError if one is not installed."""
         for name in names:
-            if not is_installed(name):
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.origin is None:  # W&B makes a folder of its name
                 raise UserError(
                     f"{name}: the package is not installed; install it with `{TO_INSTALL}`, or go "
                     f"without: --no-{name}"
@@ -77,12 +78,6 @@ class Trackers:
                 self._message(
                     f"note: {name} failed, the run continues without it ({in_a_line(error)})"
                 )
-
-
-def is_installed(name: str) -> bool:
-    """True if a package can be imported. W&B makes a folder of its name, which does not count."""
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None
 
 
 class TensorBoard:

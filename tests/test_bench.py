@@ -13,7 +13,7 @@ import torch
 
 import bench
 from bench import BenchOptions
-from config import Config, load_config, part_flops, total_seconds
+from config import Config, flops_per_token, load_config, total_seconds
 from measure.interleaved import process
 from measure.profile import breakdown, tables, timing
 from measure.profile.breakdown import break_down
@@ -23,8 +23,8 @@ from model import GPT, GPTConfig
 from runtime import device
 from runtime.cli import parse
 from runtime.errors import TrainingError
-from runtime.report import about, describe_duration, flops_rate, project_files
-from tests.conftest import CPU, ROOT, TINY, cases, refused, run_from_nothing
+from runtime.report import about, describe_duration, flops_rate
+from tests.conftest import CPU, ROOT, TINY, cases, project_files, refused, run_from_nothing
 
 BATCH = {"seq_len": 32, "batch_size": 2, "device": "cpu"}
 
@@ -312,11 +312,11 @@ def test_the_breakdown_finds_a_planted_slow_part(module, hook, slow, monkeypatch
     assert parts == {name: (pytest.approx(60), pytest.approx(1)) for name in slow}
 
 
-def test_the_parts_operations_add_up_to_the_models():
+def test_the_operations_of_a_token_are_the_models():
     config = load_config(n_layer=12, vocab_size=50304, tie_weights=True)
     with torch.device("meta"):
         per_token = GPT(GPTConfig.of(config)).flops_per_token(config.seq_len)
-    assert sum(part_flops(config, tokens=1).values()) == pytest.approx(per_token, rel=2e-3)
+    assert flops_per_token(config) == pytest.approx(per_token, rel=2e-3)
     unknown = describe_duration(total_seconds([(config, 1)], {}), 0.5, "less")
     assert unknown.startswith("how long this takes is not known: the device could not be measured")
     spoken = "2 minutes, 2.0 hours, 10 hours, 2 days, 93 days"

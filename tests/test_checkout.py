@@ -11,7 +11,7 @@ import torch
 
 from runtime import report
 from runtime.device import PINNED_TORCH
-from tests.conftest import ROOT, run_from_nothing
+from tests.conftest import ROOT, project_files, run_from_nothing
 
 REQUIREMENTS = (ROOT / "requirements.txt").read_text()
 # A user's own: environments with files that no linter likes, a script, configs, a curve
@@ -23,7 +23,6 @@ LITTER = {
     "dist/litter.py": "(",
     "uv.lock": "",
     "litter.py": SCRIPT,
-    "measure/litter.py": SCRIPT,
     "configs/litter.yaml": "lr: 1e-3\n",
     "configs/speedup99_litter.yaml": "",
     "configs/reference/litter.csv": "",
@@ -39,7 +38,7 @@ def checkout(tmp_path, monkeypatch):
         pytest.skip("needs git, and a checkout")
     for name in [name for name in os.environ if name.startswith("GIT_")]:  # set in a git hook
         monkeypatch.delenv(name)
-    for path in report.project_files("**/*"):
+    for path in project_files("**/*"):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
@@ -51,7 +50,7 @@ def test_a_users_own_files_in_the_checkout_are_neither_tested_nor_run_nor_hashed
     checkout, monkeypatch
 ):
     monkeypatch.setattr(report, "ROOT", checkout)
-    version, files = report.code_hash(), report.project_files("**/*.py", "configs/**/*.yaml")
+    version, files = report.code_hash(), project_files("**/*.py", "configs/**/*.yaml")
     assert len(files) > 150
     for name, text in LITTER.items():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -77,12 +76,12 @@ def test_a_users_own_files_in_the_checkout_are_neither_tested_nor_run_nor_hashed
 def test_a_downloaded_archive_without_git_has_the_same_files(checkout, monkeypatch):
     monkeypatch.setattr(report, "ROOT", checkout)
     patterns = ("**/*.py", "configs/**/*.yaml")
-    files, version = report.project_files(*patterns), report.code_hash()
+    files, version = project_files(*patterns), report.code_hash()
     (checkout / "litter.py").write_text(SCRIPT)
     (checkout / "venv").mkdir()
     (checkout / "venv/litter.py").write_text("(")
     shutil.rmtree(checkout / ".git")
-    assert report.project_files(*patterns) == files
+    assert project_files(*patterns) == files
     assert report.code_hash() == version
     (checkout / "measure/ladder/new.py").touch()
     assert report.code_hash() != version

@@ -25,9 +25,8 @@ from runtime.cli import (
     sections,
     show,
 )
-from runtime.report import project_files
 from runtime.start import parse_command_line
-from tests.conftest import cases, flags
+from tests.conftest import cases, flags, project_files
 
 YAMLS = project_files("configs/**/*.yaml")
 SECTIONS = {
@@ -178,7 +177,7 @@ FLAG_MISTAKES = """
 --sample_every 5 --vocab_size 256 => --vocab_size: sample_every .. 50257
 --config => --config: expected one argument
 --config speedup99 => speedup99: no such config file .. did you mean speedup9?
---config zzz => zzz: no such config file .. configs/, which has .. files, such as
+--config zzz => zzz: no such config file, here or in configs/
 --log_dir= => --log_dir: .. at least 1 character
 --config= => (empty): no such config file
 --run_name= => --run_name: .. at least 1 character

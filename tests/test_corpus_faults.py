@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from config import load_config
-from data.token_file import TokenFileError, write_corpus, write_token_file
+from data.token_file import write_corpus, write_token_file
 from data.tokenizer import get_encoding
 from dataloader import open_corpus
-from runtime.errors import reported
 from tests.conftest import (
     ALONE,
     ROOT,
@@ -117,12 +116,6 @@ def test_ctrl_c_says_so_and_leaves_nothing_behind(being_written):
     assert not names()
 
 
-def test_a_place_that_no_corpus_can_have_is_one_line():
-    A.write_text("A text.")
-    with refused(r"^a.txt/mine: cannot be written: File exists \(/[^\n]*$"):
-        write_corpus(A / "mine", [[1]])
-
-
 # ---- a corpus that changes while in use
 
 
@@ -159,9 +152,3 @@ def test_a_moved_project_says_how_to_name_its_corpus_and_resumes_with_it(tmp_pat
         train(load_config(**resume), ALONE)
     assert train(load_config(**resume, data_dir="data"), ALONE)["steps"] == 4
     assert train(load_config(**resume | {"max_steps": 5}), ALONE)["steps"] == 5
-
-
-def test_control_characters_in_an_error_do_not_reach_the_terminal(capsys):
-    with pytest.raises(SystemExit), reported("data"):
-        raise TokenFileError("x\x1b[31m")
-    assert capsys.readouterr().err == "error: x\\x1b[31m\n"

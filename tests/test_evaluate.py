@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -189,16 +190,16 @@ def test_the_interval_is_wilsons():
     ("line", "said"),
     [
         (b"\xff\xfe{", "Invalid JSON"),
-        (b'{"ctx_a": "a"}', "activity_label: Field required"),
-        (json.dumps(item(endings=list("abcde"))).encode(), "endings: List should have at most 4"),
-        (json.dumps(item(label=4)).encode(), "label: Input should be 0"),
+        (b'{"ctx_a": "a"}', "activity_label Field required"),
+        (json.dumps(item(endings=list("abcde"))).encode(), "endings List should have at most 4"),
+        (json.dumps(item(label=4)).encode(), "label Input should be 0"),
     ],
 )
 def test_a_damaged_line_is_one_line_that_names_it(line, said, file):
     file.write_bytes(file.read_bytes() + line)
     with pytest.raises(UserError) as refused:
         read_items(file)
-    assert f"{file}, line 14: {said}" in str(refused.value)
+    assert re.search(rf"{file}, line 14: ValidationError: .*{said}", str(refused.value))
     assert "\n" not in str(refused.value)
 
 

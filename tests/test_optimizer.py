@@ -69,8 +69,7 @@ JUMPS = {
         {"lr_schedule": "wsd", "max_steps": 100, "wsd_decay_fraction": 0.3},
         {"max_steps": 200},
         100,
-        "0.001, it was 0.0001 at step 100; to train longer "
-        "with wsd, resume from a checkpoint before the decay began: step 70 or earlier",
+        "0.001, it was 0.0001 at step 100",
     ),
     "wsd, before its decay": ({"lr_schedule": "wsd", "max_steps": 100}, {"max_steps": 200}, 50, ""),
     "by the clock": (

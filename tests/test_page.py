@@ -17,8 +17,8 @@ from measure.report.page import curve_of, write_page
 from measure.report.report import Report
 from runtime.cli import find_config
 from runtime.errors import UserError
-from runtime.report import Estimate, project_files
-from tests.conftest import ROOT
+from runtime.report import Estimate
+from tests.conftest import ROOT, project_files
 from tests.test_ladder import RESULTS, climb, table
 
 SPEEDUP = ["baseline", *(f"speedup{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10))]

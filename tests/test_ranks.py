@@ -59,14 +59,13 @@ def test_a_rank_left_over_from_another_call_does_not_count_where_there_is_one_pr
 
 
 @pytest.mark.parametrize(("rank", "reason"), [("0", ".*port"), ("1", ".*imed out")])
-def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, environment, capfd):
+def test_ranks_that_cannot_meet_say_where_and_why(rank, reason, environment):
     """Rank 0 finds that another program has the port; rank 1, that nobody answers there."""
     with socket.socket(socket.AF_INET6) as taken:
         taken.bind(("::", 0))
         port = str(taken.getsockname()[1])
         environment(RANK=rank, MASTER_PORT=port)
         cannot_join(f"2 ranks of this run cannot meet at localhost:{port}: {reason}")
-    assert capfd.readouterr().err.startswith(f"rank {rank} waits at localhost:{port} for the other")
 
 
 # ---- one of them fails
@@ -112,12 +111,6 @@ def test_a_rank_that_fails_says_why_and_another_that_it_lost_a_rank(error, line,
         assert each.stderr.splitlines()[-1] == last
         assert "Traceback" in each.stderr or each.stderr == f"{last}\n"
         assert each.returncode
-
-
-def test_of_ranks_that_all_get_a_ctrl_c_the_first_one_says_so(tmp_path):
-    done = run_ranks(2, "-c", failing({0, 1}, "KeyboardInterrupt"), cwd=tmp_path)
-    printed = [(each.returncode, each.stderr) for each in done]
-    assert printed == [(130, "error: interrupted\n"), (130, "")]
 
 
 @pytest.mark.parametrize(

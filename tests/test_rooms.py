@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from runtime.report import ROOMS, project_files
-from tests.conftest import ROOT
+from runtime.report import ROOMS
+from tests.conftest import ROOT, project_files
 
 # Imports of each file or folder from this project; third-party packages are not listed.
 PARTS = "checkpoint config data dataloader kernels model optimizer runtime "

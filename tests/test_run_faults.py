@@ -41,7 +41,6 @@ from tests.conftest import (
     folder_of,
     log,
     run,
-    run_from_nothing,
 )
 from tests.test_resume import checkpoints, needs_dev_full, newest
 from train import train
@@ -294,35 +293,10 @@ def test_a_signal_to_one_of_several_ranks_before_the_first_step_ends_all_togethe
     assert capfd.readouterr().err == EARLY
 
 
-# Many short sleeps: a signal that arrives just before one begins is handled after it.
-SLOW_IMPORT = (
-    "print('importing', flush=True)\nimport time\nfor _ in range(600):\n    time.sleep(0.1)\n"
-)
-
-
-@pytest.mark.parametrize("command", ["train.py --dataset none", "sample.py any"])
-def test_ctrl_c_during_the_import_of_torch_ends_a_command_in_one_line(command, tmp_path):
-    (tmp_path / "torch.py").write_text(SLOW_IMPORT)
-    script, *words = command.split()
-    process = subprocess.Popen(
-        [sys.executable, ROOT / script, *words],
-        cwd=tmp_path,
-        text=True,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
-    assert process.stdout.readline() == "importing\n"
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20)[1] == "\nerror: interrupted\n"
-    assert process.returncode == 130
-    assert not (tmp_path / "logs").exists()
-
-
 # ---- compilers and other processes
 
 
-GCC = """/tmp/torchinductor/header.h:9:10: fatal error: Python.h: No such file or directory
+GCC = """/tmp/a.h:9:10: fatal error: Python.h: No such file or directory
     9 | #include <Python.h>
       |          ^~~~~~~~~~
 compilation terminated."""
@@ -334,9 +308,8 @@ compilation terminated."""
         (MemoryError(), "out of memory at batch_size 4, seq_len 32. These lower it: "),
         (
             InductorError(CppCompileError(["g++", "main.cpp"], GCC), None),
-            "--compile failed: fatal error: Python.h: No such file or directory; install Python's "
-            "headers (python3-dev on Debian and Ubuntu, python3-devel on Fedora); or run without "
-            "--compile",
+            "--compile failed: /tmp/a.h:9:10: fatal error: Python.h: No such file or directory; "
+            "or run without --compile",
         ),
     ],
     ids=["memory", "compiler"],
@@ -352,8 +325,8 @@ def test_an_error_of_a_library_is_one_line_with_advice_and_in_console_log_too(
     assert (here / "console.log").read_text() == out + err
 
 
-CLOSED = "Connection closed by peer [127.0.0.1]:31415."
-HALF_WRITTEN = InductorError(ImportError("/c2n5.main.so: file too short"), None)
+CLOSED = "[/pytorch/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:31415."
+CPP = CppCompileError.__name__
 TRITON = "TritonMissing: Cannot find a working triton installation. Either the package is not"
 
 
@@ -362,9 +335,8 @@ TRITON = "TritonMissing: Cannot find a working triton installation. Either the p
     [
         (BackendCompilerFailed("inductor", TritonMissing(None), None), "compiler", TRITON),
         (InductorError(KeyError("buf0"), None), "compiler", "KeyError: 'buf0'"),
-        (InductorError(CppCompileError(["g++"], "Killed"), None), "compiler", "Killed"),
-        (HALF_WRITTEN, "compiler", "ImportError: /c2n5.main.so: file too short: delete it and"),
-        (RuntimeError(f"[/pytorch/gloo/pair.cc:538] {CLOSED}"), "lost rank", CLOSED),
+        (InductorError(CppCompileError(["g++"], "Killed"), None), "compiler", f"{CPP}: Killed"),
+        (RuntimeError(CLOSED), "lost rank", CLOSED),
         (RuntimeError("in a worker:\nValueError: bad"), "other", "ValueError: bad"),
     ],
 )
@@ -378,16 +350,3 @@ def test_tensors_that_memory_has_no_room_for_are_told_by_pytorchs_words(size):
     with pytest.raises(RuntimeError) as caught:
         torch.empty(size)
     assert kind_of_failure(caught.value) == ("memory", "out of memory")
-
-
-def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compiling(
-    tiny_config, tmp_path
-):
-    (tmp_path / "white space").mkdir()
-    options = flags(tiny_config(compile=True))
-    environment = {"TMPDIR": str(tmp_path / "white space"), "OMP_NUM_THREADS": "1"}
-    done = run_from_nothing("train.py", *options, cwd=tmp_path, **environment)
-    assert done.stderr.startswith(f"error: --compile: {tmp_path}/white space has white space in ")
-    assert done.stderr.count("\n") == 1
-    assert done.returncode == 2
-    assert not (tmp_path / "logs").exists()

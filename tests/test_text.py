@@ -25,7 +25,7 @@ from data import fineweb, text
 from data.fineweb import FinewebOptions
 from data.manifest import unfinished_folder
 from data.prepare import prepare_if_missing
-from data.text import WritingOptions, corpus_folder, prepare
+from data.text import WritingOptions, prepare
 from data.token_file import write_token_file
 from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import open_corpus
@@ -270,9 +270,9 @@ def test_a_full_disk_keeps_whole_files_and_training_says_how_to_resume(monkeypat
     written(A, B)
     undisturbed = content(MINE)
     shutil.rmtree(MINE)
-    again = "cannot be written: No space left on device .*; run the same command again to resume"
-    with failing_at(1, monkeypatch), refused(again):
+    with failing_at(1, monkeypatch), pytest.raises(OSError, match="No space left") as full:
         written(A, B)
+    assert full.value.__notes__ == ["run the same command again to resume"]
     with refused("mine: is not finished; resume with: python data/text.py"):
         prepare_if_missing(MINE)
     written(A, B)
@@ -304,7 +304,7 @@ def test_whatever_changes_before_resuming_the_corpus_is_that_of_a_fresh_start(
     harm, kept, options = HARM[case]
     for path, seed in ((A, 60), (B, 61)):
         write(path, texts(seed))
-    with failing_at(1, monkeypatch), refused("resume"):
+    with failing_at(1, monkeypatch), pytest.raises(OSError, match="No space left"):
         written(A, B)
     harm()
     written(A, B, **options)
@@ -317,14 +317,8 @@ def test_whatever_changes_before_resuming_the_corpus_is_that_of_a_fresh_start(
 
 # ---- bad input
 
-LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8"  # a zstd frame that asks for 2 GB, as --long=31 does
 CUT = r"cut short or damaged \(.*\); fetch or write it again$"
 BAD_FILES = {
-    "a.json": (
-        b'\xef\xbb\xbf [\n{"text": "a"}]',
-        r"a JSON array, not JSON lines; .*jq -c '\.\[\]'",
-    ),
-    "long.txt.zst": (LONG_WINDOW + b"\x09\0\0a", r"has a window above 128 MB .*zstd -d --long=31"),
     "cut.jsonl.gz": (gzip.compress(os.urandom(9999))[:5000], CUT),
     "page.parquet": (b"<html>no such page</html>", CUT),
     "nothing.txt.gz": (b"", CUT),
@@ -333,9 +327,8 @@ BAD_FILES = {
         np.array([20240520, 1, 9], "<i4").tobytes(),
         "damaged: by its header it has 9",
     ),
-    "latin.txt": ("naïve".encode("latin-1"), r"not UTF-8 text \(byte 2: invalid continuation byte"),
-    "far.md": (b"\xef\xbb\xbf" + b"good text\n" * 300_000 + b"\xff", r"\(byte 3,000,003: invalid"),
-    "wide.txt": ("good text".encode("utf-16-le"), r"\(byte 1: NUL, as in binary files and UTF-16"),
+    "latin.txt": ("naïve".encode("latin-1"), r"not UTF-8 text \(invalid continuation byte\); conv"),
+    "wide.txt": ("good text".encode("utf-16-le"), r"\(NUL, as in binary files and UTF-16"),
     "keys.jsonl": (
         b'{"content": "x", "id": 1}',
         r"""line 1: no text under "text" \(--text_column\) in {'content': 'x', 'id': 1}; correct""",
@@ -399,18 +392,7 @@ def test_nothing_to_train_on_is_an_error():
     Path("raw/a.png").write_bytes(b"\0")
     with refused(r"in this folder \(1 files left out, such as raw/a\.png\)"):
         written("raw")
-    with refused("mine: too short to train on: 50 documents have 50 tokens for training and 0 for"):
-        written(write(A, [""] * 50))
-    with refused("too short to train on: .* 0 tokens for training"):
-        written(write(A, ["text"]), val_every=1)
     assert not [*MINE.parent.glob("*")]
-
-
-@pytest.mark.parametrize("name", ["fineweb", "a/b", "..", "mine.1.tmp", "-x", "a\nb"])
-def test_a_name_that_no_corpus_can_have_is_one_line(name):
-    with refused("is the corpus that data/fineweb.py writes|must be a plain name") as error:
-        corpus_folder("data", name)
-    assert "\n" not in str(error.value)
 
 
 # ---- training on it
