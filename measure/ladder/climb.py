@@ -51,19 +51,19 @@ def predict_stages(stages: Sequence[Stage], device: Device) -> None:
     was timed.
     """
     record, alone = stages[0].record, [stage for stage in stages if stage.ranks == 1]
-    where = f"{machine()}; {device.name}"
-    if record.predicted.where != where:
+    where, kept = f"{machine()}; {device.name}", record.predicted
+    if kept.where != where:
         record.predicted = Predictions()
         if not device.tflops or None in (device.gigabytes_per_s, device.launch_us):
             print("note: nothing is predicted, as the device's rates could not be measured")
             return
-        record.predicted = Predictions(where=where, rates=device)
-    rates, configs = record.predicted.rates, [stage.config for stage in alone]
-    found, problem = in_fresh_process("measure.ladder.roofline:predict_all", configs, rates)
+        kept = Predictions(where=where, rates=device)
+    configs = [stage.config for stage in alone]
+    found, problem = in_fresh_process("measure.ladder.roofline:predict_all", configs, kept.rates)
     if problem:
         print(f"note: nothing is predicted: {problem}")
         return
-    predicted = record.predicted.stages
+    predicted, record.predicted = kept.stages, kept
     predicted.update(zip((stage.name for stage in alone), found, strict=True))
     record.save()
     for stage in alone:
