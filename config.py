@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -398,7 +399,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
         CUDA graphs would overwrite accumulated gradients, and need weights that stay in place. With
         several ranks or chunks of the loss they may be wrong:
-        github.com/pytorch/pytorch/issues/140395.
+        github.com/pytorch/pytorch/issues/140395. Before PyTorch 2.12 the matmuls of max-autotune
+        count the elements of a matrix in 32 bits: github.com/pytorch/pytorch/issues/189054.
         """
         changed: dict[str, Any] = {}
         if self.recompute_cheap is None:
@@ -406,6 +408,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         alone = world_size == self.loss_chunks == self.accumulation_steps(world_size) == 1
         if kind == "cuda" and not alone:
             changed["compile_mode"] = WITHOUT_GRAPHS.get(self.compile_mode, self.compile_mode)
+        logits = self.batch_size * self.seq_len * self.vocab_size // self.loss_chunks
+        if kind == "cuda" and logits >= 2**31 and "max-autotune" in self.compile_mode:
+            major, minor, *_ = version("torch").split(".")
+            if (int(major), int(minor)) < (2, 12):
+                changed["compile_mode"] = "default"
         return self.model_copy(update=changed)
 
     @property

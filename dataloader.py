@@ -167,15 +167,23 @@ class DataLoader:
             )
 
     def describe(self, val: TokenStream) -> list[str]:
-        """Return lines on the tokens, the epochs and a step."""
+        """Return lines on the tokens, the epochs and a step, and a note on files that are too short
+        for a sequence.
+        """
         T, folder = self.stream.seq_len, self.stream.spans[0].file.path.parent
         validation = f", and {val.tokens:,} for validation" * bool(val.tokens)
-        return [
+        lines = [
             f"loaded {self.stream.tokens:,} tokens of {folder}{validation}",
             f"1 epoch = {self.steps_per_epoch:,} batches",
             f"1 step = {self.global_batch * T:,} tokens: batch_size {self.batch_size} x seq_len "
             f"{T} x {self.world_size} ranks x {self.accumulation} micro-steps",
         ]
+        if short := sum(stop - start <= T for _, start, stop in self.stream.spans):
+            lines.append(
+                f"note: {short} of {len(self.stream.spans)} token files are too short for a "
+                f"sequence of {T}, and unused: no sequence crosses the end of a file"
+            )
+        return lines
 
     @property
     def steps_per_epoch(self) -> int:

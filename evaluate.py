@@ -58,6 +58,7 @@ if __name__ == "__main__":
 
 import torch
 
+from checkpoint.resume import check_same_tokens
 from checkpoint.state import SavedState
 from checkpoint.weights import find_weights, read_weights
 from config import Config
@@ -209,6 +210,7 @@ def open_validation(
                 folder, config.seq_len, config.n_vocab, config.val_fraction, to_train=False
             )
         )
+        check_same_tokens(str(folder), rest.fingerprint() + val.fingerprint(), world)
         for note in check_split(val, str(folder), config.val_fraction):
             print(note)
     except UserError as error:

@@ -238,10 +238,15 @@ def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
     elif config.max_minutes:
         share = min(1.0, (1 - progress) / config.wsd_decay_fraction)
     else:
-        decay_steps = max(1, round(config.wsd_decay_fraction * config.max_steps))
-        last_stable = max(1, config.warmup_steps, config.max_steps - decay_steps)
+        last_stable = last_stable_step(config)
         share = min(1.0, 1 - (step - last_stable) / max(1, config.max_steps - last_stable))
     return config.final_lr() + share * (config.lr - config.final_lr())
+
+
+def last_stable_step(config: Config) -> int:
+    """Return the last step with the full learning rate, after which wsd decays."""
+    decay_steps = max(1, round(config.wsd_decay_fraction * config.max_steps))
+    return max(1, config.warmup_steps, config.max_steps - decay_steps)
 
 
 def describe_rate_change(
@@ -256,4 +261,10 @@ def describe_rate_change(
     old, new = learning_rate(step, before, seconds), learning_rate(step + 1, config, seconds)
     if math.isclose(new, learning_rate(after, before, seconds), rel_tol=0.01):
         return []
-    return [f"the learning rate of step {step + 1} is {new:.3g}, it was {old:.3g} at step {step}"]
+    line = f"the learning rate of step {step + 1} is {new:.3g}, it was {old:.3g} at step {step}"
+    if config.lr_schedule == "wsd" and not config.max_minutes and step > last_stable_step(before):
+        line += (
+            f"; to train longer with wsd, resume from a checkpoint before the decay began: step "
+            f"{last_stable_step(before)} or earlier"
+        )
+    return [line]

@@ -33,7 +33,8 @@ OPTIONS = {
     "tie_word_embeddings": "tie_weights",
     "resid_pdrop": "dropout",
 }
-# Options that our model does not have, each with the only value that it could have
+# Options that our model does not have, each with the only value that it could have. (n_inner, the
+# MLP's width, has to be 4 n_embd.)
 REQUIRED = {
     "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
@@ -62,13 +63,22 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     Raises CheckpointError, also for a model that differs from GPT-2.
     """
     theirs = read_json(folder / CONFIG)
+    required = dict[str, Any](REQUIRED)
+    if theirs.get("n_inner") is not None:
+        required["n_inner"] = 4 * theirs.get("n_embd", GPTConfig.n_embd)
     if wrong := [
         f"{name} {theirs[name]!r} (here always {value!r})"
-        for name, value in REQUIRED.items()
+        for name, value in required.items()
         if theirs.get(name, value) != value
     ]:
         raise CheckpointError(
             f"{folder}: not a GPT-2 that this project can load: {', '.join(wrong)}"
+        )
+    if not (folder / WEIGHTS).exists():  # weights in several files, or in a pickle
+        raise CheckpointError(
+            f"{folder}: has no {WEIGHTS}; write it to another folder in Python: "
+            f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+            f".save_pretrained('NEW', max_shard_size='100GB')"
         )
     activation = str(theirs.get("activation_function", "gelu_new"))
     # transformers' defaults are GPT-2 (124M)'s, like GPTConfig's, except for these two.

@@ -32,14 +32,16 @@ def restore(
 ) -> None:
     """Note the fingerprint of the training tokens; if the run resumes, restore all of its state.
 
-    Raises UserError on all ranks unless they have the same tokens, CheckpointError for a state that
-    does not fit.
+    Raises UserError on all ranks unless they have the same tokens and initial weights,
+    CheckpointError for a state that does not fit.
     """
     state.corpus, folder = corpus, f"{config.data_dir}/{config.dataset}"
-    if others := world.ranks_that_differ(corpus):
+    check_same_tokens(folder, corpus, world)
+    # A run may save another checkpoint while the ranks look for its newest one.
+    if others := world.ranks_that_differ(Path(config.init_from).name):
         raise UserError(
-            f"{folder}: {others} did not find the same tokens there as rank 0; copy one corpus to "
-            f"all machines"
+            f"--init_from {config.init_from}: {others} found another checkpoint than rank 0; name "
+            f"one checkpoint, not the run"
         )
     if saved is None:
         return
@@ -53,7 +55,8 @@ def restore(
         state.load(file, world.raise_on_all(functools.partial(read_tensors, file)))
     state.load_numbers(saved)
     if world.rank < len(saved.random):  # a rank that is new keeps its seed
-        put_random_state(saved.random[world.rank], world.device)
+        state.random_state = saved.random[world.rank]
+        put_random_state(state.random_state, world.device)
     state.checkpoint = saved.folder
 
 
@@ -126,6 +129,18 @@ def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
         )
         raise CheckpointError("\n".join([problem, *skipped]))
     return None, skipped
+
+
+def check_same_tokens(folder: str, corpus: str, world: World) -> None:
+    """Raise UserError on all ranks unless all find the same corpus in their `folder`.
+
+    `corpus`: the training tokens' fingerprint.
+    """
+    if others := world.ranks_that_differ(corpus):
+        raise UserError(
+            f"{folder}: {others} did not find the same tokens there as rank 0; copy one corpus to "
+            f"all machines"
+        )
 
 
 # ---- the options of a resumed run

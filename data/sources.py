@@ -115,6 +115,8 @@ def reading(path: Path) -> Iterator[None]:
         problem = f"cut short or damaged ({in_a_line(error)}); fetch or write it again"
         if isinstance(error, OSError) and error.errno:
             problem = f"cannot be read: {os.strerror(error.errno)}"
+        elif "too much memory" in str(error):
+            problem = f"has a window above 128 MB (zstd --long); run: zstd -d --long=31 {path}"
         raise TokenFileError(f"{path}: {problem}") from None
 
 
@@ -193,6 +195,11 @@ def _split(texts: Iterable[str], separator: str) -> Iterator[str]:
 def _read_lines(path: Path) -> Iterator[Any]:
     """Read JSON lines. Yield "" for a blank line, and the error for a line that is not JSON."""
     with _open(path) as file:
+        if file.peek(1).removeprefix(BOM.encode()).lstrip().startswith(b"["):
+            raise TokenFileError(
+                f"{path}: a JSON array, not JSON lines; convert it: jq -c '.[]' {path} > "
+                "lines.jsonl"
+            )
         for number, line in enumerate(file):
             try:
                 text = line.decode().removeprefix("" if number else BOM)

@@ -45,6 +45,7 @@ from data.token_file import (
     HEADER_BYTES,
     SHARD_TOKENS,
     TOKEN_BYTES,
+    TokenFileError,
     header,
     new_corpus,
     split_of,
@@ -214,8 +215,17 @@ def _append(folder: Path, split: str, total: int, tokens: np.ndarray, limit: int
 
 
 def _finish(folder: Path, done: list[Source], limit: int) -> Source:
-    """Write headers and manifest.json; returns the last file, which has the corpus's counts."""
+    """Write headers and manifest.json; returns the last file, which has the corpus's counts. Raises
+    TokenFileError if there is nothing to train on.
+    """
     last, files = done[-1], token_files(folder, done, limit)
+    if not last.tokens["train"] or sum(last.tokens.values()) <= last.documents:
+        done.clear()  # nothing to resume
+        raise TokenFileError(
+            f"{folder}: too short to train on: {last.documents:,} documents have "
+            f"{last.tokens['train']:,} tokens for training and {last.tokens['val']:,} for "
+            "validation, one <|endoftext|> each included"
+        )
     for path, tokens in files.items():
         with open(path, "r+b") as file:
             file.write(header(tokens))

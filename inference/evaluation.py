@@ -121,7 +121,11 @@ class Evaluation:
         if step and is_due(config.sample_every, step, last):
             with self.autocast():
                 text = sample_text(
-                    self.model, config.sample_prompt, config.sample_tokens, config.seed
+                    self.model,
+                    config.sample_prompt,
+                    config.sample_tokens,
+                    config.seed,
+                    self.world.broadcast,
                 )
             self.folder.log_sample(step, text)
 

@@ -80,33 +80,41 @@ def keys_for(positions: int, device: torch.device) -> int:
     return (positions + multiple - 1) // multiple * multiple
 
 
-def make_cache(model: GPT, rows: int, positions: int) -> Tensor:
-    """Allocate keys and values of all layers (layers, 2, B, nh, S, hs), in the model's dtype."""
+def make_cache(model: GPT, rows: int, positions: int) -> list[Tensor]:
+    """Allocate the keys and values (2, B, nh, S, hs) of each layer, in the model's dtype."""
     c, like = model.config, model.lm_head.weight
-    keys, head_size = keys_for(positions, like.device), c.n_embd // c.n_head
-    shape = (c.n_layer, 2, rows, c.n_head, keys, head_size)
-    return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    shape = (2, rows, c.n_head, keys_for(positions, like.device), c.n_embd // c.n_head)
+    return [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(c.n_layer)]
 
 
-def next_logits(model: GPT, cache: Tensor, keys: int, idx: Tensor, lengths: Tensor) -> Tensor:
+def next_logits(
+    model: GPT, cache: list[Tensor], keys: int, idx: Tensor, lengths: Tensor, masked: bool = True
+) -> Tensor:
     """Return logits (B, V) after texts of the given lengths (B,).
 
     idx (B, T): whole prompts, padded at the end (prefill), or each text's last token, T = 1
     (decode). Their keys and values enter the cache. Each token attends causally to the first `keys`
-    positions; padding, zeros and an earlier text's entries come after it, and are masked.
+    positions; padding, zeros and an earlier text's entries come after it, and are masked. Without
+    `masked`, which is faster, every text must have `keys` positions.
     """
     B, T = idx.shape
     rows = torch.arange(B, device=idx.device)
     first = lengths - 1 if T == 1 else 0 * lengths  # position of the first column
     positions = first[:, None] + torch.arange(T, device=idx.device)  # (B, T)
-    seen = torch.arange(keys, device=idx.device) <= positions[:, None, :, None]
+    seen = None
+    if masked:
+        seen = torch.arange(keys, device=idx.device) <= positions[:, None, :, None]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Add k and v to the cache, and attend to the cached ones; all (B, nh, T, hs)."""
         for cached, new in zip(cache[layer], (k, v), strict=True):
-            cached[rows[:, None], :, positions] = new.transpose(1, 2).to(cached.dtype)
+            if masked:
+                cached[rows[:, None], :, positions] = new.transpose(1, 2).to(cached.dtype)
+            else:
+                cached[:, :, keys - T : keys] = new
         k, v = cache[layer][..., :keys, :].to(q.dtype)  # autocast's dtype is not the cache's
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        causal = not masked and T > 1
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal)
 
     return model(idx, where=(rows, lengths - 1 - first), attend=attend, positions=positions)
 
@@ -175,6 +183,7 @@ def grow(
     model: GPT,
     texts: list[Text],
     max_new_tokens: int,
+    agree: Callable[[int], int] = int,
     decode: Callable[..., Tensor] | None = None,
     **settings: Any,
 ) -> Iterator[None]:
@@ -182,9 +191,12 @@ def grow(
 
     Up to rounding, a text's logits are the same alone and in a batch. `settings` go to
     `probabilities`. The model has to be in evaluation mode; past block_size tokens it reads the
-    last block_size. `decode`: a compiled `next_logits`, for one token of each text, always in the
-    same shapes.
+    last block_size. `agree` gets each drawn token and returns the one to use. `decode`: a compiled
+    `next_logits`, for one token of each text, always in the same shapes. Raises ValueError for a
+    text without tokens, UserError if logits are not finite.
     """
+    if not all(text.tokens for text in texts):
+        raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
     context, device = model.config.block_size, model.lm_head.weight.device
     longest = max(len(text.tokens) for text in texts) + max_new_tokens
     cache = make_cache(model, len(texts), context if decode else min(context, longest))
@@ -201,11 +213,19 @@ def grow(
         idx = pad_sequence(rows, batch_first=True).to(device)
         compute = decode if decode and decoding else next_logits
         keys = keys_for(context if compute is decode else max(lengths), device)
-        logits = compute(model, cache, keys, idx, torch.tensor(lengths, device=device))  # (B, V)
-        choices = probabilities(logits.float().cpu(), [text.tokens for text in texts], **settings)
+        # Texts of equal lengths need no mask, and neither does prefill, because padding comes last.
+        # Compiled code always has one: without it, it would be compiled again.
+        masked = compute is decode or keys > (min if decoding else max)(lengths)
+        logits = compute(model, cache, keys, idx, torch.tensor(lengths, device=device), masked)
+        logits = logits.float().cpu()  # (B, V)
+        if not logits.amax().isfinite():  # NaN is the largest
+            raise UserError(
+                "the model's logits are not finite: its weights are damaged or have diverged"
+            )
+        choices = probabilities(logits, [text.tokens for text in texts], **settings)
         for text, tokens, p in zip(texts, *choices, strict=True):
             if not text.ended:
-                token = draw(tokens, p, text.generator)
+                token = agree(draw(tokens, p, text.generator))
                 text.append(token, is_last=step == max_new_tokens - 1)
         yield
 
@@ -229,13 +249,15 @@ def encode(model: GPT, prompt: str) -> list[int]:
     return encoding.encode(prompt, allowed_special="all") or [END_OF_TEXT]
 
 
-def sample_text(model: GPT, prompt: str, max_new_tokens: int, seed: int) -> str:
+def sample_text(
+    model: GPT, prompt: str, max_new_tokens: int, seed: int, agree: Callable[[int], int] = int
+) -> str:
     """Return a text that begins with the prompt and ends at <|endoftext|> or after max_new_tokens.
 
-    Ranks that share a model by FSDP draw the same tokens: their devices have to round alike. Raises
-    UserError.
+    Ranks that share a model by FSDP have to `agree` on each token, because rounding differs between
+    processors. Raises UserError.
     """
     text = Text(prompt, encode(model, prompt), seeded(seed))
     with evaluating(model):
-        list(grow(model, [text], max_new_tokens, temperature=0.8, top_k=50))
+        list(grow(model, [text], max_new_tokens, agree, temperature=0.8, top_k=50))
     return text.string

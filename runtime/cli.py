@@ -12,7 +12,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
@@ -197,10 +197,13 @@ def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
 # ---- YAML files
 
 
-def find_config(name: str, folder: Path = Path()) -> Path:
+def find_config(
+    name: str, folder: Path = Path(), also: Callable[[], Sequence[str]] = tuple
+) -> Path:
     """Return the file that `--config name`, or `base: name` in a file in `folder`, means.
 
-    Raises ConfigError, which names the nearest.
+    `also`: returns names that are allowed in place of a file. Raises ConfigError, which names the
+    nearest.
     """
     for place in (folder, CONFIG_DIR):
         for path in (place / name, place / f"{name}.yaml"):
@@ -208,7 +211,7 @@ def find_config(name: str, folder: Path = Path()) -> Path:
                 return path
     paths = sorted(CONFIG_DIR.rglob("*.yaml"))
     known = [path.relative_to(CONFIG_DIR).with_suffix("").as_posix() for path in paths]
-    near = did_you_mean(name.removesuffix(".yaml"), known)
+    near = did_you_mean(name.removesuffix(".yaml"), [*also(), *known])
     raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{near}")
 
 

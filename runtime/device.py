@@ -3,7 +3,9 @@
 import functools
 import inspect
 import math
+import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -46,7 +48,39 @@ def choose_device(name: str) -> torch.device:
             f"--device {name}: not available to this PyTorch ({torch.__version__}); available "
             f"here: {', '.join(available)}"
         )
-    return torch.device(name, launch().local_rank) if name == "cuda" else torch.device(name)
+    if name != "cuda":
+        return torch.device(name)
+    ranks, gpus = launch().local_world_size, torch.cuda.device_count()
+    if ranks > gpus:  # the same answer on all ranks of this machine
+        raise UserError(
+            f"--nproc_per_node: {ranks} ranks, but {gpus} CUDA devices; start at most one for "
+            f"each, or use --device cpu"
+        )
+    device = torch.device("cuda", launch().local_rank)
+    check_has_code(device)
+    return device
+
+
+def check_has_code(device: torch.device) -> None:
+    """Raise UserError if this PyTorch has no code for the GPU: `no kernel image` would follow.
+
+    sm_86 runs on 8.6 and later GPUs of that major version. compute_86 is compiled at first use,
+    for 8.6 and all later ones.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    known = torch.cuda.get_arch_list()
+    archs = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(known))
+    if not archs:  # unknown, as on AMD's GPUs
+        return
+    for kind, *digits in archs:
+        has = tuple(map(int, digits))
+        if has <= (major, minor) and (kind == "compute" or has[0] == major):
+            return
+    raise UserError(
+        f"--device cuda: this PyTorch ({torch.__version__}) has no code for {device_name(device)} "
+        f"(compute capability {major}.{minor}), only for {', '.join(known)}; install another build "
+        f"({BUILDS}), or use --device cpu"
+    )
 
 
 def device_name(device: torch.device) -> str:
@@ -188,19 +222,43 @@ def check_precision(
 def check_compiler(
     device: torch.device, mode: str = "default", effective_mode: str = ""
 ) -> list[str]:
-    """Return notes on torch.compile in this mode; `effective_mode`: as the mode acts here."""
+    """Return notes on torch.compile in this mode; `effective_mode`: as the mode acts here.
+
+    Raises UserError on a CPU without a C++ compiler, or with folders that it cannot read.
+    """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except Exception as error:  # its class moves between PyTorch versions
+            raise UserError(
+                "--compile: no C++ compiler found; install g++ or clang++ (or set CXX to one), "
+                "or run without --compile"
+            ) from error
+        for place in (tempfile.gettempdir(), cache_dir()):
+            if re.search(r"\s", place):
+                raise UserError(
+                    f"--compile: {place} has white space in its name, which PyTorch does not quote "
+                    f"for the C++ compiler; set TMPDIR and TORCHINDUCTOR_CACHE_DIR to other "
+                    f"folders, or run without --compile"
+                )
     notes = [
         f"compiling takes a minute or more at the first start; later ones find it in {cache_dir()}"
     ]
     if mode == "reduce-overhead" and device.type != "cuda":
         notes.append(f"compile_mode {mode} has no effect without CUDA: it records CUDA graphs")
     if effective_mode not in ("", mode):
-        notes.append(
-            f"compile_mode {mode} runs as {effective_mode}: CUDA graphs are for one rank, one "
-            f"micro-step and one chunk of the loss"
-        )
+        reason = "CUDA graphs are for one rank, one micro-step and one chunk of the loss"
+        if mode.startswith("max-autotune") and effective_mode == "default":
+            reason = (
+                "PyTorch before 2.12 may compute 2^31 and more logits wrongly otherwise "
+                "(github.com/pytorch/pytorch/issues/189054); a smaller batch_size or more "
+                "loss_chunks avoid that"
+            )
+        notes.append(f"compile_mode {mode} runs as {effective_mode}: {reason}")
     return notes
 
 

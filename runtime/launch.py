@@ -5,6 +5,7 @@ This imports nothing of the project, and not torch: reading the options needs it
 
 import dataclasses
 import os
+from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ def launch() -> Launch:
         world_size=world_size,
         local_world_size=_number("LOCAL_WORLD_SIZE", max(1, world_size // agents)),
         agents=agents,
-        restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if torchrun_keeps_store else "",
+        restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if torchrun_keeps_store else "",
         address=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
     )
 

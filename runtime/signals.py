@@ -5,7 +5,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runtime.launch import launch
@@ -21,6 +21,18 @@ def say_at_once(line: str) -> None:
     """Write a line to stderr, also from a signal handler."""
     with contextlib.suppress(OSError):  # a closed terminal takes no more
         os.write(2, f"\n{line}\n".encode())
+
+
+@contextlib.contextmanager
+def default_sigint() -> Iterator[None]:
+    """Let the system end this process at Ctrl-C: a blocking call of PyTorch answers no signal."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def exit_when_parent_dies(parent: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from runtime.cli import O, parse
 from runtime.errors import reported
-from runtime.launch import launch
+from runtime.launch import launch, threads_are_chosen
 from runtime.signals import exit_when_parent_dies
 
 # Parameters of glibc's mallopt(3)
@@ -71,8 +71,7 @@ def share_cores() -> None:
     if ranks > 1:
         share = str(max(1, cores() // ranks))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
-        threads = os.environ.get("OMP_NUM_THREADS")
-        if not threads or (threads == "1" and launch().by_torchrun):  # torchrun sets it to 1
+        if not threads_are_chosen():
             os.environ["OMP_NUM_THREADS"] = share
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from runtime.device import device_name
 from runtime.errors import TrainingError, UserError, foreseen, kind_of_failure
 from runtime.launch import Launch, launch
 from runtime.report import code_hash, machine
+from runtime.signals import default_sigint
 
 T = TypeVar("T")
 
@@ -129,7 +131,8 @@ def joined_world(
     if started.world_size == 1:
         yield World(device)
         return
-    _join(device, started, timeout)
+    with default_sigint():
+        _join(device, started, timeout)
     try:
         yield _check_match(World(device, started.rank, started.world_size), must_match or {})
     except SystemExit:
@@ -141,6 +144,13 @@ def joined_world(
 
 def _join(device: torch.device, started: Launch, timeout: float) -> None:
     """Join all ranks in PyTorch's process group. Raises TrainingError if they cannot meet."""
+    if started.local_rank == 0 and not (started.by_torchrun or started.restart):
+        print(
+            f"rank {started.rank} waits at {started.address} for the other ranks, "
+            f"{started.world_size} in all, for up to {timeout:g} s (--timeout); if this process "
+            f"was started alone by mistake: unset WORLD_SIZE",
+            file=sys.stderr,
+        )
     limit = datetime.timedelta(seconds=timeout)
     gpu = device if device.type == "cuda" else None
     if gpu:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import checkpoint.save
+import inference.sampling
 import summary
 from checkpoint.files import gather_whole, own_part
 from checkpoint.resume import find_checkpoint
 from config import Config, load_config
+from data.tokenizer import END_OF_TEXT
 from model import Block, Transformer
 from runtime.errors import reported
 from runtime.world import World, joined_world
@@ -52,6 +54,15 @@ def restored(config: Config, world: World) -> tuple[str, float]:
             digest.update(name.encode() + whole.numpy().tobytes())
     own = sum(own_part(p).numel() for p in state.model.parameters())
     return digest.hexdigest(), own / state.model.num_parameters()
+
+
+def sampled(config: Config, world: World) -> None:
+    """A run whose rank 1 draws other tokens than rank 0, as it may on another kind of processor."""
+    real = inference.sampling.draw
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank:
+            patch.setattr(inference.sampling, "draw", lambda *given: real(*given) and END_OF_TEXT)
+        train(config, world)
 
 
 def looked_at(config: Config, world: World) -> dict[str, Any]:

@@ -4,6 +4,7 @@ other options.
 
 import contextlib
 import functools
+import math
 import re
 
 import pytest
@@ -65,6 +66,11 @@ def test_a_long_step_is_checked_in_small_and_a_full_disk_is_a_problem(tiny_confi
     out = capsys.readouterr().out
     assert "ok      the above is of a small model" in out
     assert out.count("PROBLEM") == out.count("PROBLEM disk: too small; make room") == 1
+
+
+def test_a_device_too_busy_to_be_measured_is_an_error(tiny_config):
+    with refused("no checks: the device could not be measured, or is too busy"):
+        check(tiny_config(), ALONE, FAST._replace(step_seconds=math.nan))
 
 
 def test_a_run_is_checked_with_the_weights_that_its_name_means(tiny_config, tmp_path, capsys):

@@ -46,15 +46,19 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_users_own_files_in_the_checkout_are_neither_tested_nor_run_nor_hashed(
+def litter(checkout):
+    for name, text in LITTER.items():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(text)
+
+
+def test_a_users_own_files_in_the_checkout_are_not_hashed_and_gitignore_names_usual_folders(
     checkout, monkeypatch
 ):
     monkeypatch.setattr(report, "ROOT", checkout)
     version, files = report.code_hash(), project_files("**/*.py", "configs/**/*.yaml")
     assert len(files) > 150
-    for name, text in LITTER.items():
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / name).write_text(text)
+    litter(checkout)
     assert report.code_hash() == version
     (checkout / "runtime/cli.py").write_text("1")
     assert report.code_hash() != version
@@ -65,6 +69,10 @@ def test_a_users_own_files_in_the_checkout_are_neither_tested_nor_run_nor_hashed
     untracked = [line.removeprefix("?? ") for line in lines if line.startswith("?? ")]
     assert untracked == sorted(list(LITTER)[5:]), ".gitignore names the other ones"
 
+
+@pytest.mark.slow
+def test_a_users_own_files_in_the_checkout_are_neither_tested_nor_run(checkout):
+    litter(checkout)
     tests = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", OVER_FILES)
     done = run_from_nothing(*tests, cwd=checkout)
     assert done.returncode == 0, done.stdout

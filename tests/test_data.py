@@ -18,7 +18,7 @@ import data.token_file
 import dataloader
 from data import pydocs, shakespeare, tokenizer
 from data.token_file import count_tokens, header, write_corpus, write_token_file
-from dataloader import DataLoader, open_corpus, permuted, prefetch
+from dataloader import DataLoader, TokenStream, open_corpus, permuted, prefetch
 from tests.conftest import CPU, refused, run_from_nothing, tokens_in
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -335,10 +335,17 @@ def test_a_corpus_too_small_for_one_step_says_how_many_tokens_one_takes():
     DataLoader(make_stream(129), 2, world_size=4, accumulation=4)
 
 
-def test_too_few_sequences_may_come_from_files_that_are_shorter_than_one():
-    said = r"9 tokens make 1 sequences of 4 \(none crosses the end of a file\), but one step"
-    with refused(said):
+def test_files_shorter_than_a_sequence_are_noted_as_no_sequence_crosses_the_end_of_a_file():
+    with refused(
+        r"9 tokens make 1 sequences of 4 \(none crosses the end of a file\), but one step"
+    ):
         DataLoader(make_stream(4, 5), 2)
+    assert (
+        "note: 1 of 2 token files are too short"
+        in DataLoader(split()[0], 1).describe(split()[1])[-1]
+    )
+    whole = DataLoader(make_stream(5, 5), 1)
+    assert not any("too short" in line for line in whole.describe(TokenStream([], 4)))
 
 
 def test_batches_are_int64_contiguous_and_own_their_memory_so_they_can_be_pinned_and_kept():

@@ -14,6 +14,7 @@ from tests.conftest import (
     ALONE,
     MODERN,
     end_of,
+    refused,
     run_ranks,
     tiny_run,
     write_tiny_corpus,
@@ -79,6 +80,7 @@ def place(tmp_path_factory):
 def two(place):
     """What two processes did, by the name of the run."""
     straight, again = ({"resume": f"logs/{name}"} for name in ("straight", "again"))
+    sample = {"vocab_size": 50304, "max_steps": 1, "sample_every": 1, "sample_tokens": 3}
     sharded = {"fsdp": True, "recompute": True}
     compiled = {"fsdp": True, "compile": True, "max_steps": 2, "hellaswag_every": 2}
     return do(
@@ -94,6 +96,7 @@ def two(place):
             "fp16": ("trained", FSDP | {"fp16": True}),
             "ddp modern": ("trained", FEW | NEWER),
             "modern": ("trained", FSDP | NEWER | {"recompute": True}),
+            "sampled": ("sampled", FSDP | sample),
             "ddp few": ("trained", FEW | {"recompute": True}),
             "ddp few, with FSDP": ("restored", {"resume": "logs/ddp few", "fsdp": True}),
             "straight": ("trained", FSDP),
@@ -187,6 +190,12 @@ def test_blocks_are_compiled_once_for_all_of_them_and_for_no_shape_of_an_evaluat
     assert two[run] == 1
 
 
+def test_of_processes_that_draw_different_tokens_rank_0s_count(two, place):
+    folder = place / "logs/sampled"
+    text = sample_text(load_model(str(folder)), "The", 3, seed=1337)
+    assert last_sample(folder) == text.splitlines()[0]
+
+
 # ---- checkpoints
 
 
@@ -207,6 +216,14 @@ def test_a_checkpoint_resumes_with_the_same_bits_sharded_or_not_on_any_number_of
 def test_a_resume_with_fsdp_is_exact(two, place):
     straight, again = (place / "logs" / name for name in ("straight", "again"))
     assert end_of(straight) == end_of(again)
+
+
+def test_shards_of_an_earlier_version_are_refused_by_the_commit_that_reads_them(place, tmp_path):
+    shards = tmp_path / "train/checkpoints/step_000002/model"
+    shards.mkdir(parents=True)
+    (shards / "shard-00001-model-00001-of-00002.safetensors").touch()
+    with refused("step_000002: written by --fsdp of an earlier version, in shards; git checkout"):
+        load_model(str(tmp_path / "train"))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_one_error_and_leaves_the_one_before(two, place):

@@ -183,7 +183,7 @@ def test_two_ladders_do_not_climb_in_one_folder(tmp_path):
 
 MISTAKES = """
 speedpu => speedpu: no such config file, here or in configs/; did you mean speedup
-configs/mine => configs/mine: no such config file, here or in configs/, which has
+configs/mine => configs/mine: no such config file, here or in configs/
 ROOT/configs/reference => configs/reference: no such config file
  => name a series such as speedup, a folder of configs, or config files
 speedup -- --max_step 3 => --max_step: unknown option; did you mean --max_steps

@@ -69,7 +69,8 @@ JUMPS = {
         {"lr_schedule": "wsd", "max_steps": 100, "wsd_decay_fraction": 0.3},
         {"max_steps": 200},
         100,
-        "0.001, it was 0.0001 at step 100",
+        "0.001, it was 0.0001 at step 100; to train longer "
+        "with wsd, resume from a checkpoint before the decay began: step 70 or earlier",
     ),
     "wsd, before its decay": ({"lr_schedule": "wsd", "max_steps": 100}, {"max_steps": 200}, 50, ""),
     "by the clock": (

@@ -59,13 +59,14 @@ def test_a_rank_left_over_from_another_call_does_not_count_where_there_is_one_pr
 
 
 @pytest.mark.parametrize(("rank", "reason"), [("0", ".*port"), ("1", ".*imed out")])
-def test_ranks_that_cannot_meet_say_where_and_why(rank, reason, environment):
+def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, environment, capfd):
     """Rank 0 finds that another program has the port; rank 1, that nobody answers there."""
     with socket.socket(socket.AF_INET6) as taken:
         taken.bind(("::", 0))
         port = str(taken.getsockname()[1])
         environment(RANK=rank, MASTER_PORT=port)
         cannot_join(f"2 ranks of this run cannot meet at localhost:{port}: {reason}")
+    assert capfd.readouterr().err.startswith(f"rank {rank} waits at localhost:{port} for the other")
 
 
 # ---- one of them fails

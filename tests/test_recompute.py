@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from torch._functorch import config as functorch_config
 
@@ -45,11 +46,14 @@ def test_a_block_keeps_its_input_alone_where_it_trains_and_nothing_is_done_twice
     assert counted(step)[0] == 4
 
 
-def test_compiled_runs_that_recompute_cheap_operations_as_on_a_cpu_or_blocks_are_the_same_run(
-    tiny_config, monkeypatch
-):
-    for name in BANS:  # restored at the end
-        monkeypatch.setattr(functorch_config, name, getattr(functorch_config, name))
+@pytest.fixture(autouse=True)
+def bans_restored():
+    with functorch_config.patch({name: getattr(functorch_config, name) for name in BANS}):
+        yield
+
+
+@pytest.mark.slow
+def test_compiled_runs_that_recompute_cheap_operations_or_blocks_are_the_same_run(tiny_config):
     kinds = ({"recompute_cheap": None}, {"recompute_cheap": False}, {"recompute": True})
     options = COMPILED | {"flash": True, "bf16": True, "max_steps": 3}
     little, much, blocks = (tiny_config(**options, **kind, run_name=str(kind)) for kind in kinds)
@@ -59,6 +63,8 @@ def test_compiled_runs_that_recompute_cheap_operations_as_on_a_cpu_or_blocks_are
     ends = [(end["log"], end["tensors"][0]) for end in map(end_of, (little, much, blocks))]
     assert ends[0] == ends[1] == ends[2]
 
+
+def test_compiled_runs_recompute_cheap_operations_by_default_on_a_cpu_alone():
     for device, by_default in (("cpu", True), ("cuda", False)):
         for wanted, recomputes in ((None, by_default), (not by_default, not by_default)):
             config = load_config(recompute_cheap=wanted, compile=True).on_device(device, 1)

@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from checkpoint.state import read_state
 from config import load_config
 from data.token_file import TokenFileError
 from model import GPT, GPTConfig
+from runtime.device import check_compiler
 from runtime.errors import TrainingError, kind_of_failure
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped, StopRequest
@@ -40,6 +42,7 @@ from tests.conftest import (
     flags,
     folder_of,
     log,
+    refused,
     run,
 )
 from tests.test_resume import checkpoints, needs_dev_full, newest
@@ -350,3 +353,14 @@ def test_tensors_that_memory_has_no_room_for_are_told_by_pytorchs_words(size):
     with pytest.raises(RuntimeError) as caught:
         torch.empty(size)
     assert kind_of_failure(caught.value) == ("memory", "out of memory")
+
+
+def test_a_cpu_without_a_compiler_or_with_white_space_in_a_name_is_an_error_before_compiling(
+    monkeypatch,
+):
+    monkeypatch.setattr(tempfile, "tempdir", "/white space")
+    with refused("--compile: /white space has white space in its name, which PyTorch does not"):
+        check_compiler(CPU)
+    no_compiler = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with no_compiler, refused("no C.. compiler found; install"):
+        check_compiler(CPU)

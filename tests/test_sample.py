@@ -31,6 +31,7 @@ from inference.sampling import (
     seeded,
 )
 from runtime.cli import ConfigError, parse
+from runtime.errors import UserError
 from sample import SampleOptions, Sampler, compile_decoding
 from tests.conftest import (
     ROOT,
@@ -118,20 +119,22 @@ def test_attention_of_a_gpu_sees_a_multiple_of_128_keys_and_the_text_is_the_same
 ):
     """cuDNN's attention takes long to plan for each new number of keys."""
     assert [keys_for(200, torch.device(kind)) for kind in ("cpu", "cuda")] == [200, 256]
-    model, prompts = tiny_model(block_size=300, init="gpt2"), [[*range(100)] * 2, [1, 2, 3]]
-    expected, lengths = grown(model, prompts, 70), set[int]()
+    model, lengths = tiny_model(block_size=300, init="gpt2"), set[int]()
     attention = F.scaled_dot_product_attention
 
     def attend(q, k, v, **given):
         lengths.add(k.size(2))
         return attention(q, k, v, **given)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(
-        inference.sampling, "keys_for", lambda n, _: keys_for(n, torch.device("cuda"))
-    )
-    assert grown(model, prompts, 70) == expected
-    assert lengths == {256, 384}
+    for prompts in ([[*range(100)] * 2, [1, 2, 3]], [[*range(100)] * 2] * 2):
+        expected = grown(model, prompts, 70)
+        with monkeypatch.context() as on_gpu:
+            on_gpu.setattr(F, "scaled_dot_product_attention", attend)
+            on_gpu.setattr(
+                inference.sampling, "keys_for", lambda n, _: keys_for(n, torch.device("cuda"))
+            )
+            assert grown(model, prompts, 70) == expected
+        assert lengths == {256, 384}
 
 
 def test_packed_weights_give_the_same_logits_and_those_of_one_text_or_in_bf16_are_not_packed(
@@ -174,10 +177,13 @@ def test_a_character_that_spans_tokens_comes_out_whole_and_a_cut_one_at_the_end(
         assert (text.string, text.ended) == ("a€\ufffd", True)
 
 
-def test_another_vocabulary_is_an_error_of_the_user(tiny_model):
+def test_another_vocabulary_and_weights_that_are_no_numbers_are_errors_of_the_user(tiny_model):
     model = tiny_model()
     with refused("a vocabulary of 128 is not that of GPT-2's tokenizer"):
         encode(model, "")
+    torch.nn.init.constant_(model.lm_head.weight, float("nan"))
+    with pytest.raises(UserError, match="logits are not finite"):
+        alone(model, [1], 3)
 
 
 # ---- the command

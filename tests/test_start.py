@@ -2,6 +2,7 @@
 
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -186,6 +187,35 @@ def test_a_gpu_that_pytorch_cannot_use_is_an_error_and_not_a_run_on_the_cpu(cuda
         assert choose_device("cpu") == CPU
 
 
+def test_more_ranks_than_gpus_are_an_error(environment):
+    environment(WORLD_SIZE="4")
+    too_many = pytest.raises(UserError, match="4 ranks, but 2 CUDA devices; start at most one for")
+    with answering(is_available=True, device_count=2), too_many:
+        choose_device("auto")
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "runs"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90"], False),  # a V100
+        ((8, 0), ["sm_86", "sm_90"], False),
+        ((9, 0), ["sm_80", "sm_90a"], True),
+        ((10, 0), ["sm_80", "compute_90"], True),
+        ((9, 4), ["gfx942"], True),  # AMD's
+    ],
+)
+def test_a_gpu_that_pytorch_has_no_code_for_is_an_error(capability, archs, runs):
+    answers = {"is_available": True, "device_count": 1, "get_device_name": "NVIDIA V100"}
+    with answering(**answers, get_device_capability=capability, get_arch_list=archs):
+        if runs:
+            assert choose_device("auto") == torch.device("cuda", 0)
+            return
+        code, major = ", ".join(archs), ".".join(map(str, capability))
+        message = rf"no code for NVIDIA V100 \(compute capability {major}\), only for {code}; "
+        with pytest.raises(UserError, match=f"--device cuda: .*{message}.*--device cpu"):
+            choose_device("auto")
+
+
 def test_a_peak_of_memory_is_in_bytes_on_macos(monkeypatch):
     in_kib = peak_memory_mb(CPU)
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -194,22 +224,22 @@ def test_a_peak_of_memory_is_in_bytes_on_macos(monkeypatch):
 
 # ---- threads
 
+OF_8_CORES = """if True:
+    import os
+    import runtime.start as start
+    start.cores = lambda: 8
+    start.set_up_process()
+    print(os.environ["OMP_NUM_THREADS"])
+"""
+# torchrun sets one thread unless the user has set a number
+STARTS = """OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCHELASTIC_RUN_ID=any "$0" -c "$1"; true"""
 
-@pytest.mark.parametrize(
-    ("given", "threads"),
-    [
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "any"}, "4"),  # set by torchrun
-        ({"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "any"}, "3"),
-        ({"OMP_NUM_THREADS": "1"}, "1"),
-    ],
-)
-def test_ranks_share_the_cores_unless_the_user_has_set_their_threads(
-    given, threads, environment, monkeypatch
-):
+
+@pytest.mark.parametrize(("given", "threads"), [({}, 4), ({"OMP_NUM_THREADS": "1"}, 1)])
+def test_ranks_share_the_cores_unless_the_user_has_set_their_threads(given, threads, environment):
     environment(WORLD_SIZE="2", **given)
-    monkeypatch.setattr(runtime.start, "cores", lambda: 8)
-    share_cores()
-    assert os.environ["OMP_NUM_THREADS"] == threads
+    command = ["bash", "-c", STARTS, sys.executable, OF_8_CORES]
+    assert int(subprocess.check_output(command, cwd=ROOT)) == threads
 
 
 @pytest.mark.parametrize(

@@ -315,10 +315,18 @@ def test_whatever_changes_before_resuming_the_corpus_is_that_of_a_fresh_start(
     assert resumed == content(MINE)
 
 
+LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8"  # a zstd frame that asks for 2 GB, as --long=31 does
+
+
 # ---- bad input
 
 CUT = r"cut short or damaged \(.*\); fetch or write it again$"
 BAD_FILES = {
+    "a.json": (
+        b'\xef\xbb\xbf [\n{"text": "a"}]',
+        r"a JSON array, not JSON lines; .*jq -c '\.\[\]'",
+    ),
+    "long.txt.zst": (LONG_WINDOW + b"\x09\0\0a", r"has a window above 128 MB .*zstd -d --long=31"),
     "cut.jsonl.gz": (gzip.compress(os.urandom(9999))[:5000], CUT),
     "page.parquet": (b"<html>no such page</html>", CUT),
     "nothing.txt.gz": (b"", CUT),
@@ -392,6 +400,10 @@ def test_nothing_to_train_on_is_an_error():
     Path("raw/a.png").write_bytes(b"\0")
     with refused(r"in this folder \(1 files left out, such as raw/a\.png\)"):
         written("raw")
+    with refused("mine: too short to train on: 50 documents have 50 tokens for training and 0 for"):
+        written(write(A, [""] * 50))
+    with refused("too short to train on: .* 0 tokens for training"):
+        written(write(A, ["text"]), val_every=1)
     assert not [*MINE.parent.glob("*")]
 
 

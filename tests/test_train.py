@@ -201,6 +201,15 @@ def test_cuda_graphs_are_for_one_rank_one_micro_step_and_one_chunk_of_the_loss(
     assert config.on_device("cpu", ranks).compile_mode == mode
 
 
+def test_before_torch_2_12_autotuned_matmuls_do_not_count_beyond_32_bits(monkeypatch):
+    config = load_config("gpt2_124m", batch_size=64)  # 2^31.6 logits
+    for version, changed in (("2.11.0+cu128", True), ("2.12.0", False)):
+        monkeypatch.setattr("config.version", lambda _, version=version: version)
+        acting = config.on_device("cuda", 1).compile_mode
+        assert (acting == "default") == (acting != config.compile_mode) == changed
+    assert config.on_device("cpu", 1).compile_mode == config.compile_mode
+
+
 def test_a_mode_that_only_records_cuda_graphs_has_no_effect_on_a_cpu():
     assert "no effect without CUDA" in check_compiler(CPU, "reduce-overhead")[1]
 

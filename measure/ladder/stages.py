@@ -152,6 +152,11 @@ def series_folder(name: str) -> Path | None:
     return next((place.resolve() for place in places if any(place.glob("*.yaml"))), None)
 
 
+def series_names() -> list[str]:
+    """List names that `series_folder` may know, for a message."""
+    return [SPEEDUP, *(path.name for path in CONFIG_DIR.iterdir() if path.is_dir())]
+
+
 def series(folder: Path) -> list[Path]:
     """List the YAMLs of a series, each after its base. Raises ConfigError."""
     patterns = ("baseline.yaml", "speedup*.yaml") if folder == CONFIG_DIR else ("*.yaml",)
@@ -231,7 +236,7 @@ def make_stage(
     name: str, config: str, record: Record, options: Sequence[str], device: Device = UNKNOWN
 ) -> Stage:
     """Make the stage of a config with options, as a device can run it. Raises UserError."""
-    path = find_config(config).resolve()
+    path = find_config(config, also=series_names).resolve()
     if taken := RESERVED & {word.partition("=")[0] for word in options}:
         raise UserError(
             f"{min(taken)} after --: the ladder sets it for each run; configs and --log_dir are "

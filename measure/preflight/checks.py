@@ -28,6 +28,8 @@ from inference.validation import evaluating
 from measure.preflight.estimate import Estimated
 from model import GPT
 from runtime.device import peak_memory_mb
+from runtime.errors import TrainingError
+from runtime.report import UNKNOWN
 from runtime.runlog import RunFolder
 from runtime.world import World
 from train import Run, open_data, setup, take_step, train_step
@@ -47,7 +49,7 @@ def check(config: Config, world: World, estimated: Estimated) -> bool:
     """Run and print all checks; returns True if all pass. All ranks must call this.
 
     Raises UserError for a mistake that a run would refuse, such as a corpus that is too short, and
-    TrainingError if the ranks have different weights.
+    TrainingError if the ranks have different weights, or the device is too busy to be measured.
     """
     Path(config.log_dir).mkdir(parents=True, exist_ok=True)
     all_well = True
@@ -69,6 +71,8 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
     yield corpus_is_read(loader)
     yield from targets_are_next(loader)
     seconds = estimated.step_seconds
+    if math.isnan(seconds):
+        raise TrainingError(f"no checks: {UNKNOWN}; try again later")
     is_small = seconds > LONG_STEP
     changed = {
         "log_dir": str(folder),

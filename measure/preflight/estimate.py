@@ -28,7 +28,6 @@ from dataloader import open_corpus
 from kernels.loss import summed_loss
 from model import GPT
 from runtime.device import choose_device, device_name, matmul_tflops
-from runtime.errors import TrainingError
 from runtime.files import sha256
 from runtime.launch import launch
 from runtime.report import UNKNOWN, about, flops_rate
@@ -56,7 +55,7 @@ COMPILED = {True: 0.4, False: 0.7}
 class Estimated(NamedTuple):
     """Results of an estimate that the checks need."""
 
-    step_seconds: float
+    step_seconds: float  # nan if the device could not be measured
     disk: tuple[bool, str]  # from describe_disk
 
 
@@ -65,7 +64,7 @@ def estimate(config: Config, world: World) -> Estimated:
 
     Measures device and disk for some seconds; of the run it creates `log_dir` alone. For rank 0.
     Raises UserError for a precision that this device lacks, a bad corpus, and missing weights of
-    `init_from`; TrainingError if the device is too busy to be measured.
+    `init_from`. A device that is too busy to be measured has no hours.
     """
     if config.init_from != "scratch":  # use the architecture of those weights
         config = build_model(config)[0].model_copy(update={"init_from": "scratch"})
@@ -74,11 +73,9 @@ def estimate(config: Config, world: World) -> Estimated:
     dtype = getattr(torch, config.matmul_dtype)
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
     rate = matmul_tflops(world.device, dtype, seconds=3.0)
-    if not rate:
-        raise TrainingError(f"no estimate: {UNKNOWN}; try again later")
     flops_per_step = per_step * model.flops_per_token(config.seq_len)
-    step_seconds = flops_per_step / (rate * 1e12 * ranks * MFU)
-    if config.max_minutes:
+    step_seconds = flops_per_step / (rate * 1e12 * ranks * MFU) if rate else math.nan
+    if config.max_minutes and rate:
         steps = math.ceil(60 * config.max_minutes / step_seconds)
         config = config.model_copy(update={"max_steps": steps, "max_minutes": None})
         print(f"note: at {MFU:.0%} MFU max_minutes allows {steps:,} steps, assumed in these lines")
@@ -97,7 +94,7 @@ def estimate(config: Config, world: World) -> Estimated:
     size = shards * (moments["kept"].parameters + moments["kept"].optimizer)
     disk = describe_disk(config, size)
     print(disk[1])
-    if config.keep_last:
+    if config.keep_last and rate:
         save_seconds = size / write_rate(config.log_dir, size)
         print(describe_saving(save_seconds, step_seconds))
     print_memory(config, world, moments)
@@ -105,9 +102,11 @@ def estimate(config: Config, world: World) -> Estimated:
 
 
 def describe_hours(
-    rate: float, dtype: torch.dtype, step_seconds: float, steps: int, tokens: int
+    rate: float | None, dtype: torch.dtype, step_seconds: float, steps: int, tokens: int
 ) -> str:
     """Return a line on how long `steps` of `tokens` take, if a matmul reaches `rate` TFLOP/s."""
+    if not rate:
+        return f"time:    not known: {UNKNOWN}"
     seconds = steps * step_seconds
     fastest, slowest = (about(seconds * MFU / mfu) for mfu in (MOST_MFU, LEAST_MFU))
     return (
@@ -276,12 +275,20 @@ def peaks_mb(configs: Sequence[Config]) -> list[float]:
 
 
 def largest_batch(config: Config, world: World, moments: dict[str, Moment], left: float) -> int:
-    """Return the largest batch_size whose peak is at most `left` bytes; 0 if none fits."""
+    """Return the largest batch_size whose peak is at most `left` bytes; 0 if none fits.
+
+    With total_batch_tokens, only sizes that divide it count.
+    """
+    sizes: Sequence[int] = range(1, 10**9)
+    if config.total_batch_tokens:
+        most = config.total_batch_tokens // (config.seq_len * world.world_size)
+        sizes = [size for size in range(1, most + 1) if most % size == 0]
 
     def needed(size: int) -> float:
         return peak_bytes(moments, world.device, size / config.batch_size)
 
-    return bisect.bisect(range(1, 10**9), left, key=needed)
+    fitting = bisect.bisect(sizes, left, key=needed)
+    return sizes[fitting - 1] if fitting else 0
 
 
 def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
