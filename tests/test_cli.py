@@ -75,7 +75,7 @@ def test_ctrl_c_ends_the_run_cleanly_with_what_was_logged(tiny_config, tmp_path)
 def test_a_run_that_cannot_start_here_says_why(tiny_config, tmp_path):
     options = flags(tiny_config(dataset="shakespear", data_dir="data"))
     done = run("train.py", *options, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 2
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert "did you mean shakespeare?; write it with: python data/text.py FILE --name sh" in line
     assert not list(tmp_path.glob("logs/*")), "a run that could not start left a folder"

@@ -119,7 +119,7 @@ def test_attention_of_a_gpu_sees_a_multiple_of_128_keys_and_the_text_is_the_same
 ):
     """cuDNN's attention takes long to plan for each new number of keys."""
     assert [keys_for(200, torch.device(kind)) for kind in ("cpu", "cuda")] == [200, 256]
-    model, lengths = tiny_model(block_size=300, init="gpt2"), set[int]()
+    model, lengths = tiny_model(block_size=300, init="gpt2"), set()
     attention = F.scaled_dot_product_attention
 
     def attend(q, k, v, **given):

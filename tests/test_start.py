@@ -189,8 +189,10 @@ def test_a_gpu_that_pytorch_cannot_use_is_an_error_and_not_a_run_on_the_cpu(cuda
 
 def test_more_ranks_than_gpus_are_an_error(environment):
     environment(WORLD_SIZE="4")
-    too_many = pytest.raises(UserError, match="4 ranks, but 2 CUDA devices; start at most one for")
-    with answering(is_available=True, device_count=2), too_many:
+    with (
+        answering(is_available=True, device_count=2),
+        pytest.raises(UserError, match="4 ranks, but 2 CUDA devices; start at most one for each"),
+    ):
         choose_device("auto")
 
 
