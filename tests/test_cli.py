@@ -6,6 +6,8 @@ import json
 import shlex
 import signal
 
+import pytest
+
 from runtime.runlog import read_rows
 from tests.conftest import (
     ROOT,
@@ -72,12 +74,28 @@ def test_ctrl_c_ends_the_run_cleanly_with_what_was_logged(tiny_config, tmp_path)
 # ---- mistakes: one clear line, nothing lost
 
 
-def test_a_run_that_cannot_start_here_says_why(tiny_config, tmp_path):
-    options = flags(tiny_config(dataset="shakespear", data_dir="data"))
-    done = run("train.py", *options, cwd=tmp_path)
-    assert done.returncode == 2
+@pytest.mark.parametrize(
+    ("options", "env", "message"),
+    [
+        (
+            {"dataset": "shakespear", "data_dir": "data"},
+            {},
+            "did you mean shakespeare?; write it with: python data/text.py FILE --name shakespear;",
+        ),
+        (
+            {"compile": True},
+            {"PATH": "/nowhere", "CXX": "no-such-compiler"},
+            "no C++ compiler found",
+        ),
+    ],
+    ids=["no corpus", "no compiler"],
+)
+def test_a_run_that_cannot_start_here_says_why(options, env, message, tiny_config, tmp_path):
+    done = run("train.py", *flags(tiny_config(**options)), cwd=tmp_path, **env)
+    assert done.returncode == 2, done.stdout + done.stderr
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert "did you mean shakespeare?; write it with: python data/text.py FILE --name sh" in line
+    assert message in line
+    assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("logs/*")), "a run that could not start left a folder"
 
 

@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from checkpoint.state import read_state
 from config import load_config
 from data.token_file import TokenFileError
 from model import GPT, GPTConfig
-from runtime.device import check_compiler
 from runtime.errors import TrainingError, kind_of_failure
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped, StopRequest
@@ -42,8 +40,8 @@ from tests.conftest import (
     flags,
     folder_of,
     log,
-    refused,
     run,
+    run_from_nothing,
 )
 from tests.test_resume import checkpoints, needs_dev_full, newest
 from train import train
@@ -355,15 +353,14 @@ def test_tensors_that_memory_has_no_room_for_are_told_by_pytorchs_words(size):
     assert kind_of_failure(caught.value) == ("memory", "out of memory")
 
 
-def test_a_cpu_without_a_compiler_or_with_white_space_in_a_name_is_an_error_before_compiling(
-    monkeypatch,
+def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compiling(
+    tiny_config, tmp_path
 ):
-    check_compiler(CPU)  # first: PyTorch keeps the folder of the first call for good
-    monkeypatch.setattr(tempfile, "tempdir", "/white space")
-    with refused("--compile: /white space has white space in its name, which PyTorch does not"):
-        check_compiler(CPU)
-    with (
-        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
-        refused("no C.. compiler found; install"),
-    ):
-        check_compiler(CPU)
+    (tmp_path / "white space").mkdir()
+    options = flags(tiny_config(compile=True))
+    environment = {"TMPDIR": str(tmp_path / "white space"), "OMP_NUM_THREADS": "1"}
+    done = run_from_nothing("train.py", *options, cwd=tmp_path, **environment)
+    assert done.stderr.startswith(f"error: --compile: {tmp_path}/white space has white space in ")
+    assert done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert not (tmp_path / "logs").exists()
