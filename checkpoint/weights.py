@@ -127,7 +127,7 @@ def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
 
 
 def find_folder(name: str, log_dir: str) -> Path:
-    """Return the path of a run below `log_dir`, if there is one of this name, else `name`."""
+    """Return the run called `name` in `log_dir`; without such a folder, `name` itself as a path."""
     path = Path(log_dir) / name
     return path if path.is_dir() else Path(name)
 
@@ -180,7 +180,7 @@ def read_weights(source: str, log_dir: str = "logs") -> Weights:
         config = GPTConfig.of(load(Config, options | {"seq_len": 1}))
     if not saved and config.vocab_size > GPT2_TOKENS:
         # Other projects do not store how many rows are tokens. 50304 rows are GPT-2's 50257 tokens
-        # and padding; another number includes tokens that were added.
+        # and padding; any other number of rows includes added tokens.
         n_vocab = GPT2_TOKENS if config.vocab_size == 50304 else config.vocab_size
         config = replace(config, real_vocab_size=n_vocab)
     return Weights(path, config, tensors, saved)

@@ -68,7 +68,7 @@ def serve(answers: TextIO, take_steps: Callable[[int], dict[str, Any]], world: W
 
 
 def serve_timed(answers: TextIO, step: Callable[[], dict[str, Any]], device: torch.device) -> None:
-    """Time calls of `step`, as many as stdin asks for; it returns its tokens and other figures."""
+    """Time calls of `step`, which returns its tokens and other figures; stdin has their number."""
 
     def take_steps(count: int) -> dict[str, Any]:
         taken = list[dict[str, Any]]()

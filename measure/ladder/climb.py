@@ -87,8 +87,8 @@ def is_to_be_run(stage: Stage, device: Device) -> bool:
 def run_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
     """Run stages, and keep the finished runs, and the failures, in the record.
 
-    With seeds only losses are compared, so several runs of one rank train at once: as many as there
-    are seeds, GPUs, or cores for them.
+    With seeds only losses are compared, so several runs of one rank train at once: at most one per
+    seed, and one per GPU, or per CORES_OF_A_RUN cores.
     """
     at_once = min(record.seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
     if any(stage.ranks > 1 for stage in stages):

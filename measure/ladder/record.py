@@ -30,7 +30,7 @@ IRRELEVANT = {
 OFF = {"false", "none", "null", "0", "0.0", ""}  # values of a stored option, in lower case
 
 
-Columns = dict[str, list[float | None]]  # of a CSV file; an empty cell is None
+Columns = dict[str, list[float | None]]  # a CSV file's; None is an empty cell
 
 
 class Device(BaseModel, frozen=True):

@@ -33,6 +33,7 @@ from measure.interleaved.rounds import (
     say,
     training_side,
 )
+from measure.peers import MATMULS, TRANSFORMERS
 from measure.report.report import PEAK_MEMORY, Figure, Report, Row
 from runtime.cli import Options
 from runtime.errors import UserError, reported
@@ -40,8 +41,6 @@ from runtime.files import aside, write_json
 from runtime.report import git_commit, machine
 from runtime.start import start
 
-TRANSFORMERS = "transformers"
-MATMULS = "matmuls"  # the side without training
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
 TOLERANCE, ROUNDED_TOLERANCE = 2e-4, 5e-3
 # Options that match transformers' and nanoGPT's GPT-2, and a plain training loop.

@@ -14,6 +14,7 @@ from typing import Literal
 from config import load_config
 from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds, training_side
+from measure.peers import OURS
 from measure.peers.__main__ import short_name, with_transformers
 from measure.report.tables import print_table
 from runtime.cli import Options, Positive
@@ -55,14 +56,14 @@ def main(options: GenerateOptions) -> None:
         # Weights so large that every part of the model changes the choices.
         write_weights(load_config(options.config), Path(folder), std=0.2)
         how += ["--init_from", folder]
-        settings = {"ours": ["--our_settings"]}  # a peer runs as users start it
+        settings = {OURS: ["--our_settings"]}  # a peer runs as users start it
         sides = [
             training_side(
                 short_name(peer),
                 [*how, "--peer", peer, *settings.get(peer, [])],
                 module="measure.peers.side",
             )
-            for peer in ["ours", *with_transformers(options.peer)]
+            for peer in [OURS, *with_transformers(options.peer)]
         ]
         results = Path(options.output) if options.output else None
 

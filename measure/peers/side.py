@@ -17,7 +17,7 @@ class WhichPeer(Options):
     """peer"""
 
     peer: str = "transformers"
-    """transformers, a nanoGPT-like Python file, matmuls, or ours, which generates texts"""
+    """transformers, a nanoGPT-like Python file, matmuls, or `ours` with --texts"""
     our_settings: bool = False
     """with the process settings that train.py makes"""
     texts: ZeroIsOff = 0
@@ -55,6 +55,7 @@ from inference.sampling import Text, grow, pack_weights, seeded
 from measure.interleaved.options import without_end
 from measure.interleaved.side import serve_timed, take_stdout
 from measure.ladder.roofline import count
+from measure.peers import MATMULS, OURS, TRANSFORMERS
 from model import GPT, GPTConfig
 from optimizer import make_optimizers
 from runtime.device import choose_device, usable_precision
@@ -62,7 +63,6 @@ from runtime.errors import UserError, reported
 from runtime.world import World
 from train import open_data
 
-TRANSFORMERS, MATMULS, OURS = "transformers", "matmuls", "ours"
 TEMPERATURE, TOP_K = 0.8, 50  # the defaults of sample.py
 START = 198  # a line break: <|endoftext|> would end a text that repeats it
 Step = Callable[[], dict[str, Any]]  # returns its figures

@@ -200,7 +200,7 @@ def resumes_exactly(run: Run, folder: Path) -> Iterator[Finding]:
     """Save and resume; another checkpoint must be equal, and the next step, on a CPU exactly."""
     config, world, device = run.config, run.world, run.world.device
     before = checksums(run.state, config, world, folder / "check")
-    yield True, f"ranks: {world.world_size}, with the same weights", ""  # else it is not saved
+    yield True, f"ranks: {world.world_size}, with the same weights", ""  # `save` checked it
     random_state = take_random_state(device)
     resume = config.model_copy(update={"resume": str(run.state.checkpoint)})
     saved, resume, _ = find_checkpoint(resume, world)
