@@ -126,7 +126,7 @@ from measure.profile.tables import (
     scan_columns,
 )
 from measure.profile.timing import Job, label_of, time_job
-from measure.report.report import Report, Row
+from measure.report.report import Report, Row, write_csv
 from runtime.errors import TrainingError, reported
 from runtime.files import write_json
 from runtime.report import machine
@@ -185,9 +185,9 @@ def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
 def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
     """Time the jobs one after the other; after a failure, skip that model's larger batches.
 
-    Returns the measured rows, and a line for each failure. Writes results.json, which also has the
-    seconds of every pass, after each job, so that an interrupted call keeps them. Raises
-    TrainingError if no job can be measured.
+    Returns the measured rows, and a line for each failure. Writes results.csv and results.json,
+    which also has the seconds of every pass, after each job, so that an interrupted call keeps
+    them. Raises TrainingError if no job can be measured.
     """
     rows: list[Row] = []
     failed: dict[str, str] = {}  # line by label
@@ -196,6 +196,7 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
         if label in failed:
             continue
         rows += time_job(job)
+        write_csv(folder / "results.csv", rows)
         write_json(folder / "results.json", rows)
         row = rows[-1]
         figures = row["error"] or (
