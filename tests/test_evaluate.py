@@ -32,7 +32,7 @@ from inference.hellaswag import (
 from model import GPT, GPTConfig
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
-from tests.conftest import ALONE, cases, run_ranks, tokens_in, transformers_pair
+from tests.conftest import ALONE, cases, refused, run_ranks, tokens_in, transformers_pair
 from tests.test_train import rows
 from train import train
 
@@ -197,10 +197,10 @@ def test_the_interval_is_wilsons():
 )
 def test_a_damaged_line_is_one_line_that_names_it(line, said, file):
     file.write_bytes(file.read_bytes() + line)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as mistaken:
         read_items(file)
-    assert re.search(rf"{file}, line 14: ValidationError: .*{said}", str(refused.value))
-    assert "\n" not in str(refused.value)
+    assert re.search(rf"{file}, line 14: ValidationError: .*{said}", str(mistaken.value))
+    assert "\n" not in str(mistaken.value)
 
 
 def test_labels_may_be_text_and_empty_lines_do_not_count(tmp_path):
@@ -211,14 +211,14 @@ def test_labels_may_be_text_and_empty_lines_do_not_count(tmp_path):
 
 def test_a_file_without_items_is_an_error(tmp_path):
     (tmp_path / "empty").touch()
-    with pytest.raises(UserError, match="has no items"):
+    with refused("has no items"):
         read_items(tmp_path / "empty")
 
 
 def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monkeypatch):
     content = json.dumps(item()).encode()
     monkeypatch.setattr("data.download.read_file", lambda _: content)
-    with pytest.raises(UserError, match=f"expected SHA-256 {data.hellaswag.SHA256}"):
+    with refused(f"expected SHA-256 {data.hellaswag.SHA256}"):
         download(str(tmp_path))
     assert not any(tmp_path.glob("*/*"))
     monkeypatch.setattr(data.hellaswag, "SHA256", hashlib.sha256(content).hexdigest())
@@ -259,7 +259,7 @@ def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_co
 
 def test_without_its_file_a_run_does_not_begin(scored_config):
     config = scored_config(hellaswag_file=None)
-    with pytest.raises(UserError, match=r"/hellaswag/hellaswag_val.jsonl: no such file; .*python"):
+    with refused(r"/hellaswag/hellaswag_val.jsonl: no such file; .*python"):
         train(config, ALONE)
     assert not Path(config.log_dir, "train").exists()
     path = Path(config.data_dir, "hellaswag/hellaswag_val.jsonl")
@@ -342,7 +342,7 @@ def test_a_run_whose_corpus_was_changed_or_deleted(tiny_config, corpus, file, ca
     path.rename(corpus / "other/val.bin")  # no training files
     assert evaluate_run(dataset="other")["validation"]["tokens"] > 3000
     shutil.rmtree(corpus / "tiny")
-    with pytest.raises(UserError, match="no such corpus"):
+    with refused("no such corpus"):
         evaluate_run()
     assert "validation" not in evaluate_run(hellaswag=str(file))
     assert f"note: no validation loss: {corpus}/tiny: no such corpus" in capsys.readouterr().out

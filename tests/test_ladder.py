@@ -28,7 +28,7 @@ from measure.ladder.record import Device, Record, Run, Summary
 from measure.report import tables
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import UserError, why_it_failed
-from tests.conftest import ROOT, TINY, cases, ended, forks, run, wait_for
+from tests.conftest import ROOT, TINY, cases, ended, forks, refused, run, wait_for
 from tests.test_resume import needs_proc
 
 HEADER = "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
@@ -193,6 +193,7 @@ a100 --quick => --quick: is for the speedup ladder
 speedup --rounds 3 => --rounds 3: at least 6 make an interval
 --ablate baseline speedup1 => --ablate takes one config, such as speedup10.yaml
 --ablate baseline => baseline: has no optimization on
+baseline speedup1 --seeds 2 => baseline: sets no eval_every, so it has no validation loss
 --ablate --plot x => --ablate has no effect with --plot; leave it out
 --configs => --configs: is given without a flag
 baseline -- --config y => --config after --: the ladder sets it for each run
@@ -232,7 +233,7 @@ def test_why_a_stage_is_not_finished_is_said(monkeypatch, capsys):
     message = "failed: baseline: stopped before its last step; the same command runs it again\n"
     assert capsys.readouterr().out.endswith(message)
     assert not Record.load(LADDER).runs
-    with pytest.raises(UserError, match=f"no finished stage to report\n{message.strip()}$"):
+    with refused(f"no finished stage to report\n{message.strip()}$"):
         ladder_report.report("ladder", [stage])
 
 
@@ -251,7 +252,7 @@ def test_a_report_says_why_a_stage_or_its_interleaved_rounds_are_left_out(capsys
         assert line in written
     found = plan("baseline", of_runs=["--batch_size=1", "--no-bias"])
     reason = "bias on there, off here, batch_size 2 there, 1 here"
-    with pytest.raises(UserError, match=f"baseline is left out: {reason}$"):
+    with refused(f"baseline is left out: {reason}$"):
         ladder_report.report("ladder", found)
 
 
@@ -338,7 +339,7 @@ def test_a_report_alone_has_the_options_and_the_stages_of_the_climb(monkeypatch)
     assert climb("speedup", "--report_only") == 0
     assert list(results("speedup")) == names
     # options that are given now count too
-    with pytest.raises(UserError, match="speedup3 is left out: n_layer 12 there, 2 here"):
+    with refused("speedup3 is left out: n_layer 12 there, 2 here"):
         climb("speedup", "--report_only", "--", "--n_layer", "2")
 
 
@@ -356,7 +357,7 @@ def test_a_report_alone_of_an_ablation_has_the_options_of_the_climb(monkeypatch)
         "tf32": "2.5",
         "fp16": "3.5",
     }
-    with pytest.raises(UserError, match="of tf32_first are left out: seed 1337 there, 7 here"):
+    with refused("of tf32_first are left out: seed 1337 there, 7 here"):
         climb("--ablate", "speedup3", "--report_only", "--", "--seed", "7")
 
 
@@ -398,7 +399,7 @@ def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(monkeypatch):
     written = (LADDER / "report.md").read_bytes()
     assert climb("--report_only", *command) == 0
     assert (LADDER / "report.md").read_bytes() == written
-    with pytest.raises(UserError, match="no finished stage to report"):
+    with refused("no finished stage to report"):
         climb("--report_only", *command, "--", "--seed", "7")
     assert plan("plain.yaml", "flash.yaml")[1].comparison
     assert not plan("plain.yaml", "flash.yaml", of_runs=["--lr=2e-3"])[1].comparison
@@ -632,7 +633,7 @@ def test_configs_that_are_each_others_base_are_one_error_line():
     Path("mine").mkdir()
     Path("mine/a.yaml").write_text("base: b.yaml")
     Path("mine/b.yaml").write_text("base: a.yaml")
-    with pytest.raises(UserError, match=r"circular base: b\.yaml -> a\.yaml"):
+    with refused(r"circular base: b\.yaml -> a\.yaml"):
         climb("mine")
 
 
@@ -654,7 +655,7 @@ def test_several_runs_have_a_gpu_each_of_those_that_the_user_has_chosen(monkeypa
 def test_some_stages_are_climbed_by_their_numbers_over_the_first(monkeypatch):
     runs = climbed(monkeypatch, {}, "a100", "--stages", "3,1,opt8", *OFF)
     assert bases_of([*runs.values()]) == {"opt1": "baseline", "opt3": "opt1", "opt8": "opt3"}
-    with pytest.raises(UserError, match=r"--stages 99: no such stage; there are baseline, 0, 1,"):
+    with refused(r"--stages 99: no such stage; there are baseline, 0, 1,"):
         climb("a100", "--stages", "99", *OFF)
 
 
@@ -717,7 +718,7 @@ def climbed(monkeypatch, found, *arguments):
     runs = []
     monkeypatch.setattr(ladder, "measure_device", lambda _: Device(**found))
     monkeypatch.setattr(ladder, "run_stages", lambda _, stages, *__: runs.extend(stages))
-    with pytest.raises(UserError, match="no finished stage"):
+    with refused("no finished stage"):
         climb(*arguments)
     return {stage.name: stage for stage in runs}
 
@@ -767,7 +768,7 @@ def test_plot_draws_the_losses_of_runs_with_those_of_validation():
     Path("begun/log.csv").write_text(HEADER)
     assert climb("--plot", "a$b$", "begun") == 0
     Path("a$b$/log.csv").write_text("step,loss,lr\n1,5.0,0.1\n")
-    with pytest.raises(UserError, match=r"log.csv: has no column norm"):
+    with refused(r"log.csv: has no column norm"):
         climb("--plot", "a$b$")
 
 

@@ -8,7 +8,6 @@ from config import load_config
 from measure.ladder import climb as climbing
 from measure.ladder.learning import mean_of, rows_of, share_of_tokens, steps_to
 from measure.ladder.record import Record
-from runtime.errors import UserError
 from runtime.runlog import read_rows
 from tests.conftest import TINY
 from tests.test_ladder import (
@@ -114,12 +113,6 @@ def test_every_seed_of_a_rung_runs_on_as_many_ranks_and_a_run_on_fewer_does_not_
         assert run.finished
         run.finished.summary.world_size = 1
         assert not run.finished
-
-
-@pytest.mark.usefixtures("configs")
-def test_a_config_without_evaluations_has_nothing_to_compare():
-    with pytest.raises(UserError, match="baseline: sets no eval_every"):
-        climb("adamw.yaml", "baseline", "--seeds", "2")
 
 
 @pytest.mark.usefixtures("configs", "forked")

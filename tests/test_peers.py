@@ -25,7 +25,8 @@ from measure.peers.__main__ import (
 )
 from measure.peers.side import build_peer, matmuls_of
 from runtime.cli import parse
-from runtime.errors import TrainingError, UserError
+from runtime.errors import TrainingError
+from tests.conftest import refused
 
 # a small file in nanoGPT's manner
 PEER = """
@@ -158,12 +159,12 @@ def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer,
     ],
 )
 def test_a_file_that_is_no_gpt2_is_an_error(replaced, said, options, peer, tmp_path):
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         check_peers([peer(*replaced)], our_config(options), tmp_path)
 
 
 def test_what_cannot_be_compared_is_told_before_anything_starts(tmp_path):
-    with pytest.raises(UserError, match="tie_weights is False, in the peers True"):
+    with refused("tie_weights is False, in the peers True"):
         main(parse(PeersOptions, ["--no-tie_weights", f"--log_dir={tmp_path}/logs"], others=Config))
     assert not (tmp_path / "logs").exists()
 
@@ -173,7 +174,7 @@ def test_rounding_explains_more_in_bf16_and_padding_only_a_higher_loss(options):
     for loss, tolerance in ((10.0009, TOLERANCE), (10.0035, ROUNDED_TOLERANCE)):
         compare_losses("peer", loss, 10.0, config, tolerance)
     for loss, tolerance in ((9.9991, TOLERANCE), (10.0035, TOLERANCE), (10.01, ROUNDED_TOLERANCE)):
-        with pytest.raises(UserError, match="a difference of"):
+        with refused("a difference of"):
             compare_losses("peer", loss, 10.0, config, tolerance)
 
 

@@ -12,9 +12,8 @@ import torch
 import runtime.device
 import runtime.start
 from runtime.device import choose_device, peak_memory_mb
-from runtime.errors import UserError
 from runtime.start import cores, memory_left, set_up_process, share_cores
-from tests.conftest import CPU, ROOT, run_from_nothing
+from tests.conftest import CPU, ROOT, refused, run_from_nothing
 from tests.fake_cuda import answering
 
 
@@ -182,7 +181,7 @@ def test_a_gpu_that_pytorch_cannot_use_is_an_error_and_not_a_run_on_the_cpu(cuda
     with answering(is_available=False):
         for device in ("auto", "cuda"):
             message = f"--device {device}: this PyTorch .* CUDA {cuda}. finds no GPU .*--device cpu"
-            with pytest.raises(UserError, match=message):
+            with refused(message):
                 choose_device(device)
         assert choose_device("cpu") == CPU
 
@@ -191,7 +190,7 @@ def test_more_ranks_than_gpus_are_an_error(environment):
     environment(WORLD_SIZE="4")
     with (
         answering(is_available=True, device_count=2),
-        pytest.raises(UserError, match="4 ranks, but 2 CUDA devices; start at most one for each"),
+        refused("4 ranks, but 2 CUDA devices; start at most one for each"),
     ):
         choose_device("auto")
 
@@ -214,7 +213,7 @@ def test_a_gpu_that_pytorch_has_no_code_for_is_an_error(capability, archs, runs)
             return
         code, major = ", ".join(archs), ".".join(map(str, capability))
         message = rf"no code for NVIDIA V100 \(compute capability {major}\), only for {code}; "
-        with pytest.raises(UserError, match=f"--device cuda: .*{message}.*--device cpu"):
+        with refused(f"--device cuda: .*{message}.*--device cpu"):
             choose_device("auto")
 
 
