@@ -285,6 +285,8 @@ class RunConfig(Options):
     """prompt of the samples in training"""
     sample_tokens: Annotated[Count, Needs("sample_every")] = 64
     """tokens generated per sample"""
+    sample_temperature: Annotated[NotNegative, Needs("sample_every")] = 0.8
+    """below 1: likelier tokens; 0: always the likeliest token"""
     checkpoint_every: Annotated[ZeroIsOff, Needs("keep_last")] = 0
     """steps between checkpoints; one is always saved at the end, and 0 saves only that one"""
     keep_last: ZeroIsOff = 3

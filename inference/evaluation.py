@@ -125,6 +125,7 @@ class Evaluation:
                     config.sample_prompt,
                     config.sample_tokens,
                     config.seed,
+                    config.sample_temperature,
                     self.world.broadcast,
                 )
             self.folder.log_sample(step, text)

@@ -250,7 +250,12 @@ def encode(model: GPT, prompt: str) -> list[int]:
 
 
 def sample_text(
-    model: GPT, prompt: str, max_new_tokens: int, seed: int, agree: Callable[[int], int] = int
+    model: GPT,
+    prompt: str,
+    max_new_tokens: int,
+    seed: int,
+    temperature: float = 0.8,
+    agree: Callable[[int], int] = int,
 ) -> str:
     """Return a text that begins with the prompt and ends at <|endoftext|> or after max_new_tokens.
 
@@ -259,5 +264,5 @@ def sample_text(
     """
     text = Text(prompt, encode(model, prompt), seeded(seed))
     with evaluating(model):
-        list(grow(model, [text], max_new_tokens, agree, temperature=0.8, top_k=50))
+        list(grow(model, [text], max_new_tokens, agree, temperature=temperature, top_k=50))
     return text.string

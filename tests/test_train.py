@@ -223,16 +223,17 @@ def test_training_compiles_once_and_validation_once_if_its_whole_batches_are_man
     torch._dynamo.utils.counters.clear()
 
     # sample_text needs GPT-2's vocabulary; this one shares the other tests' compilation
-    def sample(model, prompt, tokens, *_):
-        return f"a text of {grown(model, [[1, 1, 1]], tokens)}"
+    def sample(model, prompt, tokens, seed, temperature, *_):
+        return f"at {temperature}: {grown(model, [[1, 1, 1]], tokens)}"
 
     monkeypatch.setattr(evaluation_module, "sample_text", sample)
     config = tiny_config(**COMPILED, max_steps=5, eval_every=1, val_fraction=val_fraction)
-    run(config.model_copy(update={"sample_every": 2, "sample_tokens": 2}))
+    sampled = {"sample_every": 2, "sample_tokens": 2, "sample_temperature": 0.5}
+    run(config.model_copy(update=sampled))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     printed = capsys.readouterr().out
     assert printed.count("compiling takes a minute") == 1
-    assert printed.count("a text of [[") == 3
+    assert printed.count("at 0.5: [[") == 3
     assert len(rows(config, "eval.csv")) == 6
 
 
