@@ -64,7 +64,7 @@ def test_options_that_differ_from_the_curves_own_config_come_first():
     reference = Reference.read("quickstart")
     last = reference.tokens[-1]
     for options, cause in (
-        ({"lr": 0.08}, "(1) lr 0.08 instead of 0.008"),
+        ({"lr": 0.08}, "(1) lr 0.08 instead of 0.016"),
         ({"warmup_steps": 0, "seed": 7, "log_dir": "x"}, "(1) warmup_steps 0 instead of 40"),
         ({"dropout": 0.2, "data_dir": "/elsewhere"}, "(1) dropout 0.2 instead of 0.0"),
     ):
@@ -98,7 +98,7 @@ def test_each_curve_here_says_its_source_and_belongs_to_a_config_that_names_it(p
 def test_a_run_with_other_options_than_its_curves_says_so_at_once(go, here):
     go(reference="quickstart", eval_every=6, val_fraction=0.1, weight_decay=0.1)
     (note,) = re.findall(r"^note: not the recipe.*$", (here / "console.log").read_text(), re.M)
-    assert "lr 0.0003 instead of 0.008" in note
+    assert "lr 0.0003 instead of 0.016" in note
     assert "weight_decay" not in note
 
 
