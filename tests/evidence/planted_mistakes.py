@@ -104,8 +104,8 @@ def permuted_positions() -> Patch:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], Callable[[], Patch]]] = {
-    "rates x 10": ({"lr": 8e-2, "muon_lr": 0.2}, contextlib.nullcontext),
-    "rates / 10": ({"lr": 8e-4, "muon_lr": 2e-3}, contextlib.nullcontext),
+    "rates x 10": ({"lr": 0.16, "muon_lr": 0.2}, contextlib.nullcontext),
+    "rates / 10": ({"lr": 1.6e-3, "muon_lr": 2e-3}, contextlib.nullcontext),
     "targets shifted": ({}, lambda: training_batches(shifted)),
     "no warm-up": ({"warmup_steps": 0}, contextlib.nullcontext),
     "wrong vocabulary": ({}, lambda: training_batches(other_vocabulary)),
