@@ -210,7 +210,8 @@ def open_validation(
                 folder, config.seq_len, config.n_vocab, config.val_fraction, to_train=False
             )
         )
-        check_same_tokens(str(folder), rest.fingerprint() + val.fingerprint(), world)
+        of_training = rest.fingerprint()
+        check_same_tokens(str(folder), of_training + val.fingerprint(), world)
         for note in check_split(val, str(folder), config.val_fraction):
             print(note)
     except UserError as error:
@@ -219,7 +220,7 @@ def open_validation(
         print(f"note: no validation loss: {error}")
         return None
     split = {"dataset": config.dataset, "val_fraction": config.val_fraction}
-    if saved and split.items() <= saved.config.items() and rest.fingerprint() != saved.corpus:
+    if saved and split.items() <= saved.config.items() and of_training != saved.corpus:
         print(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
     return val
 

@@ -254,7 +254,7 @@ def sample_text(
     prompt: str,
     max_new_tokens: int,
     seed: int,
-    temperature: float = 0.8,
+    temperature: float,
     agree: Callable[[int], int] = int,
 ) -> str:
     """Return a text that begins with the prompt and ends at <|endoftext|> or after max_new_tokens.

@@ -103,14 +103,17 @@ def permuted_positions() -> Patch:
     return mock.patch.object(model.Transformer, "forward", forward)
 
 
+QUICKSTART = load_config("quickstart.yaml")
+RATES = {name: getattr(QUICKSTART, name) for name in ("lr", "muon_lr")}
+DECAYS = {name: getattr(QUICKSTART, name) for name in ("weight_decay", "muon_weight_decay")}
 MISTAKES: dict[str, tuple[dict[str, Any], Callable[[], Patch]]] = {
-    "rates x 10": ({"lr": 0.16, "muon_lr": 0.2}, contextlib.nullcontext),
-    "rates / 10": ({"lr": 1.6e-3, "muon_lr": 2e-3}, contextlib.nullcontext),
+    "rates x 10": ({name: 10 * rate for name, rate in RATES.items()}, contextlib.nullcontext),
+    "rates / 10": ({name: rate / 10 for name, rate in RATES.items()}, contextlib.nullcontext),
     "targets shifted": ({}, lambda: training_batches(shifted)),
     "no warm-up": ({"warmup_steps": 0}, contextlib.nullcontext),
     "wrong vocabulary": ({}, lambda: training_batches(other_vocabulary)),
     "data repeated": ({}, lambda: training_batches(repeated)),
-    "weight decay x 100": ({"weight_decay": 10, "muon_weight_decay": 1}, contextlib.nullcontext),
+    "weight decay x 100": ({n: 100 * decay for n, decay in DECAYS.items()}, contextlib.nullcontext),
     "dropout left on": ({"dropout": 0.2}, contextlib.nullcontext),
     "clipping at 0.01": ({"grad_clip": 0.01}, contextlib.nullcontext),
     "positions permuted": ({}, permuted_positions),
@@ -159,7 +162,6 @@ def losses_of(run: Path) -> dict[int, float]:
 
 def write_curve(runs: list[dict[int, float]]) -> None:
     """Write the mean validation losses of several runs, and how far one may be off them."""
-    config = load_config("quickstart.yaml")
     lines = [
         f"# quickstart.yaml with {len(runs)} seeds: python tests/evidence/planted_mistakes.py "
         f"--seeds {len(runs)} --curve",
@@ -169,7 +171,7 @@ def write_curve(runs: list[dict[int, float]]) -> None:
     for step in runs[0]:
         losses = [losses[step] for losses in runs]
         tolerance = SIGMAS * statistics.stdev(losses)
-        tokens = step * config.tokens_per_step(1)
+        tokens = step * QUICKSTART.tokens_per_step(1)
         lines.append(f"{tokens},{statistics.fmean(losses):.4f},{tolerance:.4f}")
     (CURVES / "quickstart.csv").write_text("\n".join(lines) + "\n")
 
