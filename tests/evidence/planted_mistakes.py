@@ -104,16 +104,21 @@ def permuted_positions() -> Patch:
 
 
 QUICKSTART = load_config("quickstart.yaml")
-RATES = {name: getattr(QUICKSTART, name) for name in ("lr", "muon_lr")}
-DECAYS = {name: getattr(QUICKSTART, name) for name in ("weight_decay", "muon_weight_decay")}
+
+
+def scaled(factor: float, name: str) -> dict[str, Any]:
+    """Scale an option of the quickstart, AdamW's and Muon's."""
+    return {key: factor * getattr(QUICKSTART, key) for key in (name, f"muon_{name}")}
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], Callable[[], Patch]]] = {
-    "rates x 10": ({name: 10 * rate for name, rate in RATES.items()}, contextlib.nullcontext),
-    "rates / 10": ({name: rate / 10 for name, rate in RATES.items()}, contextlib.nullcontext),
+    "rates x 10": (scaled(10, "lr"), contextlib.nullcontext),
+    "rates / 10": (scaled(0.1, "lr"), contextlib.nullcontext),
     "targets shifted": ({}, lambda: training_batches(shifted)),
     "no warm-up": ({"warmup_steps": 0}, contextlib.nullcontext),
     "wrong vocabulary": ({}, lambda: training_batches(other_vocabulary)),
     "data repeated": ({}, lambda: training_batches(repeated)),
-    "weight decay x 100": ({n: 100 * decay for n, decay in DECAYS.items()}, contextlib.nullcontext),
+    "weight decay x 100": (scaled(100, "weight_decay"), contextlib.nullcontext),
     "dropout left on": ({"dropout": 0.2}, contextlib.nullcontext),
     "clipping at 0.01": ({"grad_clip": 0.01}, contextlib.nullcontext),
     "positions permuted": ({}, permuted_positions),
