@@ -17,7 +17,7 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from config import WITHOUT_GRAPHS, Config, Count, RunConfig, ZeroIsOff, load_config
+from config import GRAPHS_RECORDED, Config, Count, RunConfig, ZeroIsOff, load_config
 from measure.interleaved.ratio import FEWEST
 from runtime.cli import ContradictionError, Name, Options, Positive
 from runtime.start import start
@@ -174,12 +174,9 @@ def jobs_of(options: BenchOptions) -> list[Job]:
 
 
 def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of untimed passes: CUDA graphs run from the fourth pass on.
-
-    The first pass compiles, and the next two record.
-    """
-    has_graphs = config.compile and config.compile_mode in WITHOUT_GRAPHS
-    return tuple(dict.fromkeys(max(n, 3) if n and has_graphs else n for n in passes))
+    """Return the numbers of untimed passes, after which CUDA graphs run."""
+    least = GRAPHS_RECORDED if config.has_graphs else 0
+    return tuple(dict.fromkeys(n and max(n, least) for n in passes))
 
 
 def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:

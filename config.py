@@ -21,6 +21,7 @@ GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 m
 
 # Modes of torch.compile that record CUDA graphs, and the same modes without graphs
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+GRAPHS_RECORDED = 3  # passes before CUDA graphs run: the first compiles, the next two record
 
 
 class Rung(NamedTuple):
@@ -203,7 +204,7 @@ class OptimizationConfig(Options):
 
 
 class SpeedConfig(Options):
-    """speed (all off by default; each is one rung of the ladder)"""
+    """speed and memory (off by default but retain_memory and, on CPUs, recompute_cheap)"""
 
     matmul_precision: Annotated[Literal["highest", "high", "medium"], Rung()] = "highest"
     """precision of fp32 matmuls: highest (fp32), high (TF32, on NVIDIA GPUs since Ampere), medium
@@ -245,7 +246,7 @@ class SpeedConfig(Options):
     """
     loss_chunks: Annotated[Count, Rung()] = 1
     """chunked cross-entropy: compute the loss in this many parts, so that the logits of all tokens
-    never exist at once; 8 saves most of their memory
+    are never in memory at once; 8 saves most of their memory
     """
 
 
@@ -418,6 +419,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         return self.model_copy(update=changed)
 
     @property
+    def has_graphs(self) -> bool:
+        """True if torch.compile records CUDA graphs where they are safe."""
+        return self.compile and self.compile_mode in WITHOUT_GRAPHS
+
+    @property
     def n_vocab(self) -> int:
         """Number of real tokens, as in GPTConfig."""
         return self.real_vocab_size or min(self.vocab_size, GPT2_TOKENS)
@@ -565,7 +571,7 @@ def load_config(config: str | None = None, **values: Any) -> Config:
 # logs/results/*/speedup/results.csv.
 MFU, LEAST_MFU, MOST_MFU = 0.5, 0.14, 0.77
 # Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
-# in the quick ladder's runs on two cores of an EPYC (docs/results.md).
+# in the quick ladder's runs on two cores of an EPYC.
 START, COMPILE = 7.0, 8.0
 
 

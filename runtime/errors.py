@@ -195,12 +195,12 @@ def kind_of_failure(error: BaseException) -> tuple[str, str]:
     and only a wording for others, which differs from device to device.
     """
     text, kind = str(error), type(error)
+    if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
+        return "memory", "out of memory"  # also in the compiler, or in NCCL
     if kind.__module__.startswith(("torch._dynamo", "torch._inductor")):
         return "compiler", _cause(getattr(error, "inner_exception", error))
     if kind.__module__.startswith("torch.distributed") or "gloo" in text:
         return "lost rank", textwrap.shorten(text, 200, placeholder=" ...")
-    if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
-        return "memory", "out of memory"
     return "other", _cause(error)
 
 

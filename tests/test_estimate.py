@@ -142,6 +142,18 @@ def test_all_tensors_of_a_checkpoint_are_counted_and_do_not_grow_with_the_batch(
         assert moment.activations == before[name].activations - 4000
 
 
+def test_on_a_gpu_an_update_that_is_not_fused_needs_room_for_another_copy_of_the_weights(
+    tiny_config, monkeypatch
+):
+    plain = moments_of(tiny_config())["update"].total()
+    real, on_gpu = module.update_as_real, World(torch.device("cuda"))
+    monkeypatch.setattr(
+        module, "update_as_real", lambda run: real(Mock(state=run.state, world=on_gpu))
+    )
+    assert moments_of(tiny_config())["update"].total() > plain
+    assert moments_of(tiny_config(fused_adamw=True))["update"].total() <= plain
+
+
 def peak(config, ranks=1):
     """The most bytes of tensors that a rank has at once."""
     return max(moment.total() for moment in moments_of(config, ranks).values())

@@ -1,6 +1,7 @@
 """Interleaved runs: the engine on a clock of its own, intervals, and real runs of a tiny model."""
 
 import functools
+import io
 import json
 import math
 import random
@@ -18,7 +19,7 @@ from measure.interleaved.rounds import Side, interleave, is_narrow
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import read_rows
-from tests.conftest import ALONE, ROOT, forks, run
+from tests.conftest import ALONE, CPU, ROOT, forks, run
 from train import setup, train
 
 
@@ -178,6 +179,15 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkey
     assert (len(last["seconds"]), last["tokens"], freed) == (2, 2 * 4 * 32, [4, 4])
     losses = [rows[step]["loss"] for step in (1, 4)]
     assert [first["loss"], last["loss"]] == pytest.approx(losses, abs=1e-6)
+
+
+def test_a_peers_steps_are_timed_by_a_runs_clock(monkeypatch):
+    answers, marks = io.StringIO(), iter([0.0, 1.0, 3.0])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2\n"))
+    monkeypatch.setattr(side_module, "mark_time", lambda _: next(marks))
+    side_module.serve_timed(answers, lambda: {"tokens": 4, "loss": torch.tensor(0.5)}, CPU)
+    given = json.loads(answers.getvalue())
+    assert (given["seconds"], given["tokens"], given["loss"]) == ([1, 2], 8, 0.5)
 
 
 def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):

@@ -39,6 +39,11 @@ def test_a_steps_arithmetic_is_that_of_the_model(flash):
     assert flops == pytest.approx(4 * 32 * (6 * matrices + attention), rel=1e-3)
 
 
+def test_fp16_is_counted_with_its_update():
+    bf16, fp16 = ([op.name for op in count(config_of(**{t: True}), CPU)] for t in ("bf16", "fp16"))
+    assert fp16 == bf16
+
+
 def test_views_move_nothing_and_a_sum_moves_what_it_reads_and_writes():
     names = {op.name for op in count(config_of(), CPU)}
     assert not names & {"view", "t", "transpose", "expand", "detach", "split"}

@@ -337,6 +337,7 @@ TRITON = "TritonMissing: Cannot find a working triton installation. Either the p
         (BackendCompilerFailed("inductor", TritonMissing(None), None), "compiler", TRITON),
         (InductorError(KeyError("buf0"), None), "compiler", "KeyError: 'buf0'"),
         (InductorError(CppCompileError(["g++"], "Killed"), None), "compiler", f"{CPP}: Killed"),
+        (InductorError(torch.OutOfMemoryError("CUDA out of memory"), None), "memory", "out of"),
         (RuntimeError(CLOSED), "lost rank", CLOSED),
         (RuntimeError("in a worker:\nValueError: bad"), "other", "ValueError: bad"),
     ],

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import datetime
 import functools
+import itertools
 import json
 import os
 import sys
@@ -25,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from measure.interleaved.options import without_end
-from runtime.device import choose_device, peak_memory_mb, timed
+from runtime.clock import mark_time, seconds_between
+from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
 from runtime.start import return_freed_memory
 from runtime.world import World, joined_world
@@ -64,18 +66,25 @@ def serve(answers: TextIO, take_steps: Callable[[int], dict[str, Any]], world: W
             ranks = world.gather(figures)
             figures |= {"ranks": ranks, "asleep": all(rank["asleep"] for rank in ranks)}
         if world.rank == 0:
-            print(json.dumps(figures), file=answers, flush=True)
+            print(json.dumps(figures, default=float), file=answers, flush=True)
 
 
 def serve_timed(answers: TextIO, step: Callable[[], dict[str, Any]], device: torch.device) -> None:
-    """Time calls of `step`, which returns its tokens and other figures; stdin has their number."""
+    """Time calls of `step` by the clock of a run; stdin has their number.
+
+    `step` returns its tokens and other figures, a loss as a tensor: to read it would wait.
+    """
 
     def take_steps(count: int) -> dict[str, Any]:
-        taken = list[dict[str, Any]]()
-        seconds = [timed(lambda: taken.append(step()), device) for _ in range(count)]
-        tokens = sum(figures["tokens"] for figures in taken)
-        measured = {"tokens": tokens, "seconds": seconds, "peak_memory_mb": peak_memory_mb(device)}
-        return taken[-1] | measured
+        taken, marks = list[dict[str, Any]](), [mark_time(device)]
+        for _ in range(count):
+            taken.append(step())
+            marks.append(mark_time(device))
+        return taken[-1] | {
+            "tokens": sum(figures["tokens"] for figures in taken),
+            "seconds": list(itertools.starmap(seconds_between, itertools.pairwise(marks))),
+            "peak_memory_mb": peak_memory_mb(device),
+        }
 
     serve(answers, take_steps, World(device))
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from config import Config
 from measure.ladder.record import LIMITS, Device, Prediction
-from measure.preflight.estimate import Numberless
+from measure.preflight.estimate import Numberless, update_as_real
 from runtime.device import choose_device, cpu_has, usable_precision
 from runtime.world import World
 from train import setup, train_step
@@ -103,11 +103,8 @@ def count(config: Config, device: torch.device) -> list[Operation]:
         ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.long)
         with Numberless():
             run = setup(config, World(device), batches=itertools.repeat((ids, ids)))
+            update_as_real(run)
             train_step(run, 1)  # creates the optimizer's state
-        for optimizer in run.state.optimizers:
-            for group in optimizer.param_groups:
-                # PyTorch's own choice on a GPU, which it does not make for fake tensors.
-                group["foreach"] = device.type == "cuda" and not group.get("fused")
         with Counter() as counter, Numberless():
             train_step(run, 2)
     return counter.operations

@@ -39,7 +39,7 @@ from runtime.cli import Options
 from runtime.errors import UserError, reported
 from runtime.files import aside, write_json
 from runtime.report import git_commit, machine
-from runtime.start import start
+from runtime.start import parse_command_line
 
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
 TOLERANCE, ROUNDED_TOLERANCE = 2e-4, 5e-3
@@ -258,7 +258,8 @@ def main(options: PeersOptions) -> None:
 
 
 if __name__ == "__main__":
-    OPTIONS = start(PeersOptions, description=__doc__, others=Config)
+    # Not `start`: the sides would inherit settings that a user of a peer does not have.
+    OPTIONS = parse_command_line(PeersOptions, description=__doc__, others=Config)
     with reported(
         OPTIONS.log_dir, interrupted="interrupted; the groups that were finished are kept"
     ):

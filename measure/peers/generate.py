@@ -19,7 +19,7 @@ from measure.peers.__main__ import short_name, with_transformers
 from measure.report.tables import print_table
 from runtime.cli import Options, Positive
 from runtime.errors import reported
-from runtime.start import start
+from runtime.start import parse_command_line
 
 
 class WhatOptions(Options):
@@ -82,6 +82,7 @@ def main(options: GenerateOptions) -> None:
 
 
 if __name__ == "__main__":
-    OPTIONS = start(GenerateOptions, description=__doc__)
+    # Not `start`: the sides would inherit settings that a user of a peer does not have.
+    OPTIONS = parse_command_line(GenerateOptions, description=__doc__)
     with reported("the comparison"):
         main(OPTIONS)

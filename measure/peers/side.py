@@ -189,7 +189,7 @@ def training_step(options: PeerConfig, device: torch.device) -> Step:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return {"tokens": config.tokens_per_step(1), "loss": loss.item()}
+        return {"tokens": config.tokens_per_step(1), "loss": loss}
 
     return step
 

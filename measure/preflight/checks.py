@@ -21,7 +21,7 @@ from checkpoint.resume import find_checkpoint
 from checkpoint.save import save
 from checkpoint.state import State, put_random_state, take_random_state
 from checkpoint.weights import build_model
-from config import Config
+from config import GRAPHS_RECORDED, Config
 from dataloader import DataLoader
 from inference.evaluation import Evaluation
 from inference.validation import evaluating
@@ -79,7 +79,7 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
         "run_name": "check",
         "keep_last": 1,
         "max_minutes": None,
-        "max_steps": max(config.max_steps, STEPS + 1 + OVERFLOWS * config.fp16),
+        "max_steps": max(config.max_steps, steps_of(config) + 1 + OVERFLOWS * config.fp16),
         "warmup_steps": 0,  # a warm-up's first steps may be too small for some parameters to move
     }
     tried = config.model_copy(update=changed | (smaller(config, world) if is_small else {}))
@@ -97,7 +97,7 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
     if is_small:
         about = "the above is of a small model with the same options, uncompiled"
     else:
-        seconds = statistics.median(run.state.step_seconds[1:])
+        seconds = statistics.median(run.state.step_seconds[-2:])
         about = f"memory: {peak_memory_mb(world.device):,.0f} MB at most"
     hours = config.max_minutes / 60 if config.max_minutes else config.max_steps * seconds / 3600
     yield True, f"{about}; a step takes about {seconds:.3g} s, the run {hours:,.2f} hours", ""
@@ -120,6 +120,11 @@ def smaller(config: Config, world: World) -> dict[str, Any]:
         "n_embd": config.n_embd // config.n_head * heads,
     }
     return batch | (shape if config.init_from == "scratch" else {})
+
+
+def steps_of(config: Config) -> int:
+    """Return the number of steps to take: the last ones are as fast as a long run's."""
+    return STEPS + GRAPHS_RECORDED * config.has_graphs
 
 
 def corpus_is_read(loader: DataLoader) -> Finding:
@@ -170,7 +175,7 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
 
     hooks = [optimizer.register_step_pre_hook(look) for optimizer in run.state.optimizers]
     # Overflows do not count: fp16's loss scale comes down first.
-    while run.state.step - run.state.skipped_overflows < STEPS:
+    while run.state.step - run.state.skipped_overflows < steps_of(config):
         take_step(run)
         run.state.settle(config)
         taken = run.state.taken.pop()

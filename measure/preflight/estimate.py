@@ -33,12 +33,12 @@ from runtime.launch import launch
 from runtime.report import UNKNOWN, about, flops_rate
 from runtime.start import memory_left
 from runtime.world import World
-from train import setup, train_step
+from train import Run, setup, train_step
 
 Kind, Passing = mem_tracker._MemRefType, mem_tracker._ModState
 MB = 2**20
 # A process on a CPU takes ALLOCATOR times its tensors, as the C library keeps gaps between buffers.
-# It loads CODE after the model is built. Both are fitted to the measured runs in
+# It loads CODE after the model is built. Both are fitted to the uncompiled runs in
 # logs/results/epyc-avx512bf16-2cores/estimate.txt: off by 15% at most.
 ALLOCATOR, CODE = 1.5, 100 * MB
 WORKSPACE = 32 * MB  # cuBLAS's on a GPU; 8 MB before Hopper
@@ -312,7 +312,7 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
     }
     with FakeTensorMode(), world.device, tracker, Numberless():
         run = setup(config.model_copy(update=changed), World(world.device), batches=batches())
-        run.state.scaler = torch.amp.GradScaler(enabled=False)  # a real one may skip the update
+        update_as_real(run)
         train_step(run, 1)
         update = tracker.get_tracker_snapshot("peak")
         train_step(run, 2)
@@ -332,6 +332,18 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
         "kept": parts[Passing.POST_FW][-1],
     }
     return model, {name: moment_of(at, config, world, model, kept) for name, at in worst.items()}
+
+
+def update_as_real(run: Run) -> None:
+    """Let a run on fake tensors update as a real one does.
+
+    A scaler may skip its updates, and for fake tensors PyTorch does not make its own choice on a
+    GPU: foreach, whose temporary tensors are as large as the weights.
+    """
+    run.state.scaler = torch.amp.GradScaler(enabled=False)
+    for optimizer in run.state.optimizers:
+        for group in optimizer.param_groups:
+            group["foreach"] = run.world.device.type == "cuda" and not group.get("fused")
 
 
 class Numberless(TorchDispatchMode):
