@@ -2,7 +2,7 @@
 
 Parameters have the names of OpenAI's and Hugging Face's releases. Shapes in comments: B sequences,
 T tokens, C = n_embd, nh heads of size hs = C / nh, V = vocab_size. Milliseconds in comments come
-from logs/reference/gpu_ms.csv: a step of GPT-2 (124M) on one GPU, before and after.
+from logs/reference/gpu_ms.csv: a step on one GPU, before and after.
 """
 
 import math
@@ -159,7 +159,7 @@ class CausalSelfAttention(nn.Module):
         elif self.config.flash:
             y = blocked_attention(q, k, v)
         else:
-            # The baseline materializes the T x T scores; they pass through memory four times.
+            # The baseline materializes the T x T scores; they make four round trips to memory.
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T)
             scores = scores.masked_fill(~self.mask[:T, :T], float("-inf"))
             y = F.dropout(F.softmax(scores, dim=-1), dropout, self.training) @ v
@@ -174,8 +174,8 @@ class SquaredReLU(nn.Module):
         return F.relu(x).square()
 
 
-# GPT-2 was trained with the tanh approximation of GELU; the exact GELU differs by up to 5e-4. A
-# squared ReLU learns as well from fewer operations.
+# GPT-2 was trained with the tanh approximation of GELU; the exact GELU differs by up to 5e-4. For
+# the squared ReLU, see configs/modern/relu2.yaml.
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu_tanh": lambda: nn.GELU("tanh"),
     "gelu": nn.GELU,

@@ -87,8 +87,9 @@ def setup(
     acting = config.on_device(device.type, world.world_size)
     notes = describe_options(config, acting, world)
 
-    # The times below come from logs/reference/gpu_ms.csv: GPT-2 (124M) on one GPU, each
-    # optimization on top of the ones before it. ladder.py measures their worth on this machine.
+    # The times below come from logs/reference/gpu_ms.csv, a published list that states neither GPU
+    # nor model, each optimization on top of the ones before it. ladder.py measures their worth on
+    # this machine.
 
     # TF32 (`high`): the tensor cores multiply fp32 numbers, rounded to 10 bits of mantissa, and sum
     # in fp32. 1000 -> 333 ms a step. `medium` does the same with bf16 on CPUs that have AMX.
@@ -124,8 +125,8 @@ def setup(
         if model.lm_head.weight.device.type != device.type:  # fake tensors cannot be moved
             model.to(device)
         # torch.compile fuses all operations between two matmuls into one kernel, so that data
-        # passes through memory once, and takes Python out of the step. 300 -> 130 ms, the most of
-        # any rung. HellaSwag, sampling and checkpoints use the plain module, which shares its
+        # passes through memory once, and takes Python out of the step. 300 -> 130 ms, the most
+        # after TF32. HellaSwag, sampling and checkpoints use the plain module, which shares its
         # weights: nothing is recompiled for their shapes, and names stay plain. The validation loss
         # has its own graph (inference/evaluation.py).
         if config.compile:
