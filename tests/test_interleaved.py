@@ -13,9 +13,10 @@ import torch
 
 from measure.interleaved import side as side_module
 from measure.interleaved.__main__ import InterleavedOptions, plan
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import without_end
 from measure.interleaved.ratio import mean_over_seeds, median_ratio, product
-from measure.interleaved.rounds import Side, interleave, is_narrow
+from measure.interleaved.rounds import Side, interleave
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import read_rows
@@ -25,17 +26,18 @@ from train import setup, train
 
 def test_drift_makes_no_factor():
     """On a machine that becomes a third slower in each round, and whose speed is uneven."""
-    now, chance = [0.0], random.Random(0)
+    now, chance, rates = [0.0], random.Random(0), ([], [], [])
 
-    def side(seconds):
+    def side(seconds, of_side):
         def train():
             took = seconds * (1 + 0.1 * now[0]) * chance.uniform(0.95, 1.05)
             now[0] += took
-            return 1 / took
+            of_side.append(1 / took)
 
         return train
 
-    slow, fast, same = interleave([side(1.1), side(1.0), side(1.0)], 20, lambda _: False)
+    list(interleave([*map(side, (1.1, 1.0, 1.0), rates)], 20))
+    slow, fast, same = (of_side[2:] for of_side in rates)
     ratio = median_ratio(fast, slow)
     assert 1 < ratio.low < 1.1 < ratio.high
     ratio = median_ratio(same, fast)
@@ -44,18 +46,19 @@ def test_drift_makes_no_factor():
 
 def test_every_other_round_goes_backwards_and_the_first_rounds_are_left_out():
     order = []
-    sides = [lambda name=name: order.append(name) or len(order) for name in "abc"]
-    rates = interleave(sides, 2, lambda _: False)
-    assert "".join(order) == "abccbaabccba"
-    assert rates == [[7, 12], [8, 11], [9, 10]]
+    sides = [functools.partial(order.append, name) for name in "abc"]
+    counted = [len(order) for _ in interleave(sides, 2)]
+    assert ("".join(order), counted) == ("abccbaabccba", [9, 12])
 
 
-@pytest.mark.parametrize(("spread", "rounds"), [(0, 10), (2, 50)])
-def test_rounds_end_when_the_interval_is_narrow_and_not_before_there_is_one(spread, rounds):
+@pytest.mark.parametrize(
+    ("spread", "rounds", "narrow"), [(0, 9, False), (0, 10, True), (2, 50, False)]
+)
+def test_rounds_end_when_the_interval_is_narrow_and_not_before_there_is_one(spread, rounds, narrow):
     chance = random.Random(3)
-    sides = [lambda: 1.0, lambda: 1 + spread * chance.random()]
-    rates = interleave(sides, 50, lambda rates: is_narrow(rates, 0.02))
-    assert len(rates[0]) == rounds
+    rates = [[1.0] * rounds, [1 + spread * chance.random() for _ in range(rounds)]]
+    sides = [{"name": "any", "tokens_per_sec": rate, "turns": []} for rate in rates]
+    assert Comparison(machine="any", left_out=3, sides=sides).is_narrow(0.02) == narrow
 
 
 @pytest.mark.parametrize(
@@ -102,8 +105,10 @@ def answering(asleep=True, dies=""):
 
 def test_a_side_takes_as_many_steps_as_last_half_a_second_from_the_fourth_time_on():
     with answering() as side:
-        assert [side.train() for _ in range(4)] == pytest.approx([70] * 4)
+        for _ in range(4):
+            side.train()
     assert [len(turn.seconds) for turn in side.turns] == [1, 1, 1, 5]
+    assert side.measured().tokens_per_sec == pytest.approx([70])
     assert side.process.poll() is not None
 
 
@@ -198,7 +203,8 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
     texts = ["quickstart.yaml", f"PYTHONPATH={tmp_path} quickstart.yaml"]
     _, there = plan(InterleavedOptions(sides=texts), [])
     with there:
-        assert there.train() == 5
+        there.train()
+    assert there.turns[0].tokens == 5
 
 
 @pytest.mark.parametrize(
