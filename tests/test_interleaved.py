@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from measure.interleaved import side as side_module
-from measure.interleaved.__main__ import InterleavedOptions, plan
+from measure.interleaved.__main__ import InterleavedOptions, main, parse_side
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import without_end
 from measure.interleaved.ratio import mean_over_seeds, median_ratio, product
@@ -201,7 +201,7 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
         'for _ in open(0): print(\'{"seconds": [1], "asleep": true, "tokens": 5}\', flush=True)'
     )
     texts = ["quickstart.yaml", f"PYTHONPATH={tmp_path} quickstart.yaml"]
-    _, there = plan(InterleavedOptions(sides=texts), [])
+    _, there = (parse_side(text, []) for text in texts)
     with there:
         there.train()
     assert there.turns[0].tokens == 5
@@ -217,7 +217,7 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
 )
 def test_what_cannot_be_compared_is_one_error_line(sides, message):
     with pytest.raises(UserError) as error:
-        plan(parse(InterleavedOptions, ["quickstart.yaml", *sides], positional="sides"), [])
+        main(parse(InterleavedOptions, ["quickstart.yaml", *sides], positional="sides"), [])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -233,6 +233,6 @@ def test_a_side_that_fails_gives_its_reason(config):
 
 def test_variables_before_a_config_are_its_environment():
     texts = ("quickstart.yaml", "A_B=1 C= quickstart.yaml --no-flash")
-    here, other = plan(InterleavedOptions(sides=texts), ["--lr", "1e-4"])
+    here, other = (parse_side(text, ["--lr", "1e-4"]) for text in texts)
     assert other.environment == here.environment | {"A_B": "1", "C": ""}
     assert other.command[3:] == ["--config=quickstart.yaml", "--lr", "1e-4", "--no-flash"]

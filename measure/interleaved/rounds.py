@@ -131,7 +131,7 @@ def run_rounds(
     rounds: int,
     width: float = WIDTH,
     *,
-    results: Path | None = None,
+    results: str | Path | None = None,
     check: Callable[[Side], None] = lambda _: None,
 ) -> Comparison:
     """Start the sides, interleave them, and return the figures of each in each round.
@@ -150,7 +150,7 @@ def run_rounds(
             measured = [side.measured() for side in sides]
             found = Comparison(**about, left_out=LEFT_OUT, sides=measured)
             if results:
-                write_json(results, found.dump())
+                write_json(Path(results), found.dump())
             speeds = ", ".join(f"{side.tokens_per_sec[-1]:,.0f}" for side in measured)
             line = f"round {found.rounds} of at most {rounds}: {speeds} tokens/s"
             if found.rounds >= FEWEST:
