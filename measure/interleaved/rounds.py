@@ -21,9 +21,8 @@ from measure.interleaved.ratio import FEWEST
 from runtime.cli import Options
 from runtime.errors import TrainingError, why_it_failed
 from runtime.files import write_json
-from runtime.report import git_commit, machine
+from runtime.report import ROOT, git_commit, machine
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.
 LEFT_OUT = 3
 WIDTH = 0.02  # stop once every interval is narrower than this share of its median
