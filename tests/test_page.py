@@ -276,7 +276,7 @@ def test_the_view_fits_a_screen_and_leads_to_the_cards_and_paper_shows_what_it_f
 
 
 def test_curves_without_tokens_or_with_an_infinite_loss_are_drawn(tab, tmp_path):
-    curves = [curve_of("NaN, [Infinity]", [1, 2, 3], [5.0, math.nan, math.inf])]
+    curves = [curve_of("NaN, [Infinity]", {1: 5.0, 2: math.nan, 3: math.inf})]
     write_page(tmp_path / "page.html", title="Curves", curves=curves)
     tab.goto((tmp_path / "page.html").as_uri())
     assert tab.locator("#chart canvas").count() == 1

@@ -186,7 +186,7 @@ def published_difference(stage: Stage, run: Run) -> float | None:
     if not stage.published.log:
         return None
     logs = (run.log, read_columns(REFERENCE / stage.published.log))
-    ours, published = (dict(zip(*curve(log), strict=True)) for log in logs)
+    ours, published = map(curve, logs)
     differences = [abs(ours[s] - published[s]) for s in COMPARED if s in ours and s in published]
     return statistics.fmean(differences) if differences else None
 
@@ -247,16 +247,16 @@ def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> lis
     """Return the loss curves of finished stages, then the published ones."""
     curves, published = [], []
     for (stage, run), card in zip(done, cards, strict=True):
-        log, ranks = run.log, run.summary.world_size
-        tokens, times = stage.config.tokens_per_step, curve(log, "dt_ms")[1]
-        curves.append(curve_of(card.title, *curve(log), times, tokens_per_step=tokens(ranks)))
+        log, tokens = run.log, stage.config.tokens_per_step
+        of_run = curve_of(
+            card.title, curve(log), tokens(run.summary.world_size), curve(log, "dt_ms")
+        )
+        curves.append(of_run)
         if path := stage.published.log:
             log, label = read_columns(REFERENCE / path), f"{card.title}, published"
             # Times that were read without waiting for the GPU mean nothing.
-            times = curve(log, "dt_ms")[1] if stage.published.tokens_per_sec else []
-            published.append(
-                curve_of(label, *curve(log), times, tokens_per_step=tokens(1), published=True)
-            )
+            times = curve(log, "dt_ms") if stage.published.tokens_per_sec else {}
+            published.append(curve_of(label, curve(log), tokens(1), times, published=True))
     return [*curves, *published]
 
 

@@ -348,7 +348,7 @@ def published(path: Path) -> Published:
 
 def median_of(log: Path, column: str = "tokens_per_sec") -> float | None:
     """Return the median of a log's speeds, without the first steps; None if it has none."""
-    values = curve(read_columns(log), column)[1][NOT_TIMED:]
+    values = [*curve(read_columns(log), column).values()][NOT_TIMED:]
     return statistics.median(values) if values else None
 
 

@@ -105,10 +105,7 @@ def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
     """
     groups = {label: [*group] for label, group in itertools.groupby(rows, label_of)}
     panels = {
-        title: {
-            label: ([row[name] for row in group], [row[figure] for row in group])
-            for label, group in groups.items()
-        }
+        title: {label: {row[name]: row[figure] for row in group} for label, group in groups.items()}
         for title, figure in (("tokens/s", "tokens_per_sec"), ("peak memory, MB", "peak_memory_mb"))
     }
     draw_panels(path, panels, name)

@@ -36,23 +36,23 @@ def write_page(path: Path, *, cards: Sequence[Mapping[str, Any]] = (), **parts: 
 
 def curve_of(
     label: str,
-    steps: Sequence[int],
-    losses: Sequence[float],
-    times: Sequence[float] = (),
-    *,
+    losses: Mapping[int, float],
     tokens_per_step: int | None = None,
+    times: Mapping[int, float] | None = None,
+    *,
     published: bool = False,
 ) -> dict[str, Any]:
     """Return a curve over steps, tokens and seconds; None for an axis that is not known.
 
-    `times`: milliseconds of each step from the first on.
+    `times`: milliseconds of each step, all of which are needed for an axis of seconds.
     """
+    steps, times = [*losses], times or {}
     is_known = steps and len(times) == len(steps) == steps[-1]
     return {
         "label": label,
         "published": published,
-        "steps": [*steps],
+        "steps": steps,
         "tokens": tokens_per_step and [step * tokens_per_step for step in steps],
-        "seconds": [*itertools.accumulate(ms / 1e3 for ms in times)] if is_known else None,
-        "loss": [loss if math.isfinite(loss) else None for loss in losses],
+        "seconds": [*itertools.accumulate(ms / 1e3 for ms in times.values())] if is_known else None,
+        "loss": [loss if math.isfinite(loss) else None for loss in losses.values()],
     }

@@ -3,7 +3,7 @@
 import itertools
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from typing import Any
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # distinct in print too
 LOSS = "loss, nats per token"  # label of an axis
-Curve = tuple[Sequence[int], Sequence[Any]]  # x, such as steps, and the value at each
+Curve = dict[int, float]  # values by x, such as steps
 Bar = tuple[float, str, tuple[float, float]]  # length, label, interval
 
 
@@ -38,12 +38,12 @@ def draw_panels(
     drawn: dict[str, Any] = {}
     for number, (title, curves) in enumerate(panels.items(), 1):
         axes = picture.add_subplot(rows, columns, number, title=title)
-        for label, (x, y) in curves.items():
+        for label, curve in curves.items():
             look = labels.index(label) % len(COLOURS)
-            size = 3 if len(x) <= 100 else 0  # markers of many points would hide the line
+            size = 3 if len(curve) <= 100 else 0  # markers of many points would hide the line
             (drawn[label],) = axes.plot(
-                x,
-                y,
+                [*curve],
+                [*curve.values()],
                 color=COLOURS[look],
                 marker=MARKERS[look],
                 markersize=size,
