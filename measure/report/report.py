@@ -113,7 +113,7 @@ class Report:
         if self.bars and any(factors):
             pictures = {self.bars: "factors with their intervals", **pictures}
             drawn = {
-                card.label: {f.heading: (x.value, str(x), x.ends) for f, x in of_row.items()}
+                card.label: {figure.heading: factor for figure, factor in of_row.items()}
                 for card, of_row in zip(cards, factors, strict=True)
                 if of_row
             }
