@@ -16,11 +16,12 @@ import jinja2
 from runtime.files import write_atomic
 
 
-def write_page(path: Path, *, cards: Sequence[Mapping[str, Any]] = (), **parts: Any) -> None:
+def write_page(path: Path, *, rungs: Sequence[tuple[Any, ...]] = (), **parts: Any) -> None:
     """Write the page with the parts of a report; all but `title` may be missing.
 
     `where`: the machine. `about`: lines on the runs. `meanings`: lines that explain the `figures`.
-    `cards`: a report's rows. `curves`: from `curve_of`. `learns`: the curves come first.
+    `rungs`: the card, the factors to draw, and the row of each row. `curves`: from `curve_of`.
+    `learns`: the curves come first.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "web"),
@@ -28,9 +29,9 @@ def write_page(path: Path, *, cards: Sequence[Mapping[str, Any]] = (), **parts: 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    factors = itertools.chain(*(card["factors"].values() for card in cards))
-    ends = [0.9, 1.1, *itertools.chain(*(factor.ends for factor in factors))]
-    page = environment.get_template("page.html").render(parts, cards=cards, ends=ends, log=math.log)
+    ends = [end for _, factors, _ in rungs for factor in factors.values() for end in factor.ends]
+    more = {"rungs": rungs, "ends": [0.9, 1.1, *ends], "log": math.log}
+    page = environment.get_template("page.html").render(parts, **more)
     write_atomic(path, page)
 
 

@@ -129,19 +129,8 @@ class Report:
         ]
         write_atomic(self.folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
         write_csv(self.folder / "results.csv", self.rows)
-        shown = [
-            {
-                **vars(card),
-                "factors": of_row,
-                "figures": [
-                    (figure, row[figure.name], figure.text(row))
-                    for figure in figures
-                    if not figure.bar and isinstance(row.get(figure.name), int | float | Estimate)
-                ],
-            }
-            for card, of_row, row in zip(cards, factors, self.rows, strict=True)
-        ]
-        page = {**vars(self), "meanings": [*meanings, *notes], "figures": figures, "cards": shown}
+        rungs = [*zip(cards, factors, self.rows, strict=True)]
+        page = {**vars(self), "meanings": [*meanings, *notes], "figures": figures, "rungs": rungs}
         write_page(self.folder / "report.html", **page)
         print_table(self.title, headings, cells)
         print("\n".join([*self.remarks, f"{self.folder}: report.html, report.md and results.csv"]))
