@@ -336,43 +336,42 @@ def across(folders: Sequence[str], out: Path) -> None:
 
     A machine is named after the parent of its ladder's folder.
     """
-    factors: dict[str, dict[str, Estimate]] = {}  # over the base, by stage and machine
-    bases: dict[str, str] = {}
-    files: dict[str, Path] = {}  # configs of the stages of known series
+    rows = dict[str, Row]()  # by stage: its factor over its base on each machine
+    files = dict[str, Path]()  # configs of the stages of known series
     machines = list[str]()
     for folder in map(Path, folders):
         name = folder.resolve().parent.name
         machines.append(str(folder) if name in machines else name)
         text = (folder / "results.csv").read_text(encoding="utf-8")
-        for row in csv.DictReader(text.splitlines()):
-            if row["base"] != row["stage"]:
-                bases[row["stage"]] = row["base"]
-                of_stage = factors.setdefault(row["stage"], {})
-                ends = [row["over_base"], row["over_base_low"], row["over_base_high"]]
-                if values := [float(end) for end in ends if end]:
-                    of_stage[machines[-1]] = Estimate(*values)
+        for line in csv.DictReader(text.splitlines()):
+            stage, base = line["stage"], line["base"]
+            if stage != base:
+                ends = [line["over_base"], line["over_base_low"], line["over_base_high"]]
+                values = [float(end) for end in ends if end]
+                over_base = Estimate(*values) if values else None
+                row = rows.setdefault(stage, {"stage": stage})
+                row |= {"base": base, machines[-1]: over_base}
         if place := series_folder(folder.name.removesuffix(SUFFIX)):
             files |= {path.stem: path for path in series(place)}
     cards = list[Card]()
-    for stage, base in bases.items():
-        cards.append(Card(stage, stage))
-        if {stage, base} <= files.keys():
-            cards[-1] = card_of(stage, files[stage], files[base])
+    for stage, row in rows.items():
+        card = Card(stage, stage)
+        if {stage, row["base"]} <= files.keys():
+            file, base_file = files[stage], files[row["base"]]
+            card = card_of(stage, file, base_file)
             for name, figure in PUBLISHED.items():
-                over = factor(published(files[stage]), published(files[base]), figure)
-                factors[stage] |= {name: Estimate(over)} if over else {}
-    columns = [*machines, *PUBLISHED]
+                over = factor(published(file), published(base_file), figure)
+                row[name] = over and Estimate(over)
+        row["stage"] = card.label
+        cards.append(card)
     Report(
         out,
         "The factor of each optimization, by machine",
         [
             Figure("stage", "stage"),
-            *(Figure(name, name, bar=True, over="base") for name in columns),
+            *(Figure(name, name, bar=True, over="base") for name in (*machines, *PUBLISHED)),
         ],
-        [
-            {"stage": card.label, **{name: factors[card.name].get(name) for name in columns}}
-            for card in cards
-        ],
+        [*rows.values()],
         meaning="The speed of each stage over that of the stage that it changes. Published: the "
         "same step in the a100 series and in the list of timings on one GPU (`logs/reference/`).",
         bars="across.png",
