@@ -13,7 +13,7 @@ from config import Config
 from measure.interleaved.process import in_fresh_process
 from measure.profile.tables import about_machine
 from measure.profile.timing import set_up
-from measure.report.tables import markdown_table, print_table
+from measure.report.tables import markdown_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.errors import TrainingError
@@ -133,18 +133,18 @@ def inspect_models(
     `wanted`: any of breakdown, trace, memory. `steps`: for the breakdown. Raises TrainingError if
     no model can be measured.
     """
-    lines, is_measured = ["# Where a training step's time goes", ""], False
+    text, is_measured = "# Where a training step's time goes\n", False
     for name, config in models:
         bits = "mixed" if config.bf16 or config.fp16 else "full"
-        title = f"{name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens"
+        title = f"\n## {name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens\n"
         print(title, flush=True)
         call, label = "measure.profile.breakdown:inspect_model", f"{name}_{bits}"
         found, error = in_fresh_process(call, wanted, config, folder, label, steps)
-        if error:
-            print(error)
+        section = "\n".join(found or [error])
+        print(section)
         is_measured = is_measured or not error
-        lines += [f"## {title}", "", *(found or [error]), ""]
-        write_atomic(folder / "parts.md", "\n".join(lines))
+        text += f"{title}\n{section}\n"
+        write_atomic(folder / "parts.md", text)
     if not is_measured:
         raise TrainingError(f"nothing could be measured: {error}")
 
@@ -159,21 +159,14 @@ def inspect_model(
     if wanted == ["breakdown"]:  # is of the uncompiled model
         config = config.model_copy(update={"compile": False})
     run = set_up(config)
-    for note in run.notes:
-        print(note)
-    device = run.world.device
-    about = {"device": device_name(device), "threads": torch.get_num_threads()}
-    lines = [about_machine(about), ""]
+    about = {"device": device_name(run.world.device), "threads": torch.get_num_threads()}
+    lines = [*run.notes, about_machine(about), ""]
     if "memory" in wanted:
         snapshot(run, folder / f"memory_{label}.pickle")
     if "breakdown" in wanted:
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
         cells = [cells_of(*part) for part in break_down(run, steps)]
-        headings = ["part", "ms", "share"]
-        print_table("parts of a step, uncompiled", headings, cells)
-        lines += [*markdown_table(headings, cells), ""]
+        lines += [*markdown_table(["part", "ms", "share"], cells), ""]
     if "trace" in wanted:
-        operators = trace(run, folder / f"trace_{label}.json.gz")
-        print(operators)
-        lines += ["```", operators, "```"]
+        lines += ["```", trace(run, folder / f"trace_{label}.json.gz"), "```"]
     return lines
