@@ -3,7 +3,6 @@
 import csv
 import io
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,7 +138,7 @@ class Report:
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows to a CSV file with a column for every key, except lists.
 
-    Booleans are written as JSON has them; an Estimate `x` takes the columns x, x_low and x_high.
+    An Estimate `x` takes the columns x, x_low and x_high.
     """
     lines = list[Row]()
     for row in rows:
@@ -148,7 +147,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
             if isinstance(value, Estimate):
                 line |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
             elif not isinstance(value, list):
-                line[name] = json.dumps(value) if isinstance(value, bool) else value
+                line[name] = value
         lines.append(line)
     text = io.StringIO()
     columns = itertools.chain(*sorted(lines, key=len, reverse=True))  # x_low belongs after x
