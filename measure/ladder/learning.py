@@ -17,9 +17,8 @@ from measure.ladder.record import curve
 from measure.ladder.report import rows_of as speeds_of
 from measure.ladder.report import where_of, write_report
 from measure.ladder.stages import Stage
-from measure.report.page import curve_of
 from measure.report.pictures import LOSS, Curve, draw_panels
-from measure.report.report import Card, Figure, Row
+from measure.report.report import Card, Figure, Row, curve_of
 from runtime.report import Estimate
 
 NOISE = (
@@ -171,6 +170,7 @@ def write_losses(
                 titles.get(stage.name, stage.name),
                 losses,
                 stage.config.tokens_per_step(stage.ranks),
+                {},
             )
             for stage, losses in means.items()
         ],

@@ -23,9 +23,8 @@ from measure.ladder.stages import (
     series,
     series_folder,
 )
-from measure.report.page import curve_of
 from measure.report.pictures import LOSS, draw_panels
-from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row
+from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row, curve_of
 from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS
 

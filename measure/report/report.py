@@ -3,12 +3,14 @@
 import csv
 import io
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measure.report.page import write_page
+import jinja2
+
 from measure.report.pictures import draw_bars
 from measure.report.tables import markdown_table, print_table
 from runtime.errors import TrainingError
@@ -88,7 +90,7 @@ class Report:
     bars: str = ""  # file for a picture of the bars
     where: str = ""  # machine and date, for that picture and the page
     cards: Sequence[Card] = ()  # one per row
-    curves: Sequence[Mapping[str, Any]] = ()  # from page.curve_of
+    curves: Sequence[Mapping[str, Any]] = ()  # from curve_of
     learns: bool = False  # the page shows the curves first
 
     def write(self) -> None:
@@ -129,10 +131,51 @@ class Report:
         write_atomic(self.folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
         write_csv(self.folder / "results.csv", self.rows)
         rungs = [*zip(cards, factors, self.rows, strict=True)]
+        ends = [end for of_row in factors for factor in of_row.values() for end in factor.ends]
         page = {**vars(self), "meanings": [*meanings, *notes], "figures": figures, "rungs": rungs}
-        write_page(self.folder / "report.html", **page)
+        write_atomic(self.folder / "report.html", page_of(page, ends=[0.9, 1.1, *ends]))
         print_table(self.title, headings, cells)
         print("\n".join([*self.remarks, f"{self.folder}: report.html, report.md and results.csv"]))
+
+
+def page_of(report: Mapping[str, Any], **more: Any) -> str:
+    """Return a report as one web page, which is opened from the disk, without a network.
+
+    At its top a view: all factors in one picture. Each row has a card with its figures; a rung's
+    card also its technique's name, the YAML's changes, the code that its options switch, and why it
+    helps. The loss curves come last, or first in a report on learning.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "web"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(report, log=math.log, **more)
+
+
+def curve_of(
+    label: str,
+    losses: Mapping[int, float],
+    tokens_per_step: int,
+    times: Mapping[int, float],
+    *,
+    published: bool = False,
+) -> dict[str, Any]:
+    """Return a loss curve over steps, tokens and seconds, for the page.
+
+    `times`: milliseconds of each step; without all of them there are no seconds.
+    """
+    steps = [*losses]
+    is_known = steps and len(times) == len(steps) == steps[-1]
+    return {
+        "label": label,
+        "published": published,
+        "steps": steps,
+        "tokens": [step * tokens_per_step for step in steps],
+        "seconds": [*itertools.accumulate(ms / 1e3 for ms in times.values())] if is_known else None,
+        "loss": [loss if math.isfinite(loss) else None for loss in losses.values()],
+    }
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
