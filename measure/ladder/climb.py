@@ -159,8 +159,7 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, device: Device) -> N
             record.comparisons.pop(name, None)
             record.fail(name, str(error))
             continue
-        both = [settings(side.config) for side in (base, stage)]
-        about = {"device": str(device.name), "settings": both}
+        about = {"device": str(device.name), "settings": [*map(settings, stage.sides)]}
         record.comparisons[name] = found.model_copy(update=about)
         record.save()
 

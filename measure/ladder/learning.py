@@ -128,14 +128,14 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
         base, ours = stage.base or stage, curves[stage.name]
         if not (ours and curves[first.name]):
             continue
-        is_first, speed = stage is first, speeds[head.name]
-        tokens = Estimate(1.0) if is_first else share_of_tokens(ours, curves[first.name])
+        speed = speeds[head.name]
+        tokens = share_of_tokens(ours, curves[first.name]) if stage.base else Estimate(1.0)
         rows.append(
             {
                 "stage": stage.name,
                 "base": base.name,
                 "loss": mean_over_seeds(last(ours)),
-                "lower": None if is_first else lower_by(curves[base.name], ours),
+                "lower": stage.base and lower_by(curves[base.name], ours),
                 "tokens_share": tokens,
                 "speed": speed,
                 "time_share": tokens and product([tokens, speed.inverse]),

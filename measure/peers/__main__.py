@@ -163,12 +163,11 @@ def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -
     """Interleave our side with another. Raises SideError, also if first losses differ."""
 
     def check(side: Side) -> None:
-        if MATMULS in other.command:  # they have no loss
-            return
-        loss, our_loss = side.turns[0].loss or math.nan, ours.turns[0].loss or math.nan
-        rounded = config.bf16 or config.tf32 or config.matmul_precision != "highest"
-        tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
-        compare_losses(side.name, loss, our_loss, config, tolerance)
+        loss, our_loss = side.turns[0].loss, ours.turns[0].loss
+        rounded = config.bf16 or config.fp32_precision() != "highest"
+        if loss is not None and our_loss is not None:  # the matmuls have none
+            tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
+            compare_losses(side.name, loss, our_loss, config, tolerance)
 
     sides = (ours, other)
     return run_rounds(sides, options.rounds, options.width, check=check)
