@@ -31,7 +31,7 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
     assert names == {"interleaved.json", "report.html", "report.md", "results.csv", "scaling.png"}
 
     one, two = json.loads((folder / "interleaved.json").read_text())["sides"]
-    assert "--total_batch_tokens 128 --batch_size 2" in two["command"]
+    assert "--total_batch_tokens=128 --batch_size=2" in two["command"]
     # the same sequences
     assert one["turns"][0]["loss"] == pytest.approx(two["turns"][0]["loss"], abs=1e-5)
     for turn in two["turns"]:

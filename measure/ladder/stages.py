@@ -31,7 +31,7 @@ from measure.ladder.record import (
     differences,
     read_columns,
 )
-from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping, show
+from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping
 from runtime.errors import UserError
 
 ROOT = CONFIG_DIR.parent
@@ -318,7 +318,7 @@ def switched_off(config: Config) -> dict[str, dict[str, Any]]:
     for name in on:
         without = config.model_copy(update={name: config.off_value(name)}).optimizations_on()
         off[name] = {
-            other: False if getattr(config, other) is True else show(config.off_value(other))
+            other: False if getattr(config, other) is True else config.off_value(other)
             for other in on
             if other not in without
         }
