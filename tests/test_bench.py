@@ -296,7 +296,7 @@ def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tiny_yaml,
     ("module", "hook", "slow"),
     [
         ("mlp", "register_forward_hook", {"MLP"}),
-        ("attn", "register_full_backward_hook", {"backward", "attention, backward"}),
+        ("attn", "register_full_backward_hook", {"backward", "  of which attention"}),
     ],
 )
 def test_the_breakdown_finds_a_planted_slow_part(module, hook, slow, monkeypatch):

@@ -22,6 +22,8 @@ from train import Run, train_step
 
 # ---- the parts of a step
 
+OF_BACKWARD = "  of which "  # begins the names of the parts of the backward pass
+
 
 def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]:
     """Call `mark` at the end of each part of the model's forward and backward passes.
@@ -36,7 +38,7 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
 
     def backward_ends(part: str) -> Callable[..., None]:
         def watch(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
-            inputs[0].register_hook(ends(f"{part}, backward"))
+            inputs[0].register_hook(ends(OF_BACKWARD + part))
 
         return watch
 
@@ -55,7 +57,7 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
             block.register_forward_hook(ends("MLP")),
         ]
     for embedding in (parts.wte, *([] if parts.config.rope else [parts.wpe])):
-        hook = ends("embedding, backward")
+        hook = ends(OF_BACKWARD + "embedding")
         hooks.append(embedding.weight.register_post_accumulate_grad_hook(hook))
     return hooks
 
@@ -87,16 +89,10 @@ def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
     names = list(of_steps[-1])
     ms = {name: 1e3 * statistics.median(step[name] for step in of_steps[1:]) for name in names}
     total = sum(ms.values())
-    of_backward = [name for name in names if name.endswith(", backward")]
+    of_backward = [name for name in names if name.startswith(OF_BACKWARD)]
     ms["backward"] = sum(ms[name] for name in of_backward)
     names.insert(names.index(of_backward[0]), "backward")
     return [(name, ms[name], ms[name] / total) for name in names]
-
-
-def cells_of(part: str, ms: float, share: float) -> list[str]:
-    """Return a row of the table; a part of the backward pass is indented."""
-    name = part.removesuffix(", backward")
-    return [name if name == part else f"  of which {name}", f"{ms:.1f}", f"{share:.1%}"]
 
 
 # ---- operators and memory
@@ -165,7 +161,8 @@ def inspect_model(
         snapshot(run, folder / f"memory_{label}.pickle")
     if "breakdown" in wanted:
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
-        cells = [cells_of(*part) for part in break_down(run, steps)]
+        parts = break_down(run, steps)
+        cells = [[name, f"{ms:.1f}", f"{share:.1%}"] for name, ms, share in parts]
         lines += [*markdown_table(["part", "ms", "share"], cells), ""]
     if "trace" in wanted:
         lines += ["```", trace(run, folder / f"trace_{label}.json.gz"), "```"]
