@@ -46,8 +46,23 @@ class WhatOptions(Options):
     """timed passes"""
 
 
-class HowOptions(Options):
+# Options with an effect in each mode, or without one, besides config, log_dir and train.py's own.
+USES = {
+    "": ("size", "computation", "warmup_steps", "steps", "compare"),
+    "breakdown": ("size", "steps"),
+    "trace": ("size",),
+    "memory": ("size",),
+    "scan": ("size", "steps"),
+    "scaling": ("rounds", "total_batch_tokens"),
+}
+INSPECT = ("breakdown", "trace", "memory")
+OF_RUNS = {*RunConfig.model_fields, "max_steps", "max_minutes"} - {"device", "seed", "log_dir"}
+
+
+class BenchOptions(WhatOptions):
     """measurements (default: a table of times)"""
+
+    model_config = ConfigDict(extra="allow")  # `model_extra` has the given flags of train.py
 
     breakdown: bool = False
     """time the parts of a training step"""
@@ -69,25 +84,6 @@ class HowOptions(Options):
     """results.csv of an earlier call, or logs/reference/timeit.csv"""
     log_dir: Name = "logs"
     """results go to bench/<time>/ in this folder"""
-
-
-# Options with an effect in each mode, or without one, besides config, log_dir and train.py's own.
-USES = {
-    "": ("size", "computation", "warmup_steps", "steps", "compare"),
-    "breakdown": ("size", "steps"),
-    "trace": ("size",),
-    "memory": ("size",),
-    "scan": ("size", "steps"),
-    "scaling": ("rounds", "total_batch_tokens"),
-}
-INSPECT = ("breakdown", "trace", "memory")
-OF_RUNS = {*RunConfig.model_fields, "max_steps", "max_minutes"} - {"device", "seed", "log_dir"}
-
-
-class BenchOptions(HowOptions, WhatOptions):
-    """All options of a benchmark; `model_extra` has the given flags of train.py."""
-
-    model_config = ConfigDict(extra="allow")
 
     @property
     def scanned(self) -> str:

@@ -28,22 +28,18 @@ from measure.interleaved.rounds import (
     training_side,
 )
 from measure.report.tables import print_table
-from runtime.cli import Options, parse
+from runtime.cli import parse
 from runtime.errors import reported
 from runtime.start import start
 
 
-class SidesOptions(Options):
+class InterleavedOptions(RoundsOptions):
     """the sides"""
 
     sides: tuple[str, ...] = Field(min_length=2)
     """configs; quote one together with options after it, and environment variables before it"""
     output: str | None = None
     """JSON file for the steps of every side, written after each round"""
-
-
-class InterleavedOptions(RoundsOptions, SidesOptions):
-    """All options of an interleaved comparison."""
 
 
 def parse_side(text: str, of_all: Sequence[str]) -> Side:

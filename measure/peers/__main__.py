@@ -35,7 +35,6 @@ from measure.interleaved.rounds import (
 )
 from measure.peers import MATMULS, TRANSFORMERS
 from measure.report.report import PEAK_MEMORY, Figure, Report, Row
-from runtime.cli import Options
 from runtime.errors import UserError, reported
 from runtime.files import aside, write_json
 from runtime.report import git_commit, machine
@@ -56,8 +55,10 @@ NEEDED: dict[str, Any] = {
 }
 
 
-class WhatOptions(Options):
+class PeersOptions(RoundsOptions):
     """sides"""
+
+    model_config = ConfigDict(extra="allow")  # `model_extra` has the given flags of train.py
 
     peer: tuple[str, ...] = ()
     """nanoGPT-like Python files, which have GPT and GPTConfig"""
@@ -65,12 +66,6 @@ class WhatOptions(Options):
     """this project's best rung"""
     log_dir: str = "logs"
     """results go to peers/ in this folder"""
-
-
-class PeersOptions(RoundsOptions, WhatOptions):
-    """All options of a comparison with peers; `model_extra` has the given flags of train.py."""
-
-    model_config = ConfigDict(extra="allow")
 
     def of_training(self) -> dict[str, Any]:
         """Return the options that every side overrides in the config."""

@@ -17,12 +17,12 @@ from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds, training_side
 from measure.peers import OURS
 from measure.peers.__main__ import short_name, with_transformers
-from runtime.cli import Options, Positive
+from runtime.cli import Positive
 from runtime.errors import reported
 from runtime.start import parse_command_line
 
 
-class WhatOptions(Options):
+class GenerateOptions(RoundsOptions):
     """generated texts"""
 
     texts: Positive = 16
@@ -41,10 +41,6 @@ class WhatOptions(Options):
     """
     output: str | None = None
     """JSON file for the rounds of every side, written after each"""
-
-
-class GenerateOptions(RoundsOptions, WhatOptions):
-    """All options of a comparison of generation."""
 
 
 def main(options: GenerateOptions) -> None:

@@ -9,11 +9,11 @@ training step and nothing else. With `--texts` a step generates texts.
 """
 
 from config import Config
-from runtime.cli import Options, Positive, ZeroIsOff
+from runtime.cli import Positive, ZeroIsOff
 from runtime.start import parse_command_line, set_up_process
 
 
-class WhichPeer(Options):
+class PeerConfig(Config):
     """peer"""
 
     peer: str = "transformers"
@@ -24,10 +24,6 @@ class WhichPeer(Options):
     """generate this number of texts at a time, instead of training; 0 disables it"""
     tokens: Positive = 100
     """tokens of each text"""
-
-
-class PeerConfig(WhichPeer, Config):
-    """All options of a peer's side."""
 
 
 if __name__ == "__main__":
