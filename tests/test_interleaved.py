@@ -1,7 +1,6 @@
 """Interleaved runs: the engine on a clock of its own, intervals, and real runs of a tiny model."""
 
 import functools
-import io
 import json
 import math
 import random
@@ -172,27 +171,19 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkey
     config = tiny_config(max_steps=4, lr=1e-6)
     train(config, ALONE)
     rows = read_rows(Path(config.log_dir) / "train/log.csv")
-    run = setup(without_end(tiny_config()), ALONE)
-    first = side_module.take_steps(run, 1)
+    step = side_module.step_of(setup(without_end(tiny_config()), ALONE))
+    first = side_module.take_steps(step, 1, CPU)
     # If two have no room together, freed memory is returned after each turn, and the step that gets
     # it again does not count.
-    freed = []
+    freed, marks = [], iter([0.0, 1.0, 3.0])
     monkeypatch.setattr(side_module, "FREES_CACHE", True)
+    monkeypatch.setattr(side_module, "mark_time", lambda _: next(marks))
     for module, name in ((torch.cuda, "empty_cache"), (side_module, "return_freed_memory")):
-        monkeypatch.setattr(module, name, lambda: freed.append(run.state.step))
-    last = side_module.take_steps(run, 2)
-    assert (len(last["seconds"]), last["tokens"], freed) == (2, 2 * 4 * 32, [4, 4])
+        monkeypatch.setattr(module, name, lambda: freed.append(next(marks, "timed")))
+    last = side_module.take_steps(step, 2, CPU)
+    assert (last["seconds"], last["tokens"], freed) == ([1, 2], 2 * 4 * 32, ["timed", "timed"])
     losses = [rows[step]["loss"] for step in (1, 4)]
     assert [first["loss"], last["loss"]] == pytest.approx(losses, abs=1e-6)
-
-
-def test_a_peers_steps_are_timed_by_a_runs_clock(monkeypatch):
-    answers, marks = io.StringIO(), iter([0.0, 1.0, 3.0])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("2\n"))
-    monkeypatch.setattr(side_module, "mark_time", lambda _: next(marks))
-    side_module.serve_timed(answers, lambda: {"tokens": 4, "loss": torch.tensor(0.5)}, CPU)
-    given = json.loads(answers.getvalue())
-    assert (given["seconds"], given["tokens"], given["loss"]) == ([1, 2], 8, 0.5)
 
 
 def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
