@@ -46,8 +46,23 @@ class WhatOptions(Options):
     """timed passes"""
 
 
-class HowOptions(Options):
+# Options with an effect in each mode, or without one, besides config, log_dir and train.py's own.
+USES = {
+    "": ("size", "computation", "warmup_steps", "steps", "compare"),
+    "breakdown": ("size", "steps"),
+    "trace": ("size",),
+    "memory": ("size",),
+    "scan": ("size", "steps"),
+    "scaling": ("rounds", "total_batch_tokens"),
+}
+INSPECT = ("breakdown", "trace", "memory")
+OF_RUNS = {*RunConfig.model_fields, "max_steps", "max_minutes"} - {"device", "seed", "log_dir"}
+
+
+class BenchOptions(WhatOptions):
     """measurements (default: a table of times)"""
+
+    model_config = ConfigDict(extra="allow")  # `model_extra` has the given flags of train.py
 
     breakdown: bool = False
     """time the parts of a training step"""
@@ -69,25 +84,6 @@ class HowOptions(Options):
     """results.csv of an earlier call, or logs/reference/timeit.csv"""
     log_dir: Name = "logs"
     """results go to bench/<time>/ in this folder"""
-
-
-# Options with an effect in each mode, or without one, besides config, log_dir and train.py's own.
-USES = {
-    "": ("size", "computation", "warmup_steps", "steps", "compare"),
-    "breakdown": ("size", "steps"),
-    "trace": ("size",),
-    "memory": ("size",),
-    "scan": ("size", "steps"),
-    "scaling": ("rounds", "total_batch_tokens"),
-}
-INSPECT = ("breakdown", "trace", "memory")
-OF_RUNS = {*RunConfig.model_fields, "max_steps", "max_minutes"} - {"device", "seed", "log_dir"}
-
-
-class BenchOptions(HowOptions, WhatOptions):
-    """All options of a benchmark; `model_extra` has the given flags of train.py."""
-
-    model_config = ConfigDict(extra="allow")
 
     @property
     def scanned(self) -> str:
@@ -112,6 +108,7 @@ class BenchOptions(HowOptions, WhatOptions):
 if __name__ == "__main__":
     OPTIONS = start(BenchOptions, description=__doc__, others=Config)
 
+from measure.interleaved.process import in_fresh_process
 from measure.profile.breakdown import inspect_models
 from measure.profile.scaling import measure_scaling
 from measure.profile.tables import (
@@ -125,7 +122,7 @@ from measure.profile.tables import (
     read_results,
     scan_columns,
 )
-from measure.profile.timing import Job, label_of, time_job
+from measure.profile.timing import Job, label_of
 from measure.report.report import Report, Row, write_csv
 from runtime.errors import TrainingError, reported
 from runtime.files import write_json
@@ -182,9 +179,9 @@ def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
 def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
     """Time the jobs one after the other; after a failure, skip that model's larger batches.
 
-    Returns the measured rows, and a line for each failure. Writes results.csv and results.json,
-    which also has the seconds of every pass, after each job, so that an interrupted call keeps
-    them. Raises TrainingError if no job can be measured.
+    Returns the rows, and a line for each failure. Writes results.csv and results.json, which also
+    has the seconds of every pass, after each job, so that an interrupted call keeps them. Raises
+    TrainingError if no job can be measured.
     """
     rows: list[Row] = []
     failed: dict[str, str] = {}  # line by label
@@ -192,21 +189,20 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
         label = label_of(job.row(0))
         if label in failed:
             continue
-        rows += time_job(job)
+        found, error = in_fresh_process("measure.profile.timing:measure", job)
+        speed = "{tokens_per_sec:,.0f} tokens/s, {peak_memory_mb:,.0f} MB"
+        line = f"{label}, {job.config.batch_size} x {job.config.seq_len}: "
+        line += error or speed.format(**found[-1])
+        print(line, flush=True)
+        if error:
+            failed[label] = line
+            continue
+        rows += found
         write_csv(folder / "results.csv", rows)
         write_json(folder / "results.json", rows)
-        row = rows[-1]
-        figures = row["error"] or (
-            "{tokens_per_sec:,.0f} tokens/s, {peak_memory_mb:,.0f} MB".format(**row)
-        )
-        line = f"{label}, {job.config.batch_size} x {job.config.seq_len}: {figures}"
-        print(line, flush=True)
-        if row["error"]:
-            failed[label] = line
-    measured = [row for row in rows if not row["error"]]
-    if not measured:
-        raise TrainingError(f"nothing could be measured: {rows[0]['error']}")
-    return measured, [*failed.values()]
+    if not rows:
+        raise TrainingError(f"nothing could be measured: {error}")
+    return rows, [*failed.values()]
 
 
 def report_times(

@@ -6,19 +6,15 @@ minute, and keep nothing; status 1 if one finds a problem.
 """
 
 from config import Config
-from runtime.cli import Options, load
+from runtime.cli import load
 from runtime.start import start
 
 
-class HowFar(Options):
+class CheckOptions(Config):
     """check"""
 
     estimate: bool = False
     """stop after the estimate, before the first step"""
-
-
-class CheckOptions(HowFar, Config):
-    """All options of train.py, and how far to go."""
 
 
 if __name__ == "__main__":
@@ -35,7 +31,7 @@ def main(options: CheckOptions) -> None:
     """Print the estimate and the findings. Raises SystemExit(1) after a problem, and UserError."""
     if options.resume:
         raise UserError("--resume: check.py is for a run from its first step; leave it out")
-    config = load(Config, options.model_dump(exclude_unset=True, exclude={*HowFar.model_fields}))
+    config = load(Config, options.model_dump(exclude_unset=True, exclude={"estimate"}))
     with joined_world(choose_device(config.device), config.timeout, config.must_match()) as world:
         estimated = world.on_rank0(lambda: estimate(config, world))
         if not (options.estimate or check(config, world, estimated)):

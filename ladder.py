@@ -122,14 +122,11 @@ def chosen(stages: list[Stage], names: Sequence[str]) -> list[Stage]:
     def short(name: str) -> str:
         return re.sub(r"^(speedup|opt)(?=\d)", "", name)
 
-    known, wanted = [short(stage.name) for stage in stages], [short(name) for name in names]
-    if unknown := [name for name in wanted if name not in known]:
-        raise UserError(f"--stages {unknown[0]}: no such stage; there are {', '.join(known)}")
-    return [
-        stage
-        for name, stage in zip(known, stages, strict=True)
-        if not names or stage is stages[0] or name in wanted
-    ]
+    known, wanted = [short(stage.name) for stage in stages], {*map(short, names)}
+    if unknown := wanted - {*known}:
+        raise UserError(f"--stages {min(unknown)}: no such stage; there are {', '.join(known)}")
+    wanted |= {known[0]} if names else {*known}
+    return [stage for stage in stages if short(stage.name) in wanted]
 
 
 def planned(

@@ -99,9 +99,11 @@ def setup(
     # Mixed precision: forward and loss do their matmuls in bf16: the range of fp32 in half
     # the bytes. 333 -> 300 ms. Softmax, norms and the loss sum many small numbers and stay in fp32,
     # as do weights, gradients and optimizer state.
-    dtype = getattr(torch, config.matmul_dtype)
     autocast = functools.partial(
-        torch.autocast, device.type, dtype=dtype, enabled=dtype != torch.float32
+        torch.autocast,
+        device.type,
+        dtype=getattr(torch, config.matmul_dtype),
+        enabled=config.matmul_dtype != "float32",
     )
     # fp16 has less range: small gradients would be 0, so the scaler multiplies the loss, divides
     # the gradients, and skips steps whose gradients overflow.

@@ -74,7 +74,7 @@ O = TypeVar("O", bound=Options)
 
 def sections(options: type[Options]) -> list[type[Options]]:
     """Return the classes that declare fields of `options`, in the order of `--help`."""
-    return [c for c in reversed(options.__mro__) if Options in c.__bases__]
+    return [c for c in reversed(options.__mro__) if issubclass(c, Options) and c.__annotations__]
 
 
 def parse(
@@ -181,7 +181,7 @@ def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
     lines: list[str] = []
     for section in sections(type(options)):
         lines += ["", f"# {section.__doc__}"]
-        for name in section.model_fields:
+        for name in section.__annotations__:
             style = None if isinstance(values[name], list) else False  # None: a list in one line
             line = yaml.safe_dump(
                 {name: values[name]}, default_flow_style=style, width=sys.maxsize

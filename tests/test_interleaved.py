@@ -1,7 +1,6 @@
 """Interleaved runs: the engine on a clock of its own, intervals, and real runs of a tiny model."""
 
 import functools
-import io
 import json
 import math
 import random
@@ -12,10 +11,11 @@ import pytest
 import torch
 
 from measure.interleaved import side as side_module
-from measure.interleaved.__main__ import InterleavedOptions, plan
+from measure.interleaved.__main__ import InterleavedOptions, main, parse_side
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import without_end
 from measure.interleaved.ratio import mean_over_seeds, median_ratio, product
-from measure.interleaved.rounds import Side, interleave, is_narrow
+from measure.interleaved.rounds import Side, interleave
 from runtime.cli import parse
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import read_rows
@@ -25,17 +25,18 @@ from train import setup, train
 
 def test_drift_makes_no_factor():
     """On a machine that becomes a third slower in each round, and whose speed is uneven."""
-    now, chance = [0.0], random.Random(0)
+    now, chance, rates = [0.0], random.Random(0), ([], [], [])
 
-    def side(seconds):
+    def side(seconds, of_side):
         def train():
             took = seconds * (1 + 0.1 * now[0]) * chance.uniform(0.95, 1.05)
             now[0] += took
-            return 1 / took
+            of_side.append(1 / took)
 
         return train
 
-    slow, fast, same = interleave([side(1.1), side(1.0), side(1.0)], 20, lambda _: False)
+    list(interleave([*map(side, (1.1, 1.0, 1.0), rates)], 20))
+    slow, fast, same = (of_side[2:] for of_side in rates)
     ratio = median_ratio(fast, slow)
     assert 1 < ratio.low < 1.1 < ratio.high
     ratio = median_ratio(same, fast)
@@ -44,18 +45,19 @@ def test_drift_makes_no_factor():
 
 def test_every_other_round_goes_backwards_and_the_first_rounds_are_left_out():
     order = []
-    sides = [lambda name=name: order.append(name) or len(order) for name in "abc"]
-    rates = interleave(sides, 2, lambda _: False)
-    assert "".join(order) == "abccbaabccba"
-    assert rates == [[7, 12], [8, 11], [9, 10]]
+    sides = [functools.partial(order.append, name) for name in "abc"]
+    counted = [len(order) for _ in interleave(sides, 2)]
+    assert ("".join(order), counted) == ("abccbaabccba", [9, 12])
 
 
-@pytest.mark.parametrize(("spread", "rounds"), [(0, 10), (2, 50)])
-def test_rounds_end_when_the_interval_is_narrow_and_not_before_there_is_one(spread, rounds):
+@pytest.mark.parametrize(
+    ("spread", "rounds", "narrow"), [(0, 9, False), (0, 10, True), (2, 50, False)]
+)
+def test_rounds_end_when_the_interval_is_narrow_and_not_before_there_is_one(spread, rounds, narrow):
     chance = random.Random(3)
-    sides = [lambda: 1.0, lambda: 1 + spread * chance.random()]
-    rates = interleave(sides, 50, lambda rates: is_narrow(rates, 0.02))
-    assert len(rates[0]) == rounds
+    rates = [[1.0] * rounds, [1 + spread * chance.random() for _ in range(rounds)]]
+    sides = [{"name": "any", "tokens_per_sec": rate, "turns": []} for rate in rates]
+    assert Comparison(machine="any", left_out=3, sides=sides).is_narrow(0.02) == narrow
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,10 @@ def answering(asleep=True, dies=""):
 
 def test_a_side_takes_as_many_steps_as_last_half_a_second_from_the_fourth_time_on():
     with answering() as side:
-        assert [side.train() for _ in range(4)] == pytest.approx([70] * 4)
+        for _ in range(4):
+            side.train()
     assert [len(turn.seconds) for turn in side.turns] == [1, 1, 1, 5]
+    assert side.measured().tokens_per_sec == pytest.approx([70])
     assert side.process.poll() is not None
 
 
@@ -167,27 +171,19 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkey
     config = tiny_config(max_steps=4, lr=1e-6)
     train(config, ALONE)
     rows = read_rows(Path(config.log_dir) / "train/log.csv")
-    run = setup(without_end(tiny_config()), ALONE)
-    first = side_module.take_steps(run, 1)
+    step = side_module.step_of(setup(without_end(tiny_config()), ALONE))
+    first = side_module.take_steps(step, 1, CPU)
     # If two have no room together, freed memory is returned after each turn, and the step that gets
     # it again does not count.
-    freed = []
+    freed, marks = [], iter([0.0, 1.0, 3.0])
     monkeypatch.setattr(side_module, "FREES_CACHE", True)
+    monkeypatch.setattr(side_module, "mark_time", lambda _: next(marks))
     for module, name in ((torch.cuda, "empty_cache"), (side_module, "return_freed_memory")):
-        monkeypatch.setattr(module, name, lambda: freed.append(run.state.step))
-    last = side_module.take_steps(run, 2)
-    assert (len(last["seconds"]), last["tokens"], freed) == (2, 2 * 4 * 32, [4, 4])
+        monkeypatch.setattr(module, name, lambda: freed.append(next(marks, "timed")))
+    last = side_module.take_steps(step, 2, CPU)
+    assert (last["seconds"], last["tokens"], freed) == ([1, 2], 2 * 4 * 32, ["timed", "timed"])
     losses = [rows[step]["loss"] for step in (1, 4)]
     assert [first["loss"], last["loss"]] == pytest.approx(losses, abs=1e-6)
-
-
-def test_a_peers_steps_are_timed_by_a_runs_clock(monkeypatch):
-    answers, marks = io.StringIO(), iter([0.0, 1.0, 3.0])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("2\n"))
-    monkeypatch.setattr(side_module, "mark_time", lambda _: next(marks))
-    side_module.serve_timed(answers, lambda: {"tokens": 4, "loss": torch.tensor(0.5)}, CPU)
-    given = json.loads(answers.getvalue())
-    assert (given["seconds"], given["tokens"], given["loss"]) == ([1, 2], 8, 0.5)
 
 
 def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
@@ -196,9 +192,10 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
         'for _ in open(0): print(\'{"seconds": [1], "asleep": true, "tokens": 5}\', flush=True)'
     )
     texts = ["quickstart.yaml", f"PYTHONPATH={tmp_path} quickstart.yaml"]
-    _, there = plan(InterleavedOptions(sides=texts), [])
+    _, there = (parse_side(text, []) for text in texts)
     with there:
-        assert there.train() == 5
+        there.train()
+    assert there.turns[0].tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -211,7 +208,7 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
 )
 def test_what_cannot_be_compared_is_one_error_line(sides, message):
     with pytest.raises(UserError) as error:
-        plan(parse(InterleavedOptions, ["quickstart.yaml", *sides], positional="sides"), [])
+        main(parse(InterleavedOptions, ["quickstart.yaml", *sides], positional="sides"), [])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -227,6 +224,6 @@ def test_a_side_that_fails_gives_its_reason(config):
 
 def test_variables_before_a_config_are_its_environment():
     texts = ("quickstart.yaml", "A_B=1 C= quickstart.yaml --no-flash")
-    here, other = plan(InterleavedOptions(sides=texts), ["--lr", "1e-4"])
+    here, other = (parse_side(text, ["--lr", "1e-4"]) for text in texts)
     assert other.environment == here.environment | {"A_B": "1", "C": ""}
     assert other.command[3:] == ["--config=quickstart.yaml", "--lr", "1e-4", "--no-flash"]

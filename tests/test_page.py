@@ -13,8 +13,7 @@ from config import load_config
 from measure.ladder.explain import card_of, code_of, explained
 from measure.ladder.report import FIGURES
 from measure.peers.__main__ import FIGURES as PEERS
-from measure.report.page import curve_of, write_page
-from measure.report.report import Report
+from measure.report.report import Report, curve_of
 from runtime.cli import find_config
 from runtime.errors import UserError
 from runtime.report import Estimate
@@ -275,10 +274,10 @@ def test_the_view_fits_a_screen_and_leads_to_the_cards_and_paper_shows_what_it_f
     assert folded.evaluate_all(VISIBLE) == folded.count() > 0
 
 
-def test_curves_without_tokens_or_with_an_infinite_loss_are_drawn(tab, tmp_path):
-    curves = [curve_of("NaN, [Infinity]", [1, 2, 3], [5.0, math.nan, math.inf])]
-    write_page(tmp_path / "page.html", title="Curves", curves=curves)
-    tab.goto((tmp_path / "page.html").as_uri())
+def test_curves_without_times_or_with_an_infinite_loss_are_drawn(tab, tmp_path):
+    curves = [curve_of("NaN, [Infinity]", {1: 5.0, 2: math.nan, 3: math.inf}, 7, {})]
+    Report(tmp_path, "Curves", PEERS, [{"side": "any"}], curves=curves).write()
+    tab.goto((tmp_path / "report.html").as_uri())
     assert tab.locator("#chart canvas").count() == 1
-    assert tab.locator(".axis").all_inner_texts() == ["over steps"]
+    assert tab.locator(".axis").all_inner_texts() == ["over steps", "over tokens"]
     assert "NaN, [Infinity]" in tab.locator(".u-legend").inner_text()

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from measure.interleaved import rounds
-from measure.profile.scaling import split
+from measure.profile.scaling import batch_size_of
 from tests.conftest import TINY
 from tests.test_bench import command_line
 
@@ -31,7 +31,7 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
     assert names == {"interleaved.json", "report.html", "report.md", "results.csv", "scaling.png"}
 
     one, two = json.loads((folder / "interleaved.json").read_text())["sides"]
-    assert "--total_batch_tokens 128 --batch_size 2" in two["command"]
+    assert "--total_batch_tokens=128 --batch_size=2" in two["command"]
     # the same sequences
     assert one["turns"][0]["loss"] == pytest.approx(two["turns"][0]["loss"], abs=1e-5)
     for turn in two["turns"]:
@@ -47,4 +47,4 @@ def test_one_rank_and_two_train_the_same_batch_interleaved(
 
 def test_a_batch_is_split_into_the_largest_micro_steps_that_fit(tiny_config):
     config = tiny_config(batch_size=8, total_batch_tokens=32 * 32)
-    assert [split(config, n) for n in (1, 2, 4, 8, 32)] == [(8, 4), (8, 2), (8, 1), (4, 1), (1, 1)]
+    assert [batch_size_of(config, n) for n in (1, 2, 4, 8, 32)] == [8, 8, 8, 4, 1]

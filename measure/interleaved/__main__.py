@@ -15,11 +15,11 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from pydantic import Field
 
 from config import Config
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.rounds import (
     RoundsOptions,
     Side,
@@ -28,12 +28,12 @@ from measure.interleaved.rounds import (
     training_side,
 )
 from measure.report.tables import print_table
-from runtime.cli import Options, parse
+from runtime.cli import parse
 from runtime.errors import reported
 from runtime.start import start
 
 
-class SidesOptions(Options):
+class InterleavedOptions(RoundsOptions):
     """the sides"""
 
     sides: tuple[str, ...] = Field(min_length=2)
@@ -42,12 +42,8 @@ class SidesOptions(Options):
     """JSON file for the steps of every side, written after each round"""
 
 
-class InterleavedOptions(RoundsOptions, SidesOptions):
-    """All options of an interleaved comparison."""
-
-
-def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Parse `[NAME=VALUE ...] CONFIG [options]` into arguments of train.py and an environment.
+def parse_side(text: str, of_all: Sequence[str]) -> Side:
+    """Make the side of `[NAME=VALUE ...] CONFIG [options]`: environment and options of train.py.
 
     Raises UserError for a mistake in it, before anything starts.
     """
@@ -57,25 +53,23 @@ def parse_side(text: str, of_all: Sequence[str]) -> tuple[list[str], dict[str, s
         name, _, environment[name] = words.pop(0).partition("=")
     arguments = [f"--config={words[0]}", *of_all, *words[1:]]
     parse(Config, arguments, config_file=True)
-    return arguments, environment
+    return training_side(text, arguments, environment)
 
 
-def plan(options: InterleavedOptions, of_all: Sequence[str]) -> list[Side]:
-    """Return the sides of the command line. Raises UserError."""
-    return [training_side(text, *parse_side(text, of_all)) for text in options.sides]
-
-
-def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
-    """Compare the sides of the command line. Raises UserError."""
-    results = Path(options.output) if options.output else None
-    sides = plan(options, of_all)
-    found = run_rounds(sides, options.rounds, options.width, results=results)
+def print_comparison(found: Comparison, about: str = "") -> None:
+    """Print a row for each side; the title begins with `about`."""
     rows = [
         (side.name, f"{side.median:,.0f}", found.ratio_text(i), f"{side.peak_memory_mb:,.0f}")
         for i, side in enumerate(found.sides)
     ]
     headings = ("side", "tokens/s", "x first", "MB")
-    print_table(f"{found.rounds} interleaved rounds", headings, rows)
+    print_table(f"{about}{found.rounds} interleaved rounds", headings, rows)
+
+
+def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
+    """Compare the sides of the command line. Raises UserError."""
+    sides = [parse_side(text, of_all) for text in options.sides]
+    print_comparison(run_rounds(sides, options.rounds, options.width, results=options.output))
 
 
 if __name__ == "__main__":

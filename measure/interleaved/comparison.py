@@ -1,5 +1,6 @@
 """The result of interleaved runs: the figures of each side, turn by turn, as in its JSON file."""
 
+import itertools
 import statistics
 from typing import Any
 
@@ -7,6 +8,8 @@ from pydantic import BaseModel, Field
 
 from measure.interleaved.ratio import FEWEST, median_ratio
 from runtime.report import Estimate
+
+FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
 
 
 class Turn(BaseModel):
@@ -63,6 +66,17 @@ class Comparison(BaseModel, extra="allow"):
     def ratio(self, side: int = 1, base: int = 0) -> Estimate:
         """Return the speed of a side over another, from at least FEWEST rounds."""
         return median_ratio(self.sides[side].tokens_per_sec, self.sides[base].tokens_per_sec)
+
+    def is_narrow(self, width: float) -> bool:
+        """True if the interval of every side over every other one is narrower than `width`.
+
+        Only the width ends the rounds, not the ratio: stopping at a pleasant one would make it
+        false.
+        """
+        return self.rounds >= FEWEST_FOR_AN_EARLY_END and all(
+            self.ratio(side, base).width <= width
+            for base, side in itertools.combinations(range(len(self.sides)), 2)
+        )
 
     def ratio_text(self, side: int) -> str:
         """Format the speed of a side over the first one; empty for the first or too few rounds."""

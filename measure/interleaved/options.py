@@ -14,12 +14,12 @@ def without_end(config: Config) -> Config:
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return options as flags of train.py, except options that are None."""
+    """Return options as flags of train.py."""
     flags: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
+        else:
             parts = value if isinstance(value, list | tuple) else [value]
-            flags += [f"--{name}", ",".join(map(str, parts))]
+            flags.append(f"--{name}={','.join(map(str, parts))}")
     return flags

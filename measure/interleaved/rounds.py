@@ -3,13 +3,12 @@
 import contextlib
 import datetime
 import functools
-import itertools
 import math
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,18 @@ from pydantic import Field
 
 from measure.interleaved.comparison import Comparison, MeasuredSide, Turn
 from measure.interleaved.process import start_process
-from measure.interleaved.ratio import FEWEST, median_ratio
+from measure.interleaved.ratio import FEWEST
 from runtime.cli import Options
 from runtime.errors import TrainingError, why_it_failed
 from runtime.files import write_json
-from runtime.report import git_commit, machine
+from runtime.report import ROOT, git_commit, machine
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.
 LEFT_OUT = 3
 WIDTH = 0.02  # stop once every interval is narrower than this share of its median
-FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
 # Train at least this long at a time: less is lost in the machine's noise. Rehearsals set less.
 TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
 
-Rates = Sequence[Sequence[float]]  # tokens/s of each side, in each round
 say = functools.partial(print, flush=True)
 
 
@@ -44,34 +40,16 @@ def steps_of_a_turn(seconds: float) -> int:
     return max(1, math.ceil(TURN_SECONDS / seconds))
 
 
-def interleave(
-    sides: Sequence[Callable[[], float]], rounds: int, enough: Callable[[Rates], bool]
-) -> Rates:
-    """Call every side once a round, in reverse order every other round; return their results.
+def interleave(sides: Sequence[Callable[[], object]], rounds: int) -> Iterator[None]:
+    """Call every side once a round, in reverse order every other round; yield after each round.
 
-    Two rounds come before the ones that count. Ends after `rounds`, or once `enough` is true.
+    Two rounds come before the ones that count, and yield nothing.
     """
-    rates: list[list[float]] = [[] for _ in sides]
-    turns = list(zip(sides, rates, strict=True))
     for i in range(1 - LEFT_OUT, rounds):
-        for side, of_side in turns[:: 1 if i % 2 == 0 else -1]:
-            rate = side()
-            if i >= 0:
-                of_side.append(rate)
-        if i >= 0 and enough(rates):
-            break
-    return rates
-
-
-def is_narrow(rates: Rates, width: float) -> bool:
-    """True if the interval of every side over every other one is narrower than `width`.
-
-    Only the width ends the rounds, not the ratio: stopping at a pleasant one would make it false.
-    """
-    return len(rates[0]) >= FEWEST_FOR_AN_EARLY_END and all(
-        median_ratio(ours, theirs).width <= width
-        for theirs, ours in itertools.combinations(rates, 2)
-    )
+        for side in sides[:: 1 if i % 2 == 0 else -1]:
+            side()
+        if i >= 0:
+            yield
 
 
 class SideError(TrainingError):
@@ -101,8 +79,8 @@ class Side:
         self.process.communicate()
         self.errors.close()
 
-    def train(self) -> float:
-        """Take the steps; returns tokens/s. Raises SideError if the process fails."""
+    def train(self) -> None:
+        """Take the steps, and keep their figures. Raises SideError if the process fails."""
         requests, answers = self.process.stdin, self.process.stdout
         assert requests
         assert answers
@@ -118,10 +96,17 @@ class Side:
                 f"OMP_WAIT_POLICY"
             )
         self.turns.append(turn)
-        seconds = sum(turn.seconds)
         if len(self.turns) == LEFT_OUT:
-            self.steps = steps_of_a_turn(seconds / self.steps)
-        return turn.tokens / seconds
+            self.steps = steps_of_a_turn(sum(turn.seconds) / self.steps)
+
+    def measured(self) -> MeasuredSide:
+        """Return its figures so far."""
+        return MeasuredSide(
+            name=self.name,
+            command=shlex.join(["python", *self.command[1:]]),
+            tokens_per_sec=[turn.tokens / sum(turn.seconds) for turn in self.turns[LEFT_OUT:]],
+            turns=self.turns,
+        )
 
 
 def training_side(
@@ -145,7 +130,7 @@ def run_rounds(
     rounds: int,
     width: float = WIDTH,
     *,
-    results: Path | None = None,
+    results: str | Path | None = None,
     check: Callable[[Side], None] = lambda _: None,
 ) -> Comparison:
     """Start the sides, interleave them, and return the figures of each in each round.
@@ -153,39 +138,26 @@ def run_rounds(
     `results`: a JSON file to write after each round. `check`: called with every side after its
     first steps. Raises SideError.
     """
-
     about: Any = {"machine": machine(), "date": str(datetime.date.today()), "git": git_commit()}
-
-    def compared(rates: Rates) -> Comparison:
-        measured = [
-            MeasuredSide(
-                name=side.name,
-                command=shlex.join(["python", *side.command[1:]]),
-                tokens_per_sec=[*of_side],
-                turns=side.turns,
-            )
-            for side, of_side in zip(sides, rates, strict=True)
-        ]
-        return Comparison(**about, left_out=LEFT_OUT, sides=measured)
-
-    def enough(rates: Rates) -> bool:
-        found = compared(rates)
-        if results:
-            write_json(results, found.dump())
-        line = f"round {found.rounds} of at most {rounds}: "
-        line += ", ".join(f"{rate[-1]:,.0f}" for rate in rates) + " tokens/s"
-        if found.rounds >= FEWEST:
-            line += "; x first " + ", ".join(map(found.ratio_text, range(1, len(sides))))
-        say(line)
-        return is_narrow(rates, width)
-
     with contextlib.ExitStack() as running:
         for side in sides:
             running.enter_context(side)
         for side in sides:  # the first steps alone, since the compiler times kernels to choose one
             side.train()
             check(side)
-        return compared(interleave([side.train for side in sides], rounds, enough))
+        for _ in interleave([side.train for side in sides], rounds):
+            measured = [side.measured() for side in sides]
+            found = Comparison(**about, left_out=LEFT_OUT, sides=measured)
+            if results:
+                write_json(Path(results), found.dump())
+            speeds = ", ".join(f"{side.tokens_per_sec[-1]:,.0f}" for side in measured)
+            line = f"round {found.rounds} of at most {rounds}: {speeds} tokens/s"
+            if found.rounds >= FEWEST:
+                line += "; x first " + ", ".join(map(found.ratio_text, range(1, len(sides))))
+            say(line)
+            if found.is_narrow(width):
+                break
+        return found
 
 
 # ---- options of commands that interleave

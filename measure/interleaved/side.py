@@ -13,7 +13,6 @@ if __name__ == "__main__":
     OPTIONS = start(Config, description=__doc__, config_file=True)
 
 import datetime
-import functools
 import itertools
 import json
 import os
@@ -29,9 +28,9 @@ from measure.interleaved.options import without_end
 from runtime.clock import mark_time, seconds_between
 from runtime.device import choose_device, peak_memory_mb
 from runtime.errors import reported
-from runtime.start import return_freed_memory
+from runtime.start import return_freed_memory, trim_memory_if_short
 from runtime.world import World, joined_world
-from train import Run, setup, take_step
+from train import Run, setup, train_step
 
 ASLEEP = 0.1  # a process that uses less of one core counts as asleep
 # Set if two sides do not fit in memory together: each returns freed memory to the system after its
@@ -46,10 +45,11 @@ def take_stdout() -> TextIO:
     return answers
 
 
-def serve(answers: TextIO, take_steps: Callable[[int], dict[str, Any]], world: World) -> None:
+def serve(answers: TextIO, step: Callable[[], dict[str, Any]], world: World) -> None:
     """Take the number of steps on each line of stdin, and answer with their figures.
 
-    The answer waits until this process sleeps; `asleep` is false if it keeps computing. Of several
+    `step` returns its tokens and other figures, a loss as a tensor: to read it would wait. The
+    answer waits until this process sleeps; `asleep` is false if it keeps computing. Of several
     ranks, rank 0 reads and answers; `ranks` in its answer has the figures of each.
     """
     # Until the next turn, gloo lets the other ranks sleep; NCCL would keep their GPUs busy.
@@ -61,32 +61,37 @@ def serve(answers: TextIO, take_steps: Callable[[int], dict[str, Any]], world: W
             dist.broadcast_object_list(line, src=0, group=waiting)
         if not line[0]:
             return
-        figures = take_steps(int(line[0])) | {"asleep": falls_asleep()}
+        figures = take_steps(step, int(line[0]), world.device) | {"asleep": falls_asleep()}
         if waiting:
             ranks = world.gather(figures)
             figures |= {"ranks": ranks, "asleep": all(rank["asleep"] for rank in ranks)}
         if world.rank == 0:
-            print(json.dumps(figures, default=float), file=answers, flush=True)
+            print(json.dumps(figures), file=answers, flush=True)
 
 
-def serve_timed(answers: TextIO, step: Callable[[], dict[str, Any]], device: torch.device) -> None:
-    """Time calls of `step` by the clock of a run; stdin has their number.
-
-    `step` returns its tokens and other figures, a loss as a tensor: to read it would wait.
-    """
-
-    def take_steps(count: int) -> dict[str, Any]:
-        taken, marks = list[dict[str, Any]](), [mark_time(device)]
-        for _ in range(count):
-            taken.append(step())
-            marks.append(mark_time(device))
-        return taken[-1] | {
-            "tokens": sum(figures["tokens"] for figures in taken),
-            "seconds": list(itertools.starmap(seconds_between, itertools.pairwise(marks))),
-            "peak_memory_mb": peak_memory_mb(device),
-        }
-
-    serve(answers, take_steps, World(device))
+def take_steps(
+    step: Callable[[], dict[str, Any]], count: int, device: torch.device
+) -> dict[str, Any]:
+    """Take steps, timed by the clock of a run; returns the figures to answer with."""
+    trim_memory_if_short(device.type)
+    if FREES_CACHE:
+        step()
+    taken, marks = list[dict[str, Any]](), [mark_time(device)]
+    for _ in range(count):
+        taken.append(step())
+        marks.append(mark_time(device))
+    loss = taken[-1].get("loss")
+    figures = taken[-1] | {
+        "loss": None if loss is None else float(loss),
+        "tokens": sum(figures["tokens"] for figures in taken),
+        "seconds": list(itertools.starmap(seconds_between, itertools.pairwise(marks))),
+        "peak_memory_mb": peak_memory_mb(device),
+        "threads": torch.get_num_threads(),
+    }
+    if FREES_CACHE:
+        torch.cuda.empty_cache()
+        return_freed_memory()
+    return figures
 
 
 def falls_asleep() -> bool:
@@ -103,31 +108,17 @@ def falls_asleep() -> bool:
     return False
 
 
-def take_steps(run: Run, count: int) -> dict[str, Any]:
-    """Take `count` steps of the run; return the figures to answer with."""
-    state, device, world = run.state, run.world.device, run.world
-    for _ in range(FREES_CACHE + count):
-        take_step(run)
-    state.settle(run.config)
-    state.taken.clear()  # nothing is logged
-    if FREES_CACHE:
-        torch.cuda.empty_cache()
-        return_freed_memory()
-    return {
-        "seconds": state.step_seconds[-count:],  # the step after freed memory is not timed
-        "tokens": count * run.config.tokens_per_step(world.world_size),
-        "loss": state.last_loss,
-        "peak_memory_mb": peak_memory_mb(device),
-        "threads": torch.get_num_threads(),
-    }
+def step_of(run: Run) -> Callable[[], dict[str, Any]]:
+    """Return a function that takes the next step of a run."""
+    tokens, steps = run.config.tokens_per_step(run.world.world_size), itertools.count(1)
+    return lambda: {"tokens": tokens, "loss": train_step(run, next(steps)).loss}
 
 
 def main(config: Config) -> None:
     """Train with the options of the command line, by the steps on stdin."""
     answers = take_stdout()
     with joined_world(choose_device(config.device), config.timeout) as world:
-        run = setup(without_end(config), world)
-        serve(answers, functools.partial(take_steps, run), world)
+        serve(answers, step_of(setup(without_end(config), world)), world)
 
 
 if __name__ == "__main__":

@@ -115,13 +115,12 @@ def run_commands(commands: Sequence[Sequence[str]]) -> list[str | None]:
 
     Several have a GPU each, and share the cores.
     """
-    share, several = str(max(1, cores() // len(commands))), len(commands) > 1
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = chosen.split(",") if chosen else [str(gpu) for gpu in range(len(commands))]
+    several, all_gpus = len(commands), ",".join(map(str, range(len(commands))))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
     started = []
     for command, gpu in zip(commands, itertools.cycle(gpus), strict=False):
-        variables = {"OMP_NUM_THREADS": share, "CUDA_VISIBLE_DEVICES": gpu}
-        started.append(start_process(command, variables if several else {}))
+        share = {"OMP_NUM_THREADS": str(max(1, cores() // several)), "CUDA_VISIBLE_DEVICES": gpu}
+        started.append(start_process(command, share if several > 1 else {}))
     return [
         why_it_failed(process.returncode, errors) if process.wait() else None
         for process, errors in started
@@ -159,8 +158,7 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, device: Device) -> N
             record.comparisons.pop(name, None)
             record.fail(name, str(error))
             continue
-        both = [settings(side.config) for side in (base, stage)]
-        about = {"device": str(device.name), "settings": both}
+        about = {"device": str(device.name), "settings": [*map(settings, stage.sides)]}
         record.comparisons[name] = found.model_copy(update=about)
         record.save()
 

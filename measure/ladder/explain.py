@@ -22,7 +22,8 @@ BESIDE = (
     "min_lr",
     "run_name",
 )  # options set beside a technique
-OTHERS = ("_", "describe", "notes", "to_yaml", "advice")  # methods that only describe options
+# methods that describe options, or only replace them
+OTHERS = ("_", "describe", "notes", "to_yaml", "advice", "on_device")
 
 
 def card_of(name: str, file: Path, base: Path) -> Card:
@@ -82,29 +83,22 @@ def methods_that_read(option: str) -> Iterator[str]:
 
 
 def statements_that_read(path: Path, names: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield line number and text of the statements with one of these attributes, or with a
-    variable that such a statement sets. Comments above a statement belong to it.
+    """Yield line number and text of the statements with one of these attributes. Comments above a
+    statement belong to it.
     """
     lines, tree = parsed(path)
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef) or function.name.startswith("check"):
-            continue
-        set_there, shown_to = set[str](), 0
-        inside = (n for n in ast.walk(function) if isinstance(n, ast.stmt) and n is not function)
-        for node in sorted(inside, key=lambda node: node.lineno):
-            parts = [
-                part
-                for child in ast.iter_child_nodes(node)
-                if not isinstance(child, ast.stmt)
-                for part in ast.walk(child)
-            ]
-            reads_it = any(getattr(part, "attr", "") in names for part in parts)
-            if node.lineno <= shown_to or not (
-                reads_it or any(getattr(part, "id", "") in set_there for part in parts)
-            ):
-                continue
-            if isinstance(node, ast.Assign) and reads_it:
-                set_there |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inside = {
+        node
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.stmt) and not function.name.startswith("check")
+    }
+    shown_to = 0
+    for node in sorted(inside.difference(functions), key=lambda node: node.lineno):
+        children = (n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.stmt))
+        parts = itertools.chain(*map(ast.walk, children))
+        if node.lineno > shown_to and any(getattr(part, "attr", "") in names for part in parts):
             first = node.lineno
             shown_to = node.end_lineno or first
             while lines[first - 2].lstrip().startswith("#"):

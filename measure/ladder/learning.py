@@ -17,12 +17,10 @@ from measure.ladder.record import curve
 from measure.ladder.report import rows_of as speeds_of
 from measure.ladder.report import where_of, write_report
 from measure.ladder.stages import Stage
-from measure.report.page import curve_of
-from measure.report.pictures import LOSS, draw_panels
-from measure.report.report import Card, Figure, Row
+from measure.report.pictures import LOSS, Curve, draw_panels
+from measure.report.report import Card, Figure, Row, curve_of
 from runtime.report import Estimate
 
-Curve = dict[int, float]  # validation loss by step
 NOISE = (
     "after +-: the half width of the mean's 95% interval over the seeds, by Student's t; within "
     "noise: the interval contains 0. The apparent worth of a rung that adds nothing is noise too"
@@ -76,7 +74,7 @@ WORTH = [
 def losses_of(stage: Stage) -> list[Curve]:
     """Return the validation losses of each seed of a stage; none unless all have finished."""
     finished = [run.finished for run in stage.runs]
-    curves = [dict(zip(*curve(run.eval, "val_loss"), strict=True)) for run in finished if run]
+    curves = [curve(run.eval, "val_loss") for run in finished if run]
     return curves if len(curves) == len(finished) else []
 
 
@@ -130,14 +128,14 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
         base, ours = stage.base or stage, curves[stage.name]
         if not (ours and curves[first.name]):
             continue
-        is_first, speed = stage is first, speeds[head.name]
-        tokens = Estimate(1.0) if is_first else share_of_tokens(ours, curves[first.name])
+        speed = speeds[head.name]
+        tokens = share_of_tokens(ours, curves[first.name]) if stage.base else Estimate(1.0)
         rows.append(
             {
                 "stage": stage.name,
                 "base": base.name,
                 "loss": mean_over_seeds(last(ours)),
-                "lower": None if is_first else lower_by(curves[base.name], ours),
+                "lower": stage.base and lower_by(curves[base.name], ours),
                 "tokens_share": tokens,
                 "speed": speed,
                 "time_share": tokens and product([tokens, speed.inverse]),
@@ -146,11 +144,11 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
     return rows
 
 
-def mean_of(curves: Sequence[Curve]) -> tuple[list[int], list[float]]:
-    """Return the steps that all seeds have, and the mean of their losses at each."""
+def mean_of(curves: Sequence[Curve]) -> Curve:
+    """Return the mean of the losses of all seeds, at the steps that all of them have."""
     steps = [step for step in curves[0] if all(step in losses for losses in curves)]
     steps = steps[1:] or steps  # the first evaluation comes before any training
-    return steps, [statistics.fmean(losses[step] for losses in curves) for step in steps]
+    return {step: statistics.fmean(losses[step] for losses in curves) for step in steps}
 
 
 def write_losses(
@@ -170,8 +168,9 @@ def write_losses(
         curves=[
             curve_of(
                 titles.get(stage.name, stage.name),
-                *losses,
-                tokens_per_step=stage.config.tokens_per_step(stage.ranks),
+                losses,
+                stage.config.tokens_per_step(stage.ranks),
+                {},
             )
             for stage, losses in means.items()
         ],

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from config import Config, step_seconds
+from measure.interleaved.options import to_flags
 from measure.ladder.explain import CHANGE_SPEED
 from measure.ladder.record import Device, Record
 from measure.ladder.stages import Stage, can_gain, make_stage
@@ -76,7 +77,7 @@ def quick_stages(record: Record, of_runs: Sequence[str], device: Device) -> list
             name,
             name,
             record,
-            [*(f"--{option}={value}" for option, value in changes.items()), *of_runs],
+            [*to_flags(changes), *of_runs],
             device,
         )
         for name, changes in zip(

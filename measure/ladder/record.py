@@ -53,11 +53,10 @@ def read_columns(path: Path, required: Sequence[str] = LOG_COLUMNS) -> Columns:
     return {name: [row[name] for row in rows] for name in next(iter(rows), required)}
 
 
-def curve(log: Columns, column: str = "loss") -> tuple[list[int], list[Any]]:
-    """Return the steps at which a log has a value in the column, and the values."""
+def curve(log: Columns, column: str = "loss") -> dict[int, float]:
+    """Return a column of a log by step, without empty cells."""
     cells = zip(log["step"], log[column], strict=True)
-    points = {int(step or 0): value for step, value in cells if value is not None}
-    return list(points), list(points.values())
+    return {int(step or 0): value for step, value in cells if value is not None}
 
 
 class Summary(BaseModel, allow_inf_nan=False, extra="allow"):

@@ -23,9 +23,8 @@ from measure.ladder.stages import (
     series,
     series_folder,
 )
-from measure.report.page import curve_of
 from measure.report.pictures import LOSS, draw_panels
-from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row
+from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row, curve_of
 from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS
 
@@ -186,7 +185,7 @@ def published_difference(stage: Stage, run: Run) -> float | None:
     if not stage.published.log:
         return None
     logs = (run.log, read_columns(REFERENCE / stage.published.log))
-    ours, published = (dict(zip(*curve(log), strict=True)) for log in logs)
+    ours, published = map(curve, logs)
     differences = [abs(ours[s] - published[s]) for s in COMPARED if s in ours and s in published]
     return statistics.fmean(differences) if differences else None
 
@@ -247,16 +246,16 @@ def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> lis
     """Return the loss curves of finished stages, then the published ones."""
     curves, published = [], []
     for (stage, run), card in zip(done, cards, strict=True):
-        log, ranks = run.log, run.summary.world_size
-        tokens, times = stage.config.tokens_per_step, curve(log, "dt_ms")[1]
-        curves.append(curve_of(card.title, *curve(log), times, tokens_per_step=tokens(ranks)))
+        log, tokens = run.log, stage.config.tokens_per_step
+        of_run = curve_of(
+            card.title, curve(log), tokens(run.summary.world_size), curve(log, "dt_ms")
+        )
+        curves.append(of_run)
         if path := stage.published.log:
             log, label = read_columns(REFERENCE / path), f"{card.title}, published"
             # Times that were read without waiting for the GPU mean nothing.
-            times = curve(log, "dt_ms")[1] if stage.published.tokens_per_sec else []
-            published.append(
-                curve_of(label, *curve(log), times, tokens_per_step=tokens(1), published=True)
-            )
+            times = curve(log, "dt_ms") if stage.published.tokens_per_sec else {}
+            published.append(curve_of(label, curve(log), tokens(1), times, published=True))
     return [*curves, *published]
 
 
@@ -336,43 +335,42 @@ def across(folders: Sequence[str], out: Path) -> None:
 
     A machine is named after the parent of its ladder's folder.
     """
-    factors: dict[str, dict[str, Estimate]] = {}  # over the base, by stage and machine
-    bases: dict[str, str] = {}
-    files: dict[str, Path] = {}  # configs of the stages of known series
+    rows = dict[str, Row]()  # by stage: its factor over its base on each machine
+    files = dict[str, Path]()  # configs of the stages of known series
     machines = list[str]()
     for folder in map(Path, folders):
         name = folder.resolve().parent.name
         machines.append(str(folder) if name in machines else name)
         text = (folder / "results.csv").read_text(encoding="utf-8")
-        for row in csv.DictReader(text.splitlines()):
-            if row["base"] != row["stage"]:
-                bases[row["stage"]] = row["base"]
-                of_stage = factors.setdefault(row["stage"], {})
-                ends = [row["over_base"], row["over_base_low"], row["over_base_high"]]
-                if values := [float(end) for end in ends if end]:
-                    of_stage[machines[-1]] = Estimate(*values)
+        for line in csv.DictReader(text.splitlines()):
+            stage, base = line["stage"], line["base"]
+            if stage != base:
+                ends = [line["over_base"], line["over_base_low"], line["over_base_high"]]
+                values = [float(end) for end in ends if end]
+                over_base = Estimate(*values) if values else None
+                row = rows.setdefault(stage, {"stage": stage})
+                row |= {"base": base, machines[-1]: over_base}
         if place := series_folder(folder.name.removesuffix(SUFFIX)):
             files |= {path.stem: path for path in series(place)}
     cards = list[Card]()
-    for stage, base in bases.items():
-        cards.append(Card(stage, stage))
-        if {stage, base} <= files.keys():
-            cards[-1] = card_of(stage, files[stage], files[base])
+    for stage, row in rows.items():
+        card = Card(stage, stage)
+        if {stage, row["base"]} <= files.keys():
+            file, base_file = files[stage], files[row["base"]]
+            card = card_of(stage, file, base_file)
             for name, figure in PUBLISHED.items():
-                over = factor(published(files[stage]), published(files[base]), figure)
-                factors[stage] |= {name: Estimate(over)} if over else {}
-    columns = [*machines, *PUBLISHED]
+                over = factor(published(file), published(base_file), figure)
+                row[name] = over and Estimate(over)
+        row["stage"] = card.label
+        cards.append(card)
     Report(
         out,
         "The factor of each optimization, by machine",
         [
             Figure("stage", "stage"),
-            *(Figure(name, name, bar=True, over="base") for name in columns),
+            *(Figure(name, name, bar=True, over="base") for name in (*machines, *PUBLISHED)),
         ],
-        [
-            {"stage": card.label, **{name: factors[card.name].get(name) for name in columns}}
-            for card in cards
-        ],
+        [*rows.values()],
         meaning="The speed of each stage over that of the stage that it changes. Published: the "
         "same step in the a100 series and in the list of timings on one GPU (`logs/reference/`).",
         bars="across.png",

@@ -31,7 +31,7 @@ from measure.ladder.record import (
     differences,
     read_columns,
 )
-from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping, show
+from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping
 from runtime.errors import UserError
 
 ROOT = CONFIG_DIR.parent
@@ -318,7 +318,7 @@ def switched_off(config: Config) -> dict[str, dict[str, Any]]:
     for name in on:
         without = config.model_copy(update={name: config.off_value(name)}).optimizations_on()
         off[name] = {
-            other: False if getattr(config, other) is True else show(config.off_value(other))
+            other: False if getattr(config, other) is True else config.off_value(other)
             for other in on
             if other not in without
         }
@@ -348,7 +348,7 @@ def published(path: Path) -> Published:
 
 def median_of(log: Path, column: str = "tokens_per_sec") -> float | None:
     """Return the median of a log's speeds, without the first steps; None if it has none."""
-    values = curve(read_columns(log), column)[1][NOT_TIMED:]
+    values = [*curve(read_columns(log), column).values()][NOT_TIMED:]
     return statistics.median(values) if values else None
 
 

@@ -35,7 +35,6 @@ from measure.interleaved.rounds import (
 )
 from measure.peers import MATMULS, TRANSFORMERS
 from measure.report.report import PEAK_MEMORY, Figure, Report, Row
-from runtime.cli import Options
 from runtime.errors import UserError, reported
 from runtime.files import aside, write_json
 from runtime.report import git_commit, machine
@@ -56,8 +55,10 @@ NEEDED: dict[str, Any] = {
 }
 
 
-class WhatOptions(Options):
+class PeersOptions(RoundsOptions):
     """sides"""
+
+    model_config = ConfigDict(extra="allow")  # `model_extra` has the given flags of train.py
 
     peer: tuple[str, ...] = ()
     """nanoGPT-like Python files, which have GPT and GPTConfig"""
@@ -65,12 +66,6 @@ class WhatOptions(Options):
     """this project's best rung"""
     log_dir: str = "logs"
     """results go to peers/ in this folder"""
-
-
-class PeersOptions(RoundsOptions, WhatOptions):
-    """All options of a comparison with peers; `model_extra` has the given flags of train.py."""
-
-    model_config = ConfigDict(extra="allow")
 
     def of_training(self) -> dict[str, Any]:
         """Return the options that every side overrides in the config."""
@@ -163,12 +158,11 @@ def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -
     """Interleave our side with another. Raises SideError, also if first losses differ."""
 
     def check(side: Side) -> None:
-        if MATMULS in other.command:  # they have no loss
-            return
-        loss, our_loss = side.turns[0].loss or math.nan, ours.turns[0].loss or math.nan
-        rounded = config.bf16 or config.tf32 or config.matmul_precision != "highest"
-        tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
-        compare_losses(side.name, loss, our_loss, config, tolerance)
+        loss, our_loss = side.turns[0].loss, ours.turns[0].loss
+        rounded = config.bf16 or config.fp32_precision() != "highest"
+        if loss is not None and our_loss is not None:  # the matmuls have none
+            tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
+            compare_losses(side.name, loss, our_loss, config, tolerance)
 
     sides = (ours, other)
     return run_rounds(sides, options.rounds, options.width, check=check)

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Literal
 
 from config import load_config
+from measure.interleaved.__main__ import print_comparison
 from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds, training_side
 from measure.peers import OURS
 from measure.peers.__main__ import short_name, with_transformers
-from measure.report.tables import print_table
-from runtime.cli import Options, Positive
+from runtime.cli import Positive
 from runtime.errors import reported
 from runtime.start import parse_command_line
 
 
-class WhatOptions(Options):
+class GenerateOptions(RoundsOptions):
     """generated texts"""
 
     texts: Positive = 16
@@ -43,10 +43,6 @@ class WhatOptions(Options):
     """JSON file for the rounds of every side, written after each"""
 
 
-class GenerateOptions(RoundsOptions, WhatOptions):
-    """All options of a comparison of generation."""
-
-
 def main(options: GenerateOptions) -> None:
     """Compare, and print a row for each side. Raises UserError and SideError."""
     from measure.peers.side import write_weights  # imports torch
@@ -65,20 +61,16 @@ def main(options: GenerateOptions) -> None:
             )
             for peer in [OURS, *with_transformers(options.peer)]
         ]
-        results = Path(options.output) if options.output else None
 
         def check(side: Side) -> None:
             theirs, ours = (s.turns[0].likeliest for s in (side, sides[0]))
             if theirs != ours:
                 raise SideError(f"{side.name}: its likeliest tokens are {theirs}, ours {ours}")
 
-        found = run_rounds(sides, options.rounds, options.width, results=results, check=check)
-    rows = [
-        (side.name, f"{side.median:,.1f}", str(found.ratio(0, i)) if i else "")
-        for i, side in enumerate(found.sides)
-    ]
-    title = f"{options.texts} texts at a time, {found.rounds} interleaved rounds"
-    print_table(title, ["side", "tokens/s", "ours over it"], rows)
+        found = run_rounds(
+            sides, options.rounds, options.width, results=options.output, check=check
+        )
+    print_comparison(found, f"{options.texts} texts at a time, ")
 
 
 if __name__ == "__main__":

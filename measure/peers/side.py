@@ -9,11 +9,11 @@ training step and nothing else. With `--texts` a step generates texts.
 """
 
 from config import Config
-from runtime.cli import Options, Positive, ZeroIsOff
+from runtime.cli import Positive, ZeroIsOff
 from runtime.start import parse_command_line, set_up_process
 
 
-class WhichPeer(Options):
+class PeerConfig(Config):
     """peer"""
 
     peer: str = "transformers"
@@ -24,10 +24,6 @@ class WhichPeer(Options):
     """generate this number of texts at a time, instead of training; 0 disables it"""
     tokens: Positive = 100
     """tokens of each text"""
-
-
-class PeerConfig(WhichPeer, Config):
-    """All options of a peer's side."""
 
 
 if __name__ == "__main__":
@@ -53,7 +49,7 @@ from data.tokenizer import END_OF_TEXT
 from dataloader import DataLoader, prefetch
 from inference.sampling import Text, grow, pack_weights, seeded
 from measure.interleaved.options import without_end
-from measure.interleaved.side import serve_timed, take_stdout
+from measure.interleaved.side import serve, take_stdout
 from measure.ladder.roofline import count
 from measure.peers import MATMULS, OURS, TRANSFORMERS
 from model import GPT, GPTConfig
@@ -300,7 +296,7 @@ def main(options: PeerConfig) -> None:
     make_step = matmul_step if options.peer == MATMULS else training_step
     if options.texts:
         make_step = generation_step
-    serve_timed(answers, make_step(options, device), device)
+    serve(answers, make_step(options, device), World(device))
 
 
 if __name__ == "__main__":

@@ -173,7 +173,8 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
         # the norm is inf or nan after an overflow in fp16
         learned.update(n for n, grad in grads.items() if 0 < own_part(grad).norm() < math.inf)
 
-    hooks = [optimizer.register_step_pre_hook(look) for optimizer in run.state.optimizers]
+    for optimizer in run.state.optimizers:
+        optimizer.register_step_pre_hook(look)
     # Overflows do not count: fp16's loss scale comes down first.
     while run.state.step - run.state.skipped_overflows < steps_of(config):
         take_step(run)
@@ -185,8 +186,6 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
             is_well = abs(loss - guess) < 0.7 if config.init_from == "scratch" else loss < guess
             text = f"first loss: {loss:.3f}; a uniform guess has {guess:.3f}"
             yield is_well, text, "look at the initial weights, the loss, and the vocabulary's size"
-    for hook in hooks:
-        hook.remove()
     # With FSDP a rank sees only its own shards, and few tokens may leave some of them unchanged.
     at_rest = {n for n, p in parameters.items() if torch.equal(own_part(p), before[n])}
     for problem, names in {

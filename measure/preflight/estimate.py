@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,8 +170,7 @@ def describe_saving(save: float, step: float) -> str:
 # ---- memory
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes of a rank's tensors at one moment of a training step."""
 
     parameters: float  # includes the model's buffers
@@ -183,8 +181,7 @@ class Moment:
 
     def total(self, batches: float = 1.0) -> float:
         """Return the sum, with `batches` times the batch."""
-        fixed = self.parameters + self.gradients + self.optimizer + self.gathered
-        return fixed + batches * self.activations
+        return sum(self) + (batches - 1) * self.activations
 
 
 def moment_of(

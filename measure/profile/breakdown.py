@@ -13,7 +13,7 @@ from config import Config
 from measure.interleaved.process import in_fresh_process
 from measure.profile.tables import about_machine
 from measure.profile.timing import set_up
-from measure.report.tables import markdown_table, print_table
+from measure.report.tables import markdown_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
 from runtime.errors import TrainingError
@@ -21,6 +21,8 @@ from runtime.files import write_atomic
 from train import Run, train_step
 
 # ---- the parts of a step
+
+OF_BACKWARD = "  of which "  # begins the names of the parts of the backward pass
 
 
 def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]:
@@ -36,7 +38,7 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
 
     def backward_ends(part: str) -> Callable[..., None]:
         def watch(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
-            inputs[0].register_hook(ends(f"{part}, backward"))
+            inputs[0].register_hook(ends(OF_BACKWARD + part))
 
         return watch
 
@@ -55,7 +57,7 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
             block.register_forward_hook(ends("MLP")),
         ]
     for embedding in (parts.wte, *([] if parts.config.rope else [parts.wpe])):
-        hook = ends("embedding, backward")
+        hook = ends(OF_BACKWARD + "embedding")
         hooks.append(embedding.weight.register_post_accumulate_grad_hook(hook))
     return hooks
 
@@ -87,16 +89,10 @@ def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
     names = list(of_steps[-1])
     ms = {name: 1e3 * statistics.median(step[name] for step in of_steps[1:]) for name in names}
     total = sum(ms.values())
-    of_backward = [name for name in names if name.endswith(", backward")]
+    of_backward = [name for name in names if name.startswith(OF_BACKWARD)]
     ms["backward"] = sum(ms[name] for name in of_backward)
     names.insert(names.index(of_backward[0]), "backward")
     return [(name, ms[name], ms[name] / total) for name in names]
-
-
-def cells_of(part: str, ms: float, share: float) -> list[str]:
-    """Return a row of the table; a part of the backward pass is indented."""
-    name = part.removesuffix(", backward")
-    return [name if name == part else f"  of which {name}", f"{ms:.1f}", f"{share:.1%}"]
 
 
 # ---- operators and memory
@@ -133,18 +129,18 @@ def inspect_models(
     `wanted`: any of breakdown, trace, memory. `steps`: for the breakdown. Raises TrainingError if
     no model can be measured.
     """
-    lines, is_measured = ["# Where a training step's time goes", ""], False
+    text, is_measured = "# Where a training step's time goes\n", False
     for name, config in models:
         bits = "mixed" if config.bf16 or config.fp16 else "full"
-        title = f"{name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens"
+        title = f"\n## {name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens\n"
         print(title, flush=True)
         call, label = "measure.profile.breakdown:inspect_model", f"{name}_{bits}"
         found, error = in_fresh_process(call, wanted, config, folder, label, steps)
-        if error:
-            print(error)
+        section = "\n".join(found or [error])
+        print(section)
         is_measured = is_measured or not error
-        lines += [f"## {title}", "", *(found or [error]), ""]
-        write_atomic(folder / "parts.md", "\n".join(lines))
+        text += f"{title}\n{section}\n"
+        write_atomic(folder / "parts.md", text)
     if not is_measured:
         raise TrainingError(f"nothing could be measured: {error}")
 
@@ -159,21 +155,15 @@ def inspect_model(
     if wanted == ["breakdown"]:  # is of the uncompiled model
         config = config.model_copy(update={"compile": False})
     run = set_up(config)
-    for note in run.notes:
-        print(note)
-    device = run.world.device
-    about = {"device": device_name(device), "threads": torch.get_num_threads()}
-    lines = [about_machine(about), ""]
+    about = {"device": device_name(run.world.device), "threads": torch.get_num_threads()}
+    lines = [*run.notes, about_machine(about), ""]
     if "memory" in wanted:
         snapshot(run, folder / f"memory_{label}.pickle")
     if "breakdown" in wanted:
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
-        cells = [cells_of(*part) for part in break_down(run, steps)]
-        headings = ["part", "ms", "share"]
-        print_table("parts of a step, uncompiled", headings, cells)
-        lines += [*markdown_table(headings, cells), ""]
+        parts = break_down(run, steps)
+        cells = [[name, f"{ms:.1f}", f"{share:.1%}"] for name, ms, share in parts]
+        lines += [*markdown_table(["part", "ms", "share"], cells), ""]
     if "trace" in wanted:
-        operators = trace(run, folder / f"trace_{label}.json.gz")
-        print(operators)
-        lines += ["```", operators, "```"]
+        lines += ["```", trace(run, folder / f"trace_{label}.json.gz"), "```"]
     return lines

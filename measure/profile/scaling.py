@@ -18,14 +18,10 @@ from runtime.report import Estimate, machine
 from runtime.start import cores
 
 
-def split(config: Config, ranks: int) -> tuple[int, int]:
-    """Share the tokens of one rank's step among `ranks`, in micro-steps of `batch_size` or less.
-
-    Returns the sequences of a micro-step and the micro-steps of each rank.
-    """
+def batch_size_of(config: Config, ranks: int) -> int:
+    """Return the sequences of a micro-step if `ranks` share the tokens of one rank's step."""
     each = config.tokens_per_step(1) // config.seq_len // ranks
-    batch = max(1, min(each, config.batch_size))
-    return batch, each // batch
+    return max(1, min(each, config.batch_size))
 
 
 FIGURES = [
@@ -57,17 +53,17 @@ def measure_scaling(
     Results go to a new folder in `log_dir`. Raises UserError for what cannot be measured
     here, TrainingError if a side fails.
     """
-    config, counts, sides = load_config(name, **values), sorted(counts), list[Side]()
+    config, sides, configs = load_config(name, **values), list[Side](), dict[int, Config]()
     tokens, device = config.tokens_per_step(1), choose_device(config.device)
-    for ranks in counts:
-        changed = {"total_batch_tokens": tokens, "batch_size": split(config, ranks)[0]}
+    for ranks in sorted(counts):
+        changed = {"total_batch_tokens": tokens, "batch_size": batch_size_of(config, ranks)}
         given = {**values, **changed}
-        load(Config, given, name, ranks)  # raises UserError if they do not share the tokens equally
+        configs[ranks] = load(Config, given, name, ranks)  # UserError for an odd share
         arguments = ["--config", name, *to_flags(given)]
         sides.append(training_side(f"{ranks} rank{'s' * (ranks > 1)}", arguments, ranks=ranks))
     folder = new_folder(log_dir)
     found = run_rounds(sides, rounds, results=folder / "interleaved.json")
-    rows = rows_of(found, counts, config, device)
+    rows = rows_of(found, configs, device)
     Report(
         folder,
         f"{Path(name).stem}: the same batch on more ranks",
@@ -82,14 +78,12 @@ def measure_scaling(
     ).write()
 
 
-def rows_of(
-    found: Comparison, counts: Sequence[int], config: Config, device: torch.device
-) -> list[Row]:
-    """Return the figures of each number of ranks in `counts`."""
+def rows_of(found: Comparison, configs: Mapping[int, Config], device: torch.device) -> list[Row]:
+    """Return the figures of each config, by its number of ranks."""
     rows = list[Row]()
     used = []  # GPUs, or cores
-    for i, (ranks, side) in enumerate(zip(counts, found.sides, strict=True)):
-        batch_size, micro_steps = split(config, ranks)
+    for i, (ranks, config) in enumerate(configs.items()):
+        side = found.sides[i]
         threads = side.turns[-1].threads
         used.append(ranks if device.type == "cuda" else min(cores(), ranks * threads))
         hardware = used[i] / used[0]
@@ -99,8 +93,8 @@ def rows_of(
                 "device": device_name(device),
                 "ranks": ranks,
                 "threads": threads,
-                "batch_size": batch_size,
-                "micro_steps": micro_steps,
+                "batch_size": config.batch_size,
+                "micro_steps": config.accumulation_steps(ranks),
                 "tokens_per_sec": side.median,
                 "peak_memory_mb": side.peak_memory_mb,
                 "over_first": factor,

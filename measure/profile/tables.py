@@ -12,7 +12,7 @@ from measure.profile.timing import key_of, label_of, settings
 from measure.report.pictures import draw_bars, draw_panels
 from measure.report.report import PEAK_MEMORY, Figure, Row
 from runtime.errors import UserError
-from runtime.report import flops_rate, git_commit, machine
+from runtime.report import Estimate, flops_rate, git_commit, machine
 
 Results = dict[tuple[str, ...], Row]  # rows by key
 TOKENS_PER_SEC = Figure("tokens_per_sec", "tokens/s", ",.0f")
@@ -93,9 +93,9 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
     for row in rows:
         mean, std = row["mean_s"], row["std_s"]
         precision = "mixed precision" if row["mixed_precision"] else "full precision"
-        bar = (mean, f"{mean:.3g}", (mean - std, mean + std))
+        bar = Estimate(mean, mean - std, mean + std)
         bars[f"{label_of(row)}, warm-up {row['warmup_steps']}"] = {precision: bar}
-    draw_bars(path, bars, "seconds per pass: mean, and one standard deviation")
+    draw_bars(path, bars, "seconds per pass: mean, and one standard deviation", style=".3g")
 
 
 def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
@@ -105,10 +105,7 @@ def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
     """
     groups = {label: [*group] for label, group in itertools.groupby(rows, label_of)}
     panels = {
-        title: {
-            label: ([row[name] for row in group], [row[figure] for row in group])
-            for label, group in groups.items()
-        }
+        title: {label: {row[name]: row[figure] for row in group} for label, group in groups.items()}
         for title, figure in (("tokens/s", "tokens_per_sec"), ("peak memory, MB", "peak_memory_mb"))
     }
     draw_panels(path, panels, name)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from config import Config, ModelConfig, SpeedConfig
 from measure.interleaved.options import without_end
-from measure.interleaved.process import in_fresh_process
 from measure.report.report import Row
 from runtime.device import (
     choose_device,
@@ -125,7 +124,6 @@ def measure(job: Job) -> list[Row]:
     rate = matmul_tflops(device, getattr(torch, config.matmul_dtype))
     about = {
         "peak_memory_mb": peak,
-        "error": "",
         **settings(config),
         "device": device_name(device),
         "notes": "; ".join(run.notes),
@@ -163,10 +161,3 @@ def settings(config: Config) -> Row:
     names |= ModelConfig.model_fields.keys() | SpeedConfig.model_fields.keys()
     about = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     return config.model_dump(mode="json", include=names) | about
-
-
-def time_job(job: Job) -> list[Row]:
-    """Time a job in a fresh process; if it fails, each row has the error."""
-    rows, error = in_fresh_process("measure.profile.timing:measure", job)
-    failed = {"times_s": [], "error": error, **settings(job.config)}
-    return rows or [job.row(warmup) | failed for warmup in job.warmup_steps]

@@ -3,13 +3,14 @@
 import csv
 import io
 import itertools
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measure.report.page import write_page
+import jinja2
+
 from measure.report.pictures import draw_bars
 from measure.report.tables import markdown_table, print_table
 from runtime.errors import TrainingError
@@ -89,7 +90,7 @@ class Report:
     bars: str = ""  # file for a picture of the bars
     where: str = ""  # machine and date, for that picture and the page
     cards: Sequence[Card] = ()  # one per row
-    curves: Sequence[Mapping[str, Any]] = ()  # from page.curve_of
+    curves: Sequence[Mapping[str, Any]] = ()  # from curve_of
     learns: bool = False  # the page shows the curves first
 
     def write(self) -> None:
@@ -113,7 +114,7 @@ class Report:
         if self.bars and any(factors):
             pictures = {self.bars: "factors with their intervals", **pictures}
             drawn = {
-                card.label: {f.heading: (x.value, str(x), x.ends) for f, x in of_row.items()}
+                card.label: {figure.heading: factor for figure, factor in of_row.items()}
                 for card, of_row in zip(cards, factors, strict=True)
                 if of_row
             }
@@ -129,28 +130,58 @@ class Report:
         ]
         write_atomic(self.folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
         write_csv(self.folder / "results.csv", self.rows)
-        shown = [
-            {
-                **vars(card),
-                "factors": of_row,
-                "figures": [
-                    (figure, row[figure.name], figure.text(row))
-                    for figure in figures
-                    if not figure.bar and isinstance(row.get(figure.name), int | float | Estimate)
-                ],
-            }
-            for card, of_row, row in zip(cards, factors, self.rows, strict=True)
-        ]
-        page = {**vars(self), "meanings": [*meanings, *notes], "figures": figures, "cards": shown}
-        write_page(self.folder / "report.html", **page)
+        rungs = [*zip(cards, factors, self.rows, strict=True)]
+        ends = [end for of_row in factors for factor in of_row.values() for end in factor.ends]
+        page = {**vars(self), "meanings": [*meanings, *notes], "figures": figures, "rungs": rungs}
+        write_atomic(self.folder / "report.html", page_of(page, ends=[0.9, 1.1, *ends]))
         print_table(self.title, headings, cells)
         print("\n".join([*self.remarks, f"{self.folder}: report.html, report.md and results.csv"]))
+
+
+def page_of(report: Mapping[str, Any], **more: Any) -> str:
+    """Return a report as one web page, which is opened from the disk, without a network.
+
+    At its top a view: all factors in one picture. Each row has a card with its figures; a rung's
+    card also its technique's name, the YAML's changes, the code that its options switch, and why it
+    helps. The loss curves come last, or first in a report on learning.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "web"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(report, log=math.log, **more)
+
+
+def curve_of(
+    label: str,
+    losses: Mapping[int, float],
+    tokens_per_step: int,
+    times: Mapping[int, float],
+    *,
+    published: bool = False,
+) -> dict[str, Any]:
+    """Return a loss curve over steps, tokens and seconds, for the page.
+
+    `times`: milliseconds of each step; without all of them there are no seconds.
+    """
+    steps = [*losses]
+    is_known = steps and len(times) == len(steps) == steps[-1]
+    return {
+        "label": label,
+        "published": published,
+        "steps": steps,
+        "tokens": [step * tokens_per_step for step in steps],
+        "seconds": [*itertools.accumulate(ms / 1e3 for ms in times.values())] if is_known else None,
+        "loss": [loss if math.isfinite(loss) else None for loss in losses.values()],
+    }
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows to a CSV file with a column for every key, except lists.
 
-    Booleans are written as JSON has them; an Estimate `x` takes the columns x, x_low and x_high.
+    An Estimate `x` takes the columns x, x_low and x_high.
     """
     lines = list[Row]()
     for row in rows:
@@ -159,7 +190,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
             if isinstance(value, Estimate):
                 line |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
             elif not isinstance(value, list):
-                line[name] = json.dumps(value) if isinstance(value, bool) else value
+                line[name] = value
         lines.append(line)
     text = io.StringIO()
     columns = itertools.chain(*sorted(lines, key=len, reverse=True))  # x_low belongs after x
