@@ -278,10 +278,9 @@ class RunFolder:
 
     def times_and_loss(self) -> tuple[list[float], float]:
         """Return the seconds of the steps in log.csv, and the last one's loss: nan if none."""
-        rows = self._rows("log.csv")
-        _, milliseconds = curve(rows, "dt_ms")
-        _, losses = curve(rows)
-        return [dt / 1e3 for dt in milliseconds], losses[-1] if losses else math.nan
+        rows = self._rows("log.csv").values()
+        losses = [math.nan, *(row["loss"] for row in rows if row["loss"] is not None)]
+        return [row["dt_ms"] / 1e3 for row in rows if row["dt_ms"]], losses[-1]
 
     def last_row(self) -> Row | None:
         """Return the last row of log.csv; None if it has none."""
@@ -353,12 +352,6 @@ def read_rows(path: Path, required: Sequence[str] = LOG_COLUMNS) -> dict[int, Ro
             row = dict(zip(names, cells, strict=True))
             rows[int(row["step"] or 0)] = row
     return rows
-
-
-def curve(rows: Mapping[int, Row], column: str = "loss") -> tuple[list[int], list[Any]]:
-    """Return the steps at which a log has a value in the column, and the values."""
-    points = {step: row[column] for step, row in rows.items() if row[column] is not None}
-    return list(points), list(points.values())
 
 
 def write_rows(

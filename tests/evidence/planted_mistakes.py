@@ -52,7 +52,7 @@ import train
 from config import load_config
 from dataloader import DataLoader
 from inference.reference import CURVES
-from runtime.runlog import EVAL_COLUMNS, curve, read_rows
+from runtime.runlog import EVAL_COLUMNS, read_rows
 from runtime.world import World
 
 FIRST_OF_CURVE, FIRST_CLEAN = 1000, 2000  # seeds: the curve judges other runs than its own
@@ -161,8 +161,8 @@ def verdicts_of(run: Path) -> list[str]:
 
 def losses_of(run: Path) -> dict[int, float]:
     """Return a run's validation losses by step."""
-    steps, losses = curve(read_rows(run / "quickstart" / "eval.csv", EVAL_COLUMNS), "val_loss")
-    return dict(zip(steps, losses, strict=True))
+    rows = read_rows(run / "quickstart" / "eval.csv", EVAL_COLUMNS)
+    return {step: row["val_loss"] for step, row in rows.items() if row["val_loss"] is not None}
 
 
 def write_curve(runs: list[dict[int, float]]) -> None:
