@@ -14,7 +14,8 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -98,7 +99,7 @@ class RunFolder:
                 undo.callback(moved_to.rename, self.path)
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self.path.mkdir()
-            write_rows(self.path / "log.csv", LOG_COLUMNS, [])
+            self._rewrite("log.csv", {})
             self._open_console()
             self._undo = undo.pop_all()
         return moved_to
@@ -235,10 +236,11 @@ class RunFolder:
         self._trackers.log(step, figures, "eval")
 
     def _rewrite(self, name: str, rows: Mapping[int, Row]) -> list[str]:
-        """Replace a CSV file; returns its columns: the required ones and the rows' own."""
-        named = dict.fromkeys([*COLUMNS[name], *(name for row in rows.values() for name in row)])
-        write_rows(self.path / name, list(named), rows.values())
-        return list(named)
+        """Replace a CSV file at once; returns its columns: the required ones and the rows' own."""
+        columns = list(dict.fromkeys(chain(COLUMNS[name], *rows.values())))
+        lines = [",".join(columns), *(_line(columns, row) for row in rows.values())]
+        write_atomic(self.path / name, "".join(f"{line}\n" for line in lines))
+        return columns
 
     def log_sample(self, step: int, text: str) -> None:
         """Print a sample."""
@@ -352,14 +354,6 @@ def read_rows(path: Path, required: Sequence[str] = LOG_COLUMNS) -> dict[int, Ro
             row = dict(zip(names, cells, strict=True))
             rows[int(row["step"] or 0)] = row
     return rows
-
-
-def write_rows(
-    path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, float | None]]
-) -> None:
-    """Replace a log atomically. Raises OSError that names it."""
-    lines = [",".join(columns), *(_line(columns, row) for row in rows)]
-    write_atomic(path, "".join(f"{line}\n" for line in lines))
 
 
 def append_row(path: Path, columns: Sequence[str], row: Mapping[str, float | None]) -> None:

@@ -19,7 +19,6 @@ from torch._inductor.exc import CppCompileError, InductorError, TritonMissing
 import checkpoint.save
 import checkpoint.state
 import inference.evaluation
-import runtime.runlog
 import train as train_module
 from checkpoint.save import emergency_save
 from checkpoint.state import read_state
@@ -110,7 +109,7 @@ EVALUATES = {
         (None, "step", ValueError("failed"), {"batch_size": 2, "total_batch_tokens": 256}),
         (None, "step", TokenFileError("failed"), {"fp16": True, "dropout": 0.3}),
         (inference.evaluation, "validation_loss", RuntimeError("failed"), EVALUATES),
-        (runtime.runlog, "write_rows", OSError(errno.ENOSPC, "failed", "a file"), EVALUATES),
+        (RunFolder, "_rewrite", OSError(errno.ENOSPC, "failed", "a file"), EVALUATES),
     ],
 )
 def test_a_fault_in_or_after_a_step_saves_what_is_whole_and_the_run_goes_on_exactly(
