@@ -105,18 +105,12 @@ def lock_file(path: Path) -> Path:
 
 
 def delete(folders: Iterable[Path]) -> None:
-    """Delete folders so that half of one is never taken for a whole one.
-
-    Only the link is deleted, never its target: that may belong to another run.
-    """
+    """Delete folders. Of a link only the link is deleted: its target may belong to another run."""
     for folder in folders:
         if folder.is_symlink():
             folder.unlink()
-            continue
-        doomed = folder.with_name(f".{folder.name}.deleted.unfinished")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def aside(path: Path) -> Path:

@@ -109,7 +109,7 @@ class Run:
         return []
 
     def unfinished(self) -> set[Path]:
-        """Return the checkpoints that are half written or half deleted."""
+        """Return the checkpoints that are half written."""
         return {*self.path.glob("checkpoints/.*.unfinished")}
 
     def newest(self) -> list[Path]:
