@@ -193,8 +193,12 @@ class RunFolder:
         `last_step` is None if the clock ends the run. `metrics`: figures of the step by name. They
         go to the trackers, and to metrics.csv if log.csv has no column of their name.
         """
-        each, left = self._seconds_per_step(row.step), (last_step or 0) - row.step
-        time_left = f" | {duration(each * left)} left" if each is not None and left > 0 else ""
+        # The mean since the first logged step, which may compile
+        self._timed_from = self._timed_from or (row.step, time.monotonic())
+        (first, begun), time_left = self._timed_from, ""
+        if last_step and first < row.step < last_step:
+            each = (time.monotonic() - begun) / (row.step - first)
+            time_left = f" | {duration(each * (last_step - row.step))} left"
         self.message(
             f"{_step_label(row.step, last_step)} | loss {row.loss:.4f} | "
             f"lr {row.lr:.2e} | norm {row.norm:.4f} | dt {row.dt_ms:.2f} ms | "
@@ -217,12 +221,6 @@ class RunFolder:
             rows = self._rows(name)
             rows[int(row["step"])] = {**row}
             self._metric_columns = self._rewrite(name, rows)
-
-    def _seconds_per_step(self, step: int) -> float | None:
-        """Return the mean since the first logged step, which compiles; None for that step."""
-        self._timed_from = self._timed_from or (step, time.monotonic())
-        first, begun = self._timed_from
-        return (time.monotonic() - begun) / (step - first) if step > first else None
 
     def log_evaluation(self, step: int, last_step: int | None, **figures: float) -> None:
         """Print figures of an evaluation and add them to the step's row of eval.csv."""
