@@ -15,8 +15,8 @@ from data.tokenizer import get_encoding
 from dataloader import TokenStream
 from inference.hellaswag import METRICS, read_questions, score
 from inference.reference import Reference
-from inference.sampling import sample_text
-from inference.validation import check_split, validation_loss
+from inference.sampling import Text, encode, grow, seeded
+from inference.validation import check_split, evaluating, validation_loss
 from model import GPT
 from runtime.runlog import RunFolder
 from runtime.world import World
@@ -116,19 +116,25 @@ class Evaluation:
         self.folder.log_evaluation(step, self.config.last_step, **figures)
 
     def sample(self, step: int, last: bool) -> None:
-        """Log a text of the model, if it is due. It is drawn from a generator of its own."""
-        config = self.config
+        """Log a text of the model, if it is due. It is drawn from a generator of its own.
+
+        Raises UserError unless the vocabulary is GPT-2's.
+        """
+        config, prompt = self.config, self.config.sample_prompt
         if step and is_due(config.sample_every, step, last):
-            with self.autocast():
-                text = sample_text(
-                    self.model,
-                    config.sample_prompt,
-                    config.sample_tokens,
-                    config.seed,
-                    config.sample_temperature,
-                    self.world.broadcast,
-                )
-            self.folder.log_sample(step, text)
+            text = Text(prompt, encode(self.model, prompt), seeded(config.seed))
+            steps = grow(
+                self.model,
+                [text],
+                config.sample_tokens,
+                # Ranks that share a model by FSDP round differently, so they agree on each token.
+                self.world.broadcast,
+                temperature=config.sample_temperature,
+                top_k=50,
+            )
+            with self.autocast(), evaluating(self.model):
+                list(steps)
+            self.folder.log_sample(step, text.string)
 
     def latest(self) -> dict[str, float | None]:
         """Return the newest validation loss and HellaSwag scores, as summary.json has them."""

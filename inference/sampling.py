@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.validation import evaluating
 from model import GPT
 from runtime.errors import UserError
 
@@ -247,22 +246,3 @@ def encode(model: GPT, prompt: str) -> list[int]:
             "transformers"
         )
     return encoding.encode(prompt, allowed_special="all") or [END_OF_TEXT]
-
-
-def sample_text(
-    model: GPT,
-    prompt: str,
-    max_new_tokens: int,
-    seed: int,
-    temperature: float,
-    agree: Callable[[int], int] = int,
-) -> str:
-    """Return a text that begins with the prompt and ends at <|endoftext|> or after max_new_tokens.
-
-    Ranks that share a model by FSDP have to `agree` on each token, because rounding differs between
-    processors. Raises UserError.
-    """
-    text = Text(prompt, encode(model, prompt), seeded(seed))
-    with evaluating(model):
-        list(grow(model, [text], max_new_tokens, agree, temperature=temperature, top_k=50))
-    return text.string
