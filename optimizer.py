@@ -12,66 +12,75 @@ from torch import Tensor
 from config import Config
 from kernels.attention import CPU_HAS_BF16
 
+Params = Mapping[str, Tensor]  # by name
+
 
 def make_optimizers(
     model: torch.nn.Module, config: Config, rank: int = 0, world_size: int = 1
 ) -> tuple[list[torch.optim.Optimizer], list[str]]:
-    """Build the optimizers that OPTIMIZERS has for the config's choice.
+    """Build the optimizers of the config's choice.
 
     Each parameter is in exactly one group, and each group has `lr_factor`, by which the learning
     rate of the step is multiplied. Each rank takes a share of Muon's work. Returns the optimizers,
     and lines with the numbers of all, decayed and non-decayed parameters.
     """
-    make_for_matrices, make_for_rest = OPTIMIZERS[config.optimizer]
     params = dict(model.named_parameters())  # a tied matrix comes once
-    matrices = {}
-    if make_for_matrices:
-        matrices = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
-
-    # Weight decay pulls weights towards 0. That regularizes matrices and embeddings; biases and
-    # norms have no reason to be small, so GPT-3 does not decay them.
-    decayed_dims = 2 if config.decay_matrices_only else 0
-    decayed = [p for p in params.values() if p.dim() >= decayed_dims]
-    plain = [p for p in params.values() if p.dim() < decayed_dims]
-    rest = defaultdict[tuple[float, float], list[Tensor]](list)  # keys: learning rate, decay
-    for name, p in params.items():
-        if name not in matrices:
-            decay = config.weight_decay if p.dim() >= decayed_dims else 0.0
-            rest[rate_of(name, p, config), decay].append(p)
-    groups = [
-        {"params": group, "lr": rate, "weight_decay": decay}
-        for (rate, decay), group in rest.items()
-    ]
-    optimizers = [make_for_rest(groups, config)]
-    if make_for_matrices:
-        optimizers.append(make_for_matrices(matrices, config, rank, world_size))
+    optimizers = OPTIMIZERS[config.optimizer](params, config, rank, world_size)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr_factor"] = group["lr"] / config.lr
-    return optimizers, [
-        f"{sum(p.numel() for p in params.values()):,} parameters",
-        count_parameters("decayed", decayed),
-        count_parameters("non-decayed", plain),
+    lines = [f"{sum(p.numel() for p in params.values()):,} parameters"]
+    for kind, decays in (("decayed", True), ("non-decayed", False)):
+        sizes = [p.numel() for p in params.values() if is_decayed(p, config) == decays]
+        lines.append(f"num {kind} parameter tensors: {len(sizes)}, with {sum(sizes):,} parameters")
+    return optimizers, lines
+
+
+def is_decayed(p: Tensor, config: Config) -> bool:
+    """True if weight decay pulls the parameter towards 0.
+
+    That regularizes matrices and embeddings; biases and norms have no reason to be small, so GPT-3
+    does not decay them.
+    """
+    return p.dim() >= 2 or not config.decay_matrices_only
+
+
+def make_adamw(
+    params: Params, config: Config, rank: int = 0, world_size: int = 1
+) -> list[torch.optim.Optimizer]:
+    """Build AdamW, with a group for each learning rate and weight decay."""
+    groups = defaultdict[tuple[float, float], list[Tensor]](list)
+    for name, p in params.items():
+        decay = config.weight_decay if is_decayed(p, config) else 0.0
+        groups[rate_of(name, p, config), decay].append(p)
+    grouped = [
+        {"params": group, "lr": rate, "weight_decay": decay}
+        for (rate, decay), group in groups.items()
     ]
-
-
-def make_adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
-    """Build AdamW for groups with their learning rates and weight decay."""
     # Fused: one kernel for the whole update instead of several passes over each tensor.
     fused = config.fused_adamw or None  # None: PyTorch's own choice
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    adamw = torch.optim.AdamW(
+        grouped, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused
+    )
+    return [adamw]
 
 
 def make_muon(
-    matrices: Mapping[str, Tensor], config: Config, rank: int, world_size: int
-) -> torch.optim.Optimizer:
-    """Build Muon for the blocks' matrices by name."""
-    # c_attn computes queries, keys and values, three matrices, in one matmul.
-    qkv = [p for name, p in matrices.items() if "c_attn" in name]
-    others = [p for name, p in matrices.items() if "c_attn" not in name]
+    params: Params, config: Config, rank: int, world_size: int
+) -> list[torch.optim.Optimizer]:
+    """Build Muon for the blocks' matrices, and AdamW for all other parameters."""
+    rest, qkv, others = dict[str, Tensor](), list[Tensor](), list[Tensor]()
+    for name, p in params.items():
+        if ".h." not in name or p.dim() != 2:
+            rest[name] = p
+        elif "c_attn" in name:  # queries, keys and values: three matrices, in one matmul
+            qkv.append(p)
+        else:
+            others.append(p)
     groups = [{"params": qkv, "parts": 3}, {"params": others, "parts": 1}]
     decay = config.muon_weight_decay
-    return Muon(groups, config.muon_lr, decay, config.compile, rank, world_size)
+    muon = Muon(groups, config.muon_lr, decay, config.compile, rank, world_size)
+    return [*make_adamw(rest, config), muon]
 
 
 def rate_of(name: str, p: Tensor, config: Config) -> float:
@@ -84,12 +93,6 @@ def rate_of(name: str, p: Tensor, config: Config) -> float:
     elif name == "lm_head.weight":
         rate = config.head_lr
     return rate or config.lr
-
-
-def count_parameters(kind: str, params: Sequence[Tensor]) -> str:
-    """Return the console's line on a weight-decay group."""
-    total = sum(p.numel() for p in params)
-    return f"num {kind} parameter tensors: {len(params)}, with {total:,} parameters"
 
 
 class Muon(torch.optim.Optimizer):
@@ -174,11 +177,10 @@ class Muon(torch.optim.Optimizer):
         return torch._foreach_lerp(gradients, averages, momentum)
 
 
-# For each choice of config.optimizer: a separate optimizer for the blocks' matrices, or None; and
-# the optimizer of all other parameters. A checkpoint keeps an optimizer's whole state of every
-# parameter. With `defaults["fused"]` it skips an update itself, on the device, if `found_inf` is 1.
-# EXCLUDED_BY in config.py lists the options that a choice excludes.
-OPTIMIZERS = {"adamw": (None, make_adamw), "muon": (make_muon, make_adamw)}
+# The function that builds the optimizers of each choice of config.optimizer. A checkpoint keeps an
+# optimizer's whole state of every parameter. With `defaults["fused"]` it skips an update itself, on
+# the device, if `found_inf` is 1. EXCLUDED_BY in config.py has the options that a choice excludes.
+OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}
 
 
 def orthogonalize(x: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):
         ("optimizer", "optimizer.py", "OPTIMIZERS["),
         ("muon_lr", "optimizer.py", "Muon("),
         ("lr_schedule", "optimizer.py", "math.cos("),
-        ("decay_matrices_only", "optimizer.py", "decayed_dims"),
+        ("decay_matrices_only", "optimizer.py", "p.dim() >= 2"),
         ("shuffle", "dataloader.py", "self.shuffle"),
     ],
 )
