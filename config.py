@@ -8,7 +8,7 @@ so `--help` and errors appear at once.
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -570,41 +570,3 @@ def load_config(config: str | None = None, **values: Any) -> Config:
 # Assumed share of a large matmul's rate in training, and the range of the measured runs in
 # logs/results/*/speedup/results.csv.
 MFU, LEAST_MFU, MOST_MFU = 0.5, 0.14, 0.77
-# Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
-# in the quick ladder's runs on two cores of an EPYC.
-START, COMPILE = 7.0, 8.0
-
-
-def flops_per_token(config: Config) -> int:
-    """Return the FLOPs of the forward and backward pass per token, as `GPT.flops_per_token` counts
-    them, without biases and norms.
-    """
-    matmuls = 12 * config.n_layer * config.n_embd**2 + config.n_embd * config.vocab_size
-    return 6 * matmuls + 12 * config.n_layer * config.n_embd * config.seq_len
-
-
-def step_seconds(config: Config, tflops: Mapping[str, float], ranks: int = 1) -> float:
-    """Estimate the seconds of a step. `tflops`: rates of a large matmul, by name of the dtype."""
-    dtype = config.matmul_dtype
-    if dtype == "float32" and config.fp32_precision() != "highest":
-        dtype = "tf32"  # not measured on a CPU
-    rate = tflops.get(dtype, tflops["float32"]) * 1e12 * MFU
-    return config.tokens_per_step(ranks) * flops_per_token(config) / rate / ranks
-
-
-def total_seconds(
-    work: Iterable[tuple[Config, float]],
-    tflops: Mapping[str, float] | None,
-    processes: Iterable[Config] = (),
-) -> float | None:
-    """Estimate the seconds of runs, pairs of a config and a number of steps; None without rates.
-
-    `tflops`: see `step_seconds`. `processes`: the configs of processes to start.
-    """
-    if not tflops:
-        return None
-    seconds = sum(START + COMPILE * config.compile for config in processes)
-    for config, steps in work:
-        minutes = config.max_minutes
-        seconds += 60 * minutes if minutes else steps * step_seconds(config, tflops)
-    return seconds

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from checkpoint.state import State
-from config import MFU, Config, flops_per_token
+from config import MFU, Config
 from kernels.attention import blocked_is_faster
 from runtime.device import (
     check_attention,
@@ -105,7 +105,7 @@ def announce_long_run(config: Config, state: State, world: World, folder: RunFol
     """Print the expected duration of a run on a CPU that takes minutes or more."""
     steps = 0 if config.max_minutes else config.max_steps - state.step
     tokens = steps * config.tokens_per_step(world.world_size) / world.world_size  # of one rank
-    flops = tokens * flops_per_token(config)
+    flops = tokens * state.model.flops_per_token(config.seq_len)
     if world.device.type == "cuda" or flops < 3e13:
         return
     rate = matmul_tflops(world.device, getattr(torch, config.matmul_dtype))

@@ -13,8 +13,9 @@ import torch
 
 import bench
 from bench import BenchOptions
-from config import Config, flops_per_token, load_config, total_seconds
+from config import Config, load_config
 from measure.interleaved import process
+from measure.ladder.record import Device
 from measure.profile import breakdown, tables, timing
 from measure.profile.breakdown import break_down
 from measure.profile.timing import Job, measure, passes, set_up
@@ -313,8 +314,9 @@ def test_the_operations_of_a_token_are_the_models():
     config = load_config(n_layer=12, vocab_size=50304, tie_weights=True)
     with torch.device("meta"):
         per_token = GPT(GPTConfig.of(config)).flops_per_token(config.seq_len)
-    assert flops_per_token(config) == pytest.approx(per_token, rel=2e-3)
-    unknown = describe_duration(total_seconds([(config, 1)], {}), 0.5, "less")
+    device = Device(tflops={"float32": 2e-12})  # 1 FLOP/s at 50% MFU
+    assert device.step_seconds(config) == pytest.approx(4 * 1024 * per_token, rel=2e-3)
+    unknown = describe_duration(None, 0.5, "less")
     assert unknown.startswith("how long this takes is not known: the device could not be measured")
     spoken = "2 minutes, 2.0 hours, 10 hours, 2 days, 93 days"
     assert ", ".join(map(about, (90, 7200, 36_000, 172_800, 8e6))) == spoken

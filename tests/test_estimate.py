@@ -116,8 +116,9 @@ def test_check_is_for_a_run_from_its_first_step_and_train_names_it(tiny_config):
 
 def test_a_long_run_says_how_long_it_takes(monkeypatch):
     monkeypatch.setattr(summary, "matmul_tflops", lambda *_: 0.2)
-    folder = Mock()
-    announce_long_run(load_config("baseline"), Mock(step=0), ALONE, folder)
+    folder, state = Mock(), Mock(step=0)
+    state.model.flops_per_token.return_value = 855_166_464
+    announce_long_run(load_config("baseline"), state, ALONE, folder)
     (line,) = folder.message.call_args.args
     assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)
 

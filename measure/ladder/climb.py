@@ -4,8 +4,7 @@ import itertools
 import os
 from collections.abc import Sequence
 
-from config import MFU, step_seconds, total_seconds
-from measure.interleaved.options import without_end
+from config import MFU
 from measure.interleaved.process import in_fresh_process, start_process
 from measure.interleaved.rounds import (
     LEFT_OUT,
@@ -20,6 +19,9 @@ from runtime.errors import why_it_failed
 from runtime.report import describe_duration, machine
 from runtime.start import cores
 
+# Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
+# in the quick ladder's runs on two cores of an EPYC.
+START, COMPILE = 7.0, 8.0
 CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
 HEADROOM = 1.25  # memory of a process over its measured peak
 SHORTER = "--rounds 6 or 0, -- --max_steps 10, or speedup --quick; finished runs are kept"
@@ -35,12 +37,15 @@ def measure_device(name: str) -> Device:
 
 def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, device: Device) -> None:
     """Print how long it takes to run stages, and to interleave stages with their bases."""
-    work = [(run.config, run.config.max_steps) for run in runs]
-    for stage in compared if device.tflops else ():
-        turn = steps_of_a_turn(step_seconds(stage.config, device.tflops))
-        work.append((without_end(stage.config), 2 * (LEFT_OUT + rounds * turn)))
-    processes = [stage.config for stage in (*runs, *compared, *compared)]
-    seconds = total_seconds(work, device.tflops, processes)
+    seconds = None
+    if device.tflops:
+        processes = [stage.config for stage in (*runs, *compared, *compared)]
+        seconds = sum(START + COMPILE * config.compile for config in processes)
+        for config in (run.config for run in runs):
+            of_steps = config.max_steps * device.step_seconds(config)
+            seconds += 60 * config.max_minutes if config.max_minutes else of_steps
+        for step in (device.step_seconds(stage.config) for stage in compared):
+            seconds += 2 * (LEFT_OUT + rounds * steps_of_a_turn(step)) * step
     print(describe_duration(seconds, MFU, SHORTER), flush=True)
 
 

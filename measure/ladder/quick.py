@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from config import Config, step_seconds
+from config import Config
 from measure.interleaved.options import to_flags
 from measure.ladder.explain import CHANGE_SPEED
 from measure.ladder.record import Device, Record
@@ -59,7 +59,7 @@ def size_for(configs: Sequence[Config], device: Device) -> Size:
         sizes += [ON_GPU._replace(batches=n) for n in range(1, 1 + min(fit, MOST_BATCHES))]
     for size in sizes if device.tflops else ():
         small = [config.model_copy(update=size.changes(config)) for config in configs]
-        if statistics.fmean(step_seconds(config, device.tflops) for config in small) < LONGEST_STEP:
+        if statistics.fmean(map(device.step_seconds, small)) < LONGEST_STEP:
             found = size
     return found
 

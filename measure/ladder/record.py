@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from config import Config
+from config import MFU, Config
 from measure.interleaved.comparison import Comparison
 from runtime.cli import load, read_yaml_mapping, show
 from runtime.errors import UserError
@@ -45,6 +45,17 @@ class Device(BaseModel, frozen=True):
     bf16: bool = True
     slow_bf16: bool = False  # a CPU without instructions for it, which emulates bf16
     medium: bool = False  # a CPU on which matmul_precision `medium` is faster
+
+    def step_seconds(self, config: Config) -> float:
+        """Estimate the seconds of a step of one rank, from the rate of a large matmul."""
+        dtype = config.matmul_dtype
+        if dtype == "float32" and config.fp32_precision() != "highest":
+            dtype = "tf32"  # not measured on a CPU
+        rate = self.tflops.get(dtype, self.tflops["float32"]) * 1e12 * MFU
+        # FLOPs of a token, as GPT.flops_per_token counts them, without biases and norms
+        matmuls = 12 * config.n_layer * config.n_embd**2 + config.n_embd * config.vocab_size
+        flops = 6 * matmuls + 12 * config.n_layer * config.n_embd * config.seq_len
+        return config.tokens_per_step(1) * flops / rate
 
 
 def read_columns(path: Path, required: Sequence[str] = LOG_COLUMNS) -> Columns:
