@@ -6,6 +6,7 @@ Nothing here needs torch.
 
 import contextlib
 import datetime
+import io
 import json
 import math
 import os
@@ -79,8 +80,7 @@ class RunFolder:
         self._metric_columns: list[str] = []  # metrics.csv's, once this process has written it
         self._lock = contextlib.ExitStack()  # holds the folder's lock
         self._undo = contextlib.ExitStack()  # reverts `create`
-        self._console: TextIO | None = None
-        self._early_messages: list[str] = []  # printed before console.log is open
+        self._console: TextIO = io.StringIO()  # until console.log is open
 
     # ---- starting and ending, on rank 0
 
@@ -122,9 +122,11 @@ class RunFolder:
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def _open_console(self) -> None:
+        early = self._console
         self._console = open(self.path / "console.log", "a", encoding="utf-8", errors="replace")  # noqa: SIM115
-        for text in self._early_messages:
-            self._write(text)
+        early.seek(0)
+        for line in early:
+            self._write(line.rstrip("\n"))
 
     def close(self, *, undo: bool = False) -> None:
         """Close the files and let other processes write to the folder.
@@ -133,10 +135,8 @@ class RunFolder:
         """
         with self._lock:
             self._trackers.close(failed=True)  # unless `finish` has closed them
-            if self._console:
-                with contextlib.suppress(OSError):  # a full disk was an error before
-                    self._console.close()
-                self._console = None
+            with contextlib.suppress(OSError):  # a full disk was an error before
+                self._console.close()
             if undo:
                 self._undo.close()
 
@@ -146,7 +146,7 @@ class RunFolder:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         is_stopped = isinstance(error, Stopped)  # before the first step
-        if self._console and error is not None and not is_stopped:
+        if error is not None and not is_stopped:
             with contextlib.suppress(OSError):  # a full disk may be the error
                 message = foreseen(error, str(self.path.parent), self._advice) or error
                 for line in str(message).splitlines() or [type(error).__name__]:
@@ -176,10 +176,7 @@ class RunFolder:
             print(text, flush=True)
         except OSError:
             drop(sys.stdout)
-        if self._console:
-            self._write(text)
-        else:
-            self._early_messages.append(text)
+        self._write(text)
 
     def _write(self, text: str) -> None:
         try:
