@@ -17,7 +17,6 @@ from runtime.device import (
     check_compiler,
     check_precision,
     check_version,
-    describe_device,
     device_name,
     matmul_tflops,
     peak_memory_mb,
@@ -47,7 +46,8 @@ def describe_options(config: Config, acting: Config, world: World) -> list[str]:
         shape = (B, config.n_head, T, head_size)
         notes += check_attention(device, dtype, shape, dropout=config.dropout, blocked=blocked)
     return [
-        describe_device(device, ranks),
+        f"device: {device_name(device)}, ranks: {ranks}, threads of each: "
+        f"{torch.get_num_threads()}, torch {torch.__version__}",
         acting.describe_optimizations(ranks),
         *(f"note: {note}" for note in notes),
     ]

@@ -88,14 +88,6 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def describe_device(device: torch.device, ranks: int) -> str:
-    """Return a line on device, ranks, threads and PyTorch."""
-    return (
-        f"device: {device_name(device)}, ranks: {ranks}, threads of each: "
-        f"{torch.get_num_threads()}, torch {torch.__version__}"
-    )
-
-
 def check_version() -> list[str]:
     """Return a note if this is not the pinned PyTorch."""
     if torch.__version__.partition("+")[0] == PINNED_TORCH:  # after the +: cpu, or CUDA's version
