@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from runtime.cli import ContradictionError, Name, Options, ZeroIsOff, load, show, to_yaml
+from runtime.cli import ContradictionError, Device, Name, Options, ZeroIsOff, load, show, to_yaml
 
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
 
@@ -253,7 +253,7 @@ class SpeedConfig(Options):
 class RunConfig(Options):
     """run"""
 
-    device: Annotated[Literal["auto", "cuda", "mps", "cpu"], THIS_CALL] = "auto"
+    device: Annotated[Device, THIS_CALL] = "auto"
     """auto: cuda, else mps, else cpu"""
     seed: Annotated[int, FIXED] = Field(1337, ge=0, lt=2**63)
     """seed of the weights, the order of the data, and dropout"""

@@ -10,11 +10,11 @@ import math
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
-from runtime.cli import ConfigError, Name, Options, Positive
+from runtime.cli import ConfigError, Device, Name, Options, Positive
 from runtime.errors import UserError, reported
 from runtime.start import start
 
@@ -46,7 +46,7 @@ class EvaluateOptions(Options):
     """also score HellaSwag: a file in its format, or download, to data_dir/hellaswag"""
     json: Name | None = None  # type: ignore[assignment]
     """JSON file for the results, at full precision"""
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    device: Device = "auto"
     """auto, cuda, mps or cpu"""
     log_dir: Name = "logs"
     """folder of the runs"""

@@ -1,10 +1,8 @@
 """Generate text with a trained model: `python sample.py quickstart --prompt "Python is"`."""
 
-from typing import Literal
-
 from pydantic import Field
 
-from runtime.cli import Name, Options, Positive
+from runtime.cli import Device, Name, Options, Positive
 from runtime.errors import UserError, reported
 from runtime.start import start
 
@@ -40,7 +38,7 @@ class SampleOptions(Options):
     """texts to generate for each prompt"""
     batch_size: Positive = 16
     """maximum number of texts generated at a time; texts differ by rounding only"""
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    device: Device = "auto"
     """auto, cuda, mps or cpu"""
     bf16: bool = False
     """weights in bfloat16: half the memory to read for each token"""

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,6 +29,7 @@ CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"  # the folder of
 Positive = Annotated[int, Field(ge=1)]
 ZeroIsOff = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1)]  # path; "" would be the working directory
+Device = Literal["auto", "cuda", "mps", "cpu"]
 
 
 class ConfigError(UserError):

@@ -9,7 +9,6 @@ Ours loads them as sample.py does. A peer runs its own `generate`, as a user wou
 
 import tempfile
 from pathlib import Path
-from typing import Literal
 
 from config import load_config
 from measure.interleaved.__main__ import print_comparison
@@ -17,7 +16,7 @@ from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds, training_side
 from measure.peers import OURS
 from measure.peers.__main__ import short_name, with_transformers
-from runtime.cli import Positive
+from runtime.cli import Device, Positive
 from runtime.errors import reported
 from runtime.start import parse_command_line
 
@@ -31,7 +30,7 @@ class GenerateOptions(RoundsOptions):
     """tokens of each text, after a line break"""
     bf16: bool = False
     """weights in bfloat16"""
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    device: Device = "auto"
     """auto, cuda, mps or cpu"""
     config: str = "gpt2_124m.yaml"
     """config of the model"""
