@@ -86,12 +86,9 @@ class Evaluation:
                     self.compiled,
                 )
             if self.reference and not self.world.rank:
-                tokens, row = (
-                    step * config.tokens_per_step(self.world.world_size),
-                    self.folder.last_row(),
-                )
-                verdict = self.reference.judge(tokens, figures["val_loss"], before, config, row)
-                if verdict:
+                tokens = step * config.tokens_per_step(self.world.world_size)
+                val_loss, row = figures["val_loss"], self.folder.last_row
+                if verdict := self.reference.judge(tokens, val_loss, before, config, row):
                     self.folder.message(f"step {step}: {verdict}")
         return known.get("val_loss", math.inf)
 

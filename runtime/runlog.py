@@ -75,6 +75,7 @@ class RunFolder:
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._trackers = Trackers(trackers if rank == 0 else (), self.message)
         self._extra_metrics: ExtraMetrics = lambda tokens_per_sec: {}
+        self.last_row: Row | None = None  # of log.csv, that this process has logged
         self._resumed_after = 0
         self._timed_from: tuple[int, float] | None = None  # a step, and when it was logged
         self._metric_columns: list[str] = []  # metrics.csv's, once this process has written it
@@ -201,7 +202,7 @@ class RunFolder:
             f"lr {row.lr:.2e} | norm {row.norm:.4f} | dt {row.dt_ms:.2f} ms | "
             f"{row.tokens_per_sec:,.0f} tokens/s{time_left}"
         )
-        logged = row._asdict()
+        logged = self.last_row = row._asdict()
         further = {name: metric for name, metric in metrics.items() if name not in logged}
         if self.rank == 0:
             append_row(self.path / "log.csv", LOG_COLUMNS, logged)
@@ -278,10 +279,6 @@ class RunFolder:
         rows = self._rows("log.csv").values()
         losses = [math.nan, *(row["loss"] for row in rows if row["loss"] is not None)]
         return [row["dt_ms"] / 1e3 for row in rows if row["dt_ms"]], losses[-1]
-
-    def last_row(self) -> Row | None:
-        """Return the last row of log.csv; None if it has none."""
-        return next(reversed(self._rows("log.csv").values()), None)
 
     def evaluations(self) -> dict[int, dict[str, float]]:
         """Return the figures in eval.csv by step and column."""
