@@ -6,6 +6,7 @@ takes a global batch of G = batch_size x world_size x accumulation windows, whic
 step and the seed. Ranks and micro-steps divide them up.
 """
 
+import bisect
 import hashlib
 import itertools
 import math
@@ -44,30 +45,29 @@ class TokenStream:
         self.tokens = sum(sizes)
         windows = [max(0, size - 1) // seq_len for size in sizes]
         # index of each span's first window; at the end, the number of all windows
-        self._firsts = np.cumsum([0, *windows])
+        self._firsts = [*itertools.accumulate(windows, initial=0)]
 
     def __len__(self) -> int:
         """Number of windows."""
-        return int(self._firsts[-1])
+        return self._firsts[-1]
 
     def describe(self) -> str:
         """Return the number of sequences that the tokens make, for a message."""
         rule = " (none crosses the end of a file)" * (len(self.spans) > 1)
         return f"{self.tokens:,} tokens make {len(self)} sequences of {self.seq_len}{rule}"
 
-    def read(self, windows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+    def read(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, each (len(windows), seq_len) int64.
 
         Raises TokenFileError for a file that went bad.
         """
-        rows = np.empty((len(windows), self.seq_len + 1), dtype=np.int64)
-        spans = np.searchsorted(self._firsts, windows, side="right") - 1  # one per window
-        places = (windows - self._firsts[spans]) * self.seq_len  # first token, in its span
-        for i in np.unique(spans):
-            file, start, _ = self.spans[i]
-            here = spans == i
-            rows[here] = file.read((start + places[here]).tolist(), self.seq_len + 1)
+        rows = np.stack([self._window(window) for window in windows], dtype=np.int64)
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+
+    def _window(self, window: int) -> np.ndarray:
+        i = bisect.bisect(self._firsts, window) - 1
+        file, start, _ = self.spans[i]
+        return file.read(start + (window - self._firsts[i]) * self.seq_len, self.seq_len + 1)
 
     def fingerprint(self) -> str:
         """Return a hash that distinguishes corpora.

@@ -127,14 +127,6 @@ class TokenFile:
         weakref.finalize(self, os.close, self._descriptor)
         self._content = self._hash(0, self.tokens)
 
-    def read(self, starts: Iterable[int], n: int) -> np.ndarray:
-        """Read `n` tokens from each start, (len(starts), n) uint16.
-
-        Not mapped: a file that shrinks is an error instead of a crash, and a long run's memory does
-        not grow. Raises TokenFileError for missing tokens and for an id beyond the vocabulary.
-        """
-        return np.stack([self._tokens_at(start, n) for start in starts])
-
     def digest(self, start: int, stop: int) -> bytes:
         """Hash tokens start .. stop - 1, or samples of them. The whole file's hash is from the time
         when it was opened.
@@ -149,10 +141,15 @@ class TokenFile:
             last = max(0, stop - start - SAMPLE_TOKENS)
             size, starts = SAMPLE_TOKENS, start + np.linspace(0, last, N_SAMPLES, dtype=np.int64)
         for first in starts.tolist():
-            digest.update(self._tokens_at(first, min(size, stop - first)).data)
+            digest.update(self.read(first, min(size, stop - first)).data)
         return digest.digest()
 
-    def _tokens_at(self, start: int, n: int) -> np.ndarray:
+    def read(self, start: int, n: int) -> np.ndarray:
+        """Read `n` tokens from `start` on, (n,) uint16.
+
+        Not mapped: a file that shrinks is an error instead of a crash, and a long run's memory does
+        not grow. Raises TokenFileError for missing tokens and for an id beyond the vocabulary.
+        """
         content = os.pread(self._descriptor, TOKEN_BYTES * n, HEADER_BYTES + TOKEN_BYTES * start)
         if len(content) < TOKEN_BYTES * n:
             raise TokenFileError(f"{self.path}: became shorter while in use; {RESTORE}")

@@ -531,7 +531,7 @@ def flags(config: Config) -> list[str]:
 def tokens_in(path: Path) -> np.ndarray:
     """All tokens of a token file, (tokens,) uint16."""
     file = TokenFile(path)
-    return file.read([0], file.tokens)[0]
+    return file.read(0, file.tokens)
 
 
 def folder_of(run: Path | Config) -> Path:

@@ -200,7 +200,7 @@ def test_val_fraction_cuts_disjoint_splits_of_the_right_size_also_across_shards(
     places = itertools.count()
     n_train = sum(sizes) - n_val
     for stream, n in zip(split(fraction=fraction), (n_train, n_val), strict=True):
-        tokens = [span.file.read([span.start], span.stop - span.start)[0] for span in stream.spans]
+        tokens = [span.file.read(span.start, span.stop - span.start) for span in stream.spans]
         assert [token for part in tokens for token in part] == [*itertools.islice(places, n)]
         assert stream.tokens == n
 
