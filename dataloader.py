@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import math
 import shlex
+import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -198,49 +199,44 @@ class DataLoader:
         """
         before = 0 if self.overfit_batch else step - 1  # steps
         first = (micro_step * self.world_size + self.rank) * self.batch_size  # in the global batch
-        places, n = first + np.arange(self.batch_size), len(self.stream)
+        places, n = range(first, first + self.batch_size), len(self.stream)
         if not self.shuffle:
-            return self.stream.read(places + before % self.steps_per_epoch * self.global_batch)
-        epochs, places = np.divmod(places + before * self.global_batch, n)
-        shuffled = [
-            permuted(places[epochs == epoch], n, self.seed, epoch)
-            for epoch in np.unique(epochs).tolist()
-        ]
-        return self.stream.read(np.concatenate(shuffled))
+            start = before % self.steps_per_epoch * self.global_batch
+            return self.stream.read(start + place for place in places)
+        ordered = (divmod(before * self.global_batch + place, n) for place in places)
+        return self.stream.read(permuted(place, n, self.seed, epoch) for epoch, place in ordered)
 
 
-def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the elements at `places` of an epoch's permutation of 0 .. n - 1; both int64.
+def permuted(place: int, n: int, seed: int, epoch: int) -> int:
+    """Return the element at `place` of an epoch's permutation of 0 .. n - 1.
 
     A Feistel network computes the permutation, so none is stored. A number is a pair, left < a and
     right < b, with a b equal to n or slightly more. A round adds a keyed hash of one half to the
-    other; this is invertible, so no two numbers collide. Results of n or more are permuted again
-    until they are below n (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002).
+    other; this is invertible, so no two numbers collide. A result of n or more is permuted again
+    until it is below n (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains",
+    2002).
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    digest = hashlib.sha512(f"{seed} {epoch}".encode()).digest()
-    keys = np.frombuffer(digest, dtype="<u8")  # 8, one per round
-    numbers, outside = places.astype(np.uint64), np.arange(len(places))
-    while outside.size:
-        left, right = np.divmod(numbers[outside], np.uint64(b))
-        for of_left, of_right in keys.reshape(-1, 2):
-            left = (left + _hashed(right ^ of_left)) % np.uint64(a)
-            right = (right + _hashed(left ^ of_right)) % np.uint64(b)
-        numbers[outside] = left * np.uint64(b) + right
-        outside = outside[numbers[outside] >= n]
-    return numbers.astype(np.int64)
+    keys = struct.unpack("<8Q", hashlib.sha512(f"{seed} {epoch}".encode()).digest())
+    while True:
+        left, right = divmod(place, b)
+        for of_left, of_right in zip(keys[::2], keys[1::2], strict=True):
+            left = (left + _hashed(right ^ of_left)) % a
+            right = (right + _hashed(left ^ of_right)) % b
+        place = left * b + right
+        if place < n:
+            return place
 
 
-def _hashed(x: np.ndarray) -> np.ndarray:
-    """Hash each number to 63 bits, with the finalizer of splitmix64.
+def _hashed(x: int) -> int:
+    """Hash a number of 64 bits to 63, with the finalizer of splitmix64.
 
     Steele et al. 2014, "Fast splittable pseudorandom number generators".
     """
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return (x ^ x >> np.uint64(31)) >> np.uint64(1)  # 63 bits: the sums do not overflow
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return (x ^ x >> 31) >> 1
 
 
 def prefetch(

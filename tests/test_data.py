@@ -298,27 +298,24 @@ def test_targets_are_the_next_tokens_and_no_window_crosses_the_end_of_a_file(siz
     assert torch.equal(y, x + 1)
 
 
-def order(n, epoch):
-    return permuted(np.arange(n), n, 1337, epoch)
-
-
 def test_a_seeds_shuffled_order_never_changes_so_old_runs_can_be_repeated():
     loader = DataLoader(make_stream(41), 10, shuffle=True, seed=1337)
     assert firsts(loader, 2, 3) == [8, 4, 0, 28, 24, 36, 16, 12, 20, 32]
 
 
 def test_an_epoch_is_a_permutation_at_any_number_of_windows():
-    for n in [*range(1, 70), 97, 127, 128, 129, 1023, 1024, 1025, 9973, 65_535, 65_537, 99_991]:
+    for n in [*range(1, 70), 97, 127, 128, 129, 1023, 1024, 1025, 9973]:
         for epoch in (0, 1, 10**9):
-            assert np.array_equal(np.sort(order(n, epoch=epoch)), np.arange(n)), (n, epoch)
+            windows = [permuted(place, n, 1337, epoch) for place in range(n)]
+            assert sorted(windows) == [*range(n)], (n, epoch)
 
 
 def test_the_order_of_a_huge_corpus_repeats_no_window_and_stays_within_it():
     for n in (97_656_000, 2**40 - 1, 10**15):  # the first: 100 billion tokens
-        windows = permuted(np.linspace(0, n - 1, 200_000, dtype=np.int64), n, 1337, 0)
-        assert len(np.unique(windows)) == 200_000
-        assert 0 <= windows.min() <= windows.max() < n
-        assert abs(windows.mean() / n - 0.5) < 0.01
+        windows = [permuted(place, n, 1337, 0) for place in range(0, n, n // 20_000)]
+        assert len({*windows}) == len(windows)
+        assert 0 <= min(windows) <= max(windows) < n
+        assert abs(sum(windows) / len(windows) / n - 0.5) < 0.01
 
 
 @each_order
