@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,8 +76,8 @@ class Evaluation:
         config, known = self.config, self.figures[step]
         if is_due(config.eval_every, step, last) and "val_loss" not in known:
             before = min(figures.get("val_loss", math.inf) for figures in self.figures.values())
-            with self.logged(step) as figures:
-                figures["val_loss"] = validation_loss(
+            with self.autocast():
+                loss = validation_loss(
                     self.model,
                     self.val,
                     config.batch_size,
@@ -85,10 +85,11 @@ class Evaluation:
                     self.world,
                     self.compiled,
                 )
+            self._log(step, {"val_loss": loss})
             if self.reference and not self.world.rank:
                 tokens = step * config.tokens_per_step(self.world.world_size)
-                val_loss, row = figures["val_loss"], self.folder.last_row
-                if verdict := self.reference.judge(tokens, val_loss, before, config, row):
+                row = self.folder.last_row
+                if verdict := self.reference.judge(tokens, loss, before, config, row):
                     self.folder.message(f"step {step}: {verdict}")
         return known.get("val_loss", math.inf)
 
@@ -96,19 +97,14 @@ class Evaluation:
         """Score the model on HellaSwag if it is due. Raises TrainingError if it has diverged."""
         config, known = self.config, self.figures[step]
         if is_due(config.hellaswag_every, step, last) and "hellaswag_acc" not in known:
-            with self.logged(step) as figures:
+            with self.autocast():
                 # A training step of the same number of tokens takes more memory.
                 scores = score(
                     self.model, self.items, config.batch_size * config.seq_len, self.world
                 )
-                figures |= {f"hellaswag_{name}": scores[name]["score"] for name in METRICS}
+            self._log(step, {f"hellaswag_{name}": scores[name]["score"] for name in METRICS})
 
-    @contextlib.contextmanager
-    def logged(self, step: int) -> Iterator[dict[str, float]]:
-        """Compute under autocast, and log the figures that the caller adds to the yielded dict."""
-        figures: dict[str, float] = {}
-        with self.autocast():
-            yield figures
+    def _log(self, step: int, figures: dict[str, float]) -> None:
         self.figures[step] |= figures
         self.folder.log_evaluation(step, self.config.last_step, **figures)
 
