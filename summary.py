@@ -64,15 +64,15 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
     seconds, loss, steps_this_call = state.step_seconds, state.last_loss, len(state.step_seconds)
     if not seconds:  # an earlier call took the last step but wrote no summary: read its log
         seconds, loss = world.broadcast(folder.times_and_loss())
-    left_out = min(5, max(len(seconds) - 1, 0) // 2)  # the first steps compile and warm up
-    median = statistics.median(seconds[left_out:]) if seconds else None
+    left_out = min(5, (len(seconds) - 1) // 2)  # the first steps compile and warm up
+    median = statistics.median(seconds[left_out:])
     tokens_per_step = config.tokens_per_step(world.world_size)
     flops = state.model.flops_per_token(config.seq_len)  # per token
     dtype = getattr(torch, config.matmul_dtype)
     peak = peak_memory_mb(world.device)  # before the measurement below adds to it
     rate = matmul_tflops(world.device, dtype, seconds=min(0.5, sum(seconds)))
     tflop = flops * tokens_per_step / world.world_size / 1e12  # a step of one rank
-    if seconds and not mfu(tflop / min(seconds), rate):
+    if not mfu(tflop / min(seconds), rate):
         rate = None
     return {
         "steps": state.step,
@@ -82,15 +82,15 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
         "skipped_steps": state.skipped_steps,
         "skipped_spikes": state.skipped_spikes,
         "final_loss": loss if math.isfinite(loss) else None,
-        "median_dt_ms": median and median * 1e3,
-        "median_tokens_per_sec": median and tokens_per_step / median,
+        "median_dt_ms": median * 1e3,
+        "median_tokens_per_sec": tokens_per_step / median,
         "median_leaves_out": left_out,
-        "first_step_s": seconds[0] if seconds else None,
+        "first_step_s": seconds[0],
         "peak_memory_mb": peak,
         "memory_growth_mb": max(0.0, peak - state.memory_before),
         "flops_per_token": flops,
         "matmul_tflops": rate,
-        "utilization": median and mfu(tflop / median, rate),
+        "utilization": mfu(tflop / median, rate),
         "machine": machine(),
         "device": device_name(world.device),
         "world_size": world.world_size,

@@ -308,8 +308,6 @@ def describe_summary(summary: Mapping[str, Any]) -> list[str]:
     )
     if val_loss is not None:
         result += f", validation loss {val_loss:.4f}"
-    if summary["median_dt_ms"] is None:  # no steps were taken, and the log has no rows
-        return [result]
     mfu = "no MFU, as other programs kept the device too busy to time a matmul"
     if summary["utilization"]:
         rate = flops_rate(summary["matmul_tflops"])
