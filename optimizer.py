@@ -57,10 +57,14 @@ def make_adamw(
         {"params": group, "lr": rate, "weight_decay": decay}
         for (rate, decay), group in groups.items()
     ]
-    # Fused: one kernel for the whole update instead of several passes over each tensor.
-    fused = config.fused_adamw or None  # None: PyTorch's own choice
     adamw = torch.optim.AdamW(
-        grouped, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused
+        grouped,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        # One kernel for the whole update instead of several passes over each tensor; None is
+        # PyTorch's own choice.
+        fused=config.fused_adamw or None,
     )
     return [adamw]
 
