@@ -151,17 +151,17 @@ def mean_of(curves: Sequence[Curve]) -> Curve:
     return {step: statistics.fmean(losses[step] for losses in curves) for step in steps}
 
 
-def write_losses(
-    stages: Sequence[Stage], about: Sequence[str] = (), cards: Sequence[Card] = (), **parts: Any
-) -> None:
+def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: Any) -> None:
     """Write a report with the mean losses of the finished rungs, as `write_report` does."""
-    runs = [*chain(*(stage.runs for stage in stages))]
+    first, runs = stages[0], [*chain(*(stage.runs for stage in stages))]
+    steps, tokens = first.config.max_steps, first.config.tokens_per_step(first.ranks)
+    about = f"{steps:,} steps of {tokens:,} tokens; seeds of each rung: {len(first.runs)}."
     summaries = [run.finished.summary for run in runs if run.finished]
     means = {stage: mean_of(curves) for stage in stages if (curves := losses_of(stage))}
     titles = {card.name: card.title for card in cards}
     write_report(
         runs,
-        about=[*about, *dict.fromkeys(summary.about for summary in summaries)],
+        about=[about, *dict.fromkeys(summary.about for summary in summaries)],
         where=where_of((summary.machine, summary.day) for summary in summaries),
         pictures={"learning.png": "validation losses"},
         cards=cards,
@@ -207,15 +207,13 @@ def report_learned_ablation(
 
 def report_learning(ladder: str, stages: Sequence[Stage]) -> None:
     """Report the losses of the finished rungs, with learning.png, as in `write_report`."""
-    rows, first = rows_of(stages), stages[0]
-    steps, tokens = first.config.max_steps, first.config.tokens_per_step(first.ranks)
+    rows = rows_of(stages)
     files = {stage.name: stage.file for stage in stages}
     write_losses(
         stages,
         title=f"What the rungs of {ladder} learn",
         figures=FIGURES,
         rows=rows,
-        about=[f"{steps:,} steps of {tokens:,} tokens; seeds of each rung: {len(first.runs)}."],
         cards=[card_of(row["stage"], files[row["stage"]], files[row["base"]]) for row in rows],
         meaning="In brackets: a 95% interval, of the speed by the sign test over interleaved "
         "rounds, of the tokens by Student's t over the seeds, of the time by both.",

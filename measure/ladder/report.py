@@ -207,10 +207,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
-    cards = [
-        card_of(stage.name, stage.file, stage.base.file if stage.base else stage.file)
-        for stage, _ in done
-    ]
+    cards = [card_of(stage.name, stage.file, (stage.base or stage).file) for stage, _ in done]
     published = {
         stage.name: {
             "published": curve(read_columns(REFERENCE / stage.published.log)),
