@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +42,7 @@ def label_of(row: Row) -> str:
     return f"{row['size']} {row['computation']}, {bits} precision"
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A computation of a model, timed in a process of its own."""
 
     size: str  # a size of the published profile, or the config's name

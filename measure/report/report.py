@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -25,8 +25,7 @@ INTERVALS = (
 )
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A figure of every row: the row's key, and how all parts of a report show and explain it."""
 
     name: str
@@ -50,8 +49,7 @@ class Figure:
         return None if factor == Estimate(1.0) else factor
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """The page's explanation of a row."""
 
     name: str
