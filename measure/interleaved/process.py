@@ -40,10 +40,14 @@ def in_fresh_process(function: str, *arguments: Any) -> tuple[Any, str]:
     """
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(1, context, exit_when_parent_dies, (os.getpid(),)) as pool:
+        with ProcessPoolExecutor(1, context, _prepare) as pool:
             return pool.submit(call, function, *arguments).result()
     except BrokenProcessPool:
         return None, "its process was killed, as the system does when memory runs out"
+
+
+def _prepare() -> None:
+    exit_when_parent_dies(os.getppid())
 
 
 def call(function: str, *arguments: Any) -> tuple[Any, str]:
