@@ -12,7 +12,6 @@ import torch
 import summary
 from check import CheckOptions, main
 from checkpoint.state import State
-from checkpoint.weights import build_model
 from config import load_config
 from measure.preflight import estimate as module
 from measure.preflight.estimate import (
@@ -151,7 +150,6 @@ def test_on_a_gpu_an_update_that_is_not_fused_needs_room_for_another_copy_of_the
         module, "update_as_real", lambda run: real(Mock(state=run.state, world=on_gpu))
     )
     assert moments_of(tiny_config())["update"].total() > plain
-    assert moments_of(tiny_config(fused_adamw=True))["update"].total() <= plain
 
 
 def peak(config, ranks=1):
@@ -177,13 +175,6 @@ def test_fake_steps_take_what_real_ones_do(options, tiny_config, monkeypatch):
     for name, moment in moments_of(config).items():
         assert fake[name] == pytest.approx(moment, rel=0.01), name
         assert moment.total() > 0
-
-
-def test_parameters_and_gradients_have_4_bytes_for_each_number(tiny_config):
-    config = tiny_config(n_layer=1, tie_weights=True)
-    moments, size = moments_of(config), 4 * build_model(config)[1].num_parameters()
-    assert moments["kept"].parameters == pytest.approx(size, rel=0.1)  # with buffers
-    assert moments["clipping"].gradients == size
 
 
 def test_what_saves_memory_is_estimated_to_save_it(tiny_config):

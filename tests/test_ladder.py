@@ -737,13 +737,6 @@ def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(monkeyp
     assert "ddp" in climbed(monkeypatch, {"gpus": 2}, "speedup")
 
 
-def test_interleaved_rounds_that_last_half_a_second_are_announced(monkeypatch, capsys):
-    # 2 x 600 turns of 0.5 s, and 4 processes of which each takes 7 s to start
-    found = {"tflops": rates_of(1e6)}  # TFLOP/s: steps take no time
-    climbed(monkeypatch, found, "baseline", "speedup1", "--rounds", "600")
-    assert "takes about 10 minutes" in capsys.readouterr().out
-
-
 def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked_processes, capsys):
     found = climbing.measure_device("cpu")
     assert found.gpus == 0

@@ -30,11 +30,10 @@ from inference.sampling import (
     probabilities,
     seeded,
 )
-from runtime.cli import ConfigError, parse
+from runtime.cli import parse
 from sample import SampleOptions, Sampler, compile_decoding
 from tests.conftest import (
     ROOT,
-    cases,
     ended,
     grown,
     refused,
@@ -217,19 +216,6 @@ def test_a_file_of_prompts_gives_each_line_its_texts_whatever_the_batch(run_fold
 
 
 # with --repetition_penalty 1e-40 the penalized logits and then the probabilities would overflow
-MISTAKES = """
---top_p 0 => --top_p: input should be greater than 0
---top_k 0 => --top_k: input should be greater than or equal to 1
---repetition_penalty 1e-40 => --repetition_penalty: input should be greater than
-"""
-
-
-@pytest.mark.parametrize(("words", "message"), cases(MISTAKES))
-def test_options_that_are_out_of_range(words, message):
-    with pytest.raises(ConfigError, match=message):
-        options(*words.split())
-
-
 def test_options_without_effect_are_told():
     assert options("--temperature", 0, "--top_p", 0.5).notes() == [
         "top_p has no effect: temperature is 0"
