@@ -420,7 +420,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
     @property
     def has_graphs(self) -> bool:
-        """True if torch.compile records CUDA graphs where they are safe."""
+        """True if torch.compile records CUDA graphs, unless `on_device` turns them off."""
         return self.compile and self.compile_mode in WITHOUT_GRAPHS
 
     @property
