@@ -8,7 +8,7 @@ python ladder.py a.yaml b.yaml --seeds 3              their losses and their spe
 python ladder.py speedup --stages 2,3,5               some stages, over the first
 python ladder.py speedup -- --max_steps 10            options after -- go to every run
 python ladder.py --ablate speedup10.yaml              the factor of each optimization of a config
-python ladder.py --ablate my.yaml --seeds 3           how much each lowers the loss
+python ladder.py --ablate my.yaml --seeds 3           the loss, tokens and time that each saves
 python ladder.py --across logs/results/*/speedup      ladders of several machines beside each other
 python ladder.py --plot logs/a logs/b                 loss curves of any runs in one picture
 """
@@ -60,8 +60,8 @@ class LadderOptions(Options):
     quick: bool = False
     """climb the stages of speedup that change the speed, with a small model"""
     stages: tuple[str, ...] = ()
-    """climb only these stages, and the first: 2,3,5 are speedup2, speedup3 and speedup5 (default:
-    all)
+    """climb only these stages, and the first: 2,3,5 are speedup2, speedup3 and speedup5; with
+    --ablate, only these optimizations (default: all)
     """
     log_dir: Name = "logs"
     """folder for the ladder's folder"""
@@ -80,7 +80,9 @@ class LadderOptions(Options):
     report_only: bool = False
     """rebuild the report from the finished runs, on any machine; options after -- are not needed"""
     ablate: bool = False
-    """compare each optimization of the given config: switched on first, and switched on last"""
+    """compare each optimization of the given config: switched on first, and switched on last; with
+    --seeds only last, and aa is the config itself with other seeds
+    """
     across: bool = False
     """set the results of several machines beside each other"""
     plot: bool = False
@@ -94,7 +96,7 @@ def check(options: LadderOptions) -> None:
     without_effect = {
         "across": ("plot", "ablate", "stages", "nproc_per_node", "seeds"),
         "plot": ("ablate", "stages", "nproc_per_node", "seeds"),
-        "ablate": ("quick", "stages", "nproc_per_node"),
+        "ablate": ("quick", "nproc_per_node"),
         "quick": ("nproc_per_node", "seeds"),
     }
     for mode, names in without_effect.items():
@@ -116,17 +118,19 @@ def name_of(options: LadderOptions) -> str:
     return ladder_of(options.configs)[0] + SUFFIX * options.quick
 
 
-def chosen(stages: list[Stage], names: Sequence[str]) -> list[Stage]:
-    """Return the first stage and the named ones, by name or number, or all. Raises UserError."""
+def chosen(known: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the known names that are among `names`, or whose numbers are; all if `names` is empty.
+
+    Raises UserError.
+    """
 
     def short(name: str) -> str:
         return re.sub(r"^(speedup|opt)(?=\d)", "", name)
 
-    known, wanted = [short(stage.name) for stage in stages], {*map(short, names)}
-    if unknown := wanted - {*known}:
-        raise UserError(f"--stages {min(unknown)}: no such stage; there are {', '.join(known)}")
-    wanted |= {known[0]} if names else {*known}
-    return [stage for stage in stages if short(stage.name) in wanted]
+    there_are, wanted = [*map(short, known)], {*map(short, names)}
+    if unknown := wanted - {*there_are}:
+        raise UserError(f"--stages {min(unknown)}: no such stage; there are {', '.join(there_are)}")
+    return [name for name in known if not names or short(name) in wanted]
 
 
 def planned(
@@ -166,15 +170,18 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
     for stage in stages:
         if record.seeds and not stage.config.eval_every:
             raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
-    stages = with_bases(chosen(stages, options.stages))
-    compared, rungs = [stage.runs[0] for stage in stages], {}
+    rungs = ablated(stages[0]) if options.ablate else {}
+    if options.ablate and not rungs:
+        raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
+    names = chosen([*rungs] or [stage.name for stage in stages], options.stages)
     if options.ablate:
-        rungs = ablated(stages[0])
-        if not rungs:
-            raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
+        rungs = {name: rungs[name] for name in names}
         compared = [*chain(*rungs.values())]
         sides = {side.name: side for rung in compared for side in (rung.base, rung) if side}
         stages = [*sides.values()] if record.seeds else []  # speeds are compared without runs
+    else:
+        stages = with_bases([s for s in stages if s.name in (stages[0].name, *names)])
+        compared = [stage.runs[0] for stage in stages]
     if not options.report_only:
         run(options, stages, compared, device)
     if options.ablate and record.seeds:
@@ -197,8 +204,6 @@ def run(
     # one seed of all stages before the next, so that they can be compared at any time
     runs = [*chain(*zip(*(stage.runs for stage in stages), strict=True))]
     to_run = [run for run in runs if options.rerun or is_to_be_run(run, device)]
-    if options.ablate and record.seeds:  # losses alone are compared
-        rounds = 0
     to_compare = [
         stage for stage in compared if rounds and is_to_be_compared(stage, options.rerun, device)
     ]

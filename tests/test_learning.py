@@ -116,11 +116,14 @@ def test_every_seed_of_a_rung_runs_on_as_many_ranks_and_a_run_on_fewer_does_not_
 
 
 @pytest.mark.usefixtures("configs", "forked")
-def test_an_ablation_over_seeds_trains_each_optimization_on_first_and_off_last(tmp_path):
+def test_an_ablation_over_seeds_switches_each_optimization_off_and_compares_with_other_seeds(
+    tmp_path,
+):
     (tmp_path / "both.yaml").write_text(
         "{base: adamw.yaml, optimizer: muon, grad_clip: 1.0, flash: true}"
     )
-    command = ["--ablate", "both.yaml", "--seeds", "1", "--rounds", "0"]
+    command = ["--ablate", "both.yaml", "--seeds", "1", "--rounds", "6"]
+    command += ["--stages", "optimizer,aa"]
     assert climb(*command) == 0
     folder = tmp_path / "logs/ablate_both"
     ended = {}
@@ -128,21 +131,18 @@ def test_an_ablation_over_seeds_trains_each_optimization_on_first_and_off_last(t
         config = load_config(str(run.parent / "config.yaml"))
         assert config.flash  # what changes no loss stays as it is
         rows = read_rows(run, ("step", "val_loss"))
-        ended[run.parent.name] = (config.optimizer, config.grad_clip), rows[8]["val_loss"]
+        options = config.optimizer, config.grad_clip, config.seed
+        ended[run.parent.name] = options, rows[8]["val_loss"]
     assert {name: options for name, (options, _) in ended.items()} == {
-        "none_seed_1": ("adamw", 0.0),
-        "init_first_seed_1": ("adamw", 0.0),
-        "without_init_seed_1": ("muon", 1.0),
-        "optimizer_first_seed_1": ("muon", 0.0),
-        "without_optimizer_seed_1": ("adamw", 1.0),
-        "grad_clip_first_seed_1": ("adamw", 1.0),
-        "without_grad_clip_seed_1": ("muon", 0.0),
-        "all_seed_1": ("muon", 1.0),
+        "without_optimizer_seed_1": ("adamw", 1.0, 1),
+        "aa_seed_101": ("muon", 1.0, 101),
+        "all_seed_1": ("muon", 1.0, 1),
     }
-    loss = {name.removesuffix("_seed_1"): loss for name, (_, loss) in ended.items()}
+    loss = {name: loss for name, (_, loss) in ended.items()}
     rows = table(folder / "results.csv")
-    assert float(rows["optimizer"]["first"]) == loss["none"] - loss["optimizer_first"]
-    assert float(rows["optimizer"]["last"]) == loss["without_optimizer"] - loss["all"]
-    (folder / "results.csv").unlink()
-    assert climb("--ablate", "both.yaml", "--report_only") == 0
-    assert table(folder / "results.csv") == rows
+    assert [*rows] == ["optimizer", "aa"]
+    for name, base in {"optimizer": "without_optimizer_seed_1", "aa": "aa_seed_101"}.items():
+        figures = {key: float(value or 0) for key, value in rows[name].items() if value != name}
+        assert figures["lower"] == loss[base] - loss["all_seed_1"]
+        assert (figures["tokens_share"] > 0) == (figures["lower"] >= 0)
+        assert figures["time_share"] == pytest.approx(figures["tokens_share"] / figures["speed"])

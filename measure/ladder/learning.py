@@ -25,6 +25,10 @@ NOISE = (
     "after +-: the half width of the mean's 95% interval over the seeds, by Student's t; within "
     "noise: the interval contains 0. The apparent worth of a rung that adds nothing is noise too"
 )
+BRACKETS = (
+    "In brackets: a 95% interval, of the speed by the sign test over interleaved rounds, of the "
+    "tokens by Student's t over the seeds, of the time by both."
+)
 FIGURES = [
     Figure("stage", "rung"),
     Figure(
@@ -61,13 +65,29 @@ FIGURES = [
 WORTH = [
     Figure("optimization", "optimization"),
     Figure(
-        "first",
-        "on first",
+        "lower",
+        "lowers the loss by",
         ".4f",
-        "the decrease of the final validation loss from none to this optimization alone, in nats "
+        "the mean difference of the final validation loss from all but this one to all, in nats "
         f"per token; {NOISE}",
+        over="all but it",
     ),
-    Figure("last", "on last", ".4f", "the decrease from all but this one to all"),
+    Figure(
+        "tokens_share",
+        "tokens",
+        meaning="the share of all tokens after which all reach the final loss of all but it; empty "
+        "if they never do",
+        bar=True,
+        over="all but it",
+    ),
+    Figure("speed", "speed", meaning="tokens/s with all over all but it", over="all but it"),
+    Figure(
+        "time_share",
+        "time",
+        meaning="the share of tokens over the speed",
+        bar=True,
+        over="all but it",
+    ),
 ]
 
 
@@ -136,12 +156,17 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
                 "base": base.name,
                 "loss": mean_over_seeds(last(ours)),
                 "lower": stage.base and lower_by(curves[base.name], ours),
-                "tokens_share": tokens,
                 "speed": speed,
-                "time_share": tokens and product([tokens, speed.inverse]),
+                **shares(tokens, speed),
             }
         )
     return rows
+
+
+def shares(tokens: Estimate | None, speed: Estimate | None) -> Row:
+    """Return the share of the tokens to a loss, and of the time, at a speed over the other's."""
+    time = product([tokens, speed.inverse]) if tokens and speed else None
+    return {"tokens_share": tokens, "time_share": time}
 
 
 def mean_of(curves: Sequence[Curve]) -> Curve:
@@ -182,26 +207,33 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
 
 
 def report_learned_ablation(
-    ladder: str, rungs: Mapping[str, tuple[Stage, Stage]], stages: Sequence[Stage]
+    ladder: str, rungs: Mapping[str, Sequence[Stage]], stages: Sequence[Stage]
 ) -> None:
-    """Report the decrease of the loss by each optimization: on first, and on last.
+    """Report the loss, the tokens and the time that each optimization saves as the last one.
 
     `stages`: all sides of the rungs.
     """
     curves = {stage.name: losses_of(stage) for stage in stages}
     rows = list[Row]()
-    for optimization, both in rungs.items():
-        first, last = (
-            lower_by(curves[rung.base.name], curves[rung.name]) for rung in both if rung.base
-        )
-        if first or last:
-            rows.append({"optimization": optimization, "first": first, "last": last})
+    for optimization, (rung,) in rungs.items():
+        assert rung.base
+        without, ours = curves[rung.base.name], curves[rung.name]
+        if without and ours:
+            speed = rung.comparison.ratio() if rung.comparison else None
+            rows.append(
+                {
+                    "optimization": optimization,
+                    "lower": lower_by(without, ours),
+                    "speed": speed,
+                    **shares(share_of_tokens(ours, without), speed),
+                }
+            )
     write_losses(
         stages,
         title=f"What each optimization of {ladder.removeprefix('ablate_')} learns",
         figures=WORTH,
         rows=rows,
-        meaning="All other options, such as learning rates, stay as they are.",
+        meaning=f"All other options, such as learning rates, stay as they are. {BRACKETS}",
     )
 
 
@@ -215,6 +247,5 @@ def report_learning(ladder: str, stages: Sequence[Stage]) -> None:
         figures=FIGURES,
         rows=rows,
         cards=[card_of(row["stage"], files[row["stage"]], files[row["base"]]) for row in rows],
-        meaning="In brackets: a 95% interval, of the speed by the sign test over interleaved "
-        "rounds, of the tokens by Student's t over the seeds, of the time by both.",
+        meaning=BRACKETS,
     )

@@ -295,7 +295,7 @@ WORTH = [
 ]
 
 
-def report_ablation(ladder: str, rungs: Mapping[str, tuple[Stage, Stage]]) -> None:
+def report_ablation(ladder: str, rungs: Mapping[str, Sequence[Stage]]) -> None:
     """Report two rungs for each optimization, on first and on last, as in `write_report`."""
     rows, found = list[Row](), list[Comparison]()
     for optimization, both in rungs.items():

@@ -283,11 +283,12 @@ def _same_training(a: Config, b: Config) -> bool:
 # ---- ablations
 
 
-def ablated(whole: Stage) -> dict[str, tuple[Stage, Stage]]:
-    """Return two rungs for each optimization that a stage has on.
+def ablated(whole: Stage) -> dict[str, list[Stage]]:
+    """Return two rungs for each optimization that a stage has on; none if it has none on.
 
     On first: it alone over none. On last: all over all but it. With seeds, which compare losses,
-    only for the optimizations that change the loss.
+    only on last, as learning rates are tuned for all; only for the optimizations that change the
+    loss, and for `aa`, the stage itself with other seeds.
     """
     off = {
         name: flags
@@ -299,14 +300,21 @@ def ablated(whole: Stage) -> dict[str, tuple[Stage, Stage]]:
         flags = dict(chain(*(off[other].items() for other in names)))
         return whole.variant(name, to_flags(flags), base=base)
 
+    def last(name: str, base: Stage) -> Stage:
+        return replace(whole, rung=f"{name}_last", base=base)
+
     none = without(off, "none")
-    return {
-        name: (
+    rungs = {
+        name: [
             without([other for other in off if other != name], f"{name}_first", none),
-            replace(whole, rung=f"{name}_last", base=without([name], f"without_{name}")),
-        )
+            last(name, without([name], f"without_{name}")),
+        ]
         for name in off
     }
+    if off and whole.record.seeds:
+        other = whole.variant("aa", [f"--seed={whole.config.seed + 100}"])
+        return {name: both[1:] for name, both in rungs.items()} | {"aa": [last("aa", other)]}
+    return rungs
 
 
 def switched_off(config: Config) -> dict[str, dict[str, Any]]:
