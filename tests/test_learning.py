@@ -126,19 +126,17 @@ def test_an_ablation_over_seeds_switches_each_optimization_off_and_compares_with
     command += ["--stages", "optimizer,aa"]
     assert climb(*command) == 0
     folder = tmp_path / "logs/ablate_both"
-    ended = {}
+    ended, loss = {}, {}
     for run in folder.glob("*/eval.csv"):
         config = load_config(str(run.parent / "config.yaml"))
         assert config.flash  # what changes no loss stays as it is
-        rows = read_rows(run, ("step", "val_loss"))
-        options = config.optimizer, config.grad_clip, config.seed
-        ended[run.parent.name] = options, rows[8]["val_loss"]
-    assert {name: options for name, (options, _) in ended.items()} == {
+        ended[run.parent.name] = config.optimizer, config.grad_clip, config.seed
+        loss[run.parent.name] = read_rows(run, ("step", "val_loss"))[8]["val_loss"]
+    assert ended == {
         "without_optimizer_seed_1": ("adamw", 1.0, 1),
         "aa_seed_101": ("muon", 1.0, 101),
         "all_seed_1": ("muon", 1.0, 1),
     }
-    loss = {name: loss for name, (_, loss) in ended.items()}
     rows = table(folder / "results.csv")
     assert [*rows] == ["optimizer", "aa"]
     for name, base in {"optimizer": "without_optimizer_seed_1", "aa": "aa_seed_101"}.items():
