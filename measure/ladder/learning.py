@@ -156,7 +156,6 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
                 "base": base.name,
                 "loss": mean_over_seeds(last(ours)),
                 "lower": stage.base and lower_by(curves[base.name], ours),
-                "speed": speed,
                 **shares(tokens, speed),
             }
         )
@@ -164,9 +163,9 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
 
 
 def shares(tokens: Estimate | None, speed: Estimate | None) -> Row:
-    """Return the share of the tokens to a loss, and of the time, at a speed over the other's."""
+    """Return the share of the tokens to a loss, the speed, and the share of the time from both."""
     time = product([tokens, speed.inverse]) if tokens and speed else None
-    return {"tokens_share": tokens, "time_share": time}
+    return {"tokens_share": tokens, "speed": speed, "time_share": time}
 
 
 def mean_of(curves: Sequence[Curve]) -> Curve:
@@ -224,7 +223,6 @@ def report_learned_ablation(
                 {
                     "optimization": optimization,
                     "lower": lower_by(without, ours),
-                    "speed": speed,
                     **shares(share_of_tokens(ours, without), speed),
                 }
             )
