@@ -170,18 +170,20 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
     for stage in stages:
         if record.seeds and not stage.config.eval_every:
             raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
-    rungs = ablated(stages[0]) if options.ablate else {}
-    if options.ablate and not rungs:
-        raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
-    names = chosen([*rungs] or [stage.name for stage in stages], options.stages)
+    rungs = dict[str, list[Stage]]()
     if options.ablate:
-        rungs = {name: rungs[name] for name in names}
+        every = ablated(stages[0])
+        if not every:
+            raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
+        rungs = {name: every[name] for name in chosen([*every], options.stages)}
         compared = [*chain(*rungs.values())]
         sides = {side.name: side for rung in compared for side in (rung.base, rung) if side}
         stages = [*sides.values()] if record.seeds else []  # speeds are compared without runs
     else:
+        names = chosen([stage.name for stage in stages], options.stages)
         stages = with_bases([s for s in stages if s.name in (stages[0].name, *names)])
-        compared = [stage.runs[0] for stage in stages]
+        compared = stages
+    compared = [stage.runs[0] for stage in compared]
     if not options.report_only:
         run(options, stages, compared, device)
     if options.ablate and record.seeds:
@@ -214,7 +216,7 @@ def run(
             predict_stages(compared, device)
         run_stages(record, to_run, device)
         ran = [s for s in to_compare if s.finished and s.base and s.base.finished]
-        interleave_stages(to_compare if options.ablate else ran, rounds, device)
+        interleave_stages(ran if stages else to_compare, rounds, device)
 
 
 def main(options: LadderOptions, of_runs: list[str]) -> None:

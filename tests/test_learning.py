@@ -8,6 +8,7 @@ from config import load_config
 from measure.ladder import climb as climbing
 from measure.ladder.learning import mean_of, rows_of, share_of_tokens, steps_to
 from measure.ladder.record import Record
+from measure.ladder.stages import ablated
 from runtime.runlog import read_rows
 from tests.conftest import TINY
 from tests.test_ladder import (
@@ -122,9 +123,8 @@ def test_an_ablation_over_seeds_switches_each_optimization_off_and_compares_with
     (tmp_path / "both.yaml").write_text(
         "{base: adamw.yaml, optimizer: muon, grad_clip: 1.0, flash: true}"
     )
-    command = ["--ablate", "both.yaml", "--seeds", "1", "--rounds", "6"]
-    command += ["--stages", "optimizer,aa"]
-    assert climb(*command) == 0
+    options = "--seeds 1 --rounds 6 --stages optimizer,aa"
+    assert climb("--ablate", "both.yaml", *options.split()) == 0
     folder = tmp_path / "logs/ablate_both"
     ended, loss = {}, {}
     for run in folder.glob("*/eval.csv"):
@@ -138,8 +138,15 @@ def test_an_ablation_over_seeds_switches_each_optimization_off_and_compares_with
         "all_seed_1": ("muon", 1.0, 1),
     }
     rows = table(folder / "results.csv")
-    assert [*rows] == ["optimizer", "aa"]
-    for name, base in {"optimizer": "without_optimizer_seed_1", "aa": "aa_seed_101"}.items():
+    bases = {"optimizer": "without_optimizer_seed_1", "aa": "aa_seed_101"}
+    assert [*rows] == [*bases]
+    (folder / "results.csv").unlink()
+    assert climb("--ablate", "both.yaml", "--report_only") == 0
+    assert table(folder / "results.csv") == rows
+    (whole,) = plan("both.yaml")
+    whole.record.seeds = 1
+    assert [*ablated(whole)] == ["init", "optimizer", "grad_clip", "aa"]
+    for name, base in bases.items():
         figures = {key: float(value or 0) for key, value in rows[name].items() if value != name}
         assert figures["lower"] == loss[base] - loss["all_seed_1"]
         assert (figures["tokens_share"] > 0) == (figures["lower"] >= 0)

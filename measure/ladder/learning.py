@@ -29,6 +29,30 @@ BRACKETS = (
     "In brackets: a 95% interval, of the speed by the sign test over interleaved rounds, of the "
     "tokens by Student's t over the seeds, of the time by both."
 )
+
+
+def figures_of_shares(over: str, to: str, reached: str, than: str) -> list[Figure]:
+    """Return the columns of `shares`, in the words of one table."""
+    return [
+        Figure(
+            "tokens_share",
+            f"tokens to {to}",
+            meaning=f"the share of all tokens after which {reached}, on straight lines between "
+            "evaluations; geometric mean over the seeds",
+            bar=True,
+            over=over,
+        ),
+        Figure("speed", "speed", meaning=f"tokens/s over {than}", over=over),
+        Figure(
+            "time_share",
+            f"time to {to}",
+            meaning="the share of tokens over the speed, with the intervals of both combined",
+            bar=True,
+            over=over,
+        ),
+    ]
+
+
 FIGURES = [
     Figure("stage", "rung"),
     Figure(
@@ -45,21 +69,11 @@ FIGURES = [
         over="base",
     ),
     Figure("base", "base"),
-    Figure(
-        "tokens_share",
-        "tokens to the first's loss",
-        meaning="the share of all tokens after which a rung reaches the first rung's final loss, "
-        "on straight lines between evaluations; geometric mean over the seeds",
-        bar=True,
-        over="first",
-    ),
-    Figure("speed", "speed", meaning="tokens/s over the first rung's", over="first"),
-    Figure(
-        "time_share",
-        "time to the first's loss",
-        meaning="the share of tokens over the speed, with the intervals of both combined",
-        bar=True,
-        over="first",
+    *figures_of_shares(
+        "first",
+        "the first's loss",
+        "a rung reaches the first rung's final loss",
+        "the first rung's",
     ),
 ]
 WORTH = [
@@ -72,21 +86,11 @@ WORTH = [
         f"per token; {NOISE}",
         over="all but it",
     ),
-    Figure(
-        "tokens_share",
-        "tokens",
-        meaning="the share of all tokens after which all reach the final loss of all but it; empty "
-        "if they never do",
-        bar=True,
-        over="all but it",
-    ),
-    Figure("speed", "speed", meaning="tokens/s with all over all but it", over="all but it"),
-    Figure(
-        "time_share",
-        "time",
-        meaning="the share of tokens over the speed",
-        bar=True,
-        over="all but it",
+    *figures_of_shares(
+        "all but it",
+        "the loss without it",
+        "all reach the final loss of all but it",
+        "those with all but it",
     ),
 ]
 

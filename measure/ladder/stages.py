@@ -300,21 +300,20 @@ def ablated(whole: Stage) -> dict[str, list[Stage]]:
         flags = dict(chain(*(off[other].items() for other in names)))
         return whole.variant(name, to_flags(flags), base=base)
 
-    def last(name: str, base: Stage) -> Stage:
-        return replace(whole, rung=f"{name}_last", base=base)
-
+    bases = {name: without([name], f"without_{name}") for name in off}
+    if off and whole.record.seeds:
+        bases["aa"] = whole.variant("aa", [f"--seed={whole.config.seed + 100}"])
+    last = {name: replace(whole, rung=f"{name}_last", base=base) for name, base in bases.items()}
+    if whole.record.seeds:
+        return {name: [rung] for name, rung in last.items()}
     none = without(off, "none")
-    rungs = {
+    return {
         name: [
             without([other for other in off if other != name], f"{name}_first", none),
-            last(name, without([name], f"without_{name}")),
+            last[name],
         ]
         for name in off
     }
-    if off and whole.record.seeds:
-        other = whole.variant("aa", [f"--seed={whole.config.seed + 100}"])
-        return {name: both[1:] for name, both in rungs.items()} | {"aa": [last("aa", other)]}
-    return rungs
 
 
 def switched_off(config: Config) -> dict[str, dict[str, Any]]:
