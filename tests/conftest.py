@@ -73,8 +73,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Unless a test sets them: torch.compile neither tries out which instructions the compiler knows nor
-# starts processes that compile, as each takes longer than a tiny model's kernels.
-for name in ("TORCHINDUCTOR_VEC_ISA_OK", "TORCHINDUCTOR_COMPILE_THREADS"):
+# starts processes that compile, as each takes longer than a tiny model's kernels. And PyTorch looks
+# for GPUs without starting CUDA, after which no process could be forked.
+for name in (
+    "TORCHINDUCTOR_VEC_ISA_OK",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+):
     os.environ.setdefault(name, "1")
 
 # A tiny model gains nothing from more, and loses much if another program takes a core.
@@ -125,6 +130,15 @@ def fast_precision() -> dict[str, bool]:
 def the_matmul_rate_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run ends with this measurement, which takes longer than the tests' runs."""
     monkeypatch.setattr(summary, "matmul_tflops", lambda *_, **__: 1.0)
+
+
+@pytest.fixture(autouse=True)
+def only_gpu_tests_see_a_gpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands that other tests start would choose it."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture(autouse=True)
@@ -274,6 +288,7 @@ def fork_server() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))  # to find the last two modules
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # runtime/start.py sets it too
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # a process that has started CUDA cannot be forked
         patch.setattr(tempfile, "tempdir", "/tmp")  # the name of a socket has at most 107 letters
         multiprocessing.forkserver._forkserver.ensure_running()
     return context

@@ -51,7 +51,7 @@ def test_losses_are_those_of_a_cpu_and_resuming_draws_the_same_dropout(options, 
     train(tiny_config(run_name="cpu", **options | FP32), ALONE)
     at = functools.partial(tiny_config, device="cuda", keep_last=1, **options)
     gpu, whole = at(run_name="gpu"), at(run_name="whole", dropout=0.1)
-    half = at(run_name="half", dropout=0.1, max_steps=3)
+    half = at(run_name="half", dropout=0.1, max_steps=4)
     for config in (gpu, whole, half, at(resume="half", dropout=0.1)):
         train(config, GPU)
     assert column(gpu) == pytest.approx(column(tiny_config(run_name="cpu")), rel=1e-2)
