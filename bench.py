@@ -126,7 +126,7 @@ from measure.profile.timing import Job, label_of
 from measure.report.report import Report, Row, write_csv
 from runtime.errors import TrainingError, reported
 from runtime.files import write_json
-from runtime.report import machine
+from runtime.report import machine, place
 
 # ---- the jobs
 
@@ -236,7 +236,7 @@ def report_times(
         rows,
         remarks=[*notes, *remarks],
         about=about,
-        where=machine(),
+        where=place(machine(), rows[0]["device"]),
         meaning=meaning,
         pictures={picture: caption},
     ).write()

@@ -259,7 +259,7 @@ def test_a_report_says_why_a_stage_or_its_interleaved_rounds_are_left_out(capsys
 # ---- a report alone
 
 
-RESULTS = ROOT / "logs" / "results" / "epyc-avx512bf16-2cores"
+RESULTS, EPYC = ROOT / "logs" / "results", "epyc-avx512bf16-2cores"
 NO_PROCESS_NO_TORCH = """
 import atexit, runpy, sys
 events = ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec", "os.system")
@@ -274,15 +274,15 @@ runpy.run_path({root!r} + "/ladder.py", run_name="__main__")
 """
 
 
-def stored(name):
+def stored(name, machine=EPYC):
     """Put the record of one of our ladders alone into a folder, and return its path."""
     Path("logs", name).mkdir(parents=True)
-    return Path(shutil.copy(RESULTS / name / "ladder.json", Path("logs", name)))
+    return Path(shutil.copy(RESULTS / machine / name / "ladder.json", Path("logs", name)))
 
 
-def is_the_stored_report(name):
+def is_the_stored_report(name, machine=EPYC):
     return all(
-        Path("logs", name, file).read_bytes() == (RESULTS / name / file).read_bytes()
+        Path("logs", name, file).read_bytes() == (RESULTS / machine / name / file).read_bytes()
         for file in ("report.md", "results.csv")
     )
 
@@ -295,7 +295,7 @@ def test_a_report_alone_starts_no_process_and_does_not_import_torch():
     assert done.stdout.splitlines()[-1] == "False"
     # 19 stages with speedup1_medium, climbed with -- --batch_size 1 --max_steps 12
     assert is_the_stored_report("speedup")
-    assert record.read_bytes() == (RESULTS / "speedup/ladder.json").read_bytes()
+    assert record.read_bytes() == (RESULTS / EPYC / "speedup/ladder.json").read_bytes()
 
 
 class More(Options):
@@ -310,15 +310,16 @@ class LaterConfig(More, Config):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["speedup --quick", "modern", "--ablate speedup10"], ids=lambda words: words
+    ("machine", "arguments"),
+    [(EPYC, "speedup --quick"), ("h200", "modern"), (EPYC, "--ablate speedup10")],
 )
-def test_a_stored_ladder_gives_the_same_report_with_later_code(arguments, monkeypatch):
+def test_a_stored_ladder_gives_the_same_report_with_later_code(machine, arguments, monkeypatch):
     """Which has one option more, and one less."""
     name = arguments.replace(" --", "_").replace("--ablate ", "ablate_")
-    edit(stored(name), '"n_layer"', '"older": false, "n_layer"')
+    edit(stored(name, machine), '"n_layer"', '"older": false, "n_layer"')
     monkeypatch.setattr(records, "Config", LaterConfig)
     assert climb(*arguments.split(), "--report_only") == 0
-    assert is_the_stored_report(name)
+    assert is_the_stored_report(name, machine)
 
 
 def test_every_file_that_the_results_page_names_exists():
@@ -473,15 +474,15 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors():
     assert "| speedup2 | 1.50 |\n" in own
 
 
-def test_pictures_of_factors_name_machines_and_days(monkeypatch):
+def test_pictures_of_factors_name_gpus_machines_and_days(monkeypatch):
     drawn = Mock()
     monkeypatch.setattr("measure.report.report.draw_bars", drawn)
     rungs = stages.ablated(plan("speedup2")[0])
     first, last = rungs["tf32"]
-    fake_comparison(first, 1.1, date="2026-11-24")
-    fake_comparison(last, 1.1)
+    fake_comparison(first, 1.1, date="2026-11-24", device="NVIDIA H200")
+    fake_comparison(last, 1.1, device="cpu")
     ladder_report.report_ablation("speedup2", rungs)
-    assert drawn.call_args.args[-1] == "any, 2026-11-24"
+    assert drawn.call_args.args[-1] == "NVIDIA H200; any, 2026-11-24; any"
 
 
 def bases_of(found):

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from measure.interleaved.ratio import FEWEST, median_ratio
-from runtime.report import Estimate
+from runtime.report import Estimate, place
 
 FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
 
@@ -22,6 +22,7 @@ class Turn(BaseModel):
     likeliest: list[int] = []  # tokens, of a side that generates text
     peak_memory_mb: float = 0.0
     threads: int = 1
+    device: str | None = None
     ranks: list["Turn"] = []  # one turn per rank of a run with several
 
 
@@ -54,9 +55,13 @@ class Comparison(BaseModel, extra="allow"):
     git: str | None = None
     left_out: int  # the first turns, which compile and warm up
     sides: list[MeasuredSide] = Field(min_length=2)
-    # a ladder's rung adds the device, and the options of both sides
-    device: str | None = None
-    settings: list[dict[str, Any]] = []
+    device: str | None = None  # the first side's
+    settings: list[dict[str, Any]] = []  # a ladder's rung adds the options of both sides
+
+    @property
+    def place(self) -> str:
+        """The machine, after its GPU if that computed."""
+        return place(self.machine, self.device)
 
     @property
     def rounds(self) -> int:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from measure.interleaved.options import without_end
 from runtime.clock import mark_time, seconds_between
-from runtime.device import choose_device, peak_memory_mb
+from runtime.device import choose_device, device_name, peak_memory_mb
 from runtime.errors import reported
 from runtime.start import return_freed_memory, trim_memory_if_short
 from runtime.world import World, joined_world
@@ -87,6 +87,7 @@ def take_steps(
         "seconds": list(itertools.starmap(seconds_between, itertools.pairwise(marks))),
         "peak_memory_mb": peak_memory_mb(device),
         "threads": torch.get_num_threads(),
+        "device": device_name(device),
     }
     if FREES_CACHE:
         torch.cuda.empty_cache()

@@ -143,7 +143,7 @@ def is_to_be_compared(stage: Stage, rerun: bool, device: Device) -> bool:
     if not base or max(base.ranks, stage.ranks) > 1:
         return False
     known = None if rerun else stage.comparison
-    is_known = known and (known.machine, known.device) == (machine(), str(device.name))
+    is_known = known and known.machine == machine() and device.name in (None, known.device)
     return not is_known and settings(base.config) != settings(stage.config)
 
 
@@ -163,8 +163,8 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, device: Device) -> N
             record.comparisons.pop(name, None)
             record.fail(name, str(error))
             continue
-        about = {"device": str(device.name), "settings": [*map(settings, stage.sides)]}
-        record.comparisons[name] = found.model_copy(update=about)
+        found.settings = [*map(settings, stage.sides)]
+        record.comparisons[name] = found
         record.save()
 
 

@@ -11,6 +11,7 @@ from measure.interleaved.comparison import Comparison
 from runtime.cli import load, read_yaml_mapping, show
 from runtime.errors import UserError
 from runtime.files import write_json
+from runtime.report import place
 from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, read_rows
 
 FILE = "ladder.json"
@@ -92,6 +93,11 @@ class Summary(BaseModel, allow_inf_nan=False, extra="allow"):
     def day(self) -> str:
         """The date of its start."""
         return self.started[:10]
+
+    @property
+    def place(self) -> str:
+        """The machine, after its GPU if that computed."""
+        return place(self.machine, self.device)
 
     @property
     def about(self) -> str:

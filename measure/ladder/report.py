@@ -233,7 +233,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
         ],
         pictures={"loss.png": "loss curves, measured over published"} if published else {},
         bars="speed.png",
-        where=where_of((run.summary.machine, run.summary.day) for _, run in done),
+        where=where_of((run.summary.place, run.summary.day) for _, run in done),
         cards=cards,
         curves=loss_curves(done, cards),
     )
@@ -318,7 +318,7 @@ def report_ablation(ladder: str, rungs: Mapping[str, Sequence[Stage]]) -> None:
         rows=rows,
         about=[*dict.fromkeys(f"{r.machine}; device {r.device}, commit {r.git}" for r in found)],
         bars="worth.png",
-        where=where_of((r.machine, r.date) for r in found),
+        where=where_of((r.place, r.date) for r in found),
     )
 
 

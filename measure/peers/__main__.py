@@ -37,7 +37,7 @@ from measure.peers import MATMULS, TRANSFORMERS
 from measure.report.report import PEAK_MEMORY, Figure, Report, Row
 from runtime.errors import UserError, reported
 from runtime.files import aside, write_json
-from runtime.report import git_commit, machine
+from runtime.report import git_commit
 from runtime.start import parse_command_line
 
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
@@ -219,7 +219,7 @@ def report(groups: Sequence[Comparison], config: Config, folder: Path) -> None:
     shown = ("batch_size", "seq_len", "n_layer", "n_head", "n_embd", "bf16", "compile")
     described = ", ".join(f"{name} {getattr(config, name)}" for name in shown)
     rows = rows_of(groups)
-    where, today = machine(), datetime.date.today()
+    where, today = groups[0].place, datetime.date.today()
     about = f"{where}; {versions}, commit {git_commit()}, {today}. {rows[0]['side']}: {described}."
     Report(
         folder,

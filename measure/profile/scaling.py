@@ -14,7 +14,7 @@ from measure.profile.tables import about_machine, new_folder
 from measure.report.report import PEAK_MEMORY, Figure, Report, Row
 from runtime.cli import load
 from runtime.device import choose_device, device_name
-from runtime.report import Estimate, machine
+from runtime.report import Estimate
 from runtime.start import cores
 
 
@@ -73,7 +73,7 @@ def measure_scaling(
             f"{about_machine(rows[0])} {tokens:,} tokens a "
             f"step, {found.rounds} interleaved rounds after the first {LEFT_OUT}."
         ],
-        where=machine(),
+        where=found.place,
         bars="scaling.png",
     ).write()
 
