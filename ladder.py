@@ -16,6 +16,7 @@ python ladder.py --plot logs/a logs/b                 loss curves of any runs in
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -178,7 +179,8 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
         rungs = {name: every[name] for name in chosen([*every], options.stages)}
         compared = [*chain(*rungs.values())]
         sides = {side.name: side for rung in compared for side in (rung.base, rung) if side}
-        stages = [*sides.values()] if record.seeds else []  # speeds are compared without runs
+        # speeds are compared without runs
+        stages = [replace(side, base=None) for side in sides.values()] if record.seeds else []
     else:
         names = chosen([stage.name for stage in stages], options.stages)
         stages = with_bases([s for s in stages if s.name in (stages[0].name, *names)])

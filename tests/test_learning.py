@@ -10,7 +10,7 @@ from measure.ladder.learning import mean_of, rows_of, share_of_tokens, steps_to
 from measure.ladder.record import Record
 from measure.ladder.stages import ablated
 from runtime.runlog import read_rows
-from tests.conftest import TINY
+from tests.conftest import TINY, refused
 from tests.test_ladder import (
     climb,
     fake_run,
@@ -143,6 +143,8 @@ def test_an_ablation_over_seeds_switches_each_optimization_off_and_compares_with
     (folder / "results.csv").unlink()
     assert climb("--ablate", "both.yaml", "--report_only") == 0
     assert table(folder / "results.csv") == rows
+    with refused(r"^logs/ablate_both: no finished stage to report$"):  # no speed is left out
+        climb("--ablate", "both.yaml", "--report_only", "--seeds", "2")
     (whole,) = plan("both.yaml")
     whole.record.seeds = 1
     assert [*ablated(whole)] == ["init", "optimizer", "grad_clip", "aa"]

@@ -185,12 +185,14 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
     steps, tokens = first.config.max_steps, first.config.tokens_per_step(first.ranks)
     about = f"{steps:,} steps of {tokens:,} tokens; seeds of each rung: {len(first.runs)}."
     summaries = [run.finished.summary for run in runs if run.finished]
+    timed = first.record.comparisons.values()  # perhaps on another machine than the runs
+    speeds = [f"speeds: {c.place}, commit {c.git}, {c.date}" for c in timed]
     means = {stage: mean_of(curves) for stage in stages if (curves := losses_of(stage))}
     titles = {card.name: card.title for card in cards}
     write_report(
         runs,
-        about=[about, *dict.fromkeys(summary.about for summary in summaries)],
-        where=where_of((summary.machine, summary.day) for summary in summaries),
+        about=[about, *dict.fromkeys([*(summary.about for summary in summaries), *speeds])],
+        where=where_of((summary.place, summary.day) for summary in summaries),
         pictures={"learning.png": "validation losses"},
         cards=cards,
         curves=[
