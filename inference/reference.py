@@ -89,7 +89,7 @@ class Reference:
         if abs(behind) <= tolerance:
             return f"on track: {behind:+.3f} from {usual}"
         if behind < 0:
-            return f"ahead: {-behind:.3f} below {usual}; if you changed nothing, do targets leak?"
+            return f"ahead: {-behind:.3f} below {usual}; on the same corpus, do targets leak?"
         row = row or {}
         trained, norm = row.get("loss") or loss, row.get("norm") or 0.0
         causes = dict.fromkeys(self.differences(config), True) | {
