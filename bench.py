@@ -108,6 +108,7 @@ class BenchOptions(WhatOptions):
 if __name__ == "__main__":
     OPTIONS = start(BenchOptions, description=__doc__, others=Config)
 
+from measure.interleaved.comparison import place
 from measure.interleaved.process import in_fresh_process
 from measure.profile.breakdown import inspect_models
 from measure.profile.scaling import measure_scaling
@@ -126,7 +127,7 @@ from measure.profile.timing import Job, label_of
 from measure.report.report import Report, Row, write_csv
 from runtime.errors import TrainingError, reported
 from runtime.files import write_json
-from runtime.report import machine, place
+from runtime.report import machine
 
 # ---- the jobs
 

@@ -48,11 +48,6 @@ def machine() -> str:
     return f"{processor}, {os.cpu_count()} cores, {memory}, {platform.system()}"
 
 
-def place(machine: str, device: str | None) -> str:
-    """Describe the hardware of a result: the machine, after its GPU if that computed."""
-    return machine if device in (None, "cpu") else f"{device}; {machine}"
-
-
 def physical_memory() -> int:
     """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

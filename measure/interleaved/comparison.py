@@ -7,9 +7,14 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from measure.interleaved.ratio import FEWEST, median_ratio
-from runtime.report import Estimate, place
+from runtime.report import Estimate
 
 FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
+
+
+def place(machine: str, device: str | None) -> str:
+    """Describe the hardware of a result: the machine, after its GPU if that computed."""
+    return machine if device in (None, "cpu") else f"{device}; {machine}"
 
 
 class Turn(BaseModel):

@@ -7,11 +7,10 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from config import MFU, Config
-from measure.interleaved.comparison import Comparison
+from measure.interleaved.comparison import Comparison, place
 from runtime.cli import load, read_yaml_mapping, show
 from runtime.errors import UserError
 from runtime.files import write_json
-from runtime.report import place
 from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, read_rows
 
 FILE = "ladder.json"
