@@ -30,15 +30,18 @@ def draw_panels(
 ) -> None:
     """Draw a panel of labelled curves for each title, up to four beside each other.
 
-    A label has the same colour and marker in all panels.
+    A label has the same colour, marker and dashes in all panels.
     """
+    from matplotlib.rcsetup import cycler
+
+    styles = cycler(linestyle=["-", "--"]) * cycler(color=COLOURS, marker=MARKERS)
     columns = min(4, len(panels))
     rows = math.ceil(len(panels) / columns)
     picture = new_figure(max(8, 4 * columns), max(5, 3 * rows))
     labels = [*dict.fromkeys(itertools.chain(*panels.values()))]
     for number, (title, curves) in enumerate(panels.items(), 1):
         axes = picture.add_subplot(rows, columns, number, title=title)
-        axes.set_prop_cycle(color=COLOURS, marker=MARKERS)
+        axes.set_prop_cycle(styles)
         for label in labels:  # a missing one is drawn without points, so that the cycle stays
             curve = curves.get(label, {})
             size = 3 if len(curve) <= 100 else 0  # markers of many points would hide the line
