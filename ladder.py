@@ -178,9 +178,10 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
             raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
         rungs = {name: every[name] for name in chosen([*every], options.stages)}
         compared = [*chain(*rungs.values())]
-        sides = {side.name: side for rung in compared for side in (rung.base, rung) if side}
-        # speeds are compared without runs
-        stages = [replace(side, base=None) for side in sides.values()] if record.seeds else []
+        # each config once, without a base: its rungs, in `compared`, have one each
+        both = chain(*((rung.base, rung) for rung in compared))
+        sides = {side.name: replace(side, base=None) for side in both if side}
+        stages = [*sides.values()] if record.seeds else []  # speeds are compared without runs
     else:
         names = chosen([stage.name for stage in stages], options.stages)
         stages = with_bases([s for s in stages if s.name in (stages[0].name, *names)])

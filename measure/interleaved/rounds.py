@@ -147,8 +147,8 @@ def run_rounds(
             check(side)
         for _ in interleave([side.train for side in sides], rounds):
             measured = [side.measured() for side in sides]
-            about["device"] = measured[0].turns[0].device
-            found = Comparison(**about, left_out=LEFT_OUT, sides=measured)
+            device = measured[0].turns[0].device
+            found = Comparison(**about, device=device, left_out=LEFT_OUT, sides=measured)
             if results:
                 write_json(Path(results), found.dump())
             speeds = ", ".join(f"{side.tokens_per_sec[-1]:,.0f}" for side in measured)

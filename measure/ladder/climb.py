@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 
 from config import MFU
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.process import in_fresh_process, start_process
 from measure.interleaved.rounds import (
     LEFT_OUT,
@@ -13,7 +14,7 @@ from measure.interleaved.rounds import (
     steps_of_a_turn,
     training_side,
 )
-from measure.ladder.record import Device, Predictions, Record, Run, settings
+from measure.ladder.record import Device, Predictions, Record, Run, Summary, settings
 from measure.ladder.stages import Stage
 from runtime.errors import why_it_failed
 from runtime.report import describe_duration, machine
@@ -81,12 +82,17 @@ def predict_stages(stages: Sequence[Stage], device: Device) -> None:
 # ---- runs
 
 
+def is_from_here(found: Summary | Comparison, device: Device) -> bool:
+    """True if this machine and device made a result; the device counts only if it is known."""
+    return found.machine == machine() and device.name in (None, found.device)
+
+
 def is_to_be_run(stage: Stage, device: Device) -> bool:
     """True unless this machine and device have finished a stage; if losses are compared, any."""
     run = stage.finished
     if run is None or stage.record.seeds:
         return run is None
-    return run.summary.machine != machine() or device.name not in (None, run.summary.device)
+    return not is_from_here(run.summary, device)
 
 
 def run_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
@@ -143,7 +149,7 @@ def is_to_be_compared(stage: Stage, rerun: bool, device: Device) -> bool:
     if not base or max(base.ranks, stage.ranks) > 1:
         return False
     known = None if rerun else stage.comparison
-    is_known = known and known.machine == machine() and device.name in (None, known.device)
+    is_known = known and is_from_here(known, device)
     return not is_known and settings(base.config) != settings(stage.config)
 
 
