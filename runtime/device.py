@@ -237,8 +237,10 @@ def check_compiler(
                     f"for the C++ compiler; set TMPDIR and TORCHINDUCTOR_CACHE_DIR to other "
                     f"folders, or run without --compile"
                 )
+    is_searched = device.type == "cuda" and "max-autotune" in mode
+    minutes = "five minutes" if is_searched else "a minute"
     notes = [
-        f"compiling takes a minute or more at the first start; later ones find it in {cache_dir()}"
+        f"compiling takes {minutes} or more at the first start; later ones find it in {cache_dir()}"
     ]
     if mode == "reduce-overhead" and device.type != "cuda":
         notes.append(f"compile_mode {mode} has no effect without CUDA: it records CUDA graphs")

@@ -658,6 +658,13 @@ def test_some_stages_are_climbed_by_their_numbers_over_the_first(monkeypatch):
         climb("a100", "--stages", "99", *OFF)
 
 
+def test_a_gpu_searches_for_kernels_once_per_size_of_matmuls(capsys):
+    gpu = Device(gpus=1, tflops={"float32": 50.0})
+    for options, text in (([], "28 minutes"), (["--compile_mode=default"], "6 minutes")):
+        climbing.announce(stages.plan(["speedup"], Record(), options, gpu), [], 0, gpu)
+        assert f"takes about {text}" in capsys.readouterr().out
+
+
 def test_the_quick_ladder_is_of_a_small_model_and_has_a_rung_of_noise(monkeypatch, capsys):
     found = {"tflops": {"float32": 0.2, "bfloat16": 0.4}}
     runs = climbed(monkeypatch, found, "speedup", "--quick", "--", "--lr", "0.5")

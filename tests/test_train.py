@@ -209,6 +209,11 @@ def test_before_torch_2_12_autotuned_matmuls_do_not_count_beyond_32_bits(monkeyp
     assert config.on_device("cpu", 1).compile_mode == config.compile_mode
 
 
+def test_the_first_start_takes_five_minutes_where_a_gpu_searches_for_kernels():
+    note = check_compiler(torch.device("cuda"), "max-autotune")[0]
+    assert note.startswith("compiling takes five minutes or more at the first start")
+
+
 def test_a_mode_that_only_records_cuda_graphs_has_no_effect_on_a_cpu():
     assert "no effect without CUDA" in check_compiler(CPU, "reduce-overhead")[1]
 

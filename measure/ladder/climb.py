@@ -23,6 +23,7 @@ from runtime.start import cores
 # Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
 # in the quick ladder's runs on two cores of an EPYC.
 START, COMPILE = 7.0, 8.0
+SEARCH = 320.0  # seconds of max-autotune's search on a GPU: speedup5_max_autotune's on an H200
 CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
 HEADROOM = 1.25  # memory of a process over its measured peak
 SHORTER = "--rounds 6 or 0, -- --max_steps 10, or speedup --quick; finished runs are kept"
@@ -42,6 +43,14 @@ def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, devi
     if device.tflops:
         processes = [stage.config for stage in (*runs, *compared, *compared)]
         seconds = sum(START + COMPILE * config.compile for config in processes)
+        # runs with the same sizes of matmuls share a search
+        seconds += SEARCH * len(
+            {
+                (config.batch_size, config.seq_len, config.vocab_size, config.n_embd, config.flash)
+                for config in (run.config for run in runs)
+                if device.gpus and config.compile and "max-autotune" in config.compile_mode
+            }
+        )
         for config in (run.config for run in runs):
             of_steps = config.max_steps * device.step_seconds(config)
             seconds += 60 * config.max_minutes if config.max_minutes else of_steps
