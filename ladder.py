@@ -195,7 +195,7 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
         report_ablation(name, rungs)
     else:
         (report_learning if record.seeds else report)(name, stages)
-    if record.failed:
+    if record.failures:
         raise SystemExit(1)
 
 

@@ -15,7 +15,7 @@ from measure.interleaved.ratio import mean_over_seeds, product
 from measure.ladder.explain import card_of
 from measure.ladder.record import curve
 from measure.ladder.report import rows_of as speeds_of
-from measure.ladder.report import where_of, write_report
+from measure.ladder.report import write_report
 from measure.ladder.stages import Stage
 from measure.report.pictures import LOSS, Curve, draw_panels
 from measure.report.report import Card, Figure, Row, curve_of
@@ -191,8 +191,8 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
     titles = {card.name: card.title for card in cards}
     write_report(
         runs,
+        summaries,
         about=[about, *dict.fromkeys([*(summary.about for summary in summaries), *speeds])],
-        where=where_of((summary.place, summary.day) for summary in summaries),
         pictures={"learning.png": "validation losses"},
         cards=cards,
         curves=[

@@ -89,8 +89,8 @@ class Summary(BaseModel, allow_inf_nan=False, extra="allow"):
     interrupted: bool = False
 
     @property
-    def day(self) -> str:
-        """The date of its start."""
+    def date(self) -> str:
+        """The day of its start."""
         return self.started[:10]
 
     @property
@@ -174,12 +174,12 @@ class Record(BaseModel):
     comparisons: dict[str, Comparison] = {}  # each stage with its base
     predicted: Predictions = Predictions()
     folder: Path = Field(default=Path(), exclude=True)
-    failed: dict[str, str] = Field(default={}, exclude=True)  # errors of this climb, by stage
+    failures: list[str] = Field(default=[], exclude=True)  # of this climb, a line each
 
     def fail(self, name: str, error: str) -> None:
         """Print and keep the error of a stage; the other stages still run."""
-        print(f"failed: {name}: {error}", flush=True)
-        self.failed[name] = error
+        self.failures.append(f"failed: {name}: {error}")
+        print(self.failures[-1], flush=True)
 
     @classmethod
     def load(cls, folder: Path) -> "Record":

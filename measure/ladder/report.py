@@ -12,7 +12,7 @@ from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
 from measure.ladder.explain import card_of
 from measure.ladder.quick import SUFFIX
-from measure.ladder.record import LIMITS, Run, curve, differences, read_columns
+from measure.ladder.record import LIMITS, Run, Summary, curve, differences, read_columns
 from measure.ladder.stages import (
     REFERENCE,
     Stage,
@@ -104,11 +104,22 @@ FIGURES = [
 ]
 
 
-def write_report(stages: Sequence[Stage], **parts: Any) -> None:
-    """Write a report with these parts. Raises TrainingError if nothing is finished."""
-    record = stages[0].record
-    failures = [f"failed: {name}: {error}" for name, error in record.failed.items()]
-    Report(folder=record.folder, remarks=[*failures, *left_out(stages)], **parts).write()
+def write_report(
+    stages: Sequence[Stage], results: Iterable[Summary | Comparison], **parts: Any
+) -> None:
+    """Write a report with these parts. Raises TrainingError if nothing is finished.
+
+    It names each machine of the results once, with its days.
+    """
+    record, days = stages[0].record, dict[str, set[str]]()
+    for found in results:
+        days.setdefault(found.place, set()).update(filter(None, [found.date]))
+    Report(
+        folder=record.folder,
+        remarks=[*record.failures, *left_out(stages)],
+        where="; ".join(", ".join([place, *sorted(days[place])]) for place in days),
+        **parts,
+    ).write()
 
 
 def left_out(stages: Iterable[Stage]) -> Iterator[str]:
@@ -120,14 +131,6 @@ def left_out(stages: Iterable[Stage]) -> Iterator[str]:
             yield f"note: {stage.name} is left out: {differing}"
         elif found and (differing := differences(found.settings, stage.sides)):
             yield f"note: the interleaved rounds of {stage.key} are left out: {differing}"
-
-
-def where_of(places: Iterable[tuple[str, str | None]]) -> str:
-    """Return each machine once, with its days, from machines and days."""
-    days = dict[str, set[str]]()
-    for machine, day in places:
-        days.setdefault(machine, set()).update(filter(None, [day]))
-    return "; ".join(", ".join([machine, *sorted(days[machine])]) for machine in days)
 
 
 # ---- a ladder
@@ -202,7 +205,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
             tokens = f"{stage.config.total_batch_tokens:,} tokens"
         elif summary.world_size > 1:
             tokens = f"{summary.world_size} x {tokens}"
-        for about in (f"{summary.steps} steps of {tokens}", f"{summary.about}, {summary.day}"):
+        for about in (f"{summary.steps} steps of {tokens}", f"{summary.about}, {summary.date}"):
             runs.setdefault(about, []).append(f"`{stage.name}`")
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
@@ -221,6 +224,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
         draw_panels(picture, published, "step", LOSS)
     write_report(
         stages,
+        [run.summary for _, run in done],
         title="A ladder" if ladder == "ladder" else f"The {name} ladder",
         figures=FIGURES,
         rows=rows_of(stages),
@@ -233,7 +237,6 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
         ],
         pictures={"loss.png": "loss curves, measured over published"} if published else {},
         bars="speed.png",
-        where=where_of((run.summary.place, run.summary.day) for _, run in done),
         cards=cards,
         curves=loss_curves(done, cards),
     )
@@ -313,12 +316,12 @@ def report_ablation(ladder: str, rungs: Mapping[str, Sequence[Stage]]) -> None:
             )
     write_report(
         [*chain(*rungs.values())],
+        found,
         title=f"What each optimization of {ladder.removeprefix('ablate_')} is worth",
         figures=WORTH,
         rows=rows,
         about=[*dict.fromkeys(f"{r.machine}; device {r.device}, commit {r.git}" for r in found)],
         bars="worth.png",
-        where=where_of((r.place, r.date) for r in found),
     )
 
 
