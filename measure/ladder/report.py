@@ -23,7 +23,7 @@ from measure.ladder.stages import (
     series,
     series_folder,
 )
-from measure.report.pictures import LOSS, draw_panels
+from measure.report.pictures import LOSS, Curve, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row, curve_of
 from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS
@@ -185,12 +185,15 @@ def published_difference(stage: Stage, run: Run) -> float | None:
 
     Only steps that both have count; None if there are none, or no published curve.
     """
-    if not stage.published.log:
-        return None
-    logs = (run.log, read_columns(REFERENCE / stage.published.log))
-    ours, published = map(curve, logs)
+    ours, published = curve(run.log), published_curve(stage)
     differences = [abs(ours[s] - published[s]) for s in COMPARED if s in ours and s in published]
     return statistics.fmean(differences) if differences else None
+
+
+def published_curve(stage: Stage, column: str = "loss") -> Curve:
+    """Return a column of the published log by step; empty without one."""
+    log = stage.published.log
+    return curve(read_columns(REFERENCE / log), column) if log else {}
 
 
 def report(ladder: str, stages: Sequence[Stage]) -> None:
@@ -212,12 +215,9 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     )
     cards = [card_of(stage.name, stage.file, (stage.base or stage).file) for stage, _ in done]
     published = {
-        stage.name: {
-            "published": curve(read_columns(REFERENCE / stage.published.log)),
-            "measured": curve(run.log),
-        }
+        stage.name: {"published": losses, "measured": curve(run.log)}
         for stage, run in done
-        if stage.published.log
+        if (losses := published_curve(stage))
     }
     if published:
         picture = stages[0].record.folder / "loss.png"
@@ -246,16 +246,13 @@ def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> lis
     """Return the loss curves of finished stages, then the published ones."""
     curves, published = [], []
     for (stage, run), card in zip(done, cards, strict=True):
-        log, tokens = run.log, stage.config.tokens_per_step
-        of_run = curve_of(
-            card.title, curve(log), tokens(run.summary.world_size), curve(log, "dt_ms")
-        )
-        curves.append(of_run)
-        if path := stage.published.log:
-            log, label = read_columns(REFERENCE / path), f"{card.title}, published"
+        title, tokens, times = card.title, stage.config.tokens_per_step, curve(run.log, "dt_ms")
+        curves.append(curve_of(title, curve(run.log), tokens(run.summary.world_size), times))
+        if losses := published_curve(stage):
             # Times that were read without waiting for the GPU mean nothing.
-            times = curve(log, "dt_ms") if stage.published.tokens_per_sec else {}
-            published.append(curve_of(label, curve(log), tokens(1), times, published=True))
+            times = published_curve(stage, "dt_ms") if stage.published.tokens_per_sec else {}
+            label = f"{title}, published"
+            published.append(curve_of(label, losses, tokens(1), times, published=True))
     return [*curves, *published]
 
 
@@ -267,8 +264,10 @@ def plot_runs(folders: Sequence[str], path: Path) -> None:
         evaluated = Path(folder, "eval.csv")
         if evaluated.exists():
             validation[folder] = curve(read_columns(evaluated, EVAL_COLUMNS), "val_loss")
-    panels = {"training": training, "validation": validation}
-    draw_panels(path, {title: drawn for title, drawn in panels.items() if drawn}, "step", LOSS)
+    panels = {"training": training}
+    if validation:
+        panels["validation"] = validation
+    draw_panels(path, panels, "step", LOSS)
     print(f"wrote {path}")
 
 
