@@ -8,7 +8,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from measure.interleaved.ratio import mean_over_seeds, product
@@ -98,8 +98,7 @@ WORTH = [
 def losses_of(stage: Stage) -> list[Curve]:
     """Return the validation losses of each seed of a stage; none unless all have finished."""
     finished = [run.finished for run in stage.runs]
-    curves = [curve(run.eval, "val_loss") for run in finished if run]
-    return curves if len(curves) == len(finished) else []
+    return [curve(run.eval, "val_loss") for run in finished if run and all(finished)]
 
 
 def last(curves: Sequence[Curve]) -> list[float]:
@@ -110,7 +109,7 @@ def last(curves: Sequence[Curve]) -> list[float]:
 def steps_to(losses: Curve, loss: float) -> float | None:
     """Return the step at which a loss is first reached, on straight lines between evaluations."""
     steps = sorted(losses)
-    for before, step in zip([steps[0], *steps], steps, strict=False):
+    for before, step in pairwise([steps[0], *steps]):
         if losses[step] <= loss:
             drop = losses[before] - losses[step] or 1.0
             return step - (step - before) * (loss - losses[step]) / drop
@@ -133,10 +132,10 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Estimate |
 
 
 def lower_by(base: Sequence[Curve], ours: Sequence[Curve]) -> Estimate | None:
-    """Return the mean decrease of the final loss from the base to a rung, seed by seed; None if one
-    of them has not finished.
+    """Return the mean decrease of the final loss from the base to a rung, seed by seed; None if the
+    base has not finished.
     """
-    if not base or not ours:
+    if not base:
         return None
     pairs = zip(last(base), last(ours), strict=True)
     return mean_over_seeds([theirs - loss for theirs, loss in pairs])
@@ -144,23 +143,21 @@ def lower_by(base: Sequence[Curve], ours: Sequence[Curve]) -> Estimate | None:
 
 def rows_of(stages: Sequence[Stage]) -> list[Row]:
     """Return a row for each finished rung; none if the first one is not finished."""
-    curves = {stage.name: losses_of(stage) for stage in stages}
     heads = [stage.runs[0] for stage in stages]
     speeds = {row["stage"]: row["over_first"] for row in speeds_of(heads)}
-    first, rows = stages[0], list[Row]()
+    first, rows = losses_of(stages[0]), list[Row]()
     for stage, head in zip(stages, heads, strict=True):
-        base, ours = stage.base or stage, curves[stage.name]
-        if not (ours and curves[first.name]):
+        base, ours = stage.base, losses_of(stage)
+        if not (ours and first):
             continue
-        speed = speeds[head.name]
-        tokens = share_of_tokens(ours, curves[first.name]) if stage.base else Estimate(1.0)
+        tokens = share_of_tokens(ours, first) if base else Estimate(1.0)
         rows.append(
             {
                 "stage": stage.name,
-                "base": base.name,
+                "base": (base or stage).name,
                 "loss": mean_over_seeds(last(ours)),
-                "lower": stage.base and lower_by(curves[base.name], ours),
-                **shares(tokens, speed),
+                "lower": base and lower_by(losses_of(base), ours),
+                **shares(tokens, speeds[head.name]),
             }
         )
     return rows
@@ -208,7 +205,7 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
         **parts,
     )
     drawn = {stage.name: losses for stage, losses in means.items()}
-    draw_panels(runs[0].record.folder / "learning.png", {"validation": drawn}, "step", LOSS)
+    draw_panels(first.record.folder / "learning.png", {"validation": drawn}, "step", LOSS)
 
 
 def report_learned_ablation(
@@ -218,11 +215,10 @@ def report_learned_ablation(
 
     `stages`: all sides of the rungs.
     """
-    curves = {stage.name: losses_of(stage) for stage in stages}
     rows = list[Row]()
     for optimization, (rung,) in rungs.items():
         assert rung.base
-        without, ours = curves[rung.base.name], curves[rung.name]
+        without, ours = losses_of(rung.base), losses_of(rung)
         if without and ours:
             speed = rung.comparison.ratio() if rung.comparison else None
             rows.append(
@@ -243,13 +239,12 @@ def report_learned_ablation(
 
 def report_learning(ladder: str, stages: Sequence[Stage]) -> None:
     """Report the losses of the finished rungs, with learning.png, as in `write_report`."""
-    rows = rows_of(stages)
-    files = {stage.name: stage.file for stage in stages}
+    done = [stage for stage in stages if losses_of(stage)]
     write_losses(
         stages,
         title=f"What the rungs of {ladder} learn",
         figures=FIGURES,
-        rows=rows,
-        cards=[card_of(row["stage"], files[row["stage"]], files[row["base"]]) for row in rows],
+        rows=rows_of(stages),
+        cards=[card_of(stage.name, stage.file, (stage.base or stage).file) for stage in done],
         meaning=BRACKETS,
     )
