@@ -64,50 +64,50 @@ def code_of(option: str) -> list[tuple[str, int, str]]:
     File, line and text of each. If only methods in config.py read the option, the statements that
     call them count; or else the ones that call the callers of these methods.
     """
-    names, found = {option, *methods_that_read(option)}, list[tuple[str, int, str]]()
+    names, found = {option}, list[tuple[str, int, str]]()
     for _ in range(2):
-        found = found or [
-            (file, line, text)
-            for file in RECIPE
-            for line, text in statements_that_read(ROOT / file, names)
-        ]
-        names |= {caller for name in names for caller in methods_that_read(name)}
+        names |= methods_that_read(names)
+        found = found or [s for file in RECIPE for s in statements_that_read(file, names)]
     return found[:PLACES]
 
 
-def methods_that_read(option: str) -> Iterator[str]:
-    """Yield the methods and properties of Config that read an option for others."""
-    for node in ast.walk(parsed(ROOT / "config.py")[1]):
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith(OTHERS):
-            yield from [node.name] * any(getattr(n, "attr", "") == option for n in ast.walk(node))
+def reads(node: ast.AST, names: set[str]) -> bool:
+    """True if some code has one of these attributes."""
+    return any(getattr(part, "attr", "") in names for part in ast.walk(node))
 
 
-def statements_that_read(path: Path, names: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield line number and text of the statements with one of these attributes. Comments above a
+def methods_that_read(names: set[str]) -> set[str]:
+    """Return the methods and properties of Config that read one of these for others."""
+    _, methods = parsed("config.py")
+    return {m.name for m in methods if reads(m, names) and not m.name.startswith(OTHERS)}
+
+
+def statements_that_read(file: str, names: set[str]) -> Iterator[tuple[str, int, str]]:
+    """Yield file, line and text of the statements with one of these attributes. Comments above a
     statement belong to it.
     """
-    lines, tree = parsed(path)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    lines, functions = parsed(file)
     inside = {
         node
         for function in functions
+        if not function.name.startswith("check")
         for node in ast.walk(function)
-        if isinstance(node, ast.stmt) and not function.name.startswith("check")
+        if isinstance(node, ast.stmt)
     }
     shown_to = 0
     for node in sorted(inside.difference(functions), key=lambda node: node.lineno):
-        children = (n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.stmt))
-        parts = itertools.chain(*map(ast.walk, children))
-        if node.lineno > shown_to and any(getattr(part, "attr", "") in names for part in parts):
+        parts = (n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.stmt))
+        if node.lineno > shown_to and any(reads(part, names) for part in parts):
             first = node.lineno
             shown_to = node.end_lineno or first
             while lines[first - 2].lstrip().startswith("#"):
                 first -= 1
-            yield first, textwrap.dedent("\n".join(lines[first - 1 : shown_to]))
+            yield file, first, textwrap.dedent("\n".join(lines[first - 1 : shown_to]))
 
 
 @functools.cache
-def parsed(path: Path) -> tuple[list[str], ast.Module]:
-    """Return the lines of a file, and its syntax tree."""
-    text = path.read_text(encoding="utf-8")
-    return text.splitlines(), ast.parse(text)
+def parsed(file: str) -> tuple[list[str], list[ast.FunctionDef]]:
+    """Return the lines of a file of this project, and the syntax trees of its functions."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    nodes = ast.walk(ast.parse(text))
+    return text.splitlines(), [node for node in nodes if isinstance(node, ast.FunctionDef)]
