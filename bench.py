@@ -124,7 +124,7 @@ from measure.profile.tables import (
     scan_columns,
 )
 from measure.profile.timing import Job, label_of
-from measure.report.report import Report, Row, write_csv
+from measure.report.report import Row, write_csv, write_report
 from runtime.errors import TrainingError, reported
 from runtime.files import write_json
 from runtime.report import machine
@@ -230,7 +230,7 @@ def report_times(
         picture, caption = "times.png", "seconds per pass"
         draw_times(rows, folder / picture)
     notes = sorted({row["notes"] for row in rows} - {""})  # each begins with "note: "
-    Report(
+    write_report(
         folder,
         title,
         figures,
@@ -240,7 +240,7 @@ def report_times(
         where=place(machine(), rows[0]["device"]),
         meaning=meaning,
         pictures={picture: caption},
-    ).write()
+    )
 
 
 # ---- the command

@@ -13,7 +13,7 @@ from config import load_config
 from measure.ladder.explain import card_of, code_of, explained
 from measure.ladder.report import FIGURES
 from measure.peers.__main__ import FIGURES as PEERS
-from measure.report.report import Report, curve_of
+from measure.report.report import curve_of, write_report
 from runtime.cli import find_config
 from runtime.errors import UserError
 from runtime.report import Estimate
@@ -98,7 +98,7 @@ def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder
 def test_reports_without_a_ladder_have_the_view_too(tmp_path, capsys):
     factor = Estimate(0.5, 0.4, 0.6)
     rows = [{"side": "ours", "ours_over": Estimate(1.0)}, {"side": "a peer's", "ours_over": factor}]
-    Report(tmp_path, "Beside peers", PEERS, rows).write()
+    write_report(tmp_path, "Beside peers", PEERS, rows)
     page = (tmp_path / "report.html").read_text()
     assert 'data-figure="ours_over" data-value="0.5" data-low="0.4" data-high="0.6"' in page
     places = [*map(float, re.findall(r' x[12]?="([^"]*)%"', page.split("data-figure", 1)[1]))]
@@ -276,7 +276,7 @@ def test_the_view_fits_a_screen_and_leads_to_the_cards_and_paper_shows_what_it_f
 
 def test_curves_without_times_or_with_an_infinite_loss_are_drawn(tab, tmp_path):
     curves = [curve_of("NaN, [Infinity]", {1: 5.0, 2: math.nan, 3: math.inf}, 7, {})]
-    Report(tmp_path, "Curves", PEERS, [{"side": "any"}], curves=curves).write()
+    write_report(tmp_path, "Curves", PEERS, [{"side": "any"}], curves=curves)
     tab.goto((tmp_path / "report.html").as_uri())
     assert tab.locator("#chart canvas").count() == 1
     assert tab.locator(".axis").all_inner_texts() == ["over steps", "over tokens"]

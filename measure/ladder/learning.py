@@ -14,8 +14,8 @@ from typing import Any
 from measure.interleaved.ratio import mean_over_seeds, product
 from measure.ladder.explain import card_of
 from measure.ladder.record import curve
+from measure.ladder.report import report_stages
 from measure.ladder.report import rows_of as speeds_of
-from measure.ladder.report import write_report
 from measure.ladder.stages import Stage
 from measure.report.pictures import LOSS, Curve, draw_panels
 from measure.report.report import Card, Figure, Row, curve_of
@@ -177,7 +177,7 @@ def mean_of(curves: Sequence[Curve]) -> Curve:
 
 
 def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: Any) -> None:
-    """Write a report with the mean losses of the finished rungs, as `write_report` does."""
+    """Write a report with the mean losses of the finished rungs, as `report_stages` does."""
     first, runs = stages[0], [*chain(*(stage.runs for stage in stages))]
     steps, tokens = first.config.max_steps, first.config.tokens_per_step(first.ranks)
     about = f"{steps:,} steps of {tokens:,} tokens; seeds of each rung: {len(first.runs)}."
@@ -186,7 +186,7 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
     speeds = [f"speeds: {c.place}, commit {c.git}, {c.date}" for c in timed]
     means = {stage: mean_of(curves) for stage in stages if (curves := losses_of(stage))}
     titles = {card.name: card.title for card in cards}
-    write_report(
+    report_stages(
         runs,
         summaries,
         about=[about, *dict.fromkeys([*(summary.about for summary in summaries), *speeds])],
@@ -238,7 +238,7 @@ def report_learned_ablation(
 
 
 def report_learning(ladder: str, stages: Sequence[Stage]) -> None:
-    """Report the losses of the finished rungs, with learning.png, as in `write_report`."""
+    """Report the losses of the finished rungs, with learning.png, as in `report_stages`."""
     done = [stage for stage in stages if losses_of(stage)]
     write_losses(
         stages,

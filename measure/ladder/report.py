@@ -24,7 +24,7 @@ from measure.ladder.stages import (
     series_folder,
 )
 from measure.report.pictures import LOSS, Curve, draw_panels
-from measure.report.report import PEAK_MEMORY, Card, Figure, Report, Row, curve_of
+from measure.report.report import PEAK_MEMORY, Card, Figure, Row, curve_of, write_report
 from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS
 
@@ -104,7 +104,7 @@ FIGURES = [
 ]
 
 
-def write_report(
+def report_stages(
     stages: Sequence[Stage], results: Iterable[Summary | Comparison], **parts: Any
 ) -> None:
     """Write a report with these parts. Raises TrainingError if nothing is finished.
@@ -114,12 +114,12 @@ def write_report(
     record, days = stages[0].record, dict[str, set[str]]()
     for found in results:
         days.setdefault(found.place, set()).update(filter(None, [found.date]))
-    Report(
+    write_report(
         folder=record.folder,
         remarks=[*record.failures, *left_out(stages)],
         where="; ".join(", ".join([place, *sorted(days[place])]) for place in days),
         **parts,
-    ).write()
+    )
 
 
 def left_out(stages: Iterable[Stage]) -> Iterator[str]:
@@ -197,7 +197,7 @@ def published_curve(stage: Stage, column: str = "loss") -> Curve:
 
 
 def report(ladder: str, stages: Sequence[Stage]) -> None:
-    """Report the finished stages, with speed.png and loss.png, as in `write_report`."""
+    """Report the finished stages, with speed.png and loss.png, as in `report_stages`."""
     done = [(stage, stage.finished) for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
     runs = dict[str, list[str]]()  # names of stages by the description of their runs
@@ -222,7 +222,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     if published:
         picture = stages[0].record.folder / "loss.png"
         draw_panels(picture, published, "step", LOSS)
-    write_report(
+    report_stages(
         stages,
         [run.summary for _, run in done],
         title="A ladder" if ladder == "ladder" else f"The {name} ladder",
@@ -298,7 +298,7 @@ WORTH = [
 
 
 def report_ablation(ladder: str, rungs: Mapping[str, Sequence[Stage]]) -> None:
-    """Report two rungs for each optimization, on first and on last, as in `write_report`."""
+    """Report two rungs for each optimization, on first and on last, as in `report_stages`."""
     rows, found = list[Row](), list[Comparison]()
     for optimization, both in rungs.items():
         first, last = (stage.comparison for stage in both)
@@ -313,7 +313,7 @@ def report_ablation(ladder: str, rungs: Mapping[str, Sequence[Stage]]) -> None:
                     "memory_mb_with": last and last.sides[1].peak_memory_mb,
                 }
             )
-    write_report(
+    report_stages(
         [*chain(*rungs.values())],
         found,
         title=f"What each optimization of {ladder.removeprefix('ablate_')} is worth",
@@ -362,7 +362,7 @@ def across(folders: Sequence[str], out: Path) -> None:
                 row[name] = over and Estimate(over)
         row["stage"] = card.label
         cards.append(card)
-    Report(
+    write_report(
         out,
         "The factor of each optimization, by machine",
         [
@@ -374,4 +374,4 @@ def across(folders: Sequence[str], out: Path) -> None:
         "same step in the a100 series and in the list of timings on one GPU (`logs/reference/`).",
         bars="across.png",
         cards=cards,
-    ).write()
+    )

@@ -34,7 +34,7 @@ from measure.interleaved.rounds import (
     training_side,
 )
 from measure.peers import MATMULS, TRANSFORMERS
-from measure.report.report import PEAK_MEMORY, Figure, Report, Row
+from measure.report.report import PEAK_MEMORY, Figure, Row, write_report
 from runtime.errors import UserError, reported
 from runtime.files import aside, write_json
 from runtime.report import git_commit
@@ -221,7 +221,7 @@ def report(groups: Sequence[Comparison], config: Config, folder: Path) -> None:
     rows = rows_of(groups)
     where, today = groups[0].place, datetime.date.today()
     about = f"{where}; {versions}, commit {git_commit()}, {today}. {rows[0]['side']}: {described}."
-    Report(
+    write_report(
         folder,
         "Training speed of this project and of others",
         FIGURES,
@@ -229,7 +229,7 @@ def report(groups: Sequence[Comparison], config: Config, folder: Path) -> None:
         about=[about],
         bars="peers.png",
         where=f"{where}, {today}",
-    ).write()
+    )
     write_json(folder / "results.json", [group.dump() for group in groups])
 
 

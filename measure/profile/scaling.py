@@ -11,7 +11,7 @@ from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import LEFT_OUT, Side, run_rounds, training_side
 from measure.profile.tables import about_machine, new_folder
-from measure.report.report import PEAK_MEMORY, Figure, Report, Row
+from measure.report.report import PEAK_MEMORY, Figure, Row, write_report
 from runtime.cli import load
 from runtime.device import choose_device, device_name
 from runtime.report import Estimate
@@ -64,7 +64,7 @@ def measure_scaling(
     folder = new_folder(log_dir)
     found = run_rounds(sides, rounds, results=folder / "interleaved.json")
     rows = rows_of(found, configs, device)
-    Report(
+    write_report(
         folder,
         f"{Path(name).stem}: the same batch on more ranks",
         FIGURES,
@@ -75,7 +75,7 @@ def measure_scaling(
         ],
         where=found.place,
         bars="scaling.png",
-    ).write()
+    )
 
 
 def rows_of(found: Comparison, configs: Mapping[int, Config], device: torch.device) -> list[Row]:

@@ -5,7 +5,6 @@ import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,70 +72,77 @@ PEAK_MEMORY = Figure(
 )
 
 
-@dataclass
-class Report:
-    """A table of figures, and all that explains it."""
+def write_report(
+    folder: Path,
+    title: str,
+    figures: Sequence[Figure],  # the first one names the row
+    rows: Sequence[Row],
+    *,
+    remarks: Sequence[str] = (),  # failures and notes
+    about: Sequence[str] = (),  # machines and versions
+    meaning: str = "",  # explains all figures together
+    pictures: Mapping[str, str] = {},  # caption by file
+    bars: str = "",  # file for a picture of the bars
+    where: str = "",  # machine and date, for that picture and the page
+    cards: Sequence[Card] = (),  # one per row
+    curves: Sequence[Mapping[str, Any]] = (),  # from curve_of
+    learns: bool = False,  # the page shows the curves first
+) -> None:
+    """Print a table of figures, and write it with all that explains it: report.md, report.html,
+    results.csv, and a picture of the bars. Raises TrainingError without rows.
+    """
+    if not rows:
+        nothing = f"{folder}: no finished stage to report"
+        raise TrainingError("\n".join([nothing, *remarks]))
+    figures = [figure for figure in figures if any(map(figure.text, rows))]
+    headings = [figure.heading for figure in figures]
+    cells = [[figure.text(row) for figure in figures] for row in rows]
+    cards = cards or [Card(name, name) for name, *_ in cells]
+    drawn = [figure for figure in figures if figure.bar]
+    factors = [
+        {figure: factor for figure in drawn if (factor := figure.factor(row))} for row in rows
+    ]
+    rungs = [*zip(cards, factors, rows, strict=True)]
+    meanings = [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning]
+    notes = [*filter(None, [meaning, INTERVALS if drawn and not learns else ""])]
+    folder.mkdir(parents=True, exist_ok=True)
+    if bars and any(factors):
+        pictures = {bars: "factors with their intervals", **pictures}
+        factors_of = {
+            card.label: {figure.heading: factor for figure, factor in of_row.items()}
+            for card, of_row, _ in rungs
+            if of_row
+        }
+        draw_bars(folder / bars, factors_of, "factor of speed", where)
+    parts = [
+        f"# {title}",
+        "\n".join(markdown_table(headings, cells)),
+        *remarks,
+        "\n".join(f"- {line}" for line in about),
+        "\n".join(f"- {line}" for line in meanings),
+        *notes,
+        *(f"![{caption}]({name})" for name, caption in pictures.items()),
+    ]
+    write_atomic(folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
+    write_csv(folder / "results.csv", rows)
+    page = page_of(
+        title=title,
+        where=where,
+        about=about,
+        remarks=remarks,
+        meanings=[*meanings, *notes],
+        figures=figures,
+        rungs=rungs,
+        curves=curves,
+        learns=learns,
+        ends=[0.9, 1.1, *(end for of_row in factors for f in of_row.values() for end in f.ends)],
+    )
+    write_atomic(folder / "report.html", page)
+    print_table(title, headings, cells)
+    print(*remarks, f"{folder}: report.html, report.md and results.csv", sep="\n")
 
-    folder: Path
-    title: str
-    figures: Sequence[Figure]  # the first one names the row
-    rows: Sequence[Row]
-    remarks: Sequence[str] = ()  # failures and notes
-    about: Sequence[str] = ()  # machines and versions
-    meaning: str = ""  # explains all figures together
-    pictures: Mapping[str, str] = field(default_factory=dict)  # caption by file
-    bars: str = ""  # file for a picture of the bars
-    where: str = ""  # machine and date, for that picture and the page
-    cards: Sequence[Card] = ()  # one per row
-    curves: Sequence[Mapping[str, Any]] = ()  # from curve_of
-    learns: bool = False  # the page shows the curves first
 
-    def write(self) -> None:
-        """Print the report and write its files. Raises TrainingError without rows."""
-        if not self.rows:
-            nothing = f"{self.folder}: no finished stage to report"
-            raise TrainingError("\n".join([nothing, *self.remarks]))
-        figures = [figure for figure in self.figures if any(map(figure.text, self.rows))]
-        headings = [figure.heading for figure in figures]
-        cells = [[figure.text(row) for figure in figures] for row in self.rows]
-        cards = self.cards or [Card(name, name) for name, *_ in cells]
-        bars = [figure for figure in figures if figure.bar]
-        factors = [
-            {figure: factor for figure in bars if (factor := figure.factor(row))}
-            for row in self.rows
-        ]
-        meanings = [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning]
-        notes = [*filter(None, [self.meaning, INTERVALS if bars and not self.learns else ""])]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        pictures = dict(self.pictures)
-        if self.bars and any(factors):
-            pictures = {self.bars: "factors with their intervals", **pictures}
-            drawn = {
-                card.label: {figure.heading: factor for figure, factor in of_row.items()}
-                for card, of_row in zip(cards, factors, strict=True)
-                if of_row
-            }
-            draw_bars(self.folder / self.bars, drawn, "factor of speed", self.where)
-        parts = [
-            f"# {self.title}",
-            "\n".join(markdown_table(headings, cells)),
-            *self.remarks,
-            "\n".join(f"- {line}" for line in self.about),
-            "\n".join(f"- {line}" for line in meanings),
-            *notes,
-            *(f"![{caption}]({name})" for name, caption in pictures.items()),
-        ]
-        write_atomic(self.folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
-        write_csv(self.folder / "results.csv", self.rows)
-        rungs = [*zip(cards, factors, self.rows, strict=True)]
-        ends = [end for of_row in factors for factor in of_row.values() for end in factor.ends]
-        page = {**vars(self), "meanings": [*meanings, *notes], "figures": figures, "rungs": rungs}
-        write_atomic(self.folder / "report.html", page_of(page, ends=[0.9, 1.1, *ends]))
-        print_table(self.title, headings, cells)
-        print("\n".join([*self.remarks, f"{self.folder}: report.html, report.md and results.csv"]))
-
-
-def page_of(report: Mapping[str, Any], **more: Any) -> str:
+def page_of(**parts: Any) -> str:
     """Return a report as one web page, which is opened from the disk, without a network.
 
     At its top a view: all factors in one picture. Each row has a card with its figures; a rung's
@@ -149,7 +155,7 @@ def page_of(report: Mapping[str, Any], **more: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html").render(report, log=math.log, **more)
+    return environment.get_template("page.html").render(parts, log=math.log)
 
 
 def curve_of(
