@@ -163,7 +163,7 @@ def inspect_model(
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
         parts = break_down(run, steps)
         cells = [[name, f"{ms:.1f}", f"{share:.1%}"] for name, ms, share in parts]
-        lines += [*markdown_table(["part", "ms", "share"], cells), ""]
+        lines += [markdown_table(["part", "ms", "share"], cells), ""]
     if "trace" in wanted:
         lines += ["```", trace(run, folder / f"trace_{label}.json.gz"), "```"]
     return lines

@@ -116,7 +116,7 @@ def write_report(
         draw_bars(folder / bars, factors_of, "factor of speed", where)
     parts = [
         f"# {title}",
-        "\n".join(markdown_table(headings, cells)),
+        markdown_table(headings, cells),
         *remarks,
         "\n".join(f"- {line}" for line in about),
         "\n".join(f"- {line}" for line in meanings),

@@ -1,7 +1,6 @@
 """Print tables, and write them in Markdown."""
 
 from collections.abc import Sequence
-from typing import Any
 
 
 def _are_figures(cells: Sequence[str]) -> bool:
@@ -25,14 +24,18 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
         space -= min(longest, 24) + 2
         if space < 0 and table.columns:
             break
-        justify: Any = "right" if _are_figures(texts) else "left"
-        table.add_column(heading, justify=justify, no_wrap=longest <= 24, overflow="fold")
+        table.add_column(
+            heading,
+            justify="right" if _are_figures(texts) else "left",
+            no_wrap=longest <= 24,
+            overflow="fold",
+        )
     for row in rows:
         table.add_row(*row[: len(table.columns)])
     console.print(table)
 
 
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown, with figures on the right."""
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown, with figures on the right."""
     alignments = ["---:" if _are_figures(texts) else "---" for texts in zip(*rows, strict=True)]
-    return ["| " + " | ".join(line) + " |" for line in (headings, alignments, *rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, alignments, *rows))

@@ -79,7 +79,7 @@ def main() -> None:
             cells.append([f"{series}/{name}", *figures, *factors, *shares])
     headings = ["stage", "ms a step", "published", "factor", "published factor", "off by"]
     headings += ["arithmetic", "memory", "launches"]
-    print("\n".join(markdown_table(headings, cells)))
+    print(markdown_table(headings, cells))
     known = sum(bool(row[3]) for row in cells)
     print(f"\n{close} of {known} factors are within 25% of the published ones.")
 
