@@ -173,14 +173,18 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
             raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
     rungs = dict[str, list[Stage]]()
     if options.ablate:
-        every = ablated(stages[0])
-        if not every:
+        rungs = ablated(stages[0])
+        if not rungs:
             raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
-        rungs = {name: every[name] for name in chosen([*every], options.stages)}
+        rungs = {name: rungs[name] for name in chosen([*rungs], options.stages)}
         compared = [*chain(*rungs.values())]
         # each config once, without a base: its rungs, in `compared`, have one each
-        both = chain(*((rung.base, rung) for rung in compared))
-        sides = {side.name: replace(side, base=None) for side in both if side}
+        sides = {
+            side.name: replace(side, base=None)
+            for rung in compared
+            for side in (rung.base, rung)
+            if side
+        }
         stages = [*sides.values()] if record.seeds else []  # speeds are compared without runs
     else:
         names = chosen([stage.name for stage in stages], options.stages)
@@ -226,9 +230,9 @@ def main(options: LadderOptions, of_runs: list[str]) -> None:
     """Climb, ablate or report. Raises UserError."""
     check(options)
     if options.across:
-        across(options.configs, Path(options.log_dir) / "across")
+        across(options.configs, Path(options.log_dir, "across"))
     elif options.plot:
-        plot_runs(options.configs, Path("comparison.png"))
+        plot_runs(options.configs)
     else:
         climb(options, of_runs)
 

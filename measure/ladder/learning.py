@@ -143,10 +143,10 @@ def lower_by(base: Sequence[Curve], ours: Sequence[Curve]) -> Estimate | None:
 
 def rows_of(stages: Sequence[Stage]) -> list[Row]:
     """Return a row for each finished rung; none if the first one is not finished."""
-    heads = [stage.runs[0] for stage in stages]
-    speeds = {row["stage"]: row["over_first"] for row in speeds_of(heads)}
+    of_speed = speeds_of([stage.runs[0] for stage in stages])
+    speeds = {row["stage"]: row["over_first"] for row in of_speed}
     first, rows = losses_of(stages[0]), list[Row]()
-    for stage, head in zip(stages, heads, strict=True):
+    for stage in stages:
         base, ours = stage.base, losses_of(stage)
         if not (ours and first):
             continue
@@ -157,7 +157,7 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
                 "base": (base or stage).name,
                 "loss": mean_over_seeds(last(ours)),
                 "lower": base and lower_by(losses_of(base), ours),
-                **shares(tokens, speeds[head.name]),
+                **shares(tokens, speeds[stage.runs[0].name]),
             }
         )
     return rows

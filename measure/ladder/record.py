@@ -201,8 +201,7 @@ class Record(BaseModel):
 def settings(config: Config) -> dict[str, Any]:
     """Return the options, as in JSON, that two runs must share to count as the same run."""
     # a run's config.yaml contains the learning rate at the end of its schedule, set or not
-    resolved = {"min_lr": config.final_lr()}
-    return config.model_dump(mode="json", exclude=IRRELEVANT) | resolved
+    return config.model_dump(mode="json", exclude=IRRELEVANT) | {"min_lr": config.final_lr()}
 
 
 def differences(there: Sequence[Mapping[str, Any]], here: Sequence[Config]) -> str:

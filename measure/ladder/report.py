@@ -148,21 +148,23 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
         summary = run.summary
         rate = summary.median_tokens_per_sec
         ours, theirs = (predicted.get(side.name) for side in (stage, base))
-        first, before = next(iter(rows.values()), None), rows.get(base.name)
+        row = rows[stage.name] = {
+            "stage": stage.name,
+            "ms_per_step": summary.median_dt_ms,
+            "tokens_per_sec": rate,
+            "base": base.name,
+        }
+        first, before = next(iter(rows.values())), rows.get(base.name)  # perhaps this row
         over_base = Estimate(rate / before["tokens_per_sec"]) if before else None
-        over_first = Estimate(rate / first["tokens_per_sec"]) if first else Estimate(1.0)
+        over_first = Estimate(rate / first["tokens_per_sec"])
         if result:
             over_base = result.ratio()
             # a product, if interleaved factors lead all the way from the first stage
             if before and (before is first or before["over_first"].low):
                 over_first = product([before["over_first"], over_base])
-        rows[stage.name] = {
-            "stage": stage.name,
-            "ms_per_step": summary.median_dt_ms,
-            "tokens_per_sec": rate,
-            "base": base.name,
+        row |= {
             # interleaved, else of the tokens/s; None if the base has not run
-            "over_base": Estimate(1.0) if stage is base else over_base,
+            "over_base": over_base,
             "rounds": result.rounds if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
             "a100_over_base": factor(
@@ -256,8 +258,9 @@ def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> lis
     return [*curves, *published]
 
 
-def plot_runs(folders: Sequence[str], path: Path) -> None:
+def plot_runs(folders: Sequence[str]) -> None:
     """Draw the loss curves of any runs in one picture. Raises UserError for one without a log."""
+    path = Path("comparison.png")
     training, validation = {}, {}
     for folder in folders:
         training[folder] = curve(read_columns(Path(folder, "log.csv")))
