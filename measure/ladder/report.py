@@ -202,7 +202,44 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     """Report the finished stages, with speed.png and loss.png, as in `report_stages`."""
     done = [(stage, stage.finished) for stage in stages if stage.finished]
     name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
-    runs = dict[str, list[str]]()  # names of stages by the description of their runs
+    options = shlex.join(
+        word for word in stages[0].options if all(word in stage.options for stage in stages)
+    )
+    cards, panels = list[Card](), dict[str, dict[str, Curve]]()
+    curves, published = [], []  # for the page
+    for stage, run in done:
+        card = card_of(stage.name, stage.file, (stage.base or stage).file)
+        cards.append(card)
+        measured, tokens = curve(run.log), stage.config.tokens_per_step(run.summary.world_size)
+        curves.append(curve_of(card.title, measured, tokens, curve(run.log, "dt_ms")))
+        if losses := published_curve(stage):
+            panels[stage.name] = {"published": losses, "measured": measured}
+            label, tokens = f"{card.title}, published", stage.config.tokens_per_step(1)
+            # Times that were read without waiting for the GPU mean nothing.
+            times = published_curve(stage, "dt_ms") if stage.published.tokens_per_sec else {}
+            published.append(curve_of(label, losses, tokens, times, published=True))
+    if panels:
+        draw_panels(stages[0].record.folder / "loss.png", panels, "step", LOSS)
+    report_stages(
+        stages,
+        [run.summary for _, run in done],
+        title="A ladder" if ladder == "ladder" else f"The {name} ladder",
+        figures=FIGURES,
+        rows=rows_of(stages),
+        about=[
+            *described(done),
+            *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
+        ],
+        pictures={"loss.png": "loss curves, measured over published"} if panels else {},
+        bars="speed.png",
+        cards=cards,
+        curves=[*curves, *published],
+    )
+
+
+def described(done: Sequence[tuple[Stage, Run]]) -> Iterator[str]:
+    """Yield a line for each description of finished runs, with the names of their stages."""
+    stages = dict[str, list[str]]()  # by the description of their runs
     for stage, run in done:
         summary = run.summary
         tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
@@ -211,51 +248,9 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
         elif summary.world_size > 1:
             tokens = f"{summary.world_size} x {tokens}"
         for about in (f"{summary.steps} steps of {tokens}", f"{summary.about}, {summary.date}"):
-            runs.setdefault(about, []).append(f"`{stage.name}`")
-    options = shlex.join(
-        word for word in stages[0].options if all(word in stage.options for stage in stages)
-    )
-    cards = [card_of(stage.name, stage.file, (stage.base or stage).file) for stage, _ in done]
-    published = {
-        stage.name: {"published": losses, "measured": curve(run.log)}
-        for stage, run in done
-        if (losses := published_curve(stage))
-    }
-    if published:
-        picture = stages[0].record.folder / "loss.png"
-        draw_panels(picture, published, "step", LOSS)
-    report_stages(
-        stages,
-        [run.summary for _, run in done],
-        title="A ladder" if ladder == "ladder" else f"The {name} ladder",
-        figures=FIGURES,
-        rows=rows_of(stages),
-        about=[
-            *(
-                f"{', '.join(names) if len(names) < len(done) else 'all'}: {about}"
-                for about, names in sorted(runs.items(), key=lambda run: -len(run[1]))
-            ),
-            *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
-        ],
-        pictures={"loss.png": "loss curves, measured over published"} if published else {},
-        bars="speed.png",
-        cards=cards,
-        curves=loss_curves(done, cards),
-    )
-
-
-def loss_curves(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> list[dict[str, Any]]:
-    """Return the loss curves of finished stages, then the published ones."""
-    curves, published = [], []
-    for (stage, run), card in zip(done, cards, strict=True):
-        title, tokens, times = card.title, stage.config.tokens_per_step, curve(run.log, "dt_ms")
-        curves.append(curve_of(title, curve(run.log), tokens(run.summary.world_size), times))
-        if losses := published_curve(stage):
-            # Times that were read without waiting for the GPU mean nothing.
-            times = published_curve(stage, "dt_ms") if stage.published.tokens_per_sec else {}
-            label = f"{title}, published"
-            published.append(curve_of(label, losses, tokens(1), times, published=True))
-    return [*curves, *published]
+            stages.setdefault(about, []).append(f"`{stage.name}`")
+    for about, names in sorted(stages.items(), key=lambda item: -len(item[1])):
+        yield f"{', '.join(names) if len(names) < len(done) else 'all'}: {about}"
 
 
 def plot_runs(folders: Sequence[str]) -> None:
