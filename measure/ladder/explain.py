@@ -54,8 +54,7 @@ def explained(file: Path) -> tuple[str, list[str]]:
 
 def changes(file: Path) -> str:
     """Return the options that a YAML sets, without its base and the comment above."""
-    text = file.read_text(encoding="utf-8")
-    return re.sub(r"^(#.*|base:.*)?\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"(?m)^(#.*|base:.*)?\n", "", file.read_text(encoding="utf-8"))
 
 
 def code_of(option: str) -> list[tuple[str, int, str]]:
