@@ -352,8 +352,8 @@ def across(folders: Sequence[str], out: Path) -> None:
     cards = list[Card]()
     for stage, row in rows.items():
         card = Card(stage, stage)
-        if {stage, row["base"]} <= files.keys():
-            file, base_file = files[stage], files[row["base"]]
+        file, base_file = files.get(stage), files.get(row["base"])
+        if file and base_file:
             card = card_of(stage, file, base_file)
             for name, figure in PUBLISHED.items():
                 over = factor(published(file), published(base_file), figure)
