@@ -110,17 +110,16 @@ class State:
         self.settle(config)
         skips_spikes = self.skipped_spikes < config.skip_spikes
         limits = self.recent.limits() if skips_spikes else NO_LIMITS
+        is_sound = (loss <= limits[0]) & (norm <= limits[1])  # False if one is nan
         fused = all(optimizer.defaults.get("fused") for optimizer in self.optimizers)
         reads_first = config.fsdp or (config.fp16 and config.skip_spikes)
         if fused and not reads_first and loss.device.type != "mps":
-            is_sound = (loss <= limits[0]) & (norm <= limits[1])  # False if one is nan
             for optimizer in self.optimizers:
                 # If this is 1, a fused kernel changes nothing; GradScaler sets it too.
                 optimizer.found_inf = (~is_sound).float()  # type: ignore[attr-defined]
             self.is_updating = True
         else:
-            figures = torch.stack((loss, norm)).tolist()
-            self.is_updating = figures[0] <= limits[0] and figures[1] <= limits[1]
+            self.is_updating = bool(is_sound)
         return self.is_updating
 
     def end_step(self, lr: float, figures: Figures[Tensor], asked: Tensor, start: Any) -> None:

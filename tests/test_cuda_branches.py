@@ -42,15 +42,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "micro-steps": {"total_batch_tokens": 256, "vocab_size": 256, "real_vocab_size": 100},
 }
 # In each step the host waits for the end of the step before, while the device computes gradients
-# ("event"). If the optimizer cannot judge loss and norm on the device, the host reads both; with
-# fp16 its scaler reads then whether a gradient overflowed. A wait that leaves the device idle is
-# READ or "synchronize".
-EVENT, UPDATE = "event", "update"
-READ, SCALER = "_to_copy.default", "_local_scalar_dense.default"
+# ("event"). If the optimizer cannot judge loss and norm on the device, the host reads whether both
+# are sound; with fp16 its scaler reads then whether a gradient overflowed. A wait that leaves the
+# device idle is READ or "synchronize".
+EVENT, UPDATE, READ = "event", "update", "_local_scalar_dense.default"
 WAITS = [EVENT, READ, UPDATE]
 OTHER_WAITS = {
     **{name: [EVENT, UPDATE] for name in OPTIONS if "fused_adamw" in name},
-    "fp16": [EVENT, READ, SCALER, UPDATE],
+    "fp16": [EVENT, READ, READ, UPDATE],
     "muon": [EVENT, READ, UPDATE, UPDATE],
 }
 
