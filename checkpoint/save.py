@@ -90,20 +90,20 @@ def write_checkpoint(
     """
 
     def write_file(name: str) -> str:
-        write_tensors(unfinished / name, files[name])
-        return sha256(unfinished / name)
+        """Write a file, unless it is there, and return its line of SHA256SUMS."""
+        if name in files:
+            write_tensors(unfinished / name, files[name])
+        return f"{sha256(unfinished / name)}  {name}\n"
 
     with contextlib.suppress(OSError):  # the disk may still have room
         # First, as old checkpoints may fill the disk.
         delete_old(run, keep_last - 1, before=saved.step, protect=newest)
         flush_to_disk(run / "log.csv")  # a checkpoint's steps are in the log
     with atomic_folder(saved.folder, replace=True) as unfinished:
-        with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
-            digests = dict(zip(files, pool.map(write_file, files), strict=True))
         text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
         write_atomic(unfinished / STATE, f"{text}\n")
-        digests[STATE] = sha256(unfinished / STATE)
-        lines = [f"{digest}  {name}\n" for name, digest in digests.items()]
+        with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
+            lines = pool.map(write_file, [*files, STATE])
         write_atomic(unfinished / SUMS, "".join(lines))
     delete_old(run, keep_last, before=saved.step + 1, protect=saved.folder)
 
