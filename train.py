@@ -179,7 +179,7 @@ def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, T
     return loader, val
 
 
-def train_step(run: Run, step: int) -> Figures[Tensor]:
+def train_step(run: Run, step: int) -> Figures:
     """Take one step of the run; steps count from 1.
 
     Returns its figures on the device, which may still compute them: reading one waits for it. If

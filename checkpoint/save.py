@@ -165,8 +165,8 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
         ends = step == state.step and (state.stopping or state.is_over(config))
         if ends or problem or step == 1 or step % config.log_every == 0:
             tokens_per_sec = config.tokens_per_step(world.world_size) / seconds
-            row = LogRow(step, figures.loss, lr, figures.norm, seconds * 1e3, tokens_per_sec)
-            run.log(row, config.last_step, figures._asdict())
+            row = LogRow(step, figures["loss"], lr, figures["norm"], seconds * 1e3, tokens_per_sec)
+            run.log(row, config.last_step, figures)
         run.message(*notes)
     return problem
 

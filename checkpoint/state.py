@@ -6,7 +6,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from runtime.clock import mark_time, seconds_between
 from runtime.errors import UserError
 from runtime.recent import NO_LIMITS, Recent
 
-T = TypeVar("T", Tensor, float)
 # attributes of State that checkpoint.json has under the same names
 COUNTS = (
     "step",
@@ -41,13 +40,11 @@ COUNTS = (
 )
 
 
-class Figures(NamedTuple, Generic[T]):
-    """Figures of a step: tensors () on the device, or numbers once they are read. To add a figure,
-    add a field.
-    """
+class Figures(NamedTuple):
+    """Figures of a step, tensors () on the device. To add a figure, add a field."""
 
-    loss: T  # mean over all micro-steps and ranks, in nats per token
-    norm: T  # norm of the gradient before clipping
+    loss: Tensor  # mean over all micro-steps and ranks, in nats per token
+    norm: Tensor  # norm of the gradient before clipping
 
 
 class TakenStep(NamedTuple):
@@ -55,7 +52,7 @@ class TakenStep(NamedTuple):
 
     step: int  # from 1
     lr: float
-    figures: Figures[float]
+    figures: dict[str, float]  # by name
     seconds: float
     notes: list[str]  # lines on a skipped update, a spike or a slow step
     problem: str  # why the update was skipped; "" if it was made, or skipped as a spike
@@ -122,7 +119,7 @@ class State:
             self.is_updating = bool(is_sound)
         return self.is_updating
 
-    def end_step(self, lr: float, figures: Figures[Tensor], asked: Tensor, start: Any) -> None:
+    def end_step(self, lr: float, figures: Figures, asked: Tensor, start: Any) -> None:
         """Count a step whose update is under way. `asked`: above 0 if a rank was asked to stop."""
         values = torch.stack([*figures, asked]).to("cpu", non_blocking=True)
         self.pending = lr, values, start, mark_time(asked.device)
@@ -136,8 +133,8 @@ class State:
         lr, values, start, end = self.pending
         self.pending, seconds = None, seconds_between(start, end)
         *numbers, asked = values.tolist()
-        figures = Figures(*numbers)
-        loss, norm = figures.loss, figures.norm
+        figures = dict(zip(Figures._fields, numbers, strict=True))
+        loss, norm = figures["loss"], figures["norm"]
         self.stopping = self.stopping or asked > 0
         notes, problem, is_fatal = [], "", False
         if math.isfinite(loss + norm):

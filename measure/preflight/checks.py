@@ -181,7 +181,7 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
         run.state.settle(config)
         taken = run.state.taken.pop()
         if taken.step == 1:
-            loss = taken.figures.loss
+            loss = taken.figures["loss"]
             guess = math.log(config.n_vocab)
             is_well = abs(loss - guess) < 0.7 if config.init_from == "scratch" else loss < guess
             text = f"first loss: {loss:.3f}; a uniform guess has {guess:.3f}"
