@@ -240,9 +240,12 @@ def _hashed(x: int) -> int:
 
 
 def prefetch(
-    loader: DataLoader, device: torch.device, steps: Iterable[int]
+    loader: DataLoader, device: torch.device, first_step: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of every micro-step of some steps on the device; threads read ahead."""
+    """Yield the batches of every micro-step from `first_step` on, without end, on the device.
+
+    Threads read ahead.
+    """
     # Copies from pinned memory to the GPU overlap with computation. Each batch has its own buffer.
     pin = device.type == "cuda"
 
@@ -253,11 +256,11 @@ def prefetch(
     with ThreadPoolExecutor(READ_AHEAD) as pool:
         fetched = (
             pool.submit(fetch, step, micro_step)
-            for step in steps
+            for step in itertools.count(first_step)
             for micro_step in range(loader.accumulation)
         )
         ahead = deque(itertools.islice(fetched, READ_AHEAD))
-        while ahead:
+        while True:
             x, y = ahead.popleft().result()
-            ahead.extend(itertools.islice(fetched, 1))
+            ahead.append(next(fetched))
             yield x.to(device, non_blocking=pin), y.to(device, non_blocking=pin)

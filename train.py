@@ -155,7 +155,7 @@ def setup(
         loader, val = open_data(config, world, model.config.n_vocab)
         notes += loader.describe(val)
         restore(resumed, state, loader.stream.fingerprint(), config, world)
-        batches = prefetch(loader, device, state.next_steps(config))
+        batches = prefetch(loader, device, state.step + 1)
     return Run(config, world, state, trained, autocast, batches, val, notes)
 
 

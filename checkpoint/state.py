@@ -165,10 +165,6 @@ class State:
         notes = [f"step {self.step}: {note}" for note in notes]
         self.taken.append(TakenStep(self.step, lr, figures, seconds, notes, problem, is_fatal))
 
-    def next_steps(self, config: Config) -> range:
-        """Return the numbers of the remaining steps; with max_minutes practically without end."""
-        return range(self.step + 1, (config.last_step or 10**9) + 1)
-
     def is_over(self, config: Config) -> bool:
         """True after the run's last step."""
         return config.is_over(self.step, self.seconds)

@@ -165,9 +165,9 @@ BUGS = {
     ),
     "weights are not restored": without(checkpoint.state, "copy_tensors"),
     "a resumed run leaves a batch out": changed(
-        State,
-        "next_steps",
-        lambda f: lambda self, config: range(self.step + 1 + (self.step > 0), config.max_steps),
+        train_module,
+        "prefetch",
+        lambda f: lambda loader, device, first: f(loader, device, first + (first > 1)),
     ),
     "random states are not restored": without(checkpoint.resume, "put_random_state"),
     "the losses before, by which a spike is told, are not restored": changed(

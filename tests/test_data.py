@@ -355,7 +355,7 @@ def test_batches_are_int64_contiguous_and_own_their_memory_so_they_can_be_pinned
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_prefetch_yields_every_micro_step_of_every_step_in_order(accumulation):
     loader = DataLoader(make_stream(401), 2, accumulation=accumulation, shuffle=True)
-    ahead = prefetch(loader, CPU, range(5, 12))
+    ahead = prefetch(loader, CPU, 5)
     for place in itertools.product(range(5, 12), range(accumulation)):
         assert all(map(torch.equal, next(ahead), loader.batch(*place)))
     assert [*ahead] == []

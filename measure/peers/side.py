@@ -171,7 +171,7 @@ def training_step(options: PeerConfig, device: torch.device) -> Step:
     trained = torch.compile(model, mode=config.compile_mode) if config.compile else model
     (optimizer,), _ = make_optimizers(model, config)
     loader = open_loader(config)
-    batches = prefetch(loader, device, range(1, config.max_steps))
+    batches = prefetch(loader, device, first_step=1)
 
     def step() -> dict[str, Any]:
         loss = torch.zeros((), device=device)
