@@ -37,7 +37,8 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     for weights that are not finite or differ between ranks, OSError if the disk takes no
     checkpoint.
     """
-    if state.is_saved or not (state.step and config.keep_last):
+    is_saved = state.checkpoint and step_of(state.checkpoint) == state.step
+    if is_saved or not (state.step and config.keep_last):
         return
     # Sums of weights: isfinite of a weight would allocate a mask of its size.
     sums = torch.stack([own_part(p).sum() for p in state.model.parameters()]).tolist()

@@ -91,11 +91,6 @@ class State:
     # the random states of this process after its latest step
     random_state: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def is_saved(self) -> bool:
-        """True if there is a checkpoint of the current step."""
-        return self.checkpoint is not None and self.checkpoint.name.endswith(f"_{self.step:06d}")
-
     def begin_update(self, loss: Tensor, norm: Tensor, config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
 
