@@ -514,8 +514,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 f"warmup_steps {self.warmup_steps} > max_steps {self.max_steps}: the learning rate "
                 f"only warms up, to {reached:g}"
             )
-        for name, field in type(self).model_fields.items():
-            if getattr(self, name) != field.default and (lacking := self.lacks(name)):
+        for name in self.model_dump(exclude_defaults=True):
+            if lacking := self.lacks(name):
                 notes.append(f"{name} has no effect: {lacking} is {show(getattr(self, lacking))}")
         return notes + self.weight_notes()
 
@@ -524,17 +524,17 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
 
         With init_from, these positions may have been trained before.
         """
-        notes, fresh = [], self.init_from == "scratch"
+        fresh = self.init_from == "scratch"
         if fresh and not self.rope and self.seq_len < self.block_size:
-            notes.append(
+            return [
                 f"positions {self.seq_len} to {self.block_size - 1} are never trained (seq_len "
                 f"{self.seq_len} < block_size {self.block_size})"
-            )
+            ]
         if not fresh and self.real_vocab_size == GPT2_TOKENS < self.vocab_size:
-            notes.append(
+            return [
                 f"{self.init_from}: rows above GPT-2's {GPT2_TOKENS} tokens are taken for padding"
-            )
-        return notes
+            ]
+        return []
 
     def advice(self) -> dict[str, str]:
         """Return a message for each kind of failure of `runtime.errors.kind_of_failure`."""
