@@ -57,13 +57,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_tensors(path: Path) -> Tensors:
     """Read the tensors of a safetensors file to the CPU. Raises CheckpointError."""
-    with reading(path), open(path, "rb") as file:
-        is_pointer = file.read(23) == b"version https://git-lfs"
-    if is_pointer:
-        raise CheckpointError(
-            f"{path}: only a pointer of git-lfs to the file itself; run in its folder: git lfs pull"
-        )
     with reading(path):
+        with open(path, "rb") as file:
+            is_pointer = file.read(23) == b"version https://git-lfs"
+        if is_pointer:
+            raise CheckpointError(
+                f"{path}: only a pointer of git-lfs to the file itself; run in its folder: git lfs "
+                f"pull"
+            )
         return load_file(path)
 
 

@@ -14,14 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from checkpoint.files import (
-    STATE,
-    SUMS,
-    Tensors,
-    gather_whole,
-    own_part,
-    write_tensors,
-)
+from checkpoint.files import STATE, SUMS, Tensors, gather_whole, own_part, write_tensors
 from checkpoint.state import SavedState, State
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
@@ -42,7 +35,7 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
         return
     # Sums of weights: isfinite of a weight would allocate a mask of its size.
     sums = torch.stack([own_part(p).sum() for p in state.model.parameters()]).tolist()
-    if world.any(not all(map(math.isfinite, sums))):
+    if not math.isfinite(world.sum(sum(sums))):
         raise TrainingError(
             f"step {state.step}: the weights are no longer finite and are not saved; "
             f"{hint(run.path, config.lr)}"

@@ -8,14 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoint.files import (
-    MODEL,
-    STATE,
-    CheckpointError,
-    Tensors,
-    read_tensors,
-    refusing,
-)
+from checkpoint.files import MODEL, STATE, CheckpointError, Tensors, read_tensors, refusing
 from checkpoint.hugging_face import (
     CONFIG,
     HUGGING_FACE,
