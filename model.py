@@ -150,14 +150,14 @@ class CausalSelfAttention(nn.Module):
         dropout = self.config.dropout if self.training else 0.0
         # True only in a compiled model, on a CPU with bf16 matmuls.
         blocked = torch.compiler.is_compiling() and blocked_is_faster(q.device, q.dtype, T)
-        if self.config.flash and attend is None and (dropout or not blocked):
+        if attend is not None:
+            y = attend(self.layer, q, k, v)
+        elif self.config.flash and blocked and not dropout:
+            y = blocked_attention(q, k, v)
+        elif self.config.flash:
             # Flash attention (Dao et al. 2022) computes softmax block by block in the GPU's fast
             # memory and never writes the T x T scores to the slow one. 130 -> 97 ms.
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        elif attend is not None:
-            y = attend(self.layer, q, k, v)
-        elif self.config.flash:
-            y = blocked_attention(q, k, v)
         else:
             # The baseline materializes the T x T scores; they make four round trips to memory.
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T)
@@ -323,16 +323,14 @@ class GPT(nn.Module):
                     nn.init.normal_(module.weight, mean=0.0, std=0.02)
                     if isinstance(module, nn.Linear) and module.bias is not None:
                         nn.init.zeros_(module.bias)
-        if self.config.residual_scaling:
-            # Each block adds to the residual stream twice; this keeps the sum's variance from
-            # growing with depth (GPT-2 paper, section 2.3).
-            for module in self.modules():
-                if isinstance(module, CausalSelfAttention | MLP):
+        for module in self.modules():
+            if isinstance(module, CausalSelfAttention | MLP):
+                if self.config.residual_scaling:
+                    # Each block adds to the residual stream twice; this keeps the sum's variance
+                    # from growing with depth (GPT-2 paper, section 2.3).
                     module.c_proj.weight /= math.sqrt(2 * self.config.n_layer)
-        if self.config.zero_init:
-            # Each block starts as the identity (Zhang et al. 2019, "Fixup").
-            for module in self.modules():
-                if isinstance(module, CausalSelfAttention | MLP):
+                if self.config.zero_init:
+                    # Each block starts as the identity (Zhang et al. 2019, "Fixup").
                     for p in module.c_proj.parameters():
                         nn.init.zeros_(p)
 
