@@ -55,6 +55,7 @@ Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Rate = Annotated[float, Field(gt=0, le=1e30)]
+RateOfKind = Annotated[Rate | None, Rung()]  # of one kind of parameters
 Shape = Annotated[Size, ARCHITECTURE]
 Switch = Annotated[bool, Rung()]
 ModelSwitch = Annotated[Switch, ARCHITECTURE]
@@ -157,11 +158,11 @@ class OptimizationConfig(Options):
     """adamw, or muon for the matrices inside the blocks with adamw for the rest"""
     lr: Rate = 3e-4
     """learning rate (its peak, with a schedule)"""
-    embed_lr: Annotated[Rate | None, Rung()] = None
+    embed_lr: RateOfKind = None
     """learning rate of the embeddings, with lr's warm-up and schedule (default: lr)"""
-    head_lr: Annotated[Rate | None, Rung(), Needs("tie_weights", (False,))] = None
+    head_lr: Annotated[RateOfKind, Needs("tie_weights", (False,))] = None
     """learning rate of the output head (default: lr)"""
-    scalar_lr: Annotated[Rate | None, Rung()] = None
+    scalar_lr: RateOfKind = None
     """learning rate of biases, norms' weights and learned shares (default: lr)"""
     min_lr: Annotated[NotNegative | None, Needs("lr_schedule", ("cosine", "wsd"))] = None
     """learning rate at the end of a decaying schedule (default: lr / 10)"""
