@@ -250,8 +250,7 @@ def prefetch(
     pin = device.type == "cuda"
 
     def fetch(step: int, micro_step: int) -> list[Tensor]:
-        batch = loader.batch(step, micro_step)
-        return [tensor.pin_memory() if pin else tensor for tensor in batch]
+        return [tensor.pin_memory() if pin else tensor for tensor in loader.batch(step, micro_step)]
 
     with ThreadPoolExecutor(READ_AHEAD) as pool:
         fetched = (

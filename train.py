@@ -270,12 +270,12 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     """
     stop = stop or StopRequest()
     resumed, config, notes = find_checkpoint(config, world)
-    if resumed:
-        notes += describe_rate_change(config, resumed.config, resumed.step, resumed.seconds)
-    path = Path(config.log_dir) / str(config.run_name)
+    path = Path(f"{config.log_dir}/{config.run_name}")
     folder = RunFolder(path, world.rank, config.advice(), config.trackers())
-    if resumed and is_finished(resumed, folder, config, world):
-        return {"steps": resumed.step}
+    if resumed:
+        if is_finished(resumed, folder, config, world):
+            return {"steps": resumed.step}
+        notes += describe_rate_change(config, resumed.config, resumed.step, resumed.seconds)
     run = setup(config, world, resumed)
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)

@@ -81,9 +81,12 @@ def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
         if is_sharded(ours):
             from torch.distributed.tensor import distribute_tensor
 
-            mesh, placements = ours.device_mesh, ours.placements  # type: ignore[attr-defined]
-            # Every rank has read the file, so nothing is sent.
-            theirs = distribute_tensor(theirs, mesh, placements, src_data_rank=None)
+            theirs = distribute_tensor(
+                theirs,
+                ours.device_mesh,  # type: ignore[attr-defined]
+                ours.placements,  # type: ignore[attr-defined]
+                src_data_rank=None,  # every rank has read the file, so nothing is sent
+            )
         ours.copy_(theirs)
 
 
