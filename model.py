@@ -210,10 +210,10 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        x0: Tensor | None = None,
-        first_v: Tensor | None = None,
-        rotation: Tensor | None = None,
-        attend: Attend | None = None,
+        x0: Tensor | None,
+        first_v: Tensor | None,
+        rotation: Tensor | None,
+        attend: Attend | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Let attention, then the MLP, add to the residual stream: (B, T, C) to (B, T, C).
 

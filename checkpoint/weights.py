@@ -136,7 +136,7 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
     return (path.parent.parent, path) if is_checkpoint else (path, None)
 
 
-def find_weights(source: str, log_dir: str = "logs") -> Path:
+def find_weights(source: str, log_dir: str) -> Path:
     """Return the path of weights: a checkpoint, a Hugging Face folder or a `.pt` file.
 
     `source`: gpt2 .. gpt2-xl for OpenAI's weights, downloaded once; else the name or folder of a
