@@ -30,12 +30,9 @@ PATIENCE = 4  # times as long as usual that a measurement may take until they ag
 
 def choose_device(name: str) -> torch.device:
     """Return the device that `--device name` means for this rank. Raises UserError without it."""
-    available = ["cpu"]
-    if torch.backends.mps.is_available():
-        available.insert(0, "mps")
-    if torch.cuda.is_available():
-        available.insert(0, "cuda")
-    elif name in ("auto", "cuda") and has_nvidia_gpu():
+    kinds = ("cuda", "mps", "cpu")
+    available = [kind for kind in kinds if torch.get_device_module(kind).is_available()]
+    if "cuda" not in available and name in ("auto", "cuda") and has_nvidia_gpu():
         raise UserError(
             f"--device {name}: this PyTorch ({torch.__version__}, CUDA {torch.version.cuda}) finds "
             f"no GPU through NVIDIA's driver; update the driver, install another build ({BUILDS}), "
@@ -100,10 +97,7 @@ def check_version() -> list[str]:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all its work; without this a clock times the launches only."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    torch.get_device_module(device).synchronize()
 
 
 # ---- settings of the process
@@ -324,14 +318,15 @@ def steady(sample: Callable[[], float], seconds: float) -> float | None:
     Other programs make samples larger, never smaller. If the least three differ, sampling
     continues, up to PATIENCE times as long. None if they still differ, or are infinite.
     """
-    begun, least = time.perf_counter(), list[float]()
+    begun = time.perf_counter()
+    least = sorted(sample() for _ in range(3))
     while True:
-        least = sorted([*least, sample()])[:3]
         passed = time.perf_counter() - begun
-        if passed >= seconds and len(least) == 3 and least[-1] <= AGREE * least[0] < math.inf:
+        if passed >= seconds and least[-1] <= AGREE * least[0] < math.inf:
             return least[0]
-        if passed >= PATIENCE * seconds and len(least) == 3:
+        if passed >= PATIENCE * seconds:
             return None
+        least = sorted([*least, sample()])[:3]
 
 
 def matmul(n: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
