@@ -90,7 +90,7 @@ def main(options: FinewebOptions) -> None:
         with_or_without = "with" if options.source else "without"
         raise UserError(f"no effect {with_or_without} --source: {', '.join(sorted(useless))}")
     if options.source:
-        text.prepare(folder, options.source, options, "data/fineweb.py")
+        text.prepare(folder, options.source, options)
         return
     count = prepare(folder, options.shards or 1)
     print(f"{count:,} training tokens in {folder}")

@@ -23,7 +23,7 @@ import shlex
 import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,18 +105,18 @@ class TextOptions(WritingOptions, ReadingOptions):
     """All options of this command."""
 
 
-def prepare(folder: Path, named: Sequence[str], options: WritingOptions, script: str) -> None:
+def prepare(folder: Path, named: Sequence[str], options: WritingOptions) -> None:
     """Write the documents of files and folders as a new corpus, or resume; print a summary.
 
     An <|endoftext|> comes before each document. The folder appears when the corpus is finished;
     until then `unfinished_folder(folder)` has the token files, and a line in sources.jsonl for each
-    file that was read to its end. `script`: the command, for messages. Raises UserError for files
-    that cannot be read or written, OSError for a missing file.
+    file that was read to its end. Raises UserError for files that cannot be read or written,
+    OSError for a missing file.
     """
     sources, where, done = find_sources(map(Path, named)), unfinished_folder(folder), list[Source]()
     try:
         with new_corpus(folder):
-            done = _resume(folder, sources, options, shlex.join(["python", script, *sys.argv[1:]]))
+            done = _resume(folder, sources, options)
             try:
                 _write(folder, sources, done, options)
                 last = _finish(folder, done, options.shard_tokens)
@@ -138,9 +138,7 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions, script:
     )
 
 
-def _resume(
-    folder: Path, sources: Sequence[Path], options: WritingOptions, command: str
-) -> list[Source]:
+def _resume(folder: Path, sources: Sequence[Path], options: WritingOptions) -> list[Source]:
     """Return the finished files, and truncate the token files after their tokens.
 
     A changed file and all files after it are read again; with other options, all files are.
@@ -160,6 +158,7 @@ def _resume(
         kept = f"{len(done):,} of {len(sources):,} files are done"
         print(f"note: {folder} was not finished: {kept}", file=sys.stderr)
     where.mkdir(exist_ok=True)
+    command = shlex.join(["python", *sys.argv])  # this one, for messages
     lines = [Begun(command=command, options=fixed), *done]
     write_atomic(where / SOURCES, "".join(f"{line.model_dump_json()}\n" for line in lines))
     for path in {*where.iterdir()}.difference(sizes, [where / SOURCES]):
@@ -274,13 +273,11 @@ def _batches(
 def _tokenize(batches: Iterator[Batch | UserError], workers: int | None) -> Iterator[Batch]:
     """Tokenize batches in threads, and yield them in order."""
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        waiting = deque[Future[Batch]]()
-        for batch in batches:
-            waiting.append(pool.submit(_encode, batch))
-            if len(waiting) > AHEAD:
-                yield waiting.popleft().result()
-        for future in waiting:
-            yield future.result()
+        encoding = (pool.submit(_encode, batch) for batch in batches)
+        waiting = deque(itertools.islice(encoding, AHEAD))
+        while waiting:
+            yield waiting.popleft().result()
+            waiting.extend(itertools.islice(encoding, 1))
 
 
 def _encode(batch: Batch | UserError) -> Batch:
@@ -307,7 +304,7 @@ def _encode(batch: Batch | UserError) -> Batch:
 
 def main(options: TextOptions) -> None:
     name = options.name or Path(options.sources[0]).resolve().name.partition(".")[0]
-    prepare(Path(options.data_dir) / name, options.sources, options, "data/text.py")
+    prepare(Path(options.data_dir) / name, options.sources, options)
 
 
 if __name__ == "__main__":

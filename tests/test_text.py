@@ -81,7 +81,7 @@ def split_tokens(folder=MINE, split="train"):
 
 def written(*named, folder=MINE, **options):
     """The training tokens of the corpus that is written, or resumed."""
-    prepare(folder, named, WritingOptions(**({"shard_tokens": 5000} | options)), "data/text.py")
+    prepare(folder, named, WritingOptions(**({"shard_tokens": 5000} | options)))
     return split_tokens(folder)
 
 
@@ -265,6 +265,7 @@ def failing_at(number, monkeypatch):
 
 
 def test_a_full_disk_keeps_whole_files_and_training_says_how_to_resume(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["data/text.py", "a.txt", "b.txt"])
     for path, seed in ((A, 60), (B, 61)):
         write(path, texts(seed))
     written(A, B)
@@ -273,7 +274,7 @@ def test_a_full_disk_keeps_whole_files_and_training_says_how_to_resume(monkeypat
     with failing_at(1, monkeypatch), pytest.raises(OSError, match="No space left") as full:
         written(A, B)
     assert full.value.__notes__ == ["run the same command again to resume"]
-    with refused("mine: is not finished; resume with: python data/text.py"):
+    with refused("mine: is not finished; resume with: python data/text.py a.txt b.txt"):
         prepare_if_missing(MINE)
     written(A, B)
     assert "note: data/mine was not finished: 1 of 2 files are done" in capsys.readouterr().err
