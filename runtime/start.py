@@ -137,7 +137,7 @@ def _glibc() -> ctypes.CDLL | None:
     if is_chosen or not tunables.startswith(SMALL_CACHES):
         return None
     libc = ctypes.CDLL(None)
-    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
+    return libc if hasattr(libc, "malloc_trim") else None
 
 
 def memory_left() -> float:
