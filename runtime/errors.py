@@ -27,6 +27,7 @@ class UserError(Exception):
 
     status = 2
     rank: int | None = None  # rank that failed, if another rank may print the error
+    lost_rank = False  # True if only another rank failed, and this one noticed
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -45,7 +46,7 @@ def reported(
     *,
     status: int | None = None,
     interrupted: str = "interrupted",
-    advice: Mapping[str, str] | None = None,
+    advice: Mapping[str, str] = {},
 ) -> Iterator[None]:
     """End the process with error lines instead of a traceback if a command fails foreseeably.
 
@@ -61,12 +62,12 @@ def reported(
     except UserError as error:
         exit_with(error, status)
     except KeyboardInterrupt:
-        exit_with(UserError(interrupted), status=130)
+        exit_with(UserError(interrupted), 130)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # stdout
             raise SystemExit(141) from None  # 128 + SIGPIPE
-        if expected := foreseen(error, place, advice or {}):
-            exit_with(expected, lost_rank=kind_of_failure(error)[0] == "lost rank")
+        if expected := foreseen(error, place, advice):
+            exit_with(expected)
         if launch().world_size == 1:
             raise
         _end("".join(traceback.format_exception(error)).rstrip("\n"), 1)
@@ -74,28 +75,27 @@ def reported(
         drop_unread(sys.stdout)
 
 
-def exit_with(error: UserError, status: int | None = None, *, lost_rank: bool = False) -> NoReturn:
-    """Print each line of the error on stderr and end the process; `lost_rank`: see `_end`."""
+def exit_with(error: UserError, status: int | None = None) -> NoReturn:
+    """Print each line of the error on stderr and end the process."""
     rank = launch().rank if error.rank is None else error.rank
     prefix = f"error: rank {rank}: " if rank else "error: "
     lines = [prefix + line for line in str(error).splitlines()]
-    _end("\n".join(lines), error.status if status is None else status, lost_rank=lost_rank)
+    _end("\n".join(lines), status or error.status, lost_rank=error.lost_rank)
 
 
 def foreseen(error: BaseException, place: str, advice: Mapping[str, str]) -> UserError | None:
     """Return the UserError for a foreseeable error; `place` and `advice` as in `reported`."""
     if isinstance(error, UserError):
         return error
+    kind, reason = kind_of_failure(error)
     if isinstance(error, OSError):
         message = f"{error.filename or place}: {error.strerror or error}"
-    elif isinstance(error, RuntimeError | MemoryError):
-        kind, reason = kind_of_failure(error)
-        if kind not in advice:
-            return None
+    elif isinstance(error, RuntimeError | MemoryError) and kind in advice:
         message = advice[kind].replace("{reason}", reason)
     else:
         return None
     expected = TrainingError(message)
+    expected.lost_rank = kind == "lost rank"
     for note in getattr(error, "__notes__", []):
         expected.add_note(note)
     return expected
