@@ -230,10 +230,8 @@ def read_yaml(path: Path, *above: Path) -> tuple[dict[str, Any], dict[str, str]]
     origin = {name: f"{path}: {name}" for name in values}
     if base is None:
         return values, origin
-    if not isinstance(base, str) or not base:
-        raise ConfigError(f"{path}: base: must name one config file")
     try:
-        base_file = find_config(base, path.parent)
+        base_file = find_config(str(base), path.parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: base: {error}") from None
     base_values, base_origin = read_yaml(base_file, *above, path.resolve())
