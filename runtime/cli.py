@@ -85,7 +85,7 @@ def parse(
     description: str | None = None,
     positional: str = "",
     config_file: bool = False,
-    elsewhere: Mapping[str, str] | None = None,
+    elsewhere: Mapping[str, str] = {},
     others: type[Options] = Options,
 ) -> O:
     """Read options from command-line arguments.
@@ -108,7 +108,7 @@ def parse(
     names = _add_arguments(parser, declared, positionals, config_file)
     known, unknown = parser.parse_known_args(argv)
     without_flag = dict.fromkeys(positionals, "is given without a flag, see --help")
-    advice = {**(elsewhere or {}), **without_flag}
+    advice = {**elsewhere, **without_flag}
     # A value after an unknown flag belongs to that flag and is no second mistake.
     mistakes = [
         _unknown_argument(argument, names, advice)

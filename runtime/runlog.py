@@ -63,7 +63,7 @@ class RunFolder:
         self,
         path: Path,
         rank: int = 0,
-        advice: Mapping[str, str] | None = None,
+        advice: Mapping[str, str] = {},
         trackers: Sequence[str] = (),
     ):
         """`advice`: messages for console.log by kind of failure, see `runtime.errors.reported`.
@@ -71,7 +71,7 @@ class RunFolder:
 
         Raises UserError for a tracker that is not installed.
         """
-        self.path, self.rank, self._advice = path, rank, advice or {}
+        self.path, self.rank, self._advice = path, rank, advice
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._trackers = Trackers(trackers if rank == 0 else (), self.message)
         self._extra_metrics: ExtraMetrics = lambda tokens_per_sec: {}

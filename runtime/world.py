@@ -115,7 +115,7 @@ class World:
 
 @contextlib.contextmanager
 def joined_world(
-    device: torch.device, timeout: float, must_match: Mapping[str, Any] | None = None
+    device: torch.device, timeout: float, must_match: Mapping[str, Any] = {}
 ) -> Iterator[World]:
     """Join the other ranks if torchrun started any, and leave them at the end.
 
@@ -130,7 +130,7 @@ def joined_world(
     with default_sigint():
         _join(device, started, timeout)
     try:
-        yield _check_match(World(device, started.rank, started.world_size), must_match or {})
+        yield _check_match(World(device, started.rank, started.world_size), must_match)
     except SystemExit:
         dist.destroy_process_group()
         raise

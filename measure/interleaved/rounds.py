@@ -112,7 +112,7 @@ class Side:
 def training_side(
     name: str,
     arguments: Sequence[str],
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = {},
     ranks: int = 1,
     module: str = "measure.interleaved.side",
 ) -> Side:
@@ -122,7 +122,7 @@ def training_side(
     paths = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
     command = [sys.executable, "-m", *(torchrun if ranks > 1 else []), module, *arguments]
-    return Side(name, command, {**paths, **(environment or {})})
+    return Side(name, command, {**paths, **environment})
 
 
 def run_rounds(
