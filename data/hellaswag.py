@@ -39,24 +39,26 @@ class HellaswagOptions(Options):
 
 
 class Line(pydantic.BaseModel):
-    """A line of the file. Labels are text in Hugging Face's copy."""
+    """A line of the file: a situation and its endings. build-nanogpt scores `ctx` and `endings`,
+    EleutherAI's harness the other wording.
+    """
 
     activity_label: str
     ctx_a: str
     ctx_b: str
     ctx: str
     endings: list[str] = pydantic.Field(min_length=ENDINGS, max_length=ENDINGS)
-    label: Literal[0, 1, 2, 3, "0", "1", "2", "3"]
+    label: Literal[0, 1, 2, 3, "0", "1", "2", "3"]  # the right ending; text in Hugging Face's copy
 
+    @property
+    def harness_context(self) -> str:
+        """The situation in the harness: the activity comes first."""
+        return clean(f"{self.activity_label}: {self.ctx_a} {self.ctx_b.capitalize()}")
 
-class Item(NamedTuple):
-    """A situation and its endings, in the wordings of both published scores."""
-
-    context: str  # EleutherAI's harness: the activity comes first
-    endings: list[str]
-    plain_context: str  # build-nanogpt: the file's own text
-    plain_endings: list[str]
-    label: int  # the right ending, from 0
+    @property
+    def harness_endings(self) -> list[str]:
+        """The endings in the harness."""
+        return [clean(ending) for ending in self.endings]
 
 
 class Row(NamedTuple):
@@ -84,7 +86,7 @@ def download(data_dir: str) -> Path:
     return path
 
 
-def read_items(path: Path) -> list[Item]:
+def read_items(path: Path) -> list[Line]:
     """Read the items of a file in HellaSwag's format, JSON lines. Raises UserError with the line of
     the first mistake.
     """
@@ -100,7 +102,7 @@ def read_items(path: Path) -> list[Item]:
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                items.append(_item(Line.model_validate_json(line)))
+                items.append(Line.model_validate_json(line))
         except pydantic.ValidationError as error:
             raise UserError(
                 f"{path}, line {number}: {in_a_line(error)}; a line is a JSON object with "
@@ -112,23 +114,12 @@ def read_items(path: Path) -> list[Item]:
     return items
 
 
-def _item(line: Line) -> Item:
-    context = f"{line.activity_label}: {line.ctx_a} {line.ctx_b.capitalize()}"
-    return Item(
-        clean(context),
-        [clean(ending) for ending in line.endings],
-        line.ctx,
-        line.endings,
-        int(line.label),
-    )
-
-
 def clean(text: str) -> str:
     """Remove the how-to articles' marks, such as [header], [title] and [step]."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def rows_of(item: Item, block_size: int) -> list[Row]:
+def rows_of(item: Line, block_size: int) -> list[Row]:
     """Tokenize the endings: four rows in the harness's wording, then four in the file's own.
 
     A text longer than the model's context loses its beginning.
@@ -136,11 +127,11 @@ def rows_of(item: Item, block_size: int) -> list[Row]:
     encode = get_encoding().encode_ordinary
     # The harness encodes context and ending together, and scores white space between them with the
     # ending; build-nanogpt encodes them separately.
-    context, plain_context = item.context + " ", encode(item.plain_context)
+    context, plain_context = item.harness_context + " ", encode(item.ctx)
     before = len(encode(context.rstrip()))
-    harness = [encode(context + ending) for ending in item.endings]
+    harness = [encode(context + ending) for ending in item.harness_endings]
     pairs = [(tokens[:before], tokens[before:]) for tokens in harness]
-    pairs += [(plain_context, encode(f" {ending}")) for ending in item.plain_endings]
+    pairs += [(plain_context, encode(f" {ending}")) for ending in item.endings]
     rows = []
     for read, ending in pairs:
         # The model has to read a token before the first one to score.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data.hellaswag import ENDINGS, Item, Row, read_items, rows_of
+from data.hellaswag import ENDINGS, Line, Row, read_items, rows_of
 from inference.validation import evaluating, with_progress
 from model import GPT
 from runtime.errors import TrainingError
@@ -30,7 +30,7 @@ ANY_ROW = Row((0, 0), 1)
 EMPTY_LENGTH = 1e-9  # length of an empty ending: its loss per length is huge
 
 
-def read_questions(path: Path, world: World) -> list[Item]:
+def read_questions(path: Path, world: World) -> list[Line]:
     """Return this rank's share of a file's items; only rank 0 reads it.
 
     All ranks have to call this. Raises UserError if the file cannot be read or has another format.
@@ -75,16 +75,17 @@ def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     return pad_sequence(texts, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
-def choices(item: Item, rows: Sequence[Row], losses: dict[Row, float]) -> dict[str, int]:
+def choices(item: Line, rows: Sequence[Row], losses: dict[Row, float]) -> dict[str, int]:
     """Return the ending that each metric chooses, given the item's rows and all rows' losses.
 
     The first one wins a tie. Metrics per length never choose an empty ending.
     """
     harness, plain = np.reshape([losses[row] for row in rows], (2, ENDINGS))
+    endings = item.harness_endings
     per_unit = {
         "acc": harness,
-        "acc_norm": harness / [len(ending) or EMPTY_LENGTH for ending in item.endings],
-        "acc_bytes": harness / [len(ending.encode()) or EMPTY_LENGTH for ending in item.endings],
+        "acc_norm": harness / [len(ending) or EMPTY_LENGTH for ending in endings],
+        "acc_bytes": harness / [len(ending.encode()) or EMPTY_LENGTH for ending in endings],
         "acc_token": plain / [row.scored for row in rows[ENDINGS:]],
     }
     return {metric: int(values.argmin()) for metric, values in per_unit.items()}
@@ -98,7 +99,7 @@ def interval(right: int, items: int) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def score(model: GPT, items: Sequence[Item], tokens_at_once: int, world: World) -> dict[str, Any]:
+def score(model: GPT, items: Sequence[Line], tokens_at_once: int, world: World) -> dict[str, Any]:
     """Score the model over the items of all ranks, which all have to call this.
 
     Returns the number of items, and each metric's share of right items with its interval, in the
@@ -114,7 +115,7 @@ def score(model: GPT, items: Sequence[Item], tokens_at_once: int, world: World) 
     right = Counter(items=len(items))
     for item, of_item in zip(items, rows, strict=True):
         taken = choices(item, of_item, losses).items()
-        right.update(metric for metric, choice in taken if choice == item.label)
+        right.update(metric for metric, choice in taken if choice == int(item.label))
     right = sum(world.gather(right), Counter[str]())
     n = right["items"]
     return {"items": n} | {

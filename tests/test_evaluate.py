@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import data.hellaswag
 import evaluate
-from data.hellaswag import Item, Row, clean, download, read_items, rows_of
+from data.hellaswag import Line, Row, clean, download, read_items, rows_of
 from data.tokenizer import END_OF_TEXT, get_encoding
 from evaluate import EvaluateOptions
 from inference.hellaswag import (
@@ -148,10 +148,10 @@ def test_a_text_is_worded_as_the_harness_and_as_build_nanogpt_word_it(tmp_path):
     )
     values["ctx"] = "the file's own  words [step]"
     (found,) = read_items(write_items(tmp_path / "items.jsonl", [values]))
-    assert found.context == "Baking :  How to bake. Mix flour. The dough"
-    assert found.endings == ["rises well.", "is flat", "b", "c"]
+    assert found.harness_context == "Baking :  How to bake. Mix flour. The dough"
+    assert found.harness_endings == ["rises well.", "is flat", "b", "c"]
     rows = rows_of(found, 1000)
-    assert texts_of(rows[0]) == (found.context, " rises well.")
+    assert texts_of(rows[0]) == (found.harness_context, " rises well.")
     assert texts_of(rows[5]) == ("the file's own  words [step]", "  is  flat")
 
 
@@ -163,7 +163,7 @@ def test_each_metric_divides_by_its_own_length_and_no_text_at_all_is_never_taken
     losses = [6.0, 5.0, 18.0, 4.0, 9.0, 4.0, 3.0, 9.0]
     expected = {"acc": 3, "acc_norm": 1, "acc_bytes": 0, "acc_token": 2}
     losses_of = dict(zip(rows, losses, strict=True))
-    assert choices(Item("x", endings, "x", endings, 0), rows, losses_of) == expected
+    assert choices(Line(**item(endings=endings)), rows, losses_of) == expected
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -206,7 +206,7 @@ def test_a_damaged_line_is_one_line_that_names_it(line, said, file):
 def test_labels_may_be_text_and_empty_lines_do_not_count(tmp_path):
     path = write_items(tmp_path / "items.jsonl", [item(label="2")])
     path.write_text(f"\n{path.read_text()}\n\n")
-    assert [found.label for found in read_items(path)] == [2]
+    assert [int(found.label) for found in read_items(path)] == [2]
 
 
 def test_a_file_without_items_is_an_error(tmp_path):
