@@ -55,7 +55,6 @@ def load_encoding() -> tiktoken.Encoding:
         pat_str=r50k_pat_str,
         mergeable_ranks=ranks,
         special_tokens={SEPARATOR: END_OF_TEXT},
-        explicit_n_vocab=END_OF_TEXT + 1,
     )
 
 

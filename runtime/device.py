@@ -255,8 +255,8 @@ def check_attention(
     dtype: torch.dtype,
     shape: tuple[int, int, int, int],
     *,
-    dropout: float = 0.0,
-    blocked: bool = False,
+    dropout: float,
+    blocked: bool,
 ) -> list[str]:
     """Return a note on the kernel that `flash` gets for queries of `shape` (B, nh, T, hs).
 

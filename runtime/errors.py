@@ -111,8 +111,11 @@ def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
     that only noticed that another one is gone (`lost_rank`) waits to be ended before it prints. If
     all ranks of a machine fail together, the first one prints, and the others wait too.
     """
-    if not lost_rank:
-        _tell_torchrun(text)
+    if not lost_rank and (path := launch().error_file):
+        # torchrun reports its root cause from this file. torch.distributed.elastic's `record`
+        # writes the same, but with a traceback, and only once torch is imported.
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun may end this process with it
     time.sleep(WAIT_FOR_TORCHRUN_S * (lost_rank + (launch().local_rank > 0)))
     with contextlib.suppress(OSError):  # nobody may read it
@@ -126,17 +129,6 @@ def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # nobody may read it
             stream.flush()
     os._exit(status)
-
-
-def _tell_torchrun(text: str) -> None:
-    """Write the error file from which torchrun reports its root cause.
-
-    torch.distributed.elastic.multiprocessing.errors.record writes the same file, but with a
-    traceback, and only once torch is imported.
-    """
-    if path := launch().error_file:
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 # ---- the output of commands
