@@ -338,6 +338,7 @@ TRITON = "TritonMissing: Cannot find a working triton installation. Either the p
         (InductorError(CppCompileError(["g++"], "Killed"), None), "compiler", f"{CPP}: Killed"),
         (InductorError(torch.OutOfMemoryError("CUDA out of memory"), None), "memory", "out of"),
         (RuntimeError(CLOSED), "lost rank", CLOSED),
+        (RuntimeError("gloomy.txt"), "other", "RuntimeError: gloomy.txt"),
         (RuntimeError("in a worker:\nValueError: bad"), "other", "ValueError: bad"),
     ],
 )
