@@ -248,8 +248,8 @@ def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, fo
 def test_the_matmuls_alone_have_all_the_arithmetic_of_a_step_but_attention(options):
     matmuls = matmuls_of(our_config(options), torch.device("cpu"))
     with FlopCounterMode(display=False) as counter:
-        for call, arguments in matmuls:
-            call(*arguments)
+        for matmul in matmuls:
+            matmul()
     weights, tokens = 2 * 12 * 16**2 + 50304 * 16, 2 * 16  # two blocks and the head
     assert counter.get_total_flops() == 6 * weights * tokens
 

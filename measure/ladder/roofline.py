@@ -7,7 +7,7 @@ roofline model, Williams et al. 2009). docs/why.md does it by hand for one rung.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ from train import setup, train_step
 UNFUSED = ("embedding", "_fused", "_foreach")
 NORM = ("linalg_vector_norm", "_foreach_norm")  # the gradients' norm begins the update
 
+Bytes = dict[torch.UntypedStorage, int]  # by the tensors' storages
+
 
 @dataclass
 class Operation:
@@ -37,10 +39,9 @@ class Operation:
     name: str
     flops: float
     dtype: str  # its first floating-point input's
-    reads: dict[int, int]  # bytes of each tensor
-    writes: dict[int, int]
-    call: Callable[..., Any] | None = None
-    arguments: tuple[Any, ...] = ()
+    reads: Bytes
+    writes: Bytes
+    call: functools.partial[Any] | None = None  # with its arguments
 
     @property
     def bytes(self) -> int:
@@ -54,15 +55,14 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self.storages: list[Any] = []  # kept, so that no two have the same address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        inputs, outputs = self.bytes_of((args, kwargs)), self.bytes_of(result)
+        inputs, outputs = bytes_of((args, kwargs)), bytes_of(result)
         arguments = zip(func._schema.arguments, args, strict=False)
         written = [value for arg, value in arguments if arg.alias_info and arg.alias_info.is_write]
-        outputs |= self.bytes_of(written)
+        outputs |= bytes_of(written)
         if not written and outputs.keys() <= inputs.keys():
             return result  # a view
         name = func._schema.name.removeprefix("aten::")
@@ -76,19 +76,19 @@ class Counter(TorchDispatchMode):
         flops = count(*args, **kwargs, out_val=result)
         floats = (t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point())
         dtype = str(next(floats, torch.float32)).removeprefix("torch.")
-        call = functools.partial(func, **kwargs)
-        self.operations.append(Operation(name, flops, dtype, inputs, outputs, call, args))
+        call = functools.partial(func, *args, **kwargs)
+        self.operations.append(Operation(name, flops, dtype, inputs, outputs, call))
         return result
 
-    def bytes_of(self, values: Any) -> dict[int, int]:
-        """Return the bytes of each tensor's storage that the tensors in `values` have."""
-        sizes: dict[int, int] = {}
-        for tensor in tensors_in(values):
-            storage = tensor.untyped_storage()
-            self.storages.append(storage)
-            size = min(tensor.numel() * tensor.itemsize, storage.nbytes())  # less, if expanded
-            sizes[storage._cdata] = max(size, sizes.get(storage._cdata, 0))
-        return sizes
+
+def bytes_of(values: Any) -> Bytes:
+    """Return the bytes of each tensor's storage that the tensors in `values` have."""
+    sizes: Bytes = {}
+    for tensor in tensors_in(values):
+        storage = tensor.untyped_storage()
+        size = min(tensor.nbytes, storage.nbytes())  # less, if expanded
+        sizes[storage] = max(size, sizes.get(storage, 0))
+    return sizes
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

@@ -31,6 +31,7 @@ if __name__ == "__main__":
     if OPTIONS.our_settings:
         set_up_process(OPTIONS.device)
 
+import functools
 import importlib.util
 import inspect
 import sys
@@ -64,7 +65,6 @@ START = 198  # a line break: <|endoftext|> would end a text that repeats it
 Step = Callable[[], dict[str, Any]]  # returns its figures
 # Generates the tokens of several texts: of how many, how many each, drawn from the k likeliest.
 Generate = Callable[[int, int, int], list[list[int]]]
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # model (compiled or not), inputs, targets -> loss
 
 
@@ -203,7 +203,7 @@ def loss_in_fp32(model: torch.nn.Module, loss_of: LossOf, loader: DataLoader) ->
 # ---- the matmuls alone
 
 
-def matmuls_of(config: Config, device: torch.device) -> list[Call]:
+def matmuls_of(config: Config, device: torch.device) -> list[Callable[[], object]]:
     """Return the matmuls of a training step, with their arguments: random numbers.
 
     Shapes, strides and types are the config's own, the kernels PyTorch's own, uncompiled. A fused
@@ -219,7 +219,9 @@ def matmuls_of(config: Config, device: torch.device) -> list[Call]:
         return tensors[key]
 
     return [
-        (op.call, tree_map_only(Tensor, random, op.arguments))
+        functools.partial(
+            op.call.func, *tree_map_only(Tensor, random, op.call.args), **op.call.keywords
+        )
         for op in count(config, device)
         if op.call and op.flops and "attention" not in op.name
     ]
@@ -231,8 +233,8 @@ def matmul_step(config: PeerConfig, device: torch.device) -> Step:
 
     @torch.no_grad()
     def step() -> dict[str, Any]:
-        for call, arguments in matmuls:
-            call(*arguments)
+        for matmul in matmuls:
+            matmul()
         return {"tokens": config.tokens_per_step(1)}
 
     return step
