@@ -23,7 +23,7 @@ from measure.peers.__main__ import (
     plan,
     rows_of,
 )
-from measure.peers.side import build_peer, matmuls_of
+from measure.peers.side import build_peer, loss_of, matmuls_of
 from runtime.cli import parse
 from runtime.errors import TrainingError
 from tests.conftest import refused
@@ -136,8 +136,8 @@ def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer,
     x, y = torch.randint(50257, (2, 2, 16)).unbind()
     found = []
     for path in paths:
-        model, loss_of = build_peer(path, config)
-        loss = loss_of(model, x, y)
+        model = build_peer(path, config)
+        loss = loss_of(path, model, x, y)
         loss.backward()
         found.append((loss.item(), model.transformer.h[1].mlp.c_fc.weight.grad))
     # transformers keeps (in, out); the file's model has padding rows in its softmax

@@ -33,7 +33,7 @@ from measure.interleaved.rounds import (
     say,
     training_side,
 )
-from measure.peers import MATMULS, TRANSFORMERS
+from measure.peers import MATMULS, OURS, TRANSFORMERS
 from measure.report.report import PEAK_MEMORY, Figure, Row, write_report
 from runtime.errors import UserError, reported
 from runtime.files import aside, write_json
@@ -111,10 +111,10 @@ def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     from measure.peers.side import build_peer, loss_in_fp32, open_loader, write_weights
 
     loader, ours = open_loader(config), write_weights(config, place)
-    loss = loss_in_fp32(ours, lambda model, x, y: model(x, y), loader)
+    loss = loss_in_fp32(OURS, ours, loader)
     config = config.model_copy(update={"init_from": str(place)})
     for peer in peers:
-        theirs = loss_in_fp32(*build_peer(peer, config), loader)
+        theirs = loss_in_fp32(peer, build_peer(peer, config), loader)
         compare_losses(peer, theirs, loss, config, TOLERANCE)
 
 

@@ -63,9 +63,6 @@ from train import open_data
 TEMPERATURE, TOP_K = 0.8, 50  # the defaults of sample.py
 START = 198  # a line break: <|endoftext|> would end a text that repeats it
 Step = Callable[[], dict[str, Any]]  # returns its figures
-# Generates the tokens of several texts: of how many, how many each, drawn from the k likeliest.
-Generate = Callable[[int, int, int], list[list[int]]]
-LossOf = Callable[[Any, Tensor, Tensor], Tensor]  # model (compiled or not), inputs, targets -> loss
 
 
 def write_weights(config: Config, folder: Path, std: float = 0.0) -> GPT:
@@ -81,13 +78,23 @@ def write_weights(config: Config, folder: Path, std: float = 0.0) -> GPT:
     return model
 
 
-def build_peer(peer: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
-    """Build the peer's model with the weights of the folder `init_from`; returns it and its loss.
+def build_peer(peer: str, config: Config) -> torch.nn.Module:
+    """Build the peer's model with the weights of the folder `init_from`. Raises UserError."""
+    if peer != TRANSFORMERS:
+        return nanogpt_like(peer, config)
+    from transformers import GPT2LMHeadModel
 
-    Raises UserError.
-    """
-    folder = Path(config.init_from)
-    return transformers_model(folder) if peer == TRANSFORMERS else nanogpt_like(peer, config)
+    # the KV cache is only for generating
+    return GPT2LMHeadModel.from_pretrained(config.init_from, use_cache=False).train()
+
+
+def loss_of(peer: str, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Return the loss of a peer's model, compiled or not, for inputs and targets."""
+    if peer == TRANSFORMERS:
+        # y is already one token ahead; transformers would shift `labels` again
+        return model(input_ids=x, labels=y, shift_labels=y).loss
+    result = model(x, y)
+    return result[1] if isinstance(result, tuple) else result
 
 
 def open_loader(config: Config) -> DataLoader:
@@ -95,25 +102,10 @@ def open_loader(config: Config) -> DataLoader:
     return open_data(config, World(torch.device("cpu")), config.n_vocab)[0]
 
 
-# ---- transformers
-
-
-def transformers_model(folder: Path) -> tuple[torch.nn.Module, LossOf]:
-    """Build GPT2LMHeadModel from a folder that its `from_pretrained` reads."""
-    from transformers import GPT2LMHeadModel
-
-    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        # y is already one token ahead; transformers would shift `labels` again
-        return model(input_ids=x, labels=y, shift_labels=y).loss
-
-    # the KV cache is only for generating
-    return GPT2LMHeadModel.from_pretrained(folder, use_cache=False).train(), loss_of
-
-
 # ---- nanoGPT-like files
 
 
-def nanogpt_like(path: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
+def nanogpt_like(path: str, config: Config) -> torch.nn.Module:
     """Build the `GPT` of a file. Raises UserError if its parameters are not like nanoGPT's."""
     _, shape, weights, _ = read_weights(config.init_from)
     module = load_file(path)
@@ -125,12 +117,7 @@ def nanogpt_like(path: str, config: Config) -> tuple[torch.nn.Module, LossOf]:
     gpt_config = module.GPTConfig(**needed, vocab_size=config.vocab_size, **if_known)
     model = module.GPT(gpt_config).train()
     copy_weights(model, weights, path)
-
-    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        result = model(x, y)
-        return result[1] if isinstance(result, tuple) else result
-
-    return model, loss_of
+    return model
 
 
 def load_file(path: str) -> Any:
@@ -166,8 +153,7 @@ def training_step(options: PeerConfig, device: torch.device) -> Step:
     """Return a function that takes the next step of the peer's training. Raises UserError."""
     config = without_end(options)
     torch.manual_seed(config.seed)
-    model, loss_of = build_peer(options.peer, config)
-    model.to(device)
+    model = build_peer(options.peer, config).to(device)
     trained = torch.compile(model, mode=config.compile_mode) if config.compile else model
     (optimizer,), _ = make_optimizers(model, config)
     loader = open_loader(config)
@@ -178,7 +164,7 @@ def training_step(options: PeerConfig, device: torch.device) -> Step:
         for _ in range(loader.accumulation):
             x, y = next(batches)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
-                micro_loss = loss_of(trained, x, y) / loader.accumulation
+                micro_loss = loss_of(options.peer, trained, x, y) / loader.accumulation
             micro_loss.backward()
             loss += micro_loss.detach()
         if config.grad_clip:
@@ -191,13 +177,13 @@ def training_step(options: PeerConfig, device: torch.device) -> Step:
 
 
 @torch.no_grad()
-def loss_in_fp32(model: torch.nn.Module, loss_of: LossOf, loader: DataLoader) -> float:
+def loss_in_fp32(peer: str, model: torch.nn.Module, loader: DataLoader) -> float:
     """Return the loss of the first 64 tokens of the first batch, in fp32 on the CPU, uncompiled.
 
     In fp32 a model that computes something else differs most clearly.
     """
     x, y = (tokens[:1, :64].contiguous() for tokens in loader.batch(1))
-    return float(loss_of(model, x, y))
+    return float(loss_of(peer, model, x, y))
 
 
 # ---- the matmuls alone
@@ -243,49 +229,39 @@ def matmul_step(config: PeerConfig, device: torch.device) -> Step:
 # ---- generated texts
 
 
-def our_generate(folder: str) -> tuple[Any, Generate]:
-    """Load the model of a folder as sample.py does; returns it too. Raises UserError."""
-    model = load_model(folder)
-
-    def generate(texts: int, tokens: int, top_k: int) -> list[list[int]]:
-        grown = [Text("", [START], seeded(i)) for i in range(texts)]
-        list(grow(model, grown, tokens, temperature=TEMPERATURE, top_k=top_k))
-        return [text.tokens[1:] for text in grown]
-
-    return model, generate
+def our_generate(model: GPT, texts: int, tokens: int, top_k: int) -> list[list[int]]:
+    """Generate texts of our model as sample.py does, each token one of the `top_k` likeliest."""
+    grown = [Text("", [START], seeded(i)) for i in range(texts)]
+    list(grow(model, grown, tokens, temperature=TEMPERATURE, top_k=top_k))
+    return [text.tokens[1:] for text in grown]
 
 
-def peer_generate(peer: str, config: Config) -> tuple[Any, Generate]:
-    """Build a peer's model, for its own `generate`; returns it too. Raises UserError."""
-    model: Any = build_peer(peer, config)[0].eval()
-    how: dict[str, Any] = {"temperature": TEMPERATURE}
-    if peer == TRANSFORMERS:
-        model.generation_config.eos_token_id = None  # no text ends before its last token
-        how |= {"do_sample": True, "use_cache": True, "pad_token_id": END_OF_TEXT}
-
-    def generate(texts: int, tokens: int, top_k: int) -> list[list[int]]:
-        start = torch.full((texts, 1), START, device=model.lm_head.weight.device)
-        with torch.no_grad():
-            grown = model.generate(start, max_new_tokens=tokens, top_k=top_k, **how)
-        return grown[:, 1:].tolist()
-
-    return model, generate
+@torch.no_grad()
+def peer_generate(model: Any, texts: int, tokens: int, top_k: int) -> list[list[int]]:
+    """Generate texts by the `generate` of a peer's model."""
+    start = torch.full((texts, 1), START, device=model.lm_head.weight.device)
+    grown = model.generate(start, max_new_tokens=tokens, temperature=TEMPERATURE, top_k=top_k)
+    return grown[:, 1:].tolist()
 
 
 def generation_step(options: PeerConfig, device: torch.device) -> Step:
     """Return a function that generates texts with the weights of `init_from`. Raises UserError."""
     is_ours = options.peer == OURS
-    model, generate = (
-        our_generate(options.init_from) if is_ours else peer_generate(options.peer, options)
-    )
+    generate = our_generate if is_ours else peer_generate
+    model: Any = load_model(options.init_from) if is_ours else build_peer(options.peer, options)
+    model.eval()
+    if options.peer == TRANSFORMERS:
+        how = model.generation_config
+        how.update(do_sample=True, use_cache=True, pad_token_id=END_OF_TEXT)
+        how.eos_token_id = None  # no text ends before its last token
     # In fp32, and only two: nanoGPT's exact GELU makes other choices after some tokens.
-    likeliest = generate(1, 2, 1)[0]
+    likeliest = generate(model, 1, 2, 1)[0]
     model.to(device, torch.bfloat16 if options.bf16 else torch.float32)
     if is_ours:
         pack_weights(model, options.texts)
 
     def step() -> dict[str, Any]:
-        texts = generate(options.texts, options.tokens, TOP_K)
+        texts = generate(model, options.texts, options.tokens, TOP_K)
         return {"tokens": sum(map(len, texts)), "likeliest": likeliest}
 
     return step
