@@ -12,6 +12,7 @@ runs the matmuls of a step and nothing else, which leaves little for any of the 
 """
 
 import datetime
+import functools
 import math
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from config import Config, load_config
-from measure.interleaved.comparison import Comparison, MeasuredSide
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import (
     RoundsOptions,
@@ -73,6 +74,8 @@ class PeersOptions(RoundsOptions):
 
 
 # ---- the sides
+
+peer_side = functools.partial(training_side, module="measure.peers.side")
 
 
 def our_config(options: PeersOptions) -> Config:
@@ -138,58 +141,35 @@ def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side
     shape = ["--config", options.config, *to_flags(options.of_training())]
     flags = [*shape, "--init_from", str(place)]
     others = list[Side]()
-
-    def add(name: str, arguments: Sequence[str]) -> None:
-        others.append(training_side(name, arguments, module="measure.peers.side"))
-
     for peer in peers:
-        of_peer = [*flags, "--peer", peer]
-        add(short_name(peer), of_peer)
-        add(f"{short_name(peer)}, our settings", [*of_peer, "--our_settings"])
+        name, of_peer = short_name(peer), [*flags, "--peer", peer]
+        others.append(peer_side(name, of_peer))
+        others.append(peer_side(f"{name}, our settings", [*of_peer, "--our_settings"]))
     stem = Path(options.config).stem
-    add(f"{stem}, matmuls only", [*shape, "--peer", MATMULS, "--our_settings"])
+    matmuls = [*shape, "--peer", MATMULS, "--our_settings"]
+    others.append(peer_side(f"{stem}, matmuls only", matmuls))
     return training_side(stem, flags), others
 
 
-# ---- measuring
-
-
-def interleave(ours: Side, other: Side, options: PeersOptions, config: Config) -> Comparison:
-    """Interleave our side with another. Raises SideError, also if first losses differ."""
-
-    def check(side: Side) -> None:
-        loss, our_loss = side.turns[0].loss, ours.turns[0].loss
-        rounded = config.bf16 or config.fp32_precision() != "highest"
-        if loss is not None and our_loss is not None:  # the matmuls have none
-            tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
-            compare_losses(side.name, loss, our_loss, config, tolerance)
-
-    sides = (ours, other)
-    return run_rounds(sides, options.rounds, options.width, check=check)
-
-
-def row_of(side: MeasuredSide) -> Row:
-    """Return the figures of one side."""
-    return {
-        "side": side.name,
-        "tokens_per_sec": side.median,
-        "peak_memory_mb": side.peak_memory_mb,
-        "first_step_s": side.turns[0].seconds[0],
-    }
+# ---- the report
 
 
 def rows_of(groups: Sequence[Comparison]) -> list[Row]:
     """Return the figures of our side, in the first group, and of the other side of each group."""
-    first = row_of(groups[0].sides[0])
-    rows = [first]
-    for group in groups:
-        row = row_of(group.sides[1])
-        memory_ratio = first["peak_memory_mb"] / row["peak_memory_mb"]
-        rows.append(row | {"ours_over": group.ratio(0, 1), "memory_ratio": memory_ratio})
+    rows: list[Row] = [
+        {
+            "side": side.name,
+            "tokens_per_sec": side.median,
+            "peak_memory_mb": side.peak_memory_mb,
+            "first_step_s": side.turns[0].seconds[0],
+        }
+        for side in (groups[0].sides[0], *(group.sides[1] for group in groups))
+    ]
+    for row, group in zip(rows[1:], groups, strict=True):
+        row["ours_over"] = group.ratio(0, 1)
+        row["memory_ratio"] = rows[0]["peak_memory_mb"] / row["peak_memory_mb"]
     return rows
 
-
-# ---- the report
 
 FIGURES = [
     Figure("side", "side"),
@@ -235,7 +215,9 @@ def report(groups: Sequence[Comparison], config: Config, folder: Path) -> None:
 
 def main(options: PeersOptions) -> None:
     """Compare our side with each peer. Raises UserError, TrainingError if a side fails."""
-    config = our_config(options)
+    config, groups = our_config(options), list[Comparison]()
+    rounded = config.bf16 or config.fp32_precision() != "highest"
+    tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
     peers = with_transformers(options.peer)
     folder = Path(options.log_dir) / "peers"
     with tempfile.TemporaryDirectory() as place:
@@ -245,9 +227,15 @@ def main(options: PeersOptions) -> None:
             say(f"note: {folder} is now {moved}")
         folder.mkdir(parents=True)
         ours, others = plan(options, peers, Path(place))
-        groups: list[Comparison] = []
+
+        def check(side: Side) -> None:
+            loss, our_loss = side.turns[0].loss, ours.turns[0].loss
+            if loss is not None and our_loss is not None:  # the matmuls have none
+                compare_losses(side.name, loss, our_loss, config, tolerance)
+
         for other in others:
-            groups.append(interleave(ours, other, options, config))
+            sides = (ours, other)
+            groups.append(run_rounds(sides, options.rounds, options.width, check=check))
             report(groups, config, folder)
 
 

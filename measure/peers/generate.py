@@ -13,9 +13,9 @@ from pathlib import Path
 from config import load_config
 from measure.interleaved.__main__ import print_comparison
 from measure.interleaved.options import to_flags
-from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds, training_side
+from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds
 from measure.peers import OURS
-from measure.peers.__main__ import short_name, with_transformers
+from measure.peers.__main__ import peer_side, short_name, with_transformers
 from runtime.cli import Device, Positive
 from runtime.errors import reported
 from runtime.start import parse_command_line
@@ -53,11 +53,7 @@ def main(options: GenerateOptions) -> None:
         how += ["--init_from", folder]
         settings = {OURS: ["--our_settings"]}  # a peer runs as users start it
         sides = [
-            training_side(
-                short_name(peer),
-                [*how, "--peer", peer, *settings.get(peer, [])],
-                module="measure.peers.side",
-            )
+            peer_side(short_name(peer), [*how, "--peer", peer, *settings.get(peer, [])])
             for peer in [OURS, *with_transformers(options.peer)]
         ]
 
