@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from measure.interleaved.ratio import FEWEST, median_ratio
+from measure.interleaved.ratio import median_ratio
 from runtime.report import Estimate
 
 FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
@@ -89,8 +89,8 @@ class Comparison(BaseModel, extra="allow"):
         )
 
     def ratio_text(self, side: int) -> str:
-        """Format the speed of a side over the first one; empty for the first or too few rounds."""
-        return str(self.ratio(side)) if side and self.rounds >= FEWEST else ""
+        """Format the speed of a side over the first one; empty for the first."""
+        return str(self.ratio(side)) if side else ""
 
     def dump(self) -> dict[str, Any]:
         """Return the content of its JSON file."""
