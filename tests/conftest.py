@@ -29,7 +29,7 @@ from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from inference.sampling import Text, grow, seeded
-from measure.interleaved.options import to_flags
+from measure.interleaved.rounds import to_flags
 from model import GPT, GPTConfig
 from runtime import report
 from runtime.device import NOTED_SLOWDOWN, slowdown

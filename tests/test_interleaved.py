@@ -13,7 +13,6 @@ import torch
 from measure.interleaved import side as side_module
 from measure.interleaved.__main__ import InterleavedOptions, main, parse_side
 from measure.interleaved.comparison import Comparison
-from measure.interleaved.options import without_end
 from measure.interleaved.ratio import mean_over_seeds, median_ratio, product
 from measure.interleaved.rounds import Side, interleave
 from runtime.cli import parse
@@ -171,7 +170,7 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkey
     config = tiny_config(max_steps=4, lr=1e-6)
     train(config, ALONE)
     rows = read_rows(Path(config.log_dir) / "train/log.csv")
-    step = side_module.step_of(setup(without_end(tiny_config()), ALONE))
+    step = side_module.step_of(setup(side_module.without_end(tiny_config()), ALONE))
     first = side_module.take_steps(step, 1, CPU)
     # If two have no room together, freed memory is returned after each turn, and the step that gets
     # it again does not count.

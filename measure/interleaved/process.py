@@ -16,7 +16,7 @@ from runtime.signals import exit_when_parent_dies
 
 
 def start_process(
-    command: Sequence[str], environment: Mapping[str, str] = {}, **pipes: Any
+    command: Sequence[str], environment: Mapping[str, str], **pipes: Any
 ) -> tuple[subprocess.Popen[str], TextIO]:
     """Start a command with further environment variables; return it, and an open file with its
     stderr.

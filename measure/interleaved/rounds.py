@@ -173,6 +173,18 @@ class RoundsOptions(Options):
     """stop once every interval is narrower than this share of its median"""
 
 
+def to_flags(values: Mapping[str, Any]) -> list[str]:
+    """Return options as flags of train.py."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            parts = value if isinstance(value, list | tuple) else [value]
+            flags.append(f"--{name}={','.join(map(str, parts))}")
+    return flags
+
+
 def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split arguments at `--`: the command's own options, and the options of every run."""
     at = argv.index("--") if "--" in argv else len(argv)

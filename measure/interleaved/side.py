@@ -24,7 +24,6 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from measure.interleaved.options import without_end
 from runtime.clock import mark_time, seconds_between
 from runtime.device import choose_device, device_name, peak_memory_mb
 from runtime.errors import reported
@@ -32,10 +31,18 @@ from runtime.start import return_freed_memory, trim_memory_if_short
 from runtime.world import World, joined_world
 from train import Run, setup, train_step
 
+Step = Callable[[], dict[str, Any]]  # takes a step; returns its figures
 ASLEEP = 0.1  # a process that uses less of one core counts as asleep
 # Set if two sides do not fit in memory together: each returns freed memory to the system after its
 # turn, and gets it again in an untimed first step of the next.
 FREES_CACHE = bool(os.environ.get("FREES_CACHE"))
+
+
+def without_end(config: Config) -> Config:
+    """Return the config without its last step, at learning rates that barely change the weights."""
+    names = [name for name in Config.model_fields if name.endswith("lr")]
+    rates = {name: 1e-6 for name in names if getattr(config, name)}
+    return config.model_copy(update={"max_steps": 10**9, "max_minutes": None, **rates})
 
 
 def take_stdout() -> TextIO:
@@ -45,7 +52,7 @@ def take_stdout() -> TextIO:
     return answers
 
 
-def serve(answers: TextIO, step: Callable[[], dict[str, Any]], world: World) -> None:
+def serve(answers: TextIO, step: Step, world: World) -> None:
     """Take the number of steps on each line of stdin, and answer with their figures.
 
     `step` returns its tokens and other figures, a loss as a tensor: to read it would wait. The
@@ -69,9 +76,7 @@ def serve(answers: TextIO, step: Callable[[], dict[str, Any]], world: World) -> 
             print(json.dumps(figures), file=answers, flush=True)
 
 
-def take_steps(
-    step: Callable[[], dict[str, Any]], count: int, device: torch.device
-) -> dict[str, Any]:
+def take_steps(step: Step, count: int, device: torch.device) -> dict[str, Any]:
     """Take steps, timed by the clock of a run; returns the figures to answer with."""
     trim_memory_if_short(device.type)
     if FREES_CACHE:
@@ -109,7 +114,7 @@ def falls_asleep() -> bool:
     return False
 
 
-def step_of(run: Run) -> Callable[[], dict[str, Any]]:
+def step_of(run: Run) -> Step:
     """Return a function that takes the next step of a run."""
     tokens, steps = run.config.tokens_per_step(run.world.world_size), itertools.count(1)
     return lambda: {"tokens": tokens, "loss": train_step(run, next(steps)).loss}

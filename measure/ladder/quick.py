@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from config import Config
-from measure.interleaved.options import to_flags
+from measure.interleaved.rounds import to_flags
 from measure.ladder.explain import CHANGE_SPEED
 from measure.ladder.record import Device, Record
 from measure.ladder.stages import Stage, can_gain, make_stage

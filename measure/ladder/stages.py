@@ -21,7 +21,7 @@ from config import (
     load_config,
 )
 from measure.interleaved.comparison import Comparison
-from measure.interleaved.options import to_flags
+from measure.interleaved.rounds import to_flags
 from measure.ladder.record import (
     Device,
     Planned,

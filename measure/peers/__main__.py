@@ -25,13 +25,13 @@ from pydantic import ConfigDict
 
 from config import Config, load_config
 from measure.interleaved.comparison import Comparison
-from measure.interleaved.options import to_flags
 from measure.interleaved.rounds import (
     RoundsOptions,
     Side,
     SideError,
     run_rounds,
     say,
+    to_flags,
     training_side,
 )
 from measure.peers import MATMULS, OURS, TRANSFORMERS

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from config import load_config
 from measure.interleaved.__main__ import print_comparison
-from measure.interleaved.options import to_flags
-from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds
+from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds, to_flags
 from measure.peers import OURS
 from measure.peers.__main__ import peer_side, short_name, with_transformers
 from runtime.cli import Device, Positive

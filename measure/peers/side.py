@@ -49,8 +49,7 @@ from checkpoint.weights import load_model, read_weights
 from data.tokenizer import END_OF_TEXT
 from dataloader import DataLoader, prefetch
 from inference.sampling import Text, grow, pack_weights, seeded
-from measure.interleaved.options import without_end
-from measure.interleaved.side import serve, take_stdout
+from measure.interleaved.side import Step, serve, take_stdout, without_end
 from measure.ladder.roofline import count
 from measure.peers import MATMULS, OURS, TRANSFORMERS
 from model import GPT, GPTConfig
@@ -62,7 +61,6 @@ from train import open_data
 
 TEMPERATURE, TOP_K = 0.8, 50  # the defaults of sample.py
 START = 198  # a line break: <|endoftext|> would end a text that repeats it
-Step = Callable[[], dict[str, Any]]  # returns its figures
 
 
 def write_weights(config: Config, folder: Path, std: float = 0.0) -> GPT:

@@ -8,8 +8,7 @@ import torch
 
 from config import Config, load_config
 from measure.interleaved.comparison import Comparison
-from measure.interleaved.options import to_flags
-from measure.interleaved.rounds import LEFT_OUT, Side, run_rounds, training_side
+from measure.interleaved.rounds import LEFT_OUT, Side, run_rounds, to_flags, training_side
 from measure.profile.tables import about_machine, new_folder
 from measure.report.report import PEAK_MEMORY, Figure, Row, write_report
 from runtime.cli import load

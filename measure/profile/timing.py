@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from config import Config, ModelConfig, SpeedConfig
-from measure.interleaved.options import without_end
+from measure.interleaved.side import without_end
 from measure.report.report import Row
 from runtime.device import (
     choose_device,
