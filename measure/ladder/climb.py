@@ -41,21 +41,21 @@ def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, devi
     """Print how long it takes to run stages, and to interleave stages with their bases."""
     seconds = None
     if device.tflops:
-        processes = [stage.config for stage in (*runs, *compared, *compared)]
-        seconds = sum(START + COMPILE * config.compile for config in processes)
+        of_runs = [run.config for run in runs]
+        of_sides = 2 * [stage.config for stage in compared]
+        seconds = sum(START + COMPILE * config.compile for config in of_runs + of_sides)
         # runs with the same sizes of matmuls share a search
-        seconds += SEARCH * len(
-            {
-                (config.batch_size, config.seq_len, config.vocab_size, config.n_embd, config.flash)
-                for config in (run.config for run in runs)
-                if device.gpus and config.compile and "max-autotune" in config.compile_mode
-            }
-        )
-        for config in (run.config for run in runs):
+        searches = {
+            (config.batch_size, config.seq_len, config.vocab_size, config.n_embd, config.flash)
+            for config in of_runs
+            if device.gpus and config.compile and "max-autotune" in config.compile_mode
+        }
+        seconds += SEARCH * len(searches)
+        for config in of_runs:
             of_steps = config.max_steps * device.step_seconds(config)
             seconds += 60 * config.max_minutes if config.max_minutes else of_steps
-        for step in (device.step_seconds(stage.config) for stage in compared):
-            seconds += 2 * (LEFT_OUT + rounds * steps_of_a_turn(step)) * step
+        for step in map(device.step_seconds, of_sides):
+            seconds += (LEFT_OUT + rounds * steps_of_a_turn(step)) * step
     print(describe_duration(seconds, MFU, SHORTER), flush=True)
 
 
@@ -190,5 +190,5 @@ def fit_together(base: Stage, stage: Stage, device: Device) -> bool:
     peaks = [side.finished.summary.peak_memory_mb for side in (base, stage) if side.finished]
     if len(peaks) < 2:
         call = "measure.preflight.estimate:peaks_mb"
-        peaks = in_fresh_process(call, [base.config, stage.config])[0] or []
+        peaks = in_fresh_process(call, stage.sides)[0] or []
     return HEADROOM * sum(peaks) <= device.memory_mb

@@ -42,14 +42,14 @@ def measure(name: str) -> Device:
     """Measure a device: auto, cuda, mps or cpu. If it is busy, its rates are missing."""
     device = choose_device(name)
     retain_freed_memory()  # runs do so too
-    on_gpu = device.type == "cuda"
-    left = min(physical_memory(), memory_left())
-    memory = torch.cuda.mem_get_info(device)[0] if on_gpu else left
+    on_gpu, memory = device.type == "cuda", min(physical_memory(), memory_left())
+    if on_gpu:
+        memory, _ = torch.cuda.mem_get_info(device)
     return Device(
         name=device_name(device),
         gpus=torch.cuda.device_count() if on_gpu else 0,
         memory_mb=memory / 2**20,
-        tflops=matmul_rates(device) or {},
+        tflops=matmul_rates(device),
         gigabytes_per_s=copy_rate(device),
         launch_us=launch_us(device),
         bf16=has_bf16(device),
