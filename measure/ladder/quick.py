@@ -70,19 +70,11 @@ def quick_stages(record: Record, of_runs: Sequence[str], device: Device) -> list
     Options of `of_runs` come last. Raises UserError for wrong ones.
     """
     full = [make_stage(name, name, record, [], device) for name in CHANGE_SPEED]
-    configs = [stage.config for stage in full]
-    record.size = record.size or size_for(configs, device)
+    record.size = record.size or size_for([stage.config for stage in full], device)
+    changes = Size(*record.size).changes
     first, *others = [
-        make_stage(
-            name,
-            name,
-            record,
-            [*to_flags(changes), *of_runs],
-            device,
-        )
-        for name, changes in zip(
-            CHANGE_SPEED, map(Size(*record.size).changes, configs), strict=True
-        )
+        make_stage(s.name, s.name, record, [*to_flags(changes(s.config)), *of_runs], device)
+        for s in full
     ]
     again = first.variant(AGAIN, [f"--seed={first.config.seed + 1}"])
     return [first, again, *(stage for stage in others if can_gain(stage, device))]
