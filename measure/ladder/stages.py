@@ -58,7 +58,6 @@ class Published(BaseModel, frozen=True):
 
 
 NOTHING_PUBLISHED = Published()
-UNKNOWN = Device()
 
 
 @dataclass(eq=False)
@@ -215,7 +214,9 @@ def planned_before(record: Record, of_runs: Sequence[str]) -> list[Stage]:
     stages = list[Stage]()
     for name, planned in record.stages.items():
         config, options = str(ROOT / planned.config), [*planned.options, *of_runs]
-        stages.append(replace(make_stage(name, config, record, options), ranks=planned.ranks))
+        stage = make_stage(name, config, record, options, Device())
+        stage.ranks = planned.ranks
+        stages.append(stage)
     if not stages:
         raise UserError(f"{record.folder}: no finished stage to report")
     return stages
@@ -233,7 +234,7 @@ def with_bases(stages: list[Stage]) -> list[Stage]:
 
 
 def make_stage(
-    name: str, config: str, record: Record, options: Sequence[str], device: Device = UNKNOWN
+    name: str, config: str, record: Record, options: Sequence[str], device: Device
 ) -> Stage:
     """Make the stage of a config with options, as a device can run it. Raises UserError."""
     path = find_config(config, also=series_names).resolve()
@@ -303,17 +304,13 @@ def ablated(whole: Stage) -> dict[str, list[Stage]]:
     bases = {name: without([name], f"without_{name}") for name in off}
     if off and whole.record.seeds:
         bases["aa"] = whole.variant("aa", [f"--seed={whole.config.seed + 100}"])
-    last = {name: replace(whole, rung=f"{name}_last", base=base) for name, base in bases.items()}
-    if whole.record.seeds:
-        return {name: [rung] for name, rung in last.items()}
-    none = without(off, "none")
-    return {
-        name: [
-            without([other for other in off if other != name], f"{name}_first", none),
-            last[name],
-        ]
-        for name in off
-    }
+    rungs = {name: [replace(whole, rung=f"{name}_last", base=base)] for name, base in bases.items()}
+    if not whole.record.seeds:
+        none = without(off, "none")
+        for name in off:
+            first = without([other for other in off if other != name], f"{name}_first", none)
+            rungs[name].insert(0, first)
+    return rungs
 
 
 def switched_off(config: Config) -> dict[str, dict[str, Any]]:
@@ -341,12 +338,10 @@ def published(path: Path) -> Published:
 
     The log of a user's own config is <stage>.csv beside it, or logs/reference/<series>_<stage>.csv.
     """
-    if path.is_relative_to(CONFIG_DIR):
-        name = path.relative_to(CONFIG_DIR).with_suffix("").as_posix()
-        with open(PUBLISHED, newline="") as file:
-            for row in csv.DictReader(file):
-                if row["config"] == name:
-                    return Published.model_validate({k: v for k, v in row.items() if v})
+    with open(PUBLISHED, newline="") as file:
+        for row in csv.DictReader(file):
+            if path == CONFIG_DIR / f"{row['config']}.yaml":
+                return Published.model_validate({k: v for k, v in row.items() if v})
     for log in (path.with_suffix(".csv"), REFERENCE / f"{path.parent.name}_{path.stem}.csv"):
         if log.is_file():
             return Published(log=log, device="published", tokens_per_sec=median_of(log))
