@@ -46,7 +46,7 @@ def interleave(sides: Sequence[Callable[[], object]], rounds: int) -> Iterator[N
     Two rounds come before the ones that count, and yield nothing.
     """
     for i in range(1 - LEFT_OUT, rounds):
-        for side in sides[:: 1 if i % 2 == 0 else -1]:
+        for side in reversed(sides) if i % 2 else sides:
             side()
         if i >= 0:
             yield

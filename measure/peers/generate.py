@@ -50,9 +50,8 @@ def main(options: GenerateOptions) -> None:
         # Weights so large that every part of the model changes the choices.
         write_weights(load_config(options.config), Path(folder), std=0.2)
         how += ["--init_from", folder]
-        settings = {OURS: ["--our_settings"]}  # a peer runs as users start it
         sides = [
-            peer_side(short_name(peer), [*how, "--peer", peer, *settings.get(peer, [])])
+            peer_side(short_name(peer), [*how, "--peer", peer])
             for peer in [OURS, *with_transformers(options.peer)]
         ]
 

@@ -9,6 +9,7 @@ training step and nothing else. With `--texts` a step generates texts.
 """
 
 from config import Config
+from measure.peers import MATMULS, OURS, TRANSFORMERS
 from runtime.cli import Positive, ZeroIsOff
 from runtime.start import parse_command_line, set_up_process
 
@@ -19,7 +20,7 @@ class PeerConfig(Config):
     peer: str = "transformers"
     """transformers, a nanoGPT-like Python file, matmuls, or `ours` with --texts"""
     our_settings: bool = False
-    """with the process settings that train.py makes"""
+    """with the process settings that train.py makes; `ours` has them anyway"""
     texts: ZeroIsOff = 0
     """generate this number of texts at a time, instead of training; 0 disables it"""
     tokens: Positive = 100
@@ -28,7 +29,7 @@ class PeerConfig(Config):
 
 if __name__ == "__main__":
     OPTIONS = parse_command_line(PeerConfig, description=__doc__, config_file=True)
-    if OPTIONS.our_settings:
+    if OPTIONS.our_settings or OPTIONS.peer == OURS:
         set_up_process(OPTIONS.device)
 
 import functools
@@ -51,7 +52,6 @@ from dataloader import DataLoader, prefetch
 from inference.sampling import Text, grow, pack_weights, seeded
 from measure.interleaved.side import Step, serve, take_stdout, without_end
 from measure.ladder.roofline import count
-from measure.peers import MATMULS, OURS, TRANSFORMERS
 from model import GPT, GPTConfig
 from optimizer import make_optimizers
 from runtime.device import choose_device, usable_precision
@@ -108,12 +108,12 @@ def nanogpt_like(path: str, config: Config) -> torch.nn.Module:
     _, shape, weights, _ = read_weights(config.init_from)
     module = load_file(path)
     # GPT-2's options under nanoGPT's names; the vocabulary is padded as in the config
-    needed = {name: getattr(shape, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
-    if_known = {"dropout": 0.0, "bias": True, "flash": True, "tie_weights": True}
+    options = {name: getattr(shape, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
+    options["vocab_size"] = config.vocab_size
     known = inspect.signature(module.GPTConfig).parameters
-    if_known = {name: value for name, value in if_known.items() if name in known}
-    gpt_config = module.GPTConfig(**needed, vocab_size=config.vocab_size, **if_known)
-    model = module.GPT(gpt_config).train()
+    if_known = {"dropout": 0.0, "bias": True, "flash": True, "tie_weights": True}
+    options |= {name: value for name, value in if_known.items() if name in known}
+    model = module.GPT(module.GPTConfig(**options)).train()
     copy_weights(model, weights, path)
     return model
 
@@ -168,7 +168,7 @@ def training_step(options: PeerConfig, device: torch.device) -> Step:
         if config.grad_clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         return {"tokens": config.tokens_per_step(1), "loss": loss}
 
     return step
