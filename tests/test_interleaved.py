@@ -98,7 +98,7 @@ def answering(asleep=True, dies=""):
         "    answer = {'seconds': [0.1] * steps, 'tokens': 7 * steps}\n"
         f"    print(json.dumps(answer | {{'asleep': {asleep}}}), flush=True)"
     )
-    return Side("two", [sys.executable, "-c", code])
+    return Side("two", [sys.executable, "-c", code], {})
 
 
 def test_a_side_takes_as_many_steps_as_last_half_a_second_from_the_fourth_time_on():

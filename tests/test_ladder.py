@@ -145,7 +145,7 @@ def test_ctrl_c_keeps_finished_stages(monkeypatch):
 
 STARTS = {
     "run_commands": "from measure.ladder.climb import run_commands; run_commands([CHILD])",
-    "Side": "from measure.interleaved.rounds import Side; Side('any', CHILD).__enter__().train()",
+    "Side": "from measure.interleaved.rounds import Side; Side('a', CHILD, {}).__enter__().train()",
     "in_fresh_process": "from measure.interleaved.process import in_fresh_process as call; "
     "call('runpy:run_path', 'child.py')",
 }

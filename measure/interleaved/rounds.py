@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,14 @@ class Side:
 
     name: str
     command: Sequence[str]
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str]
 
     def __enter__(self) -> "Side":
         self.turns: list[Turn] = []
         self.steps = 1  # to take at a time
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process, self.errors = start_process(self.command, self.environment, **pipes)
+        self.process, self.errors = start_process(
+            self.command, self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
