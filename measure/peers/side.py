@@ -193,14 +193,13 @@ def matmuls_of(config: Config, device: torch.device) -> list[Callable[[], object
     Shapes, strides and types are the config's own, the kernels PyTorch's own, uncompiled. A fused
     attention kernel is not a matmul.
     """
-    tensors: dict[tuple[Any, ...], Tensor] = {}
+
+    @functools.cache  # one tensor for all of its shape
+    def numbers(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device).normal_()
 
     def random(like: Tensor) -> Tensor:
-        size, stride, dtype = like.size(), like.stride(), like.dtype
-        key = (size, stride, dtype)
-        if key not in tensors:
-            tensors[key] = torch.empty_strided(size, stride, dtype=dtype, device=device).normal_()
-        return tensors[key]
+        return numbers(like.size(), like.stride(), like.dtype)
 
     return [
         functools.partial(
