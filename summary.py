@@ -68,9 +68,8 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
     median = statistics.median(seconds[left_out:])
     tokens_per_step = config.tokens_per_step(world.world_size)
     flops = state.model.flops_per_token(config.seq_len)  # per token
-    dtype = getattr(torch, config.matmul_dtype)
     peak = peak_memory_mb(world.device)  # before the measurement below adds to it
-    rate = matmul_tflops(world.device, dtype, seconds=min(0.5, sum(seconds)))
+    rate = matmul_tflops(world.device, config.matmul_dtype, seconds=min(0.5, sum(seconds)))
     tflop = flops * tokens_per_step / world.world_size / 1e12  # a step of one rank
     if not mfu(tflop / min(seconds), rate):
         rate = None
@@ -108,7 +107,7 @@ def announce_long_run(config: Config, state: State, world: World, folder: RunFol
     flops = tokens * state.model.flops_per_token(config.seq_len)
     if world.device.type == "cuda" or flops < 3e13:
         return
-    rate = matmul_tflops(world.device, getattr(torch, config.matmul_dtype))
+    rate = matmul_tflops(world.device, config.matmul_dtype)
     shorter = "--max_steps 5, or --config quickstart.yaml; check.py --estimate computes the memory"
     folder.message(describe_duration(rate and flops / (rate * 1e12 * MFU), MFU, shorter))
 
@@ -129,7 +128,7 @@ def live_figures(
 
     First measures the device, for half a second.
     """
-    rate = matmul_tflops(world.device, getattr(torch, config.matmul_dtype))
+    rate = matmul_tflops(world.device, config.matmul_dtype)
     tflop_per_token = state.model.flops_per_token(config.seq_len) / world.world_size / 1e12
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -338,13 +338,13 @@ def matmul(n: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Ten
     return lambda: torch.mm(a, b)
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float | None:
-    """Measure the TFLOP/s of a large square matmul, for about `seconds`.
+def matmul_tflops(device: torch.device, dtype: str, seconds: float = 0.5) -> float | None:
+    """Measure the TFLOP/s of a large square matmul in torch's `dtype`, for about `seconds`.
 
     MFU is a share of it: of the rate that this device reaches, not of its data sheet's. None if
     other programs keep the device too busy, or its memory is too full, to measure it.
     """
-    of_size = functools.cache(lambda n: matmul(n, device, dtype))
+    of_size = functools.cache(lambda n: matmul(n, device, getattr(torch, dtype)))
 
     def seconds_per_flop() -> float:
         times = list[float]()
@@ -371,11 +371,11 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
     Empty if the device is too busy with other programs to measure one of them.
     """
     measure: Any = functools.partial(matmul_tflops, device, seconds=0.3)
-    rates = {"float32": measure(torch.float32), "bfloat16": measure(torch.bfloat16)}
+    rates = {dtype: measure(dtype) for dtype in ("float32", "bfloat16")}
     if device.type == "cuda":
-        rates["float16"] = measure(torch.float16)
+        rates["float16"] = measure("float16")
         torch.set_float32_matmul_precision("high")
-        rates["tf32"] = measure(torch.float32)
+        rates["tf32"] = measure("float32")
     return rates if all(rates.values()) else {}
 
 

@@ -69,9 +69,8 @@ def estimate(config: Config, world: World) -> Estimated:
         config = build_model(config)[0].model_copy(update={"init_from": "scratch"})
     Path(config.log_dir).mkdir(parents=True, exist_ok=True)
     model, moments = trace(config, world)
-    dtype = getattr(torch, config.matmul_dtype)
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
-    rate = matmul_tflops(world.device, dtype, seconds=3.0)
+    rate = matmul_tflops(world.device, config.matmul_dtype, seconds=3.0)
     flops_per_step = per_step * model.flops_per_token(config.seq_len)
     step_seconds = flops_per_step / (rate * 1e12 * ranks * MFU) if rate else math.nan
     if config.max_minutes and rate:
@@ -88,7 +87,7 @@ def estimate(config: Config, world: World) -> Estimated:
     print(f"tokens:  {tokens:,} in {config.max_steps:,} steps of {per_step:,}")
     print(describe_corpus(config, tokens, model.config.n_vocab))
     print(f"compute: {flops:.3g} FLOPs, forward and backward")
-    print(describe_hours(rate, dtype, step_seconds, config.max_steps, per_step))
+    print(describe_hours(config, rate, step_seconds, per_step))
     shards = ranks if config.fsdp else 1
     size = shards * (moments["kept"].parameters + moments["kept"].optimizer)
     disk = describe_disk(config, size)
@@ -100,18 +99,16 @@ def estimate(config: Config, world: World) -> Estimated:
     return Estimated(step_seconds, disk)
 
 
-def describe_hours(
-    rate: float | None, dtype: torch.dtype, step_seconds: float, steps: int, tokens: int
-) -> str:
-    """Return a line on how long `steps` of `tokens` take, if a matmul reaches `rate` TFLOP/s."""
+def describe_hours(config: Config, rate: float | None, step_seconds: float, tokens: int) -> str:
+    """Return a line on how long steps of `tokens` take, if a matmul reaches `rate` TFLOP/s."""
     if not rate:
         return f"time:    not known: {UNKNOWN}"
-    seconds = steps * step_seconds
+    seconds = config.max_steps * step_seconds
     fastest, slowest = (about(seconds * MFU / mfu) for mfu in (MOST_MFU, LEAST_MFU))
     return (
         f"time:    about {about(seconds)}, {step_seconds:,.3f} s a step, "
         f"{tokens / step_seconds:,.0f} tokens/s, at {MFU:.0%} MFU of the {flops_rate(rate)} that a "
-        f"large matmul reaches here, in {str(dtype).removeprefix('torch.')}; measured runs had "
+        f"large matmul reaches here, in {config.matmul_dtype}; measured runs had "
         f"{LEAST_MFU:.0%} to {MOST_MFU:.0%}, which would be {fastest} to {slowest}"
     )
 

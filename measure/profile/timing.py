@@ -121,7 +121,7 @@ def measure(job: Job) -> list[Row]:
     peak = peak_memory_mb(device)  # before the matmul adds to it
     tokens = config.batch_size * config.seq_len
     flops = model.flops_per_token(config.seq_len) * tokens * FLOPS_SHARE[job.computation]
-    rate = matmul_tflops(device, getattr(torch, config.matmul_dtype))
+    rate = matmul_tflops(device, config.matmul_dtype)
     about = {
         "peak_memory_mb": peak,
         **settings(config),
