@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "export.py": PARTS + "inference",
     "summary.py": PARTS,
     "train.py": PARTS + "inference summary",
-    "check.py": "config measure runtime",
+    "check.py": "checkpoint config measure runtime",
     "ladder.py": "config measure runtime",
     "bench.py": "config measure runtime",
     "measure": PARTS + "inference measure summary train",

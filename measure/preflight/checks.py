@@ -20,7 +20,6 @@ from checkpoint.files import SUMS, own_part
 from checkpoint.resume import find_checkpoint
 from checkpoint.save import save
 from checkpoint.state import State, put_random_state, take_random_state
-from checkpoint.weights import build_model
 from config import GRAPHS_RECORDED, Config
 from dataloader import DataLoader
 from inference.evaluation import Evaluation
@@ -65,8 +64,6 @@ def check(config: Config, world: World, estimated: Estimated) -> bool:
 
 def findings(config: Config, world: World, estimated: Estimated, folder: Path) -> Iterator[Finding]:
     """Run the checks one by one. `folder`: for checkpoints, on the disk of the run's own."""
-    if config.init_from != "scratch":  # use the architecture of those weights
-        config = world.raise_on_all(lambda: build_model(config)[0])
     loader, _ = open_data(config, world, config.n_vocab)
     yield corpus_is_read(loader)
     yield from targets_are_next(loader)

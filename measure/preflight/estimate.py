@@ -20,7 +20,6 @@ from torch.distributed._tools import mem_tracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint.files import MODEL, OPTIMIZER, write_tensors
-from checkpoint.weights import build_model
 from config import LEAST_MFU, MFU, MOST_MFU, Config
 from data.prepare import is_there
 from dataloader import open_corpus
@@ -62,11 +61,9 @@ def estimate(config: Config, world: World) -> Estimated:
     """Print the run's tokens, compute, hours on this device, epochs, disk and memory.
 
     Measures device and disk for some seconds; of the run it creates `log_dir` alone. For rank 0.
-    Raises UserError for a precision that this device lacks, a bad corpus, and missing weights of
-    `init_from`. A device that is too busy to be measured has no hours.
+    Raises UserError for a precision that this device lacks, and a bad corpus. A device that is too
+    busy to be measured has no hours.
     """
-    if config.init_from != "scratch":  # use the architecture of those weights
-        config = build_model(config)[0].model_copy(update={"init_from": "scratch"})
     Path(config.log_dir).mkdir(parents=True, exist_ok=True)
     model, moments = trace(config, world)
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
@@ -302,6 +299,7 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
 
     changed = {
         "compile": False,
+        "init_from": "scratch",  # weights take as much memory, fresh or not
         "total_batch_tokens": micro_steps * config.batch_size * config.seq_len,
     }
     with FakeTensorMode(), world.device, tracker, Numberless():
