@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools import mem_tracker
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint.files import MODEL, OPTIMIZER, write_tensors
@@ -33,7 +33,6 @@ from runtime.start import memory_left
 from runtime.world import World
 from train import Run, setup, train_step
 
-Kind, Passing = mem_tracker._MemRefType, mem_tracker._ModState
 MB = 2**20
 # A process on a CPU takes ALLOCATOR times its tensors, as the C library keeps gaps between buffers.
 # It loads CODE after the model is built. Both are fitted to the uncompiled runs in
@@ -194,7 +193,7 @@ def moment_of(
     """
     of = next(snapshot for at, snapshot in snapshots.items() if at.type == world.device.type)
     shards = world.world_size if config.fsdp else 1
-    gradients, gathered = of[Kind.GRAD] / shards, 0.0
+    gradients, gathered = of["Gradient"] / shards, 0.0
     whole = 4 * model.num_parameters()
     if shards > 1:
         blocks = 4 * sum(p.numel() for p in model.transformer.h.parameters())
@@ -202,10 +201,10 @@ def moment_of(
     elif world.distributed:
         gradients = whole
     return Moment(
-        (of[Kind.PARAM] + of[Kind.BUFFER]) / shards,
+        (of["Parameter"] + of["Buffer"]) / shards,
         gradients,
-        (of[Kind.OPT] + kept) / shards,
-        (of[Kind.ACT] + of[Kind.TEMP] - kept) * compiled_share(config, world),
+        (of["Optstate"] + kept) / shards,
+        (of["Activation"] + of["Temp"] - kept) * compiled_share(config, world),
         gathered,
     )
 
@@ -288,7 +287,7 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
     Returns the model, and the run's worst moment in each part of a step; "kept" is the end of the
     forward pass.
     """
-    tracker, shape = mem_tracker.MemTracker(), (config.batch_size, config.seq_len)
+    tracker, shape = MemTracker(), (config.batch_size, config.seq_len)
     micro_steps = min(2, config.accumulation_steps(world.world_size))  # more are like the second
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -317,11 +316,11 @@ def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
         for tensor in tensors.values()
     )
     worst = {
-        "forward pass": parts[Passing.PEAK_FW][-1],
-        "backward pass": parts[Passing.PEAK_BW][-1],
-        "clipping": parts[Passing.POST_BW][-1],  # all gradients exist
+        "forward pass": parts["Peak-Forward"][-1],
+        "backward pass": parts["Peak-Backward"][-1],
+        "clipping": parts["Post-Backward"][-1],  # all gradients exist
         "update": update,
-        "kept": parts[Passing.POST_FW][-1],
+        "kept": parts["Post-Forward"][-1],
     }
     return model, {name: moment_of(at, config, world, model, kept) for name, at in worst.items()}
 
