@@ -108,26 +108,14 @@ class BenchOptions(WhatOptions):
 if __name__ == "__main__":
     OPTIONS = start(BenchOptions, description=__doc__, others=Config)
 
-from measure.interleaved.comparison import place
 from measure.interleaved.process import in_fresh_process
 from measure.profile.breakdown import inspect_models
 from measure.profile.scaling import measure_scaling
-from measure.profile.tables import (
-    COLUMNS,
-    Results,
-    about_machine,
-    compare,
-    draw_scan,
-    draw_times,
-    new_folder,
-    read_results,
-    scan_columns,
-)
+from measure.profile.tables import new_folder, read_results, report_times
 from measure.profile.timing import Job, label_of
-from measure.report.report import Row, write_csv, write_report
+from measure.report.report import Row, write_csv
 from runtime.errors import TrainingError, reported
 from runtime.files import write_json
-from runtime.report import machine
 
 # ---- the jobs
 
@@ -206,43 +194,6 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
     return rows, [*failed.values()]
 
 
-def report_times(
-    options: BenchOptions, rows: list[Row], failed: Sequence[str], folder: Path, earlier: Results
-) -> None:
-    """Report the timed rows with a picture: of a scan over its values, else from fast to slow.
-
-    Adds the times of `earlier` results.
-    """
-    about, meaning = [about_machine(rows[0])], ""
-    remarks = [*failed, *compare(rows, earlier)]
-    if earlier:
-        about.append(f"there: {options.compare}")
-    if name := options.scanned:
-        rows.sort(key=label_of)
-        title, figures = f"Over {name}", scan_columns(name)
-        picture, caption = "scan.png", "over the values"
-        draw_scan(name, rows, folder / picture)
-    else:
-        rows.sort(key=lambda row: row["mean_s"])
-        title, figures = "Seconds per pass: forward, backward and both", COLUMNS
-        meaning = "Rows that differ only in warm-up come from the same passes: with w warm-up "
-        meaning += "passes the first w are left out. std: of the population."
-        picture, caption = "times.png", "seconds per pass"
-        draw_times(rows, folder / picture)
-    notes = sorted({row["notes"] for row in rows} - {""})  # each begins with "note: "
-    write_report(
-        folder,
-        title,
-        figures,
-        rows,
-        remarks=[*notes, *remarks],
-        about=about,
-        where=place(machine(), rows[0]["device"]),
-        meaning=meaning,
-        pictures={picture: caption},
-    )
-
-
 # ---- the command
 
 
@@ -259,7 +210,8 @@ def main(options: BenchOptions) -> None:
     if inspected:
         inspect_models(inspected, job_configs(options), folder, options.steps)
     if options.scan or not inspected:
-        report_times(options, *time_jobs(jobs, folder), folder, earlier)
+        timed = time_jobs(jobs, folder)
+        report_times(options.scanned, *timed, folder, earlier, options.compare)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 

@@ -1,4 +1,4 @@
-"""Columns, files and pictures of a benchmark."""
+"""The report of timed passes: columns, files and pictures."""
 
 import csv
 import datetime
@@ -8,9 +8,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from config import SpeedConfig, load_config
+from measure.interleaved.comparison import place
 from measure.profile.timing import key_of, label_of, settings
 from measure.report.pictures import draw_bars, draw_panels
-from measure.report.report import PEAK_MEMORY, Figure, Row
+from measure.report.report import PEAK_MEMORY, Figure, Row, write_report
 from runtime.errors import UserError
 from runtime.report import Estimate, flops_rate, git_commit, machine
 
@@ -32,11 +33,6 @@ COLUMNS = [
     TOKENS_PER_SEC,
     PEAK_MEMORY,
 ]
-
-
-def scan_columns(name: str) -> list[Figure]:
-    """Return the columns of a scan over the option `name`."""
-    return [LABEL, Figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
 
 
 def about_machine(row: Row) -> str:
@@ -84,7 +80,51 @@ def compare(rows: Sequence[Row], earlier: Results) -> list[str]:
     return [*notes]
 
 
-# ---- pictures
+# ---- the report
+
+
+def report_times(
+    name: str,
+    rows: list[Row],
+    failed: Sequence[str],
+    folder: Path,
+    earlier: Results,
+    there: str | None,
+) -> None:
+    """Report timed rows with a picture: of a scan over the option `name`, or, if there is none,
+    from fast to slow.
+
+    Adds the times of `earlier` results, which come from the file `there`.
+    """
+    about, meaning = [about_machine(rows[0])], ""
+    remarks = [*failed, *compare(rows, earlier)]
+    if earlier:
+        about.append(f"there: {there}")
+    if name:
+        rows.sort(key=label_of)
+        title = f"Over {name}"
+        figures = [LABEL, Figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
+        picture, caption = "scan.png", "over the values"
+        draw_scan(name, rows, folder / picture)
+    else:
+        rows.sort(key=lambda row: row["mean_s"])
+        title, figures = "Seconds per pass: forward, backward and both", COLUMNS
+        meaning = "Rows that differ only in warm-up come from the same passes: with w warm-up "
+        meaning += "passes the first w are left out. std: of the population."
+        picture, caption = "times.png", "seconds per pass"
+        draw_times(rows, folder / picture)
+    notes = sorted({row["notes"] for row in rows} - {""})  # each begins with "note: "
+    write_report(
+        folder,
+        title,
+        figures,
+        rows,
+        remarks=[*notes, *remarks],
+        about=about,
+        where=place(machine(), rows[0]["device"]),
+        meaning=meaning,
+        pictures={picture: caption},
+    )
 
 
 def draw_times(rows: Sequence[Row], path: Path) -> None:
