@@ -56,7 +56,7 @@ def check(config: Config, world: World, estimated: Estimated) -> bool:
         folder = Path(world.broadcast(place))
         for is_well, text, advice in findings(config, world, estimated, folder):
             has_problem = world.any(not is_well)
-            all_well = all_well and not has_problem
+            all_well &= not has_problem
             if world.rank == 0:
                 print(f"PROBLEM {text}; {advice}" if has_problem else f"ok      {text}", flush=True)
     return all_well
@@ -79,10 +79,11 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
         "max_steps": max(config.max_steps, steps_of(config) + 1 + OVERFLOWS * config.fp16),
         "warmup_steps": 0,  # a warm-up's first steps may be too small for some parameters to move
     }
-    tried = config.model_copy(update=changed | (smaller(config, world) if is_small else {}))
+    if is_small:
+        changed |= smaller(config, world)
+    tried = config.model_copy(update=changed)
 
-    run = setup(tried, world)
-    of_run = RunFolder(folder, world.rank)
+    run, of_run = setup(tried, world), RunFolder(folder, world.rank)
     Evaluation(config, world, run.state.model, run.val, run.autocast, of_run)  # raises UserError
     yield from steps_are_sound(run)  # first, as the next check gathers FSDP's parameters
     yield sees_no_future(run.state.model, world)
@@ -105,18 +106,19 @@ def smaller(config: Config, world: World) -> dict[str, Any]:
     heads = min(config.n_head, 2)
     B, T = min(config.batch_size, 2), min(config.seq_len, 128)
     micro_steps = min(2, config.accumulation_steps(world.world_size))
-    batch = {
+    changed = {
         "batch_size": B,
         "seq_len": T,
         "compile": False,
         "total_batch_tokens": micro_steps * B * T * world.world_size,
     }
-    shape = {
-        "n_layer": min(config.n_layer, 2),
-        "n_head": heads,
-        "n_embd": config.n_embd // config.n_head * heads,
-    }
-    return batch | (shape if config.init_from == "scratch" else {})
+    if config.init_from == "scratch":
+        changed |= {
+            "n_layer": min(config.n_layer, 2),
+            "n_head": heads,
+            "n_embd": config.n_embd // config.n_head * heads,
+        }
+    return changed
 
 
 def steps_of(config: Config) -> int:
@@ -127,8 +129,8 @@ def steps_of(config: Config) -> int:
 def corpus_is_read(loader: DataLoader) -> Finding:
     """Read windows from all over the corpus; a token beyond the vocabulary raises UserError."""
     windows = range(0, len(loader.stream), math.ceil(len(loader.stream) / WINDOWS))
-    for first in range(0, len(windows), 1000):
-        loader.stream.read(windows[first : first + 1000])
+    for window in windows:
+        loader.stream.read([window])
     tokens = len(windows) * loader.stream.seq_len
     return True, f"corpus: {tokens:,} tokens read, none beyond the vocabulary", ""
 
@@ -166,9 +168,10 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
     learned = set[str]()
 
     def look(*_: object) -> None:
-        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        # the norm is inf or nan after an overflow in fp16
-        learned.update(n for n, grad in grads.items() if 0 < own_part(grad).norm() < math.inf)
+        for name, p in parameters.items():
+            # the norm is inf or nan after an overflow in fp16
+            if p.grad is not None and 0 < own_part(p.grad).norm() < math.inf:
+                learned.add(name)
 
     for optimizer in run.state.optimizers:
         optimizer.register_step_pre_hook(look)
@@ -213,9 +216,7 @@ def resumes_exactly(run: Run, folder: Path) -> Iterator[Finding]:
     straight = train_step(run, step)
     tolerance = 0.0 if device.type == "cpu" else 1e-3
     lost = [line.split()[1] for line in before if line not in after]
-    is_well = not lost and all(
-        math.isclose(a, b, rel_tol=tolerance) for a, b in zip(straight, again, strict=True)
-    )
+    is_well = not lost and torch.allclose(torch.stack(straight), torch.stack(again), tolerance, 0)
     text = f"resume: next step's loss {again.loss:.6f}, without resuming {straight.loss:.6f}"
     if lost:
         text += f"; not restored: {', '.join(lost)}"
