@@ -75,14 +75,14 @@ def estimate(config: Config, world: World) -> Estimated:
         print(f"note: at {MFU:.0%} MFU max_minutes allows {steps:,} steps, assumed in these lines")
     for note in config.notes():
         print(f"note: {note}")
-    tokens, flops = config.max_steps * per_step, config.max_steps * flops_per_step
+    tokens = config.max_steps * per_step
     print(
         f"{config.run_name}: {model.num_parameters():,} parameters, on {ranks} x "
         f"{device_name(world.device)}"
     )
     print(f"tokens:  {tokens:,} in {config.max_steps:,} steps of {per_step:,}")
     print(describe_corpus(config, tokens, model.config.n_vocab))
-    print(f"compute: {flops:.3g} FLOPs, forward and backward")
+    print(f"compute: {config.max_steps * flops_per_step:.3g} FLOPs, forward and backward")
     print(describe_hours(config, rate, step_seconds, per_step))
     shards = ranks if config.fsdp else 1
     size = shards * (moments["kept"].parameters + moments["kept"].optimizer)
@@ -177,6 +177,9 @@ class Moment(NamedTuple):
         return sum(self) + (batches - 1) * self.activations
 
 
+Moments = dict[str, Moment]  # the worst ones, by part of a step
+
+
 def moment_of(
     snapshots: dict[torch.device, dict[Any, int]],
     config: Config,
@@ -215,7 +218,7 @@ def compiled_share(config: Config, world: World) -> float:
     return COMPILED[bool(acting.recompute_cheap)] if config.compile else 1.0
 
 
-def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> None:
+def print_memory(config: Config, world: World, moments: Moments) -> None:
     """Print each rank's memory, the largest batch_size, and the rank's peak, which summary.json
     calls memory_growth_mb.
     """
@@ -249,7 +252,7 @@ def print_memory(config: Config, world: World, moments: dict[str, Moment]) -> No
     print(f"estimated peak: {peak / MB:.0f} MB")
 
 
-def peak_bytes(moments: dict[str, Moment], device: torch.device, batches: float = 1.0) -> float:
+def peak_bytes(moments: Moments, device: torch.device, batches: float = 1.0) -> float:
     """Return the bytes that a process grows by at its worst moment, with `batches` batches."""
     tensors = max(moment.total(batches) for moment in moments.values())
     return ALLOCATOR * tensors + CODE if device.type == "cpu" else tensors + WORKSPACE
@@ -264,7 +267,7 @@ def peaks_mb(configs: Sequence[Config]) -> list[float]:
     return peaks
 
 
-def largest_batch(config: Config, world: World, moments: dict[str, Moment], left: float) -> int:
+def largest_batch(config: Config, world: World, moments: Moments, left: float) -> int:
     """Return the largest batch_size whose peak is at most `left` bytes; 0 if none fits.
 
     With total_batch_tokens, only sizes that divide it count.
@@ -274,14 +277,13 @@ def largest_batch(config: Config, world: World, moments: dict[str, Moment], left
         most = config.total_batch_tokens // (config.seq_len * world.world_size)
         sizes = [size for size in range(1, most + 1) if most % size == 0]
 
-    def needed(size: int) -> float:
-        return peak_bytes(moments, world.device, size / config.batch_size)
-
-    fitting = bisect.bisect(sizes, left, key=needed)
+    fitting = bisect.bisect(
+        sizes, left, key=lambda size: peak_bytes(moments, world.device, size / config.batch_size)
+    )
     return sizes[fitting - 1] if fitting else 0
 
 
-def trace(config: Config, world: World) -> tuple[GPT, dict[str, Moment]]:
+def trace(config: Config, world: World) -> tuple[GPT, Moments]:
     """Take two steps on fake tensors, as in an uncompiled run on one rank.
 
     Returns the model, and the run's worst moment in each part of a step; "kept" is the end of the
