@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -56,9 +57,10 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
             block.ln_2.register_forward_pre_hook(backward_ends("MLP")),
             block.register_forward_hook(ends("MLP")),
         ]
-    for embedding in (parts.wte, *([] if parts.config.rope else [parts.wpe])):
-        hook = ends(OF_BACKWARD + "embedding")
-        hooks.append(embedding.weight.register_post_accumulate_grad_hook(hook))
+    for part in parts.children():
+        if isinstance(part, torch.nn.Embedding):
+            hook = ends(OF_BACKWARD + "embedding")
+            hooks.append(part.weight.register_post_accumulate_grad_hook(hook))
     return hooks
 
 
@@ -68,7 +70,8 @@ def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
     Returns each part's name, milliseconds and share. The part `backward` is the whole backward
     pass; the parts after it are its own.
     """
-    of_steps: list[dict[str, float]] = []  # seconds by part, in the order of their first marks
+    # seconds by part, in the order of their first marks
+    of_steps = list[defaultdict[str, float]]()
     last = perf_counter()
 
     def mark(part: str) -> None:
@@ -76,12 +79,12 @@ def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
         nonlocal last
         synchronize(run.world.device)
         before, last = last, perf_counter()
-        of_steps[-1][part] = of_steps[-1].get(part, 0.0) + last - before
+        of_steps[-1][part] += last - before
 
     plain = dataclasses.replace(run, model=run.state.model)
     hooks = mark_parts(run.state.model, mark)
     for _ in range(1 + steps):
-        of_steps.append({})
+        of_steps.append(defaultdict(float))
         train_step(plain, 1)
         mark("optimizer")
     for hook in hooks:
@@ -136,9 +139,9 @@ def inspect_models(
         print(title, flush=True)
         call, label = "measure.profile.breakdown:inspect_model", f"{name}_{bits}"
         found, error = in_fresh_process(call, wanted, config, folder, label, steps)
-        section = "\n".join(found or [error])
+        section = found or error
         print(section)
-        is_measured = is_measured or not error
+        is_measured |= not error
         text += f"{title}\n{section}\n"
         write_atomic(folder / "parts.md", text)
     if not is_measured:
@@ -147,8 +150,8 @@ def inspect_models(
 
 def inspect_model(
     wanted: Sequence[str], config: Config, folder: Path, label: str, steps: int
-) -> list[str]:
-    """Inspect one model; returns the lines of its section in the report.
+) -> str:
+    """Inspect one model; returns its section in the report.
 
     Files are named after `label`. Raises UserError for options that this device lacks.
     """
@@ -166,4 +169,4 @@ def inspect_model(
         lines += [markdown_table(["part", "ms", "share"], cells), ""]
     if "trace" in wanted:
         lines += ["```", trace(run, folder / f"trace_{label}.json.gz"), "```"]
-    return lines
+    return "\n".join(lines)

@@ -53,8 +53,12 @@ class Job(NamedTuple):
 
     def row(self, warmup_steps: int) -> Row:
         """Return the part of a row that identifies it."""
-        is_mixed = self.config.bf16 or self.config.fp16
-        return dict(zip(KEY, (self.size, self.computation, warmup_steps, is_mixed), strict=True))
+        return {
+            "size": self.size,
+            "computation": self.computation,
+            "warmup_steps": warmup_steps,
+            "mixed_precision": self.config.bf16 or self.config.fp16,
+        }
 
 
 def with_mixed_precision_of(device: torch.device, config: Config) -> tuple[Config, list[str]]:
