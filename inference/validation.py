@@ -80,18 +80,17 @@ def validation_loss(
     """
     sequences = count_sequences(stream, tokens)
     at_once, total = batch_size * world.world_size, 0.0  # sequences of all ranks in a batch
-    whole: Callable[..., Tensor] = model
-    if compiled is not None and sequences // at_once >= WORTH_COMPILING:
-        whole = compiled
-    with evaluating(model, "force_eager" if whole is model else "default"):
+    if sequences // at_once < WORTH_COMPILING:
+        compiled = None
+    with evaluating(model, "force_eager" if compiled is None else "default"):
         for first in with_progress(range(0, sequences, at_once), "validation loss", world):
             trim_memory_if_short(world.device.type)
             batch = range(sequences)[first : first + at_once][world.rank :: world.world_size]
             # FSDP needs every rank in every forward pass: a rank without sequences runs one that
             # does not count.
             x, y = (t.to(world.device) for t in stream.read(batch or range(1)))  # (B, T) each
-            loss = whole(x, y) if len(batch) == batch_size else model(x, y)  # mean over (B, T)
-            total += loss.item() * len(batch)
+            compute = model if compiled is None or len(batch) < batch_size else compiled
+            total += compute(x, y).item() * len(batch)  # from the mean over (B, T)
     mean = world.sum(total) / sequences
     if not math.isfinite(mean):
         raise TrainingError(
