@@ -144,10 +144,9 @@ def pack_weights(model: GPT, rows: int) -> None:
     usable = torch.backends.mkldnn.is_available() and head.device.type == "cpu"
     if rows == 1 or head.dtype != torch.float32 or not usable:
         return
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(module, name, PackedLinear(child, rows))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            model.set_submodule(name, PackedLinear(module, rows))
 
 
 # ---- growing texts
