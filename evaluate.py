@@ -79,10 +79,11 @@ from runtime.device import (
 from runtime.files import write_json
 from runtime.world import World, joined_world
 
+Results = dict[str, Any]  # parts of --json
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
 
 
-def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
+def evaluate(options: EvaluateOptions, world: World) -> Results:
     """Evaluate a model; returns the content of --json. All ranks have to call this.
 
     Raises UserError.
@@ -101,7 +102,7 @@ def evaluate(options: EvaluateOptions, world: World) -> dict[str, Any]:
     dtype, precision = getattr(torch, config.matmul_dtype), config.fp32_precision()
     make_repeatable(world.device)
     torch.set_float32_matmul_precision(usable_precision(world.device, precision))
-    results: dict[str, Any] = {
+    results: Results = {
         "run": options.run,
         "weights": str(folder),
         "step": saved.step if saved else None,
@@ -165,7 +166,7 @@ def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPT
     return Config.model_construct(**config)
 
 
-def validate(model: GPT, val: TokenStream, config: Config, world: World) -> dict[str, Any]:
+def validate(model: GPT, val: TokenStream, config: Config, world: World) -> Results:
     """Compute and print the validation loss; returns its part of --json."""
     tokens = count_sequences(val, config.eval_tokens) * val.seq_len
     loss = validation_loss(model, val, config.batch_size, tokens, world)
@@ -184,7 +185,7 @@ def validate(model: GPT, val: TokenStream, config: Config, world: World) -> dict
     return results
 
 
-def print_scores(scores: dict[str, Any]) -> None:
+def print_scores(scores: Results) -> None:
     """Print HellaSwag's scores."""
     print(f"HellaSwag, {scores['items']:,} items, each score with its 95% interval:")
     for metric, meaning in METRICS.items():

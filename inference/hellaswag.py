@@ -26,6 +26,7 @@ METRICS = {
     "acc_bytes": "likeliest per byte, in EleutherAI's harness",
     "acc_token": "likeliest per token, in build-nanogpt",
 }
+Losses = dict[Row, float]  # in nats, by text
 ANY_ROW = Row((0, 0), 1)
 EMPTY_LENGTH = 1e-9  # length of an empty ending: its loss per length is huge
 
@@ -38,9 +39,7 @@ def read_questions(path: Path, world: World) -> list[Line]:
     return world.on_rank0(lambda: read_items(path))[world.rank :: world.world_size]
 
 
-def ending_losses(
-    model: GPT, rows: Iterable[Row], tokens_at_once: int, world: World
-) -> dict[Row, float]:
+def ending_losses(model: GPT, rows: Iterable[Row], tokens_at_once: int, world: World) -> Losses:
     """Return each row's loss in nats, summed over its scored tokens.
 
     The longest rows come first, in batches of up to `tokens_at_once` tokens, but at least one row.
@@ -52,7 +51,7 @@ def ending_losses(
     size = max(1, tokens_at_once // longest)
     batches = [by_length[i : i + size] for i in range(0, len(by_length), size)]
     batches += [[ANY_ROW]] * (max(world.gather(len(batches))) - len(batches))
-    losses: dict[Row, float] = {}
+    losses: Losses = {}
     with evaluating(model):
         for batch in with_progress(batches, "HellaSwag", world):
             trim_memory_if_short(world.device.type)
@@ -75,7 +74,7 @@ def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     return pad_sequence(texts, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
-def choices(item: Line, rows: Sequence[Row], losses: dict[Row, float]) -> dict[str, int]:
+def choices(item: Line, rows: Sequence[Row], losses: Losses) -> dict[str, int]:
     """Return the ending that each metric chooses, given the item's rows and all rows' losses.
 
     The first one wins a tie. Metrics per length never choose an empty ending.
