@@ -169,8 +169,7 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
 def main(options: ExportOptions) -> None:
     """Export, and print how to use the folder. Raises UserError."""
     folder = Path(options.folder)
-    notes = export(options.run, folder, options.log_dir)
-    for note in notes:
+    for note in export(options.run, folder, options.log_dir):
         print(f"note: {note}")
     print(f"wrote {folder}; read its model card, README.md, and choose a license")
     print(f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")

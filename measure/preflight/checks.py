@@ -236,7 +236,7 @@ def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
 
     `scaler`: the state of fp16's loss scaler, so that no step overflows.
     """
-    changed = {
+    repeating = {
         "lr": max(config.lr, OVERFIT_LR),
         "lr_schedule": "constant",
         "dropout": 0.0,
@@ -248,8 +248,7 @@ def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
         "overfit_batch": True,
         "max_steps": 10**6,
     }
-    config = config.model_copy(update=changed)
-    run = setup(config, world)
+    run = setup(config.model_copy(update=repeating), world)
     run.state.scaler.load_state_dict(scaler)
     losses = [train_step(run, step).loss.item() for step in range(1, 1 + OVERFIT_STEPS)]
     return (

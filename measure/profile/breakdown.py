@@ -134,7 +134,7 @@ def inspect_models(
     """
     text, is_measured = "# Where a training step's time goes\n", False
     for name, config in models:
-        bits = "mixed" if config.bf16 or config.fp16 else "full"
+        bits = "full" if config.matmul_dtype == "float32" else "mixed"
         title = f"\n## {name}, {bits} precision, {config.batch_size} x {config.seq_len} tokens\n"
         print(title, flush=True)
         call, label = "measure.profile.breakdown:inspect_model", f"{name}_{bits}"

@@ -55,8 +55,8 @@ def measure_scaling(
     config, sides, configs = load_config(name, **values), list[Side](), dict[int, Config]()
     tokens, device = config.tokens_per_step(1), choose_device(config.device)
     for ranks in sorted(counts):
-        changed = {"total_batch_tokens": tokens, "batch_size": batch_size_of(config, ranks)}
-        given = {**values, **changed}
+        batch_size = batch_size_of(config, ranks)
+        given = {**values, "total_batch_tokens": tokens, "batch_size": batch_size}
         configs[ranks] = load(Config, given, name, ranks)  # UserError for an odd share
         arguments = ["--config", name, *to_flags(given)]
         sides.append(training_side(f"{ranks} rank{'s' * (ranks > 1)}", arguments, ranks=ranks))

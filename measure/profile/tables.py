@@ -71,8 +71,7 @@ def compare(rows: Sequence[Row], earlier: Results) -> list[str]:
     """Add the means of earlier results to the rows; returns notes on settings that differ."""
     notes = dict[str, None]()  # a set in order
     for row in rows:
-        there = earlier.get(key_of(row))
-        if there:
+        if there := earlier.get(key_of(row)):
             row |= {"there_s": there["mean_s"], "over_there": row["mean_s"] / there["mean_s"]}
             for name in ("batch_size", "seq_len", "vocab_size", "device", *SPEED_OPTIONS):
                 if str(row[name]).lower() != str(there.get(name, row[name])).lower():

@@ -1,6 +1,5 @@
 """Time one computation of one model in a fresh process."""
 
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable
@@ -57,7 +56,7 @@ class Job(NamedTuple):
             "size": self.size,
             "computation": self.computation,
             "warmup_steps": warmup_steps,
-            "mixed_precision": self.config.bf16 or self.config.fp16,
+            "mixed_precision": self.config.matmul_dtype != "float32",
         }
 
 
@@ -84,7 +83,8 @@ def set_up(config: Config) -> Run:
     run = setup(config, World(device), batches=itertools.repeat((x, y)))
     notes += [note for note in run.notes if note.startswith("note: ")]
     notes += [f"note: {note}" for note in config.notes() if note.startswith("compile_mode")]
-    return dataclasses.replace(run, notes=notes)
+    run.notes = notes
+    return run
 
 
 def passes(run: Run, computation: str) -> Callable[[], Callable[[], object]]:
@@ -119,12 +119,13 @@ def measure(job: Job) -> list[Row]:
     measurements. Raises UserError for options that this device lacks.
     """
     run = set_up(job.config)
-    config, model, device = run.config, run.state.model, run.world.device
+    config, device = run.config, run.world.device
     prepare = passes(run, job.computation)
     seconds = [timed(prepare(), device) for _ in range(max(job.warmup_steps) + job.steps)]
     peak = peak_memory_mb(device)  # before the matmul adds to it
     tokens = config.batch_size * config.seq_len
-    flops = model.flops_per_token(config.seq_len) * tokens * FLOPS_SHARE[job.computation]
+    flops = run.state.model.flops_per_token(config.seq_len) * tokens
+    tflop = flops * FLOPS_SHARE[job.computation] / 1e12
     rate = matmul_tflops(device, config.matmul_dtype)
     about = {
         "peak_memory_mb": peak,
@@ -133,7 +134,7 @@ def measure(job: Job) -> list[Row]:
         "notes": "; ".join(run.notes),
     }
     return [
-        job.row(w) | figures(seconds[w : w + job.steps], tokens, flops / 1e12, rate) | about
+        job.row(w) | figures(seconds[w : w + job.steps], tokens, tflop, rate) | about
         for w in job.warmup_steps
     ]
 
