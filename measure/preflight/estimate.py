@@ -156,8 +156,10 @@ def describe_saving(save: float, step: float) -> str:
         seconds = math.sqrt(2 * save * hours * 3600)
         steps = max(1, round(seconds / step))
         advice.append(f"{seconds / 60:,.1f} minutes with a {often} (checkpoint_every {steps:,})")
-    every = ", ".join(advice)
-    return f"saving:  {save:,.2g} s a checkpoint; best is one every {every}, at {MFU:.0%} MFU"
+    return (
+        f"saving:  {save:,.2g} s a checkpoint; best is one every {', '.join(advice)}, at {MFU:.0%} "
+        "MFU"
+    )
 
 
 # ---- memory
