@@ -48,8 +48,7 @@ class Evaluation:
         # This graph without gradients is not training's. Mode default compiles in seconds, records
         # no CUDA graph, and gives the same loss after a resume, because no autotuning picks other
         # kernels. FSDP gathers weights between blocks, so it evaluates uncompiled.
-        sharded = config.fsdp and self.world.distributed
-        self.compiled = torch.compile(self.model) if config.compile and not sharded else None
+        self.compiled = torch.compile(self.model) if config.compile and not config.fsdp else None
         # step -> column of eval.csv -> value
         self.figures = defaultdict[int, dict[str, float]](dict)
         self.reference = Reference.read(config.reference) if config.reference else None
