@@ -377,3 +377,5 @@ def test_a_step_is_traced_and_broken_down(tiny_yaml, tmp_path, capsys):
     assert "aten::" in printed
     files = {path.name for path in tmp_path.glob("bench/*/*")}
     assert files == {"parts.md", "trace_tiny_full.json.gz"}
+    with refused("nothing could be measured: --memory: only CUDA records its allocations"):
+        command_line("--config", tiny_yaml, "--memory", "--log_dir", tmp_path / "memory")

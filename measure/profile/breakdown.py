@@ -17,7 +17,7 @@ from measure.profile.timing import set_up
 from measure.report.tables import markdown_table
 from model import GPT, Block
 from runtime.device import device_name, synchronize
-from runtime.errors import TrainingError
+from runtime.errors import TrainingError, UserError
 from runtime.files import write_atomic
 from train import Run, train_step
 
@@ -114,7 +114,9 @@ def trace(run: Run, path: Path) -> str:
 
 
 def snapshot(run: Run, path: Path) -> None:
-    """Write every allocation of a step as a snapshot of CUDA's memory."""
+    """Write every allocation of a step as a snapshot of CUDA's memory. Raises UserError."""
+    if run.world.device.type != "cuda":
+        raise UserError("--memory: only CUDA records its allocations; leave it out here")
     torch.cuda.memory._record_memory_history()
     train_step(run, 1)
     torch.cuda.memory._dump_snapshot(str(path))
