@@ -20,10 +20,9 @@ from torch.utils.flop_counter import flop_registry
 
 from config import Config
 from measure.ladder.record import LIMITS, Device, Prediction
-from measure.preflight.estimate import Numberless, update_as_real
+from measure.preflight.estimate import Numberless, fake_run
 from runtime.device import choose_device, cpu_has, usable_precision
-from runtime.world import World
-from train import setup, train_step
+from train import train_step
 
 # Besides matmuls and attention, torch.compile does not fuse these with their neighbours.
 UNFUSED = ("embedding", "_fused", "_foreach")
@@ -98,13 +97,11 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 def count(config: Config, device: torch.device) -> list[Operation]:
     """Return the operations of a training step on one rank, without torch.compile."""
-    config = config.model_copy(update={"compile": False})
     with FakeTensorMode(), device:
         ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.long)
         with Numberless():
-            run = setup(config, World(device), batches=itertools.repeat((ids, ids)))
-            update_as_real(run)
-            train_step(run, 1)  # creates the optimizer's state
+            # its first step creates the optimizer's state
+            run = fake_run(config, device, itertools.repeat((ids, ids)))
         with Counter() as counter, Numberless():
             train_step(run, 2)
     return counter.operations

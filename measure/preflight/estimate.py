@@ -9,12 +9,11 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +30,7 @@ from runtime.launch import launch
 from runtime.report import UNKNOWN, about, flops_rate
 from runtime.start import memory_left
 from runtime.world import World
-from train import Run, setup, train_step
+from train import Batches, Run, setup, train_step
 
 MB = 2**20
 # A process on a CPU takes ALLOCATOR times its tensors, as the C library keeps gaps between buffers.
@@ -294,21 +293,16 @@ def trace(config: Config, world: World) -> tuple[GPT, Moments]:
     tracker, shape = MemTracker(), (config.batch_size, config.seq_len)
     micro_steps = min(2, config.accumulation_steps(world.world_size))  # more are like the second
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    def batches() -> Batches:
         # One token, so that the worst moment of the first step is in the update.
         for size in [(1, 1)] * micro_steps + [shape] * micro_steps:
             tracker.reset_mod_stats()  # MemTracker follows one forward pass at a time
             yield torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
 
-    changed = {
-        "compile": False,
-        "init_from": "scratch",  # weights take as much memory, fresh or not
-        "total_batch_tokens": micro_steps * config.batch_size * config.seq_len,
-    }
+    tokens = micro_steps * config.batch_size * config.seq_len
+    one_rank = config.model_copy(update={"total_batch_tokens": tokens})
     with FakeTensorMode(), world.device, tracker, Numberless():
-        run = setup(config.model_copy(update=changed), World(world.device), batches=batches())
-        update_as_real(run)
-        train_step(run, 1)
+        run = fake_run(one_rank, world.device, batches())
         update = tracker.get_tracker_snapshot("peak")
         train_step(run, 2)
     model = run.state.model
@@ -327,6 +321,16 @@ def trace(config: Config, world: World) -> tuple[GPT, Moments]:
         "kept": parts["Post-Forward"][-1],
     }
     return model, {name: moment_of(at, config, world, model, kept) for name, at in worst.items()}
+
+
+def fake_run(config: Config, device: torch.device, batches: Batches) -> Run:
+    """Set a run up on fake tensors and one rank, uncompiled, and take its first step."""
+    # Weights take as much memory and arithmetic, fresh or not.
+    changed = {"compile": False, "init_from": "scratch"}
+    run = setup(config.model_copy(update=changed), World(device), batches=batches)
+    update_as_real(run)
+    train_step(run, 1)
+    return run
 
 
 def update_as_real(run: Run) -> None:
