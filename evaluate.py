@@ -204,15 +204,17 @@ def open_validation(
             print(f"note: {name} has no effect without a validation loss")
         return None
     folder = Path(config.data_dir, config.dataset)
+
+    def read() -> tuple[TokenStream, str, str]:
+        rest, val = open_corpus(
+            folder, config.seq_len, config.n_vocab, config.val_fraction, to_train=False
+        )
+        return val, rest.fingerprint(), val.fingerprint()
+
     try:
         world.on_rank0(lambda: prepare_if_missing(folder))
-        rest, val = world.raise_on_all(
-            lambda: open_corpus(
-                folder, config.seq_len, config.n_vocab, config.val_fraction, to_train=False
-            )
-        )
-        of_training = rest.fingerprint()
-        check_same_tokens(str(folder), of_training + val.fingerprint(), world)
+        val, of_training, of_validation = world.raise_on_all(read)
+        check_same_tokens(str(folder), of_training + of_validation, world)
         for note in check_split(val, str(folder), config.val_fraction):
             print(note)
     except UserError as error:

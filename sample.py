@@ -209,10 +209,11 @@ def main(options: SampleOptions) -> None:
         # "\r\n" becomes "\n"
         text = Path(options.prompt_file).read_text(encoding="utf-8-sig", errors="replace")
         prompts = text.removesuffix("\n").split("\n")
-    sampler = Sampler(options, min(options.batch_size, len(prompts) * options.num_samples))
     if options.interactive:
+        sampler = Sampler(options, 1)
         converse(sampler, options)
     else:
+        sampler = Sampler(options, min(options.batch_size, len(prompts) * options.num_samples))
         print_texts(sampler, options, prompts)
     speed = sampler.tokens / max(sampler.seconds, 1e-9)
     print(

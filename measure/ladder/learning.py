@@ -179,8 +179,7 @@ def mean_of(curves: Sequence[Curve]) -> Curve:
 def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: Any) -> None:
     """Write a report with the mean losses of the finished rungs, as `report_stages` does."""
     first, runs = stages[0], [*chain(*(stage.runs for stage in stages))]
-    steps, tokens = first.config.max_steps, first.config.tokens_per_step(first.ranks)
-    about = f"{steps:,} steps of {tokens:,} tokens; seeds of each rung: {len(first.runs)}."
+    about = f"{first.length}; seeds of each rung: {len(first.runs)}."
     summaries = [run.finished.summary for run in runs if run.finished]
     timed = first.record.comparisons.values()  # perhaps on another machine than the runs
     speeds = [f"speeds: {c.place}, commit {c.git}, {c.date}" for c in timed]

@@ -25,6 +25,7 @@ from measure.ladder.stages import (
 )
 from measure.report.pictures import LOSS, Curve, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Row, curve_of, write_report
+from runtime.errors import UserError
 from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS
 
@@ -338,8 +339,10 @@ def across(folders: Sequence[str], out: Path) -> None:
     for folder in map(Path, folders):
         name = folder.resolve().parent.name
         machines.append(str(folder) if name in machines else name)
-        text = (folder / "results.csv").read_text(encoding="utf-8")
-        for line in csv.DictReader(text.splitlines()):
+        table = folder / "results.csv"
+        for line in csv.DictReader(table.read_text(encoding="utf-8").splitlines()):
+            if not line.keys() >= {"stage", "base", "over_base"}:
+                raise UserError(f"{table}: not the table of a ladder")
             stage, base = line["stage"], line["base"]
             if stage != base:
                 ends = [line["over_base"], line["over_base_low"], line["over_base_high"]]

@@ -85,6 +85,12 @@ class Stage:
         return [f"--config={self.file}", "--keep_last=0", *self.options]
 
     @property
+    def length(self) -> str:
+        """The steps and tokens of its run."""
+        tokens = self.config.tokens_per_step(self.ranks)
+        return f"{self.config.max_steps:,} steps of {tokens:,} tokens"
+
+    @property
     def planned(self) -> Planned:
         """The stage as the ladder's record has it."""
         config = str(self.file).removeprefix(f"{ROOT}/")
