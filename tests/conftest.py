@@ -99,19 +99,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_configure_node(node: Any) -> None:
     """Give a worker the one fork server of all, as it takes seconds to start."""
     fork_server()
-    node.workerinput["fork_server"] = {
-        name: value
-        for name, value in vars(multiprocessing.forkserver._forkserver).items()
-        if name in ("_forkserver_address", "_forkserver_authkey")  # the second in Python 3.14
-    }
+    server = vars(multiprocessing.forkserver._forkserver)
+    names = ("_forkserver_address", "_forkserver_authkey")  # the second since Python 3.14
+    node.workerinput["fork_server"] = {name: server.get(name) for name in names}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if shared := getattr(config, "workerinput", {}).get("fork_server"):
-        alive = os.open(os.devnull, os.O_RDONLY)
-        vars(multiprocessing.forkserver._forkserver).update(
-            shared, _forkserver_alive_fd=alive, ensure_running=lambda: None
-        )
+        shared["_forkserver_alive_fd"] = os.open(os.devnull, os.O_RDONLY)
+        vars(multiprocessing.forkserver._forkserver).update(shared, ensure_running=lambda: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
