@@ -1,5 +1,6 @@
 """GPT-2's byte-pair encoding (Radford et al. 2019, section 2.2) for tiktoken; needs no network."""
 
+import functools
 import importlib.util
 import re
 import threading
@@ -23,7 +24,9 @@ SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-OF_THREAD = threading.local()
+OF_THREAD, LOADING = threading.local(), threading.Lock()
+# Most of the time that an encoding takes: once for all threads
+read_ranks = functools.cache(data_gym_to_mergeable_bpe_ranks)
 
 
 class TokenizerError(UserError):
@@ -37,7 +40,8 @@ def get_encoding() -> tiktoken.Encoding:
     TokenizerError if the vocabulary cannot be loaded.
     """
     if not hasattr(OF_THREAD, "encoding"):
-        OF_THREAD.encoding = load_encoding()
+        with LOADING:
+            OF_THREAD.encoding = load_encoding()
     return OF_THREAD.encoding
 
 
@@ -49,7 +53,7 @@ def load_encoding() -> tiktoken.Encoding:
     from tiktoken_ext.openai_public import r50k_pat_str
 
     files = find_vocabulary()
-    ranks = data_gym_to_mergeable_bpe_ranks(files["vocab.bpe"], files["encoder.json"])
+    ranks = read_ranks(files["vocab.bpe"], files["encoder.json"])
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r50k_pat_str,
