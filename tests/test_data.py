@@ -304,7 +304,7 @@ def test_a_seeds_shuffled_order_never_changes_so_old_runs_can_be_repeated():
 
 
 def test_an_epoch_is_a_permutation_at_any_number_of_windows():
-    for n in [*range(1, 130), 1023, 1024, 1025, 65_537]:
+    for n in [*range(1, 130), 1023, 1024, 1025, 4097]:
         for epoch in (0, 1, 10**9):
             windows = [permuted(place, n, 1337, epoch) for place in range(n)]
             assert sorted(windows) == [*range(n)], (n, epoch)
@@ -312,7 +312,7 @@ def test_an_epoch_is_a_permutation_at_any_number_of_windows():
 
 def test_the_order_of_a_huge_corpus_repeats_no_window_and_stays_within_it():
     for n in (97_656_000, 2**40 - 1, 10**15):  # the first: 100 billion tokens
-        windows = [permuted(place, n, 1337, 0) for place in range(0, n, n // 200_000)]
+        windows = [permuted(place, n, 1337, 0) for place in range(0, n, n // 50_000)]
         assert len({*windows}) == len(windows)
         assert 0 <= min(windows) <= max(windows) < n
         assert abs(sum(windows) / len(windows) / n - 0.5) < 0.01
