@@ -293,14 +293,14 @@ def fork_server() -> Any:
             "pytest",
             "torch._dynamo",
             "torch._inductor.compile_fx",
-            "tiktoken",
             "rich.table",
             "tests.conftest",
+            "tests.encoded",
             "train",
         ]
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))  # to find the last two modules
+        patch.setenv("PYTHONPATH", str(ROOT))  # to find the last three modules
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # runtime/start.py sets it too
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # a process that has started CUDA cannot be forked
         patch.setattr(tempfile, "tempdir", "/tmp")  # the name of a socket has at most 107 letters
