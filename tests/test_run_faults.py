@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -40,7 +41,6 @@ from tests.conftest import (
     folder_of,
     log,
     run,
-    run_from_nothing,
 )
 from tests.test_resume import checkpoints, needs_dev_full, newest
 from train import train
@@ -354,14 +354,18 @@ def test_tensors_that_memory_has_no_room_for_are_told_by_pytorchs_words(size):
     assert kind_of_failure(caught.value) == ("memory", "out of memory")
 
 
+def look_again():
+    tempfile.tempdir = None  # found before TMPDIR was set
+
+
 def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compiling(
     tiny_config, tmp_path
 ):
     (tmp_path / "white space").mkdir()
     options = flags(tiny_config(compile=True))
-    environment = {"TMPDIR": str(tmp_path / "white space"), "OMP_NUM_THREADS": "1"}
-    done = run_from_nothing("train.py", *options, cwd=tmp_path, **environment)
-    assert done.stderr.startswith(f"error: --compile: {tmp_path}/white space has white space in ")
+    place = str(tmp_path / "white space")
+    done = run("train.py", *options, cwd=tmp_path, before=look_again, TMPDIR=place)
+    assert done.stderr.startswith(f"error: --compile: {place} has white space in ")
     assert done.stderr.count("\n") == 1
     assert done.returncode == 2
     assert not (tmp_path / "logs").exists()
