@@ -417,6 +417,7 @@ def test_evaluating_sampling_and_saving_do_not_change_the_losses(tiny_config, he
         "max_steps": 3,
         "val_fraction": 0.1,
         "n_layer": 1,
+        "n_embd": 8,
         "hellaswag_file": str(here.parent.with_suffix(".jsonl")),
     }
     here.parent.with_suffix(".jsonl").write_text(ITEM)
@@ -440,10 +441,10 @@ SMALL = {
     "n_layer": 1,
     "n_head": 1,
     "n_embd": 16,
-    "block_size": 32,
-    "seq_len": 32,
+    "block_size": 16,
+    "seq_len": 16,
     "batch_size": 2,
-    "total_batch_tokens": 128,
+    "total_batch_tokens": 64,
     "dataset": "tiny",
     "val_fraction": 0.1,
     "sample_tokens": 2,
@@ -472,7 +473,7 @@ def test_every_stage_and_recipe_runs_to_its_end_on_a_tiny_model_with_its_own_voc
     first, second = column(config)
     assert first == pytest.approx(math.log(50257), abs=0.5)
     assert second < first + 1  # high rates overshoot on so few tokens
-    assert (summary["steps"], summary["tokens"]) == (2, 256)
+    assert (summary["steps"], summary["tokens"]) == (2, 128)
     assert ("hellaswag_acc_norm" in summary) == bool(config.hellaswag_every)
     assert ("sample after step 2" in capsys.readouterr().out) == bool(config.sample_every)
 
@@ -509,7 +510,8 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
     ):
         monkeypatch.setattr(place, name, slow(getattr(place, name)))
     every = {f"{what}_every": 1 for what in ("eval", "sample", "checkpoint")}
-    config = tiny_config(vocab_size=50257, n_layer=1, val_fraction=0.05, sample_tokens=2, **every)
+    shape = {"vocab_size": 50257, "n_layer": 1, "n_embd": 8}
+    config = tiny_config(**shape, val_fraction=0.05, sample_tokens=2, **every)
     monkeypatch.setattr(runtime.clock, "time", clock)
     summary = run(config)
     assert column(config, "dt_ms") == [10_000, 500, 250, 250, 250, 250]
