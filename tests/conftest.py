@@ -81,6 +81,8 @@ for name in (
     "PYTORCH_NVML_BASED_CUDA_CHECK",
 ):
     os.environ.setdefault(name, "1")
+# workers begin with this: a thread that waits for another leaves its core to another test
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A tiny model gains nothing from more, and loses much if another program takes a core.
 torch.set_num_threads(1)
