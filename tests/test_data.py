@@ -358,7 +358,6 @@ def test_prefetch_yields_every_micro_step_of_every_step_in_order(accumulation):
     ahead = prefetch(loader, CPU, 5)
     for place in itertools.product(range(5, 12), range(accumulation)):
         assert all(map(torch.equal, next(ahead), loader.batch(*place)))
-    assert [*ahead] == []
 
 
 # ---- tokenizer
