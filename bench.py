@@ -210,8 +210,8 @@ def main(options: BenchOptions) -> None:
     if inspected:
         inspect_models(inspected, job_configs(options), folder, options.steps)
     if options.scan or not inspected:
-        timed = time_jobs(jobs, folder)
-        report_times(options.scanned, *timed, folder, earlier, options.compare)
+        rows, failed = time_jobs(jobs, folder)
+        report_times(options.scanned, rows, failed, folder, earlier, options.compare)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 

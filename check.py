@@ -20,7 +20,7 @@ class CheckOptions(Config):
 if __name__ == "__main__":
     OPTIONS = start(CheckOptions, description=__doc__, config_file=True)
 
-from checkpoint.weights import build_model
+from checkpoint.weights import adopt_architecture
 from measure.preflight.checks import check
 from measure.preflight.estimate import estimate
 from runtime.device import choose_device
@@ -34,8 +34,7 @@ def main(options: CheckOptions) -> None:
         raise UserError("--resume: check.py is for a run from its first step; leave it out")
     config = load(Config, options.model_dump(exclude_unset=True, exclude={"estimate"}))
     with joined_world(choose_device(config.device), config.timeout, config.must_match()) as world:
-        if config.init_from != "scratch":  # use the architecture of those weights
-            config = world.raise_on_all(lambda: build_model(config)[0])
+        config = world.raise_on_all(lambda: adopt_architecture(config))
         estimated = world.on_rank0(lambda: estimate(config, world))
         if not (options.estimate or check(config, world, estimated)):
             raise SystemExit(1)

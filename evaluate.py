@@ -79,7 +79,7 @@ from runtime.device import (
 from runtime.files import write_json
 from runtime.world import World, joined_world
 
-Results = dict[str, Any]  # parts of --json
+Results = dict[str, Any]  # the content of --json, or a part of it
 TIMEOUT = 3600.0  # seconds after which a rank gives up waiting for another one
 
 

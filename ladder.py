@@ -168,14 +168,6 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
         compares_losses = stages[0].config.eval_every and not options.ablate
         record.seeds = options.seeds or (3 if compares_losses else 0)
         record.stages = {stage.name: stage.planned for stage in stages}
-    for stage in stages if record.seeds else ():
-        if not stage.config.eval_every:
-            raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
-        if stage.length != stages[0].length:
-            raise UserError(
-                f"{stage.name} trains for {stage.length}, {stages[0].name} for {stages[0].length}: "
-                f"losses are compared after equal tokens"
-            )
     rungs = dict[str, list[Stage]]()
     if options.ablate:
         rungs = ablated(stages[0])
@@ -195,6 +187,15 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
         names = chosen([stage.name for stage in stages], options.stages)
         stages = with_bases([s for s in stages if s.name in (stages[0].name, *names)])
         compared = stages
+    if record.seeds:
+        for stage in stages:
+            if not stage.config.eval_every:
+                raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
+            if stage.length != stages[0].length:
+                raise UserError(
+                    f"{stage.name} trains for {stage.length}, {stages[0].name} for "
+                    f"{stages[0].length}: losses are compared step by step"
+                )
     compared = [stage.runs[0] for stage in compared]
     if not options.report_only:
         run(options, stages, compared, device)

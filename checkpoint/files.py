@@ -52,7 +52,10 @@ def verify(folder: Path, *files: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises CheckpointError."""
     with reading(path):
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError("no JSON object")
+        return content
 
 
 def read_tensors(path: Path) -> Tensors:
@@ -62,8 +65,8 @@ def read_tensors(path: Path) -> Tensors:
             is_pointer = file.read(23) == b"version https://git-lfs"
         if is_pointer:
             raise CheckpointError(
-                f"{path}: only a pointer of git-lfs to the file itself; run in its folder: git lfs "
-                f"pull"
+                f"{path}: only a pointer of git-lfs to the file itself; run in its folder: "
+                f"git lfs pull"
             )
         return load_file(path)
 

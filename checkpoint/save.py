@@ -84,7 +84,7 @@ def write_checkpoint(
     """
 
     def write_file(name: str) -> str:
-        """Write a file, unless it is there, and return its line of SHA256SUMS."""
+        """Write a file of tensors; return the line of SHA256SUMS of this or any other file."""
         if name in files:
             write_tensors(unfinished / name, files[name])
         return f"{sha256(unfinished / name)}  {name}\n"

@@ -95,8 +95,8 @@ class State:
         """Return whether to make a step's update; if so, weights change from here on.
 
         The update is skipped if loss or norm is not finite, or a spike within `skip_spikes`. Fused
-        optimizers skip it on the device, so nothing has to wait; other optimizers wait for the two
-        figures. In fp16 the scaler skips too.
+        optimizers skip it on the device, so nothing has to wait; for other optimizers the host
+        waits for loss and norm. In fp16 the scaler skips too.
         """
         # The device computes this step's gradients meanwhile, so it is not idle.
         self.settle(config)

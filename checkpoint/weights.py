@@ -41,6 +41,11 @@ class Weights(NamedTuple):
         return Config.model_construct(**self.saved.config if self.saved else options).weight_notes()
 
 
+def adopt_architecture(config: Config) -> Config:
+    """Return the config with the architecture of the weights in `init_from`, as `build_model`."""
+    return config if config.init_from == "scratch" else build_model(config)[0]
+
+
 def build_model(config: Config, resumes: bool = False) -> tuple[Config, GPT]:
     """Build the model, fresh or with the weights of `init_from`, unless the run resumes: then
     `checkpoint.resume.restore` loads its weights.

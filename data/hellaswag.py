@@ -40,7 +40,7 @@ class HellaswagOptions(Options):
 
 class Line(pydantic.BaseModel):
     """A line of the file: a situation and its endings. build-nanogpt scores `ctx` and `endings`,
-    EleutherAI's harness the other wording.
+    EleutherAI's harness `harness_context` and `harness_endings`.
     """
 
     activity_label: str

@@ -25,7 +25,7 @@ SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 OF_THREAD, LOADING = threading.local(), threading.Lock()
-# Most of the time that an encoding takes: once for all threads
+# This takes most of the time of loading an encoding, so all threads share its result.
 read_ranks = functools.cache(data_gym_to_mergeable_bpe_ranks)
 
 

@@ -26,7 +26,7 @@ METRICS = {
     "acc_bytes": "likeliest per byte, in EleutherAI's harness",
     "acc_token": "likeliest per token, in build-nanogpt",
 }
-Losses = dict[Row, float]  # in nats, by text
+Losses = dict[Row, float]  # in nats
 ANY_ROW = Row((0, 0), 1)
 EMPTY_LENGTH = 1e-9  # length of an empty ending: its loss per length is huge
 

@@ -231,8 +231,8 @@ def check_compiler(
                     f"for the C++ compiler; set TMPDIR and TORCHINDUCTOR_CACHE_DIR to other "
                     f"folders, or run without --compile"
                 )
-    is_searched = device.type == "cuda" and "max-autotune" in mode
-    minutes = "five minutes" if is_searched else "a minute"
+    searches = device.type == "cuda" and "max-autotune" in (effective_mode or mode)
+    minutes = "five minutes" if searches else "a minute"
     notes = [
         f"compiling takes {minutes} or more at the first start; later ones find it in {cache_dir()}"
     ]
@@ -380,8 +380,9 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
 
 
 def slowdown(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Measure how many times as long a small matmul takes in a dtype as in fp32, in 0.1 seconds.
+    """Measure how many times as long a small matmul takes in a dtype as in fp32.
 
+    Takes 0.1 seconds at most, or three matmuls of each dtype.
     It is below 1 if the dtype is faster. A CPU without instructions for bf16 emulates it.
     """
     # Alternating and on one thread, so that other programs slow both alike.

@@ -191,7 +191,8 @@ def kind_of_failure(error: BaseException) -> tuple[str, str]:
         return "memory", "out of memory"  # also in the compiler, or in NCCL
     if kind.__module__.startswith(("torch._dynamo", "torch._inductor")):
         return "compiler", _cause(getattr(error, "inner_exception", error))
-    of_gloo = kind is RuntimeError and "/gloo/" in text  # the path of its source file
+    # the path of its source file
+    of_gloo = kind is RuntimeError and re.search(r"[/\\]gloo[/\\]", text)
     if kind.__module__.startswith("torch.distributed") or of_gloo:
         return "lost rank", textwrap.shorten(text, 200, placeholder=" ...")
     return "other", _cause(error)

@@ -46,7 +46,11 @@ class World:
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value. All ranks have to call this."""
-        return self.gather(value)[0]
+        if not self.distributed:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def on_rank0(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 alone; all ranks return its result or raise its error.

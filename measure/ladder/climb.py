@@ -23,7 +23,8 @@ from runtime.start import cores
 # Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
 # in the quick ladder's runs on two cores of an EPYC.
 START, COMPILE = 7.0, 8.0
-SEARCH = 320.0  # seconds of max-autotune's search on a GPU: speedup5_max_autotune's on an H200
+# Seconds for which max-autotune searches for kernels on a GPU: speedup5_max_autotune on an H200
+SEARCH = 320.0
 CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
 HEADROOM = 1.25  # memory of a process over its measured peak
 SHORTER = "--rounds 6 or 0, -- --max_steps 10, or speedup --quick; finished runs are kept"
@@ -48,7 +49,9 @@ def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, devi
         searches = {
             (config.batch_size, config.seq_len, config.vocab_size, config.n_embd, config.flash)
             for config in of_runs
-            if device.gpus and config.compile and "max-autotune" in config.compile_mode
+            if device.gpus
+            and config.compile
+            and "max-autotune" in config.on_device("cuda", 1).compile_mode
         }
         seconds += SEARCH * len(searches)
         for config in of_runs:

@@ -194,7 +194,7 @@ def published_difference(stage: Stage, run: Run) -> float | None:
 
 
 def published_curve(stage: Stage, column: str = "loss") -> Curve:
-    """Return a column of the published log by step; empty without one."""
+    """Return a column of the published log by step; empty without a log."""
     log = stage.published.log
     return curve(read_columns(REFERENCE / log), column) if log else {}
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from checkpoint.weights import adopt_architecture
 from config import Config
 from measure.ladder.record import LIMITS, Device, Prediction
 from measure.preflight.estimate import Numberless, fake_run
@@ -159,4 +160,5 @@ def predict(config: Config, rates: Device, device: torch.device) -> Prediction:
 
 def predict_all(configs: list[Config], rates: Device) -> list[Prediction]:
     """Return the prediction of each config."""
-    return [predict(config, rates, choose_device(config.device)) for config in configs]
+    adopted = map(adopt_architecture, configs)
+    return [predict(config, rates, choose_device(config.device)) for config in adopted]

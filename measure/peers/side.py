@@ -194,7 +194,7 @@ def matmuls_of(config: Config, device: torch.device) -> list[Callable[[], object
     attention kernel is not a matmul.
     """
 
-    @functools.cache  # one tensor for all of its shape
+    @functools.cache  # equal matmuls share their tensors
     def numbers(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device).normal_()
 

@@ -19,6 +19,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint.files import MODEL, OPTIMIZER, write_tensors
+from checkpoint.weights import adopt_architecture
 from config import LEAST_MFU, MFU, MOST_MFU, Config
 from data.prepare import is_there
 from dataloader import open_corpus
@@ -95,7 +96,9 @@ def estimate(config: Config, world: World) -> Estimated:
 
 
 def describe_hours(config: Config, rate: float | None, step_seconds: float, tokens: int) -> str:
-    """Return a line on how long steps of `tokens` take, if a matmul reaches `rate` TFLOP/s."""
+    """Return a line on how long a run takes, if each step has `tokens`, and a matmul reaches `rate`
+    TFLOP/s.
+    """
     if not rate:
         return f"time:    not known: {UNKNOWN}"
     seconds = config.max_steps * step_seconds
@@ -262,7 +265,7 @@ def peak_bytes(moments: Moments, device: torch.device, batches: float = 1.0) -> 
 def peaks_mb(configs: Sequence[Config]) -> list[float]:
     """Estimate the peak memory in MiB of a process for each config, on one rank."""
     peaks = []
-    for config in configs:
+    for config in map(adopt_architecture, configs):
         world = World(choose_device(config.device))
         peaks.append(peak_bytes(trace(config, world)[1], world.device) / MB)
     return peaks
@@ -325,7 +328,7 @@ def trace(config: Config, world: World) -> tuple[GPT, Moments]:
 
 def fake_run(config: Config, device: torch.device, batches: Batches) -> Run:
     """Set a run up on fake tensors and one rank, uncompiled, and take its first step."""
-    # Weights take as much memory and arithmetic, fresh or not.
+    # Fresh weights of the same architecture take as much memory and arithmetic.
     changed = {"compile": False, "init_from": "scratch"}
     run = setup(config.model_copy(update=changed), World(device), batches=batches)
     update_as_real(run)

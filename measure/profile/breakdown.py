@@ -16,7 +16,7 @@ from measure.profile.tables import about_machine
 from measure.profile.timing import set_up
 from measure.report.tables import markdown_table
 from model import GPT, Block
-from runtime.device import device_name, synchronize
+from runtime.device import choose_device, device_name, synchronize
 from runtime.errors import TrainingError, UserError
 from runtime.files import write_atomic
 from train import Run, train_step
@@ -114,9 +114,7 @@ def trace(run: Run, path: Path) -> str:
 
 
 def snapshot(run: Run, path: Path) -> None:
-    """Write every allocation of a step as a snapshot of CUDA's memory. Raises UserError."""
-    if run.world.device.type != "cuda":
-        raise UserError("--memory: only CUDA records its allocations; leave it out here")
+    """Write every allocation of a step as a snapshot of CUDA's memory."""
     torch.cuda.memory._record_memory_history()
     train_step(run, 1)
     torch.cuda.memory._dump_snapshot(str(path))
@@ -157,6 +155,8 @@ def inspect_model(
 
     Files are named after `label`. Raises UserError for options that this device lacks.
     """
+    if "memory" in wanted and choose_device(config.device).type != "cuda":
+        raise UserError("--memory: only CUDA records its allocations; leave it out here")
     if wanted == ["breakdown"]:  # is of the uncompiled model
         config = config.model_copy(update={"compile": False})
     run = set_up(config)
