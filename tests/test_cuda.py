@@ -65,7 +65,6 @@ def test_two_nccl_ranks_have_the_losses_of_one(options, tmp_path):
     at = functools.partial(tiny_run, tmp_path, device="cuda", total_batch_tokens=256)
     one, two = at(run_name="one", **options | {"fsdp": False}), at(run_name="two", **options)
     train(one, GPU)
-    for done in run_ranks(2, "train.py", *flags(two), cwd=tmp_path):
-        assert done.returncode == 0, done.stderr
+    run_ranks(2, "train.py", *flags(two), cwd=tmp_path)
     rel = 1e-3 if options.get("optimizer") else 1e-4  # Muon rounds to bf16
     assert column(two) == pytest.approx(column(one), rel=rel)

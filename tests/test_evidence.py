@@ -10,16 +10,14 @@ pytestmark = pytest.mark.slow
 def test_a_planted_mistake_trains(tmp_path):
     words = ("--mistake", "targets shifted", "--steps", "1", "--log_dir", "logs")
     done = run("tests/evidence/planted_mistakes.py", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
     assert "step   1/400 | loss" in done.stdout
 
 
 def test_an_a100_is_predicted():
     done = run("-m", "tests.evidence.predict_a100", "gpu_ms", cwd=ROOT)
-    assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("factors are within 25% of the published ones.\n")
 
 
 def test_a_comparison_with_nanochat_asks_for_its_file():
-    done = run("-m", "tests.evidence.against_nanochat", "none.py", cwd=ROOT)
+    done = run("-m", "tests.evidence.against_nanochat", "none.py", cwd=ROOT, status=2)
     assert done.stderr == "error: none.py: no such file; give nanochat's gpt.py\n"

@@ -173,8 +173,7 @@ def is_running(pid):
 @pytest.mark.usefixtures("rungs")
 def test_two_ladders_do_not_climb_in_one_folder(tmp_path):
     with ladder.sole_writer(LADDER):
-        done = run("ladder.py", "plain.yaml", *OFF, cwd=tmp_path, before=forks)
-    assert done.returncode == 2
+        done = run("ladder.py", "plain.yaml", *OFF, cwd=tmp_path, before=forks, status=2)
     assert done.stderr == (
         "error: logs/ladder: another process is writing it; wait for it, or choose another name\n"
     )
@@ -214,8 +213,7 @@ def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path
 
 
 def test_an_option_of_the_runs_goes_after_two_dashes(tmp_path):
-    done = run("ladder.py", "speedup", "--no-bf16", "5", cwd=tmp_path)
-    assert done.returncode == 2
+    done = run("ladder.py", "speedup", "--no-bf16", "5", cwd=tmp_path, status=2)
     assert "--no-bf16: is an option of the runs, and goes after --" in done.stderr
 
 

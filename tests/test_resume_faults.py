@@ -53,10 +53,10 @@ def test_of_two_runs_of_one_name_the_second_is_refused_while_the_first_trains(
 ):
     first = RunFolder(here)
     first.create()
-    done = run("train.py", *flags(tiny_config()), cwd=tmp_path)
+    done = run("train.py", *flags(tiny_config()), cwd=tmp_path, status=2)
     first.close()
     busy = "another process is writing it; wait for it, or choose another name"
-    assert (done.returncode, done.stderr) == (2, f"error: {here}: {busy}\n")
+    assert done.stderr == f"error: {here}: {busy}\n"
 
 
 # ---- a full disk
@@ -111,7 +111,7 @@ def test_a_run_that_cannot_write_its_first_files_leaves_all_as_it_was(go, tiny_c
     go(max_steps=1)
     before = contents(tmp_path / "logs")
     options = flags(tiny_config(max_steps=1))
-    done = run("train.py", *options, cwd=tmp_path, before=limit_file_size)
+    done = run("train.py", *options, cwd=tmp_path, before=limit_file_size, status=1)
     said = r"error: .*/logs/train/console.log: cannot be written: File too large\n"
     assert re.fullmatch(said, done.stderr)
     assert contents(tmp_path / "logs") == before

