@@ -616,8 +616,8 @@ def cases(table: str) -> list[list[str]]:
 
 
 def refused(message: str) -> Any:
-    """Expect a UserError with this in its message."""
-    return pytest.raises(UserError, match=message)
+    """Expect a UserError of one line, with this in its message."""
+    return pytest.raises(UserError, match=message, check=lambda error: "\n" not in str(error))
 
 
 @pytest.fixture

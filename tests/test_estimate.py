@@ -26,10 +26,9 @@ from measure.preflight.estimate import (
 )
 from model import GPT, GPTConfig
 from runtime.cli import load
-from runtime.errors import UserError
 from runtime.world import World
 from summary import announce_long_run
-from tests.conftest import ALONE, CPU, ROOT, flags, run, run_from_nothing
+from tests.conftest import ALONE, CPU, ROOT, flags, refused, run, run_from_nothing
 from train import train
 
 MB = 2**20
@@ -105,7 +104,7 @@ def test_checkpoints_that_are_there_at_a_time_are_counted(options, checkpoints, 
 
 
 def test_check_is_for_a_run_from_its_first_step_and_train_names_it(tiny_config):
-    with pytest.raises(UserError, match="is for a run from its first step"):
+    with refused("is for a run from its first step"):
         main(load(CheckOptions, {"resume": "auto", "estimate": True}))
     ran = run_from_nothing(str(ROOT / "train.py"), "--estimate", cwd=ROOT, status=2)
     assert "--estimate: is a command of its own" in ran.stderr

@@ -31,7 +31,7 @@ from inference.hellaswag import (
 )
 from model import GPT, GPTConfig
 from runtime.cli import parse
-from runtime.errors import TrainingError, UserError
+from runtime.errors import TrainingError
 from tests.conftest import ALONE, cases, refused, run_ranks, tokens_in, transformers_pair
 from tests.test_train import rows
 from train import train
@@ -197,10 +197,8 @@ def test_the_interval_is_wilsons():
 )
 def test_a_damaged_line_is_one_line_that_names_it(line, said, file):
     file.write_bytes(file.read_bytes() + line)
-    with pytest.raises(UserError) as mistaken:
+    with refused(rf"{file}, line 14: ValidationError: .*{said}"):
         read_items(file)
-    assert re.search(rf"{file}, line 14: ValidationError: .*{said}", str(mistaken.value))
-    assert "\n" not in str(mistaken.value)
 
 
 def test_labels_may_be_text_and_empty_lines_do_not_count(tmp_path):
@@ -361,10 +359,8 @@ HF --hellaswag none.jsonl => none.jsonl: no such file; HellaSwag's validation sp
 def test_mistakes_of_the_command_are_one_line(words, said, pair, corpus, file, monkeypatch):
     monkeypatch.chdir(file.parent)
     Path("HF").symlink_to(pair[2])
-    with pytest.raises(UserError) as mistake:
+    with refused(re.escape(said)):
         evaluate.evaluate(parse(EvaluateOptions, words.split(), positional="run"), ALONE)
-    assert said in str(mistake.value)
-    assert "\n" not in str(mistake.value)
 
 
 def test_results_can_go_into_a_pipe(pair, file, tmp_path):

@@ -16,9 +16,9 @@ from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import mean_over_seeds, median_ratio, product
 from measure.interleaved.rounds import Side, interleave
 from runtime.cli import parse
-from runtime.errors import TrainingError, UserError
+from runtime.errors import TrainingError
 from runtime.runlog import read_rows
-from tests.conftest import ALONE, CPU, ROOT, forks, run
+from tests.conftest import ALONE, CPU, ROOT, forks, refused, run
 from train import setup, train
 
 
@@ -205,10 +205,8 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
     ],
 )
 def test_what_cannot_be_compared_is_one_error_line(sides, message):
-    with pytest.raises(UserError) as error:
+    with refused(message):
         main(parse(InterleavedOptions, ["quickstart.yaml", *sides], positional="sides"), [])
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_side_that_fails_gives_its_reason(config):

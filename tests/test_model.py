@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from checkpoint.files import CheckpointError
 from checkpoint.weights import load_model, load_weights
 from config import load_config
 from inference.sampling import draw, probabilities, seeded
 from kernels import attention
 from kernels.attention import blocked_attention
 from model import GPT, GPTConfig
-from tests.conftest import grown, transformers_pair
+from tests.conftest import grown, refused, transformers_pair
 
 close = torch.testing.assert_close
 
@@ -99,9 +98,8 @@ def test_weights_in_another_form_are_one_line_that_says_what_they_are_and_what_t
         save_file(weights | {"transformer.wte.weight": (100 * embedding).to(torch.int8)}, path)
     if form == "a head of its own":
         save_file(weights | {"lm_head.weight": embedding + 1}, path)
-    with pytest.raises(CheckpointError, match=f"^{tmp_path}.*{OTHER_FORMS[form]}") as refused:
+    with refused(f"^{tmp_path}.*{OTHER_FORMS[form]}"):
         load_model(str(tmp_path))
-    assert "\n" not in str(refused.value)
 
 
 # ---- sizes
