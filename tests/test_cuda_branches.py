@@ -1,6 +1,5 @@
 """Training on a CUDA device that is faked."""
 
-import csv
 import functools
 import json
 import os
@@ -24,7 +23,7 @@ from runtime import recent
 from runtime.errors import UserError
 from runtime.runlog import all_checkpoints
 from runtime.world import World
-from tests.conftest import CPU, ROOT, at_step, poisoned_at, tiny_run, write_tiny_corpus
+from tests.conftest import CPU, ROOT, at_step, log, poisoned_at, tiny_run, write_tiny_corpus
 from tests.fake_cuda import GPU, environment, fake_cuda
 
 STEPS = 3
@@ -113,16 +112,12 @@ def left_behind(place, name, device, act, **options):
         except UserError as raised:
             error = str(raised).partition(";")[0]
     folder = place / "logs" / name
-    with (folder / "log.csv").open() as file:
-        log = [
-            [float(row[name]) for name in ("step", "loss", "norm")] for row in csv.DictReader(file)
-        ]
     evaluated = folder / "eval.csv"
     saved = read_state(all_checkpoints(folder)[-1])
     weights = read_tensors(saved.folder / "model.safetensors")
     return {
         "error": error,
-        "log": log,
+        "log": [[*map(float, row)] for row in log(folder)],
         "evaluations": evaluated.read_text().count("\n") if evaluated.exists() else 0,
         "saved": [saved.step, saved.skipped_steps, saved.skipped_spikes, len(saved.recent)],
         "weights": torch.cat([tensor.flatten()[:40] for tensor in weights.values()]).tolist(),
@@ -154,8 +149,8 @@ def run_pair(place, name, **options):
             update.remove()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    logs = [place / "logs" / run / "log.csv" for run in (f"{name} cpu", name)]
-    losses = [[float(row["loss"]) for row in csv.DictReader(log.open())] for log in logs]
+    logs = [log(place / "logs" / run) for run in (f"{name} cpu", name)]
+    losses = [[float(loss) for _, loss, *_ in rows] for rows in logs]
     start, end = [*marks, 0, 0][1:3]  # steps 2 and 3 begin there
     return {"waits": waits[start:end], "losses": losses}
 
@@ -196,7 +191,6 @@ def test_on_a_gpu_whose_figures_are_read_a_step_later_a_fault_ends_as_on_a_cpu(r
     on_cpu, on_gpu = runs[name]
     for part in ("error", "evaluations", "saved"):
         assert on_gpu[part] == on_cpu[part], part
-    assert len(on_gpu["log"]) == len(on_cpu["log"])
     for ours, theirs in zip(on_gpu["log"], on_cpu["log"], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4, nan_ok=True)
     assert on_gpu["weights"] == pytest.approx(on_cpu["weights"], abs=1e-5)
