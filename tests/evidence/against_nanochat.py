@@ -24,20 +24,11 @@ from optimizer import make_optimizers
 from runtime.cli import Name, Options
 from runtime.errors import TrainingError, UserError, reported
 from runtime.start import start
+from tests.conftest import MODERN
 
 SHAPE: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": 256}
-FLAGS: dict[str, Any] = {
-    "block_size": 64,
-    "real_vocab_size": 256,
-    "bias": False,
-    "norm": "rmsnorm",
-    "norm_weight": False,
-    "activation": "relu2",
-    "rope": True,
-    "qk_norm": True,
-    "logit_softcap": 15,
-    "embed_shortcut": True,
-}
+FLAGS = MODERN | {"zero_init": False, "value_residual": False}
+FLAGS |= {"block_size": 64, "real_vocab_size": 256}
 RATES: dict[str, Any] = {
     "lr": 0.01,
     "embed_lr": 0.2,

@@ -58,33 +58,33 @@ from runtime.world import World
 FIRST_OF_CURVE, FIRST_CLEAN = 1000, 2000  # seeds: the curve judges other runs than its own
 SIGMAS = 5.0  # a curve's tolerance, in standard deviations over its seeds
 Patch = contextlib.AbstractContextManager[Any]
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+Read = Callable[[int], Batch]  # a step's batch
 
 
-def training_batches(change: Callable[..., tuple[Tensor, Tensor]]) -> Patch:
+def training_batches(change: Callable[[Read, int], Batch]) -> Patch:
     """Change the batches of training; validation reads the stream itself."""
     original = DataLoader.batch
 
-    def batch(self: DataLoader, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
+    def batch(self: DataLoader, step: int, micro_step: int = 0) -> Batch:
         return change(lambda step: original(self, step, micro_step), step)
 
     return mock.patch.object(DataLoader, "batch", batch)
 
 
-def shifted(read: Callable[[int], tuple[Tensor, Tensor]], step: int) -> tuple[Tensor, Tensor]:
+def shifted(read: Read, step: int) -> Batch:
     """Targets are the tokens after the next ones."""
     x, y = read(step)
     return x, y.roll(-1, dims=1)
 
 
-def other_vocabulary(
-    read: Callable[[int], tuple[Tensor, Tensor]], step: int
-) -> tuple[Tensor, Tensor]:
+def other_vocabulary(read: Read, step: int) -> Batch:
     """The training text was tokenized by another vocabulary than the validation text."""
     x, y = read(step)
     return (x * 7919 + 1) % 50257, (y * 7919 + 1) % 50257
 
 
-def repeated(read: Callable[[int], tuple[Tensor, Tensor]], step: int) -> tuple[Tensor, Tensor]:
+def repeated(read: Read, step: int) -> Batch:
     """The same eight batches again and again."""
     return read(1 + step % 8)
 
@@ -111,23 +111,28 @@ def scaled(factor: float, name: str) -> dict[str, Any]:
     return {key: factor * getattr(QUICKSTART, key) for key in (name, f"muon_{name}")}
 
 
-MISTAKES: dict[str, tuple[dict[str, Any], Callable[[], Patch]]] = {
-    "rates x 10": (scaled(10, "lr"), contextlib.nullcontext),
-    "rates / 10": (scaled(0.1, "lr"), contextlib.nullcontext),
-    "targets shifted": ({}, lambda: training_batches(shifted)),
-    "no warm-up": ({"warmup_steps": 0}, contextlib.nullcontext),
-    "wrong vocabulary": ({}, lambda: training_batches(other_vocabulary)),
-    "data repeated": ({}, lambda: training_batches(repeated)),
-    "weight decay x 100": (scaled(100, "weight_decay"), contextlib.nullcontext),
-    "dropout left on": ({"dropout": 0.2}, contextlib.nullcontext),
-    "clipping at 0.01": ({"grad_clip": 0.01}, contextlib.nullcontext),
-    "positions permuted": ({}, permuted_positions),
+# mistakes in the options, and in the code
+OPTIONS_CHANGED: dict[str, dict[str, Any]] = {
+    "rates x 10": scaled(10, "lr"),
+    "rates / 10": scaled(0.1, "lr"),
+    "no warm-up": {"warmup_steps": 0},
+    "weight decay x 100": scaled(100, "weight_decay"),
+    "dropout left on": {"dropout": 0.2},
+    "clipping at 0.01": {"grad_clip": 0.01},
 }
+CODE_CHANGED: dict[str, Callable[[], Patch]] = {
+    "targets shifted": lambda: training_batches(shifted),
+    "wrong vocabulary": lambda: training_batches(other_vocabulary),
+    "data repeated": lambda: training_batches(repeated),
+    "positions permuted": permuted_positions,
+}
+MISTAKES = [*OPTIONS_CHANGED, *CODE_CHANGED]
 
 
 def plant(name: str, folder: str, steps: int) -> None:
     """Train the first steps of the quickstart with a mistake."""
-    values, patch = MISTAKES[name]
+    values = OPTIONS_CHANGED.get(name, {})
+    patch = contextlib.nullcontext if values else CODE_CHANGED[name]
     config = load_config("quickstart.yaml", **values, log_dir=folder, keep_last=0, sample_every=0)
     original = train.take_step
 
