@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from checkpoint.weights import load_model, load_weights
-from config import load_config
+from config import Config
 from inference.sampling import draw, probabilities, seeded
 from kernels import attention
 from kernels.attention import blocked_attention
 from model import GPT, GPTConfig
-from tests.conftest import grown, refused, transformers_pair
+from runtime.cli import parse
+from tests.conftest import cases, grown, refused, transformers_pair
 
 close = torch.testing.assert_close
 
@@ -105,21 +106,22 @@ def test_weights_in_another_form_are_one_line_that_says_what_they_are_and_what_t
 # ---- sizes
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "parameters"),
-    [
-        ("gpt2", {}, 124_439_808),
-        ("gpt2", {"vocab_size": 50304}, 124_475_904),
-        ("gpt2", {"tie_weights": False}, 163_037_184),
-        ("gpt2-medium", {}, 354_823_168),
-        ("gpt2-large", {}, 774_030_080),
-        ("gpt2-xl", {}, 1_557_611_200),
-    ],
-)
-def test_parameter_counts(name, options, parameters):
+PARAMETERS = """
+gpt2 => 124,439,808
+gpt2 --vocab_size 50304 => 124,475,904
+gpt2 --no-tie_weights => 163,037,184
+gpt2-medium => 354,823,168
+gpt2-large => 774,030,080
+gpt2-xl => 1,557,611,200
+"""
+
+
+@pytest.mark.parametrize(("options", "parameters"), cases(PARAMETERS))
+def test_parameter_counts(options, parameters):
+    config = parse(Config, f"--config model/{options}".split(), config_file=True)
     with torch.device("meta"):
-        model = GPT(GPTConfig.of(load_config(f"model/{name}", **options)))
-    assert model.num_parameters() == parameters
+        model = GPT(GPTConfig.of(config))
+    assert f"{model.num_parameters():,}" == parameters
 
 
 def test_flops_count_what_is_multiplied_not_what_is_looked_up():

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from config import load_config
+from config import Config, load_config
 from model import GPT, GPTConfig
 from optimizer import (
     Muon,
@@ -16,7 +16,8 @@ from optimizer import (
     learning_rate,
     make_optimizers,
 )
-from tests.conftest import ROOT, run_ranks
+from runtime.cli import parse
+from tests.conftest import ROOT, cases, run_ranks
 
 
 def rates(**options):
@@ -58,37 +59,24 @@ def test_cosine_gives_every_rate_of_the_published_a100_logs_to_the_last_digit(st
     assert {step: f"{learning_rate(step, config):.6f}" for step in published} == published
 
 
-JUMPS = {
-    "cosine, stretched": (
-        {"lr_schedule": "cosine", "max_steps": 100},
-        {"max_steps": 200},
-        100,
-        "0.00055, it was 0.0001 at step 100",
-    ),
-    "wsd, after its decay": (
-        {"lr_schedule": "wsd", "max_steps": 100, "wsd_decay_fraction": 0.3},
-        {"max_steps": 200},
-        100,
-        "0.001, it was 0.0001 at step 100; to train longer "
-        "with wsd, resume from a checkpoint before the decay began: step 70 or earlier",
-    ),
-    "wsd, before its decay": ({"lr_schedule": "wsd", "max_steps": 100}, {"max_steps": 200}, 50, ""),
-    "by the clock": (
-        {"lr_schedule": "cosine", "max_minutes": 1},
-        {"max_minutes": 2},
-        100,
-        "0.00055, it was 0.0001 at step 100",
-    ),
-    "in the warm-up": ({"warmup_steps": 50, "lr_schedule": "cosine"}, {"log_every": 5}, 1, ""),
-}
+# options => the step after which they change => how => the line; wsd after and before its decay
+JUMPS = """
+cosine --max_steps 100 => 100 => --max_steps 200 => step 101 is 0.00055, it was 0.0001 at step 100
+wsd --max_steps 100 --wsd_decay_fraction 0.3 => 100 => --max_steps 200 => step 101 is 0.001, it \
+was 0.0001 at step 100; to train longer with wsd, resume from a checkpoint before the decay began: \
+step 70 or earlier
+wsd --max_steps 100 => 50 => --max_steps 200 => nothing
+cosine --max_minutes 1 => 100 => --max_minutes 2 => step 101 is 0.00055, it was 0.0001 at step 100
+cosine --warmup_steps 50 => 1 => --log_every 5 => nothing
+"""
 
 
-@pytest.mark.parametrize(("options", "changed", "step", "line"), JUMPS.values(), ids=JUMPS)
-def test_a_rate_that_jumps_at_a_resume_is_told_from_what_to_what(options, changed, step, line):
-    options = {"lr": 1e-3, "min_lr": 1e-4} | options
-    before, now = load_config(**options), load_config(**options | changed)
-    told = describe_rate_change(now, before.model_dump(mode="json"), step, 60.0)
-    assert told == ([f"the learning rate of step {step + 1} is {line}"] if line else [])
+@pytest.mark.parametrize(("options", "step", "change", "line"), cases(JUMPS))
+def test_a_rate_that_jumps_at_a_resume_is_told_from_what_to_what(options, step, change, line):
+    given = f"--lr 1e-3 --min_lr 1e-4 --lr_schedule {options}"
+    before, now = (parse(Config, words.split()) for words in (given, f"{given} {change}"))
+    told = describe_rate_change(now, before.model_dump(mode="json"), int(step), 60.0)
+    assert told == ([] if line == "nothing" else [f"the learning rate of {line}"])
 
 
 # ---- parameter groups
