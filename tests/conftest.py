@@ -518,7 +518,7 @@ def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
         }
-        processes.append(start(*command, cwd=cwd, **env))
+        processes.append(start(*command, cwd=cwd, before=None, **env))
         processes[-1].store = store  # lives as long as they do
     return processes
 

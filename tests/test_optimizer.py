@@ -59,7 +59,7 @@ def test_cosine_gives_every_rate_of_the_published_a100_logs_to_the_last_digit(st
     assert {step: f"{learning_rate(step, config):.6f}" for step in published} == published
 
 
-# options => the step after which they change => how => the line; wsd after and before its decay
+# options at first => the last step with them => what then changes => what is told
 JUMPS = """
 cosine --max_steps 100 => 100 => --max_steps 200 => step 101 is 0.00055, it was 0.0001 at step 100
 wsd --max_steps 100 --wsd_decay_fraction 0.3 => 100 => --max_steps 200 => step 101 is 0.001, it \
