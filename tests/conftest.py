@@ -615,9 +615,11 @@ def cases(table: str) -> list[list[str]]:
     return [line.split(" => ") for line in table.strip("\n").splitlines()]
 
 
-def refused(message: str) -> Any:
-    """Expect a UserError of one line, with this in its message."""
-    return pytest.raises(UserError, match=message, check=lambda error: "\n" not in str(error))
+def refused(message: str, lines: int = 1) -> Any:
+    """Expect a UserError with this in its message, and this number of lines."""
+    return pytest.raises(
+        UserError, match=message, check=lambda error: str(error).count("\n") + 1 == lines
+    )
 
 
 @pytest.fixture

@@ -276,7 +276,8 @@ MISTAKES = """
 --scan=batch_size=1 --warmup_steps=0,1 => warmup_steps has no effect
 --max_steps=9 => --max_steps: max_steps has no effect
 --config=TINY --scaling=1,2 --scan=batch_size=1 => scan has no effect
---rounds=9 --total_batch_tokens=64 => rounds has no effect
+--rounds=9 => rounds has no effect
+--total_batch_tokens=64 => total_batch_tokens has no effect
 --config=TINY --scaling=1,3 => total_batch_tokens 64 is not a multiple of the 96 tokens of one micro
 """
 

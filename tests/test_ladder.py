@@ -27,7 +27,7 @@ from measure.ladder import report as ladder_report
 from measure.ladder.record import Device, Record, Run, Summary
 from measure.report import tables
 from runtime.cli import CONFIG_DIR, Options, parse
-from runtime.errors import UserError, why_it_failed
+from runtime.errors import why_it_failed
 from tests.conftest import ROOT, TINY, cases, ended, forks, refused, run, wait_for
 from tests.test_resume import needs_proc
 
@@ -233,7 +233,7 @@ def test_why_a_stage_is_not_finished_is_said(monkeypatch, capsys):
     message = "failed: baseline: stopped before its last step; the same command runs it again\n"
     assert capsys.readouterr().out.endswith(message)
     assert not Record.load(LADDER).runs
-    with pytest.raises(UserError, match=f"no finished stage to report\n{message.strip()}$"):
+    with refused(f"no finished stage to report\n{message.strip()}$", lines=2):
         ladder_report.report("ladder", [stage])
 
 

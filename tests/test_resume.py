@@ -439,7 +439,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_unless_all_are
     assert log(here) == straight
     for path in (here / "checkpoints").iterdir():
         (path / "model.safetensors").write_bytes(b"")
-    with refused("has no whole checkpoint") as caught:
+    with refused("has no whole checkpoint", lines=4) as caught:
         resume(here)
     others = str(caught.value).splitlines()[1:]
     assert [line.partition("step_")[2][:6] for line in others] == ["000006", "000004", "000002"]
