@@ -273,6 +273,11 @@ def evaluated(**options):
     return evaluate.evaluate(EvaluateOptions(device="cpu", **options), ALONE)
 
 
+def command(words):
+    """The results of evaluate.py with this command line."""
+    return evaluate.evaluate(parse(EvaluateOptions, words.split(), positional="run"), ALONE)
+
+
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [
@@ -309,12 +314,10 @@ def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp
 
 
 def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, tmp_path):
-    options = {"dataset": "tiny", "data_dir": str(corpus), "val_fraction": "0.5"}
-    options |= {"hellaswag": str(file)}
-    one = json.loads(json.dumps(evaluated(run=str(pair[2]), **options)))
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    words += ["--device", "cpu", "--json", "both.json", "--batch_size", "3"]
-    done = run_ranks(2, "evaluate.py", pair[2], *words, cwd=tmp_path)
+    words = f"{pair[2]} --dataset tiny --data_dir {corpus} --val_fraction 0.5 --hellaswag {file}"
+    one = json.loads(json.dumps(command(f"{words} --device cpu")))
+    words += " --device cpu --json both.json --batch_size 3"
+    done = run_ranks(2, "evaluate.py", *words.split(), cwd=tmp_path)
     assert done[1].stdout == ""
     both = json.loads((tmp_path / "both.json").read_text())
     assert both["hellaswag"] == one["hellaswag"]
@@ -360,7 +363,7 @@ def test_mistakes_of_the_command_are_one_line(words, said, pair, corpus, file, m
     monkeypatch.chdir(file.parent)
     Path("HF").symlink_to(pair[2])
     with refused(re.escape(said)):
-        evaluate.evaluate(parse(EvaluateOptions, words.split(), positional="run"), ALONE)
+        command(words)
 
 
 def test_results_can_go_into_a_pipe(pair, file, tmp_path):

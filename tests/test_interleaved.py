@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import random
+import shlex
 import sys
 from pathlib import Path
 
@@ -125,9 +126,10 @@ def test_a_side_that_fails_or_does_not_sleep_is_an_error(fault, reason):
 
 # ---- real processes
 
-SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 128, "block_size": 16}
-TINY = [f"--{name}={value}" for name, value in SIZES.items()]
-TINY += ["--seq_len=16", "--batch_size=2", "--device=cpu"]
+TINY = shlex.split(
+    "--n_layer 1 --n_head 2 --n_embd 16 --vocab_size 128 --block_size 16 --seq_len 16 "
+    "--batch_size 2 --device cpu"
+)
 
 
 compare = functools.partial(

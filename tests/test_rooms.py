@@ -8,30 +8,31 @@ import re
 import pytest
 
 from runtime.report import ROOMS
-from tests.conftest import ROOT, project_files
+from tests.conftest import ROOT, cases, project_files
 
 # Imports of each file or folder from this project; third-party packages are not listed.
-PARTS = "checkpoint config data dataloader kernels model optimizer runtime "
-MAY_IMPORT = {
-    "model.py": "kernels",
-    "dataloader.py": "data",
-    "optimizer.py": "config kernels",
-    "config.py": "runtime.cli",
-    "kernels": "kernels",
-    "runtime": "runtime",
-    "data": "data runtime",
-    "checkpoint": "checkpoint config model runtime",
-    "inference": PARTS + "inference",
-    "sample.py": PARTS + "inference",
-    "evaluate.py": PARTS + "inference",
-    "export.py": PARTS + "inference",
-    "summary.py": PARTS,
-    "train.py": PARTS + "inference summary",
-    "check.py": "checkpoint config measure runtime",
-    "ladder.py": "config measure runtime",
-    "bench.py": "config measure runtime",
-    "measure": PARTS + "inference measure summary train",
-}
+PARTS = "checkpoint config data dataloader kernels model optimizer runtime"
+TABLE = f"""
+model.py => kernels
+dataloader.py => data
+optimizer.py => config kernels
+config.py => runtime.cli
+kernels => kernels
+runtime => runtime
+data => data runtime
+checkpoint => checkpoint config model runtime
+inference => {PARTS} inference
+sample.py => {PARTS} inference
+evaluate.py => {PARTS} inference
+export.py => {PARTS} inference
+summary.py => {PARTS}
+train.py => {PARTS} inference summary
+check.py => checkpoint config measure runtime
+ladder.py => config measure runtime
+bench.py => config measure runtime
+measure => {PARTS} inference measure summary train
+"""
+MAY_IMPORT = dict(cases(TABLE))
 
 
 FILES = [path.relative_to(ROOT).as_posix() for path in project_files("**/*.py")]
