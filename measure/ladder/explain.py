@@ -70,22 +70,37 @@ def code_of(option: str) -> list[tuple[str, int, str]]:
     return found[:PLACES]
 
 
-def reads(node: ast.AST, names: set[str]) -> bool:
-    """True if some code has one of these attributes."""
-    return any(getattr(part, "attr", "") in names for part in ast.walk(node))
+@functools.cache
+def attributes(node: ast.AST) -> set[str]:
+    """Return the names of the attributes in some code."""
+    return {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
 
 
 def methods_that_read(names: set[str]) -> set[str]:
     """Return the methods and properties of Config that read one of these for others."""
     _, methods = parsed("config.py")
-    return {m.name for m in methods if reads(m, names) and not m.name.startswith(OTHERS)}
+    return {m.name for m in methods if attributes(m) & names and not m.name.startswith(OTHERS)}
 
 
 def statements_that_read(file: str, names: set[str]) -> Iterator[tuple[str, int, str]]:
     """Yield file, line and text of the statements with one of these attributes. Comments above a
     statement belong to it.
     """
-    lines, functions = parsed(file)
+    lines, shown_to = parsed(file)[0], 0
+    for node in statements(file):
+        parts = (n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.stmt))
+        if node.lineno > shown_to and any(attributes(part) & names for part in parts):
+            first = node.lineno
+            shown_to = node.end_lineno or first
+            while lines[first - 2].lstrip().startswith("#"):
+                first -= 1
+            yield file, first, textwrap.dedent("\n".join(lines[first - 1 : shown_to]))
+
+
+@functools.cache
+def statements(file: str) -> list[ast.stmt]:
+    """Return the statements in a file's functions but for those that check options."""
+    functions = parsed(file)[1]
     inside = {
         node
         for function in functions
@@ -93,15 +108,7 @@ def statements_that_read(file: str, names: set[str]) -> Iterator[tuple[str, int,
         for node in ast.walk(function)
         if isinstance(node, ast.stmt)
     }
-    shown_to = 0
-    for node in sorted(inside.difference(functions), key=lambda node: node.lineno):
-        parts = (n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.stmt))
-        if node.lineno > shown_to and any(reads(part, names) for part in parts):
-            first = node.lineno
-            shown_to = node.end_lineno or first
-            while lines[first - 2].lstrip().startswith("#"):
-                first -= 1
-            yield file, first, textwrap.dedent("\n".join(lines[first - 1 : shown_to]))
+    return sorted(inside.difference(functions), key=lambda node: node.lineno)
 
 
 @functools.cache
