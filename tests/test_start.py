@@ -39,7 +39,7 @@ def environment(monkeypatch):
     return put
 
 
-# faults of pages while 64 MB are taken and given back ten times, as a step does with its buffers
+# faults of pages while 64 MB are taken and given back twice more, as a step does with its buffers
 CHURN = """
 import resource, sys
 if sys.argv[1] == "settled":
@@ -55,7 +55,7 @@ def step():
     libc.free(buffer)
 step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
+for _ in range(2):
     step()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
