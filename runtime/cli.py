@@ -216,33 +216,26 @@ def find_config(
     raise ConfigError(f"{name or '(empty)'}: no such config file, here or in configs/{near}")
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def read_yaml(path: Path, *above: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge a config file over its `base:` files; return the values and the origin of each.
 
-    Scalars are read as strings: the field's own type converts them. Raises ConfigError.
+    Scalars are read as strings: the field's own type converts them. `above`: the files that
+    have this one as their base. Raises ConfigError.
     """
-    values, origin = dict[str, Any](), dict[str, str]()
-    for file in reversed([path, *base_files(path)]):
-        own = read_yaml_mapping(file)
-        own.pop("base", None)
-        values |= own
-        origin |= {name: f"{file}: {name}" for name in own}
-    return values, origin
-
-
-def base_files(path: Path) -> list[Path]:
-    """Return the files that a config file builds on, the nearest first. Raises ConfigError."""
-    files, places = [path], {path.resolve()}
-    while (base := read_yaml_mapping(files[-1]).get("base")) is not None:
-        try:
-            files.append(find_config(str(base), files[-1].parent))
-        except ConfigError as error:
-            raise ConfigError(f"{files[-1]}: base: {error}") from None
-        if (place := files[-1].resolve()) in places:
-            names = " -> ".join(file.name for file in files)
-            raise ConfigError(f"{files[-1]}: circular base: {names}")
-        places.add(place)
-    return files[1:]
+    if path.resolve() in above:
+        names = " -> ".join(file.name for file in (*above, path))
+        raise ConfigError(f"{path}: circular base: {names}")
+    values = read_yaml_mapping(path)
+    base = values.pop("base", None)
+    origin = {name: f"{path}: {name}" for name in values}
+    if base is None:
+        return values, origin
+    try:
+        base_file = find_config(str(base), path.parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: base: {error}") from None
+    base_values, base_origin = read_yaml(base_file, *above, path.resolve())
+    return base_values | values, base_origin | origin
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:

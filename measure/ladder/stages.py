@@ -31,7 +31,7 @@ from measure.ladder.record import (
     differences,
     read_columns,
 )
-from runtime.cli import CONFIG_DIR, base_files, find_config, parse, read_yaml, read_yaml_mapping
+from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping
 from runtime.errors import UserError
 
 ROOT = CONFIG_DIR.parent
@@ -171,7 +171,11 @@ def series(folder: Path) -> list[Path]:
 
 def bases(path: Path) -> list[Path]:
     """Return the configs that a config builds on, the nearest first. Raises ConfigError."""
-    return [file.resolve() for file in base_files(path)]
+    read_yaml(path)  # refuses a circular base
+    found = [path]
+    while name := read_yaml_mapping(found[-1]).get("base"):
+        found.append(find_config(name, found[-1].parent).resolve())
+    return found[1:]
 
 
 def ladder_of(names: Sequence[str]) -> tuple[str, list[str]]:
