@@ -382,8 +382,8 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
 def slowdown(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
     """Measure how many times as long a small matmul takes in a dtype as in fp32.
 
-    Takes 0.1 seconds at most, or three matmuls of each dtype.
-    It is below 1 if the dtype is faster. A CPU without instructions for bf16 emulates it.
+    The result is below 1 if the dtype is faster. A CPU without instructions for bf16 emulates it.
+    Takes 0.1 seconds, or as long as three matmuls of each dtype if they take longer.
     """
     # Alternating and on one thread, so that other programs slow both alike.
     threads = torch.get_num_threads()

@@ -191,7 +191,7 @@ def kind_of_failure(error: BaseException) -> tuple[str, str]:
         return "memory", "out of memory"  # also in the compiler, or in NCCL
     if kind.__module__.startswith(("torch._dynamo", "torch._inductor")):
         return "compiler", _cause(getattr(error, "inner_exception", error))
-    # the path of its source file
+    # gloo's errors begin with the path of its source file
     of_gloo = kind is RuntimeError and re.search(r"[/\\]gloo[/\\]", text)
     if kind.__module__.startswith("torch.distributed") or of_gloo:
         return "lost rank", textwrap.shorten(text, 200, placeholder=" ...")

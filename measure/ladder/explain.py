@@ -99,7 +99,7 @@ def statements_that_read(file: str, names: set[str]) -> Iterator[tuple[str, int,
 
 @functools.cache
 def statements(file: str) -> list[ast.stmt]:
-    """Return the statements in a file's functions but for those that check options."""
+    """Return the statements in a file's functions, without functions that check options."""
     functions = parsed(file)[1]
     inside = {
         node

@@ -174,7 +174,7 @@ class Record(BaseModel):
     comparisons: dict[str, Comparison] = {}  # each stage with its base
     predicted: Predictions = Predictions()
     folder: Path = Field(default=Path(), exclude=True)
-    failures: list[str] = Field(default=[], exclude=True)  # of this climb, a line each
+    failures: list[str] = Field(default=[], exclude=True)  # errors of this climb, a line each
 
     def fail(self, name: str, error: str) -> None:
         """Print and keep the error of a stage; the other stages still run."""
