@@ -92,7 +92,7 @@ def two(place):
             "fsdp": ("trained", EVERYTHING | sharded),
             "ddp bf16": ("trained", BF16),
             "bf16": ("looked_at", BF16 | {"fsdp": True}),
-            "compiled": ("graphs", BF16 | {"fsdp": True, "compile": True}),
+            "compiled": ("trained", BF16 | {"fsdp": True, "compile": True}),
             "compiled, evaluated": ("graphs", EVERYTHING | compiled),
             "fp16": ("trained", FSDP | {"fp16": True}),
             "ddp modern": ("trained", FEW | NEWER),
@@ -187,13 +187,12 @@ def test_bf16_gathers_blocks_in_bf16_and_keeps_the_rest_in_fp32(two):
     }
 
 
-@pytest.mark.parametrize("run", ["compiled", "compiled, evaluated"])
-def test_blocks_are_compiled_once_for_all_of_them_and_for_no_shape_of_an_evaluation(run, two):
+def test_blocks_are_compiled_once_for_all_of_them_and_for_no_shape_of_an_evaluation(two):
     """Evaluations come before the first step too: one that switched compiling off for good would
     leave no graph.
     """
     # after eight forms of one function PyTorch runs it uncompiled
-    assert two[run] == 1
+    assert two["compiled, evaluated"] == 1
 
 
 def test_of_processes_that_draw_different_tokens_rank_0s_count(two, place):

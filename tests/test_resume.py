@@ -73,11 +73,13 @@ WAYS = {
     "dropout and accumulation": {"dropout": 0.2, "batch_size": 2, "total_batch_tokens": 256},
     "muon": {"optimizer": "muon"} | MODERN | {"embed_lr": 0.01, "scalar_lr": 0.02, "dropout": 0.1},
     "several threads": LARGE,
-    "compile, evaluating": COMPILED | {"dropout": 0.1, "eval_every": 2, "val_fraction": 0.3},
+    "compile, evaluating": COMPILED | {"eval_every": 2, "val_fraction": 0.3},
+    "compile, dropout": COMPILED | {"dropout": 0.1},
 }
+SLOW = pytest.param("compile, dropout", marks=pytest.mark.slow)  # has kernels of its own to compile
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*list(WAYS)[:-1], SLOW])
 def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(way, tiny_config, go, stop_at):
     """test_choices.py does so with every choice of the options, stopped once."""
     straight, twice = (
