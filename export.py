@@ -138,7 +138,8 @@ def portable_config(values: dict[str, Any]) -> Config:
     """Return a run's options without the paths of this machine."""
     of_this_machine = (*Config.names_marked(PATH), "log_dir", "resume")
     kept = {name: value for name, value in values.items() if name not in of_this_machine}
-    return load(Config, kept | {"init_from": public_name(values["init_from"])})
+    names = {"init_from": public_name(values["init_from"]), "dataset": Path(values["dataset"]).name}
+    return load(Config, kept | names)
 
 
 def public_name(source: str) -> str:

@@ -9,6 +9,7 @@ import pydantic
 from data.token_file import TokenFileError
 
 MANIFEST, SOURCES = "manifest.json", "sources.jsonl"
+UNFINISHED = ".unfinished.tmp"
 
 
 class Shard(pydantic.BaseModel):
@@ -67,7 +68,7 @@ class Source(pydantic.BaseModel):
 
 def unfinished_folder(folder: Path) -> Path:
     """Return the folder of a corpus's token files until it is finished."""
-    return folder.with_name(f"{folder.name}.unfinished.tmp")
+    return folder.with_name(folder.name + UNFINISHED)
 
 
 def read_progress(folder: Path) -> tuple[Begun, list[Source]] | None:

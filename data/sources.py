@@ -3,12 +3,12 @@ piece by piece, without a whole file in memory.
 """
 
 import contextlib
-import glob
 import io
 import json
 import os
 import re
 import reprlib
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.manifest import UNFINISHED
 from data.token_file import HEADER_BYTES, MAGIC, TokenFileError, count_tokens
 from data.tokenizer import END_OF_TEXT, chunks
 from runtime.errors import in_a_line
@@ -26,7 +27,7 @@ KIND = re.compile(
     r"\.(?:(?P<row>parquet)|(?P<tokens>bin|npy)|(?P<line>jsonl?|ndjson)(?:\.gz|\.zst)?)$",
     re.IGNORECASE,
 )
-COMPRESSED = (".gz", ".zst")
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 ROWS = 128  # rows of a parquet file in memory at once
 TOKENS = 2**18  # tokens of a token file in memory at once
 BOM = "\ufeff"
@@ -69,18 +70,18 @@ def find_sources(named: Iterable[Path]) -> list[Path]:
     """Return the files in `named`, and in its folders in the order of their paths, each file once.
 
     In folders, hidden files are skipped. So are .json files, which mostly describe the data, binary
-    files and, beside token files, all other files; a note names one. Raises TokenFileError for a
-    folder without a usable file, OSError for a missing file.
+    files, broken links and, beside token files, all other files; a note names one. Raises
+    TokenFileError for a folder without a usable file, and for a pipe; OSError for a missing file or
+    a folder that cannot be read.
     """
     sources: dict[str, Path] = {}
     for name in named:
         name.stat()
         usable = [name]
         if name.is_dir():
-            below = map(Path, glob.glob(f"{glob.escape(str(name))}/**", recursive=True))
-            files = sorted(path for path in below if path.is_file())
-            usable = [path for path in files if kind_of(path) == "tokens"]
-            usable = usable or [path for path in files if _is_usable(path)]
+            files = _files_below(name)
+            usable = [path for path in files if kind_of(path) == "tokens" and path.is_file()]
+            usable = usable or [path for path in files if path.is_file() and _is_usable(path)]
             left_out = sorted({*files}.difference(usable))
             note = (
                 f"{len(left_out):,} files left out, such as {left_out[0]}" if left_out else "empty"
@@ -91,9 +92,39 @@ def find_sources(named: Iterable[Path]) -> list[Path]:
                 )
             if left_out:
                 print(f"note: {name}: {note}", file=sys.stderr)
+        elif not name.is_file():
+            raise TokenFileError(f"{name}: a pipe or device; write its text to a file first")
         for path in usable:
             sources.setdefault(os.path.realpath(path), path)
     return [*sources.values()]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return what is below a folder and not hidden, through links too, in the order of the paths.
+
+    Without unfinished corpora, and without the copies that a cache of Hugging Face has under other
+    names. Raises OSError, and TokenFileError for a name that cannot be written as UTF-8.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found, seen = list[Path](), set[str]()
+    for where, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        left_out = {"blobs", "refs"} if "snapshots" in folders else set[str]()
+        if (place := os.path.realpath(where)) in seen:  # links may lead back
+            left_out, names = {*folders}, []
+        seen.add(place)
+        folders[:] = sorted(
+            name
+            for name in {*folders} - left_out
+            if not name.startswith(".") and not name.endswith(UNFINISHED)
+        )
+        found += [Path(where, name) for name in names if not name.startswith(".")]
+    for path in found:
+        if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+            raise TokenFileError(f"{path}: its name is not UTF-8; rename it")
+    return sorted(found)
 
 
 def _is_usable(path: Path) -> bool:
@@ -157,9 +188,10 @@ def _open(path: Path) -> io.BufferedReader:
     """Open a file, decompressed."""
     import pyarrow
 
-    if path.name.lower().endswith(COMPRESSED) and not path.stat().st_size:
+    compression = COMPRESSION.get(path.suffix.lower())
+    if compression and not path.stat().st_size:
         raise EOFError("it is empty")  # pyarrow would read no lines
-    return io.BufferedReader(pyarrow.input_stream(str(path)), 2**16)
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression), 2**16)
 
 
 def _cut(texts: Iterable[str]) -> Iterator[Piece]:
@@ -197,8 +229,8 @@ def _read_lines(path: Path) -> Iterator[Any]:
     with _open(path) as file:
         if file.peek(1).removeprefix(BOM.encode()).lstrip().startswith(b"["):
             raise TokenFileError(
-                f"{path}: a JSON array, not JSON lines; convert it: jq -c '.[]' {path} > "
-                "lines.jsonl"
+                f"{path}: a JSON array, not JSON lines; convert it: jq -c '.[]' "
+                f"{shlex.quote(str(path))} > lines.jsonl"
             )
         for number, line in enumerate(file):
             try:

@@ -40,7 +40,7 @@ from data.manifest import (
     read_progress,
     unfinished_folder,
 )
-from data.sources import BadRecords, find_sources, read_pieces, reading
+from data.sources import BadRecords, find_sources, kind_of, read_pieces, reading
 from data.token_file import (
     HEADER_BYTES,
     SHARD_TOKENS,
@@ -60,10 +60,8 @@ RESUME_HINT = "run the same command again to resume"
 BATCH = 2**19  # characters and tokens in a batch, about: it takes 30 ms to tokenize
 AHEAD = 32  # batches that are read ahead
 PROGRESS = 2**26  # tokens between two progress lines
-SEPARATOR_NOTE = (
-    f"{SEPARATOR} in the text becomes ordinary text, 7 tokens; if it separates documents, start "
-    f"again with --separator '{SEPARATOR}'"
-)
+SEPARATOR_NOTE = f"{SEPARATOR} in the text becomes ordinary text, 7 tokens"
+SEPARATOR_ADVICE = f"; if it separates documents, start again with --separator '{SEPARATOR}'"
 BEGIN = np.array([END_OF_TEXT], "<u2")
 
 # Consecutive (split, Piece), and ("", Source) after a file's last piece. Tokenizing replaces the
@@ -131,10 +129,11 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions) -> None
         raise
     if last.skipped:
         print(f"note: lines or rows without text, left out: {last.skipped:,}", file=sys.stderr)
+    place = f" --data_dir {shlex.quote(str(folder.parent))}" * (folder.parent != Path("data"))
     print(
         f"{sum(last.tokens.values()):,} tokens of {last.documents:,} documents in {folder}, "
         f"{last.tokens['val']:,} of them for validation; train on them with --dataset "
-        f"{shlex.quote(folder.name)}"
+        f"{shlex.quote(folder.name)}{place}"
     )
 
 
@@ -244,12 +243,13 @@ def _batches(
     """Read the remaining files in batches of similar size. An error is the last item."""
     last, every, is_noted = [Source(), *done][-1], options.val_every, False
     documents, bad = last.documents, BadRecords(options.skip_bad, last.skipped)
-    batch, size = Batch(), 0
+    batch, size, undivided = Batch(), 0, 0
     try:
         for path in sources[len(done) :]:
             with reading(path):
                 digest = sha256(path)
             split = "val" if split_of(path) in ("val", "test") else "train"
+            before = documents
             for piece in read_pieces(path, options.text_column, options.separator, bad):
                 documents += piece.begins
                 if isinstance(piece.content, str):  # a token file keeps the split of its name
@@ -257,14 +257,19 @@ def _batches(
                         split = "train" if not every or documents % every else "val"
                     if SEPARATOR in piece.content and not is_noted:
                         is_noted = True
-                        print(f"note: {path}: {SEPARATOR_NOTE}", file=sys.stderr)
+                        advice = SEPARATOR_ADVICE if kind_of(path) == "text" else ""
+                        print(f"note: {path}: {SEPARATOR_NOTE}{advice}", file=sys.stderr)
                 batch.append((split, piece))
                 size += len(piece.content) + 100  # a short piece takes time too
                 if size >= BATCH:
                     yield batch
                     batch, size = [], 0
+            if options.separator and kind_of(path) == "text":
+                undivided += documents == before + 1
             source = Source(file=str(path), sha256=digest, documents=documents, skipped=bad.count)
             batch.append(("", source))
+        if undivided:
+            print(f"note: text files without the separator: {undivided:,}", file=sys.stderr)
         yield batch
     except UserError as error:
         yield from (batch, error)
@@ -303,7 +308,8 @@ def _encode(batch: Batch | UserError) -> Batch:
 
 
 def main(options: TextOptions) -> None:
-    name = options.name or Path(options.sources[0]).resolve().name.partition(".")[0]
+    first = os.path.basename(os.path.abspath(options.sources[0]))
+    name = options.name or first.lstrip(".").partition(".")[0] or "text"
     prepare(Path(options.data_dir) / name, options.sources, options)
 
 

@@ -158,7 +158,7 @@ class TokenFile:
             i = int(np.argmax(tokens >= self.n_vocab))
             raise TokenFileError(
                 f"{self.path}: token {start + i:,} has the id {tokens[i]}, beyond the model's "
-                f"vocabulary of {self.n_vocab:,}; raise vocab_size, or write the file again with "
-                "GPT-2's tokenizer"
+                f"vocabulary of {self.n_vocab:,}; raise vocab_size and real_vocab_size, or write "
+                "the file again with GPT-2's tokenizer"
             )
         return tokens

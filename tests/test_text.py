@@ -70,7 +70,7 @@ def write(name, documents, column="text"):
     ]
     content = "\n".join([*lines, ""]).encode()
     half = len(content) // 2  # in two parts, as parallel writers make them
-    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix.lower(), bytes)
     path.write_bytes(pack(content[:half]) + pack(content[half:]))
     return path
 
@@ -97,7 +97,7 @@ def small_batches(monkeypatch):
 # ---- every token is tiktoken's
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "e.NDJSON"])
+@pytest.mark.parametrize("name", [*FORMATS, "e.NDJSON", "f.JSONL.GZ"])
 def test_the_tokens_of_every_format_are_tiktokens_and_fill_the_token_files(name):
     documents = texts(100)
     assert written(write(name, documents)) == expected(documents)
@@ -131,6 +131,22 @@ def test_a_folder_is_read_in_the_order_of_its_paths_and_names_what_it_leaves_out
     assert written("raw", "raw/b.parquet") == expected("12345")
     note = "note: raw: 2 files left out, such as raw/dataset_infos.json\n"
     assert capsys.readouterr().err == note
+
+
+def test_links_are_followed_once_in_a_cache_of_hugging_face_too_and_told_if_broken(capsys):
+    place = Path("hub/snapshots/1")
+    place.mkdir(parents=True)
+    write("hub/blobs/1f", ["x"])
+    for name, target in {"a.jsonl": "../../blobs/1f", "b": ".", "c": ".", "d": "nowhere"}.items():
+        (place / name).symlink_to(target)
+    assert written("hub") == expected("x")
+    assert f"1 files left out, such as {place}/d" in capsys.readouterr().err
+    os.mkfifo("pipe")
+    with refused("pipe: a pipe or device"):
+        written("pipe")
+    (place / os.fsdecode(b"\xe9")).touch()
+    with refused("its name is not UTF-8"):
+        written("hub")
 
 
 def test_threads_and_batches_change_no_byte(small_batches, monkeypatch):
