@@ -155,6 +155,7 @@ def setup(
         loader, val = open_data(config, world, model.config.n_vocab)
         notes += loader.describe(val)
         restore(resumed, state, loader.stream.fingerprint(), config, world)
+        state.validate_on(f"{val.fingerprint()} {config.eval_tokens}")
         batches = prefetch(loader, device, state.step + 1)
     return Run(config, world, state, trained, autocast, batches, val, notes)
 
@@ -256,8 +257,8 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
     # The run is saved, but its last update is missing: the exit status has to show that.
     if last and problem:
         raise TrainingError(
-            f"the update of the last step, {step}, was skipped: {problem}; resume with a larger "
-            f"--max_steps{'' if config.fp16 else ' and a lower --lr'}"
+            f"the update of the last step, {step}, was skipped: {problem}; resume for more "
+            f"steps{'' if config.fp16 else ' with a lower --lr'}"
         )
 
 
@@ -290,7 +291,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         folder.open_trackers(
             config.model_dump(mode="json"), lambda: live_figures(config, state, world)
         )
-        evaluation.resume()
+        evaluation.resume(state.step, state.best_val_loss is not None)
         stop.end_early(world.any(stop.received is not None))
         take_steps(run, folder, evaluation, stop)
         summary = summarize(config, state, world, folder) | evaluation.latest()

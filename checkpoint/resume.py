@@ -21,9 +21,8 @@ def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World)
     has_summary = world.broadcast((run.path / "summary.json").exists())
     if not (has_summary and config.is_over(saved.step, saved.seconds)):
         return False
-    run.message(
-        f"nothing to do: {saved.folder} is the last step; raise max_steps or max_minutes to resume"
-    )
+    limit = "max_minutes" if config.max_minutes else "max_steps"
+    run.message(f"nothing to do: {saved.folder} is the last step; raise {limit} to resume")
     return True
 
 
@@ -71,10 +70,12 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
     the newest or not seen by all ranks; ConfigError for options that contradict it or, in a new
     run, each other.
     """
-    if launch().max_restarts and config.resume is None:
+    named = config.resume and run_and_checkpoint(Path(config.resume))[1]
+    if launch().max_restarts and (named or config.resume is None):
         raise UserError(
             "--max_restarts: after a fault torchrun starts the same command again, which would "
-            "begin a new run; add --resume auto"
+            f"begin {'at the same checkpoint' if named else 'a new run'}; "
+            f"{'name the run instead' if named else 'add --resume auto'}"
         )
     saved, skipped = world.on_rank0(lambda: _find_checkpoint(config))
     folder = saved.folder if saved else Path(f"{config.log_dir}/{config.run_name}/checkpoints")
@@ -109,6 +110,11 @@ def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
     if resume != "auto":
         run, named = run_and_checkpoint(find_folder(resume, config.log_dir))
         if named:
+            if named.parent.name != "checkpoints":
+                raise CheckpointError(
+                    f"--resume {resume}: is not in its run's checkpoints/, where a run continues; "
+                    f"move it there, or start a new run with --init_from {shlex.quote(resume)}"
+                )
             later = [path for path in all_checkpoints(run) if step_of(path) > step_of(named)]
             if later:
                 raise UserError(

@@ -150,19 +150,18 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
     Raises TrainingError after more updates with a loss or norm that is not finite than
     `skip_nonfinite`. An overflow in fp16 does not count: the scaler halves its scale.
     """
-    problem = ""
     while state.taken:
-        step, lr, figures, seconds, notes, problem, is_fatal = state.taken.popleft()
+        step, lr, figures, seconds, notes, state.problem, is_fatal = state.taken.popleft()
         if is_fatal:
             instead = ", or bf16 instead of fp16" * config.fp16
             raise TrainingError(f"{notes[0]}; {hint(run.path, config.lr)}{instead}")
         ends = step == state.step and (state.stopping or state.is_over(config))
-        if ends or problem or step == 1 or step % config.log_every == 0:
+        if ends or state.problem or step == 1 or step % config.log_every == 0:
             tokens_per_sec = config.tokens_per_step(world.world_size) / seconds
             row = LogRow(step, figures["loss"], lr, figures["norm"], seconds * 1e3, tokens_per_sec)
             run.log(row, config.last_step, figures)
         run.message(*notes)
-    return problem
+    return state.problem
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ from runtime.recent import NO_LIMITS, Recent
 COUNTS = (
     "step",
     "best_val_loss",
+    "validated",
+    "problem",
     "skipped_steps",
     "skipped_overflows",
     "skipped_spikes",
@@ -79,6 +81,8 @@ class State:
     seconds: float = 0.0  # since the first step began, counted if max_minutes is set
     recent: Recent = field(default_factory=Recent)
     best_val_loss: float | None = None
+    validated: str = ""  # fingerprint and number of the tokens of validation losses
+    problem: str = ""  # why the last step's update was skipped
     checkpoint: Path | None = None  # the newest one that is known to be whole
     is_updating: bool = False  # a step's update has begun and is not complete
     # these two describe the steps that this process has taken
@@ -203,6 +207,12 @@ class State:
             optimizer.step()
             optimizer.zero_grad()
 
+    def validate_on(self, tokens: str) -> None:
+        """Forget the best validation loss if it is one of other tokens."""
+        if self.validated not in ("", tokens):
+            self.best_val_loss = None
+        self.validated = tokens
+
     def numbers(self) -> dict[str, Any]:
         """Return the rest of the state, except random states, as checkpoint.json has it."""
         counts = {name: getattr(self, name) for name in COUNTS}
@@ -259,7 +269,9 @@ class SavedState(BaseModel):
     tokens_per_step: int
     best_val_loss: float | None
     skipped_steps: int
-    skipped_overflows: int = 0  # these four are not in checkpoints of an earlier version
+    validated: str = ""  # these six are not in checkpoints of an earlier version
+    problem: str = ""
+    skipped_overflows: int = 0
     skipped_spikes: int = 0
     seconds: float = 0.0
     recent: list[tuple[float, float]] = []

@@ -78,7 +78,7 @@ def sole_writer(path: Path, on_wait: Callable[[], None] | None = None) -> Iterat
     If another process has it, call `on_wait` once and wait; without `on_wait`, raise
     UserError. May be nested. Raises OSError if the lock file cannot be made.
     """
-    lock_path = lock_file(path.absolute())
+    lock_path = lock_file(path)
     lock_path.parent.mkdir(parents=True, exist_ok=True)
     lock_path.touch()  # raises OSError if no file can be made; filelock would wait for one
     lock = filelock.FileLock(lock_path, is_singleton=True)
@@ -100,7 +100,10 @@ def sole_writer(path: Path, on_wait: Callable[[], None] | None = None) -> Iterat
 
 
 def lock_file(path: Path) -> Path:
-    """Return the lock file of `sole_writer`. A killed writer leaves the file, unlocked."""
+    """Return the lock file of `sole_writer`, for a link its target's. A killed writer leaves the
+    file, unlocked.
+    """
+    path = path.resolve()
     return path.with_name(f".{path.name}.lock")
 
 

@@ -80,7 +80,7 @@ class RunFolder:
         self._timed_from: tuple[int, float] | None = None  # a step, and when it was logged
         self._metric_columns: list[str] = []  # metrics.csv's, once this process has written it
         self._lock = contextlib.ExitStack()  # holds the folder's lock
-        self._undo = contextlib.ExitStack()  # reverts `create`
+        self._undo = contextlib.ExitStack()  # reverts `create` or `resume`
         self._console: TextIO = io.StringIO()  # until console.log is open
 
     # ---- starting and ending, on rank 0
@@ -95,6 +95,14 @@ class RunFolder:
         moved_to = None
         with contextlib.ExitStack() as undo:
             if self.path.exists():
+                if (
+                    self.path.is_dir()
+                    and any(self.path.iterdir())
+                    and not (self.path / "log.csv").exists()
+                ):
+                    raise UserError(
+                        f"{self.path}: is not the folder of a run; choose another run_name"
+                    )
                 moved_to = aside(self.path)
                 self.path.rename(moved_to)
                 undo.callback(moved_to.rename, self.path)
@@ -113,6 +121,9 @@ class RunFolder:
         """
         self._lock.enter_context(sole_writer(self.path))
         self._resumed_after = step
+        for file in (self.path / "config.yaml", self.path / "summary.json"):
+            if file.exists():
+                self._undo.callback(file.write_bytes, file.read_bytes())
         for leftover in (self.path / "checkpoints").glob(".*.unfinished"):
             shutil.rmtree(leftover, ignore_errors=True)
         for name in COLUMNS:
@@ -266,7 +277,7 @@ class RunFolder:
     def how_to_resume(self) -> str:
         """Return the option that resumes from the run's newest checkpoint."""
         run = shlex.quote(str(self.path))
-        return f"to resume: the same command with --resume auto, or --resume {run}"
+        return f"to resume: the same command with --resume {run}"
 
     # ---- reading
 

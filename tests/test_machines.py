@@ -103,6 +103,8 @@ def test_a_run_that_torchrun_may_restart_wants_resume_auto(tiny_config, monkeypa
         train(tiny_config(), ALONE)
     assert not here.exists()
     assert train(tiny_config(max_steps=1, resume="auto"), ALONE)["steps"] == 1
+    with refused("at the same checkpoint; name the run instead"):
+        train(tiny_config(resume=f"{here}/checkpoints/step_000001"), ALONE)
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_a_resumed_run_has_the_rest_of_its_minutes(go, here, stop_at, capsys):
     assert go(**options, resume="auto")["steps"] == 12
     assert [*read_rows(here / "log.csv")] == [*range(1, 13)]
     assert go(**options, resume="auto") == {"steps": 12}
-    assert "step_000012 is the last step; raise max_steps or max_minutes" in capsys.readouterr().out
+    assert "step_000012 is the last step; raise max_minutes to resume" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

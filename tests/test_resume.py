@@ -167,6 +167,8 @@ def test_a_checkpoint_from_before_the_first_update_can_be_resumed(go, monkeypatc
     with refused("the update of the last step, 1, was skipped"):
         go(skip_nonfinite=1, max_steps=1, fused_adamw=fused)
     disarm()
+    with refused("the last step, 1, was skipped"):
+        go(skip_nonfinite=1, max_steps=1, fused_adamw=fused, resume="auto")
     summary = go(skip_nonfinite=1, resume="auto", fused_adamw=fused)
     assert (summary["resumed_after_step"], summary["skipped_steps"], summary["steps"]) == (1, 1, 6)
 
@@ -248,6 +250,7 @@ def test_a_path_alone_is_enough(go, here):
     for resume, message in (
         (f"{here}/checkpoints/step_000004", "has later checkpoints, up to step_000006"),
         ("nowhere", "nowhere: has no whole checkpoint"),
+        (f"{here}/step_000006", "is not in its run's checkpoints/"),
     ):
         with refused(message):
             go(load_config(resume=resume, max_steps=9))
@@ -268,14 +271,15 @@ def test_a_run_that_begins_anew_keeps_its_config_files_name(option, go, here, tm
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept_also_after_a_resume(go, here, monkeypatch):
-    losses = iter([9.0, 3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
+    losses = iter([9.0, 3.0, 1.0, 2.0, 5.0, 4.0, 6.0, 8.0, 7.0])
     monkeypatch.setattr(inference.evaluation, "validation_loss", lambda *_, **__: next(losses))
     options = {"checkpoint_every": 1, "keep_last": 2, "eval_every": 1, "val_fraction": 0.1}
     go(**options, max_steps=4)
     go(**options, max_steps=6, resume="auto")
     assert checkpoints(here) == ["best_000002", "step_000005", "step_000006"]
-    assert read_state(here / "checkpoints/best_000002").step == 2
     assert read_state(newest(here)).best_val_loss == 1.0
+    go(**options, max_steps=7, eval_tokens=64, resume="auto")  # losses of other tokens
+    assert checkpoints(here)[0] == "best_000007"
 
 
 def test_no_checkpoint_is_saved_where_none_are_kept(go, here):
@@ -313,7 +317,7 @@ def test_a_signal_to_one_rank_during_a_slow_save_stops_all_saved_and_says_how_to
         ranks[1].send_signal(signal.SIGUSR1)
         outputs = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert "to resume: the same command with --resume auto, or --resume " in outputs[0][0]
+    assert "to resume: the same command with --resume " in outputs[0][0]
     assert len([*here.glob("events.*")]) == 1
     assert [read_state(path).step for path in all_checkpoints(here)] == [3, len(log(here))]
 

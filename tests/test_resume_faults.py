@@ -53,10 +53,12 @@ def test_of_two_runs_of_one_name_the_second_is_refused_while_the_first_trains(
 ):
     first = RunFolder(here)
     first.create()
-    done = run("train.py", *flags(tiny_config()), cwd=tmp_path, status=2)
+    link = here.with_name("latest")
+    link.symlink_to(here)
+    done = run("train.py", *flags(tiny_config(run_name="latest")), cwd=tmp_path, status=2)
     first.close()
     busy = "another process is writing it; wait for it, or choose another name"
-    assert done.stderr == f"error: {here}: {busy}\n"
+    assert done.stderr == f"error: {link}: {busy}\n"
 
 
 # ---- a full disk

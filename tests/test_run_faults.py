@@ -85,7 +85,7 @@ def has_rows(run, count):
 
 
 def to_go_on(folder):
-    return f"to resume: the same command with --resume auto, or --resume {folder}"
+    return f"to resume: the same command with --resume {folder}"
 
 
 # ---- a fault in the middle of a run

@@ -37,7 +37,7 @@ from runtime.device import (
     check_compiler,
     slowdown,
 )
-from runtime.errors import TrainingError
+from runtime.errors import TrainingError, UserError
 from runtime.runlog import RunFolder
 from runtime.world import World
 from sample import SampleOptions, Sampler
@@ -606,6 +606,9 @@ def test_an_earlier_run_is_moved_aside_not_overwritten_unless_the_new_one_cannot
         path.name: load_config(str(path / "config.yaml")).seed for path in here.parent.iterdir()
     }
     assert seeds == {"train.1": 1, "train.2": 2, "train": 3}
+    (here / "log.csv").unlink()
+    with pytest.raises(UserError, match="train: is not the folder of a run"):
+        run(tiny_config())
 
 
 def test_init_from_a_run_goes_on_with_its_weights_in_its_shape_and_refuses_another(tiny_config):
