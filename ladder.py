@@ -191,6 +191,11 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
         for stage in stages:
             if not stage.config.eval_every:
                 raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
+            if stage.config.max_minutes:
+                raise UserError(
+                    f"{stage.name}: max_minutes {stage.config.max_minutes:g}: losses are compared "
+                    "step by step; set max_steps instead"
+                )
             if stage.length != stages[0].length:
                 raise UserError(
                     f"{stage.name} trains for {stage.length}, {stages[0].name} for "

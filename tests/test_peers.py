@@ -156,6 +156,7 @@ def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer,
             "has no transformer.ln_f.bias, ",
         ),
         ([("self.lm_head.weight = self.transformer.wte.weight", "pass")], "are two matrices"),
+        ([("class GPT(", "class GPT2(")], "has no GPT or no GPTConfig"),
     ],
 )
 def test_a_file_that_is_no_gpt2_is_an_error(replaced, said, options, peer, tmp_path):

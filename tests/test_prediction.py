@@ -156,11 +156,8 @@ def test_a_ladder_predicts_factors_before_it_runs_and_goes_on_with_the_rates_of_
     stages = plan("plain.yaml")
     predict_stages(stages, rates(name="another GPU"))
     assert predictions(rungs).keys() == {"plain"}
-
-
-@pytest.mark.usefixtures("forked_processes", "rungs")
-def test_runs_of_several_ranks_are_not_predicted():
     (stage,) = plan("plain.yaml")
-    stage.ranks = 2
-    predict_stages([stage], rates())
-    assert stage.record.predicted.stages == {}
+    assert stage.prediction
+    stage.ranks = 2  # such runs are not predicted
+    assert not stage.prediction
+    assert not plan("plain.yaml", of_runs=["--lr=1"])[0].prediction

@@ -29,7 +29,7 @@ from measure.interleaved.rounds import (
 )
 from measure.report.tables import print_table
 from runtime.cli import parse
-from runtime.errors import reported
+from runtime.errors import UserError, reported
 from runtime.start import start
 
 
@@ -47,7 +47,10 @@ def parse_side(text: str, of_all: Sequence[str]) -> Side:
 
     Raises UserError for a mistake in it, before anything starts.
     """
-    words = shlex.split(text) or [""]
+    try:
+        words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise UserError(f"{text}: {error}") from None
     environment = {}
     while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
         name, _, environment[name] = words.pop(0).partition("=")

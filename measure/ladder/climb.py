@@ -82,7 +82,9 @@ def predict_stages(stages: Sequence[Stage], device: Device) -> None:
         print(f"note: nothing is predicted: {problem}")
         return
     predicted, record.predicted = kept.stages, kept
-    predicted.update(zip((stage.name for stage in alone), found, strict=True))
+    for stage, prediction in zip(alone, found, strict=True):
+        prediction.settings = settings(stage.config)
+        predicted[stage.name] = prediction
     record.save()
     for stage in alone:
         if stage.base in alone:
@@ -180,6 +182,7 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, device: Device) -> N
         except SideError as error:
             record.comparisons.pop(name, None)
             record.fail(name, str(error))
+            record.save()
             continue
         found.settings = [*map(settings, stage.sides)]
         record.comparisons[name] = found

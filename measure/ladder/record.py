@@ -19,7 +19,6 @@ LIMITS = ("arithmetic", "memory", "launches")  # an operation takes as long as t
 IRRELEVANT = {
     "run_name",
     "log_dir",
-    "data_dir",
     "resume",
     "timeout",
     "checkpoint_every",
@@ -131,6 +130,7 @@ class Prediction(BaseModel):
     arithmetic: float
     memory: float
     launches: float
+    settings: dict[str, Any] = {}  # of the config; not stored before 2026-11-26
 
     @property
     def tokens_per_sec(self) -> float:

@@ -140,7 +140,6 @@ def left_out(stages: Iterable[Stage]) -> Iterator[str]:
 def rows_of(stages: Sequence[Stage]) -> list[Row]:
     """Return a row for each finished stage. Losses in nats per token, memory in MiB."""
     rows: dict[str, Row] = {}
-    predicted = stages[0].record.predicted.stages
     for stage in stages:
         base = stage.base or stage
         run, result = stage.finished, stage.comparison
@@ -148,7 +147,7 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
             continue
         summary = run.summary
         rate = summary.median_tokens_per_sec
-        ours, theirs = (predicted.get(side.name) for side in (stage, base))
+        ours, theirs = stage.prediction, base.prediction
         row = rows[stage.name] = {
             "stage": stage.name,
             "ms_per_step": summary.median_dt_ms,
@@ -333,7 +332,7 @@ def across(folders: Sequence[str], out: Path) -> None:
 
     A machine is named after the parent of its ladder's folder.
     """
-    rows = dict[str, Row]()  # by stage: its factor over its base on each machine
+    rows = dict[tuple[str, str], Row]()  # by stage and base: their factor on each machine
     files = dict[str, Path]()  # configs of the stages of known series
     machines = list[str]()
     for folder in map(Path, folders):
@@ -348,19 +347,19 @@ def across(folders: Sequence[str], out: Path) -> None:
                 ends = [line["over_base"], line["over_base_low"], line["over_base_high"]]
                 values = [float(end) for end in ends if end]
                 over_base = Estimate(*values) if values else None
-                row = rows.setdefault(stage, {"stage": stage})
-                row |= {"base": base, machines[-1]: over_base}
+                rows.setdefault((stage, base), {})[machines[-1]] = over_base
         if place := series_folder(folder.name.removesuffix(SUFFIX)):
             files |= {path.stem: path for path in series(place)}
     cards = list[Card]()
-    for stage, row in rows.items():
-        card = Card(stage, stage)
-        file, base_file = files.get(stage), files.get(row["base"])
+    for (stage, base), row in rows.items():
+        others = [name for name, _ in rows].count(stage) > 1  # other bases
+        name = f"{stage} over {base}" if others else stage
+        card, file, base_file = Card(name, name), files.get(stage), files.get(base)
         if file and base_file:
-            card = card_of(stage, file, base_file)
-            for name, figure in PUBLISHED.items():
+            card = card_of(name, file, base_file)
+            for where, figure in PUBLISHED.items():
                 over = factor(published(file), published(base_file), figure)
-                row[name] = over and Estimate(over)
+                row[where] = over and Estimate(over)
         row["stage"] = card.label
         cards.append(card)
     write_report(

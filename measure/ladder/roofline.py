@@ -149,7 +149,7 @@ def predict(config: Config, rates: Device, device: torch.device) -> Prediction:
     fp32 = "float32"
     if usable_precision(device, config.fp32_precision()) != "highest":  # the precision in effect
         fp32 = "tf32" if device.type == "cuda" else "bfloat16" if cpu_has("amx_bf16") else fp32
-    seconds = dict.fromkeys(LIMITS, 0.0)
+    seconds: dict[str, Any] = dict.fromkeys(LIMITS, 0.0)
     for op in operations:
         tflops = rates.tflops[fp32 if op.dtype == "float32" else op.dtype]
         takes = (op.flops / tflops / 1e12, op.bytes / bandwidth / 1e9, launch / 1e6)

@@ -25,6 +25,7 @@ from measure.interleaved.rounds import to_flags
 from measure.ladder.record import (
     Device,
     Planned,
+    Prediction,
     Record,
     Run,
     curve,
@@ -139,9 +140,18 @@ class Stage:
         return None if differences([run.config], [self.config]) else run
 
     @property
+    def prediction(self) -> Prediction | None:
+        """The prediction for these very settings, on one rank."""
+        found = self.record.predicted.stages.get(self.name) if self.ranks == 1 else None
+        if found and found.settings and differences([found.settings], [self.config]):
+            return None
+        return found
+
+    @property
     def comparison(self) -> Comparison | None:
         """The comparison of this stage with its base, both with these very settings."""
-        found = self.record.comparisons.get(self.key) if self.base else None
+        alone = self.base and max(self.ranks, self.base.ranks) == 1
+        found = self.record.comparisons.get(self.key) if alone else None
         return found if found and not differences(found.settings, self.sides) else None
 
 
@@ -209,10 +219,10 @@ def plan(
 def can_gain(stage: Stage, device: Device) -> bool:
     """False if a stage only adds a precision that the device does not have, or only emulates."""
     added = read_yaml_mapping(stage.file)
-    if added.get("matmul_precision") == "medium":
+    added.pop("base", None)
+    if added == {"matmul_precision": "medium"}:
         return device.medium
-    is_replaced = not (stage.config.bf16 or stage.config.fp16)
-    return added.keys() != {"base", "bf16"} or not is_replaced
+    return added != {"bf16": "true"} or stage.config.bf16 or stage.config.fp16
 
 
 def planned_before(record: Record, of_runs: Sequence[str]) -> list[Stage]:

@@ -33,11 +33,12 @@ if __name__ == "__main__":
         set_up_process(OPTIONS.device)
 
 import functools
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ from measure.ladder.roofline import count
 from model import GPT, GPTConfig
 from optimizer import make_optimizers
 from runtime.device import choose_device, usable_precision
-from runtime.errors import UserError, reported
+from runtime.errors import UserError, in_a_line, reported
 from runtime.world import World
 from train import open_data
 
@@ -120,10 +121,15 @@ def nanogpt_like(path: str, config: Config) -> torch.nn.Module:
 
 def load_file(path: str) -> Any:
     """Import a Python file as a module."""
-    spec = importlib.util.spec_from_file_location("peer_file", path)
-    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    loader = SourceFileLoader("peer_file", path)
+    module = ModuleType("peer_file")
     sys.modules["peer_file"] = module  # dataclasses look their module up here
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    try:
+        loader.exec_module(module)
+    except (SyntaxError, ImportError) as error:
+        raise UserError(f"{path}: {in_a_line(error)}") from None
+    if not (hasattr(module, "GPT") and hasattr(module, "GPTConfig")):
+        raise UserError(f"{path}: has no GPT or no GPTConfig, as nanoGPT's model.py has")
     return module
 
 

@@ -74,7 +74,8 @@ def compare(rows: Sequence[Row], earlier: Results) -> list[str]:
         if there := earlier.get(key_of(row)):
             row |= {"there_s": there["mean_s"], "over_there": row["mean_s"] / there["mean_s"]}
             for name in ("batch_size", "seq_len", "vocab_size", "device", *SPEED_OPTIONS):
-                if str(row[name]).lower() != str(there.get(name, row[name])).lower():
+                theirs = str(there.get(name, row[name])) or "None"  # an empty cell
+                if str(row[name]).lower() != theirs.lower():
                     notes[f"note: {name} differs: {row[name]} here, {there[name]} there"] = None
     return [*notes]
 
