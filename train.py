@@ -291,7 +291,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         folder.open_trackers(
             config.model_dump(mode="json"), lambda: live_figures(config, state, world)
         )
-        evaluation.resume(state.step, state.best_val_loss is not None)
+        is_other = resumed and resumed.validated not in ("", state.validated)
+        evaluation.resume(repeat=state.step if is_other else None)
         stop.end_early(world.any(stop.received is not None))
         take_steps(run, folder, evaluation, stop)
         summary = summarize(config, state, world, folder) | evaluation.latest()

@@ -38,7 +38,7 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     if not math.isfinite(world.sum(sum(sums))):
         raise TrainingError(
             f"step {state.step}: the weights are no longer finite and are not saved; "
-            f"{hint(run.path, config.lr)}"
+            f"{hint(run.path, config)}"
         )
     # With FSDP each rank has a shard; ranks with other GPUs may round differently (world.notes).
     others = world.ranks_that_differ(sums)
@@ -135,13 +135,15 @@ def _link_or_copy(source: str, target: str) -> None:
 # ---- faults
 
 
-def hint(run: Path, lr: float) -> str:
-    """Return advice on training that failed at the learning rate `lr`."""
+def hint(run: Path, config: Config) -> str:
+    """Return advice on training that failed: with a checkpoint, to halve all learning rates."""
     advice = f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
     if not all_checkpoints(run):
         return advice
-    command = f"--resume {shlex.quote(str(run))} --lr {lr / 2:g}"
-    return f"{advice}; {command} resumes from its last checkpoint"
+    names = [name for name in Config.model_fields if name.endswith("lr") and not config.lacks(name)]
+    rates = {name: value for name in names if (value := getattr(config, name))}
+    lower = " ".join(f"--{name} {value / 2:g}" for name, value in rates.items())
+    return f"{advice}; --resume {shlex.quote(str(run))} {lower} resumes from its last checkpoint"
 
 
 def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str:
@@ -154,7 +156,7 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
         step, lr, figures, seconds, notes, state.problem, is_fatal = state.taken.popleft()
         if is_fatal:
             instead = ", or bf16 instead of fp16" * config.fp16
-            raise TrainingError(f"{notes[0]}; {hint(run.path, config.lr)}{instead}")
+            raise TrainingError(f"{notes[0]}; {hint(run.path, config)}{instead}")
         ends = step == state.step and (state.stopping or state.is_over(config))
         if ends or state.problem or step == 1 or step % config.log_every == 0:
             tokens_per_sec = config.tokens_per_step(world.world_size) / seconds

@@ -62,14 +62,13 @@ class Evaluation:
         if self.reference and (others := ", ".join(self.reference.differences(config))):
             self.folder.message(f"note: not the recipe of {self.reference.name}'s curve: {others}")
 
-    def resume(self, step: int, is_best_known: bool) -> None:
-        """Load the evaluations of earlier calls, up to `step`, so that none is repeated.
-
-        Without a best loss, that step's may be one of other validation tokens.
+    def resume(self, repeat: int | None) -> None:
+        """Load the evaluations of earlier calls, so that none is repeated but the one of the step
+        `repeat`, whose loss is one of other tokens.
         """
         self.figures |= self.world.broadcast(self.folder.evaluations())
-        if not is_best_known:
-            self.figures[step].pop("val_loss", None)
+        if repeat is not None:
+            self.figures[repeat].pop("val_loss", None)
 
     def validate(self, step: int, last: bool) -> float:
         """Return the validation loss after this step, in nats per token; infinity if there is none.

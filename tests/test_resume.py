@@ -362,9 +362,9 @@ def test_a_non_finite_step_keeps_the_last_good_checkpoint_and_says_how_to_go_on(
 ):
     at_step(monkeypatch, poisoned_at(5))
     figures = r"step 5: the loss is [\d.]+, the gradient norm nan, the learning rate 0.0003: "
-    advice = r".*--resume .*train --lr 0.00015 resumes from its last checkpoint$"
+    advice = r".*--resume .*train --lr 0.00015 --muon_lr 0.01 resumes from its last"
     with refused(figures + "skipped, 1 of at most 0; " + advice):
-        go(checkpoint_every=2)
+        go(checkpoint_every=2, optimizer="muon")
     assert read_state(newest(here)).step == 4
 
 
