@@ -155,7 +155,6 @@ def setup(
         loader, val = open_data(config, world, model.config.n_vocab)
         notes += loader.describe(val)
         restore(resumed, state, loader.stream.fingerprint(), config, world)
-        state.validate_on(f"{val.fingerprint()} {config.eval_tokens}")
         batches = prefetch(loader, device, state.step + 1)
     return Run(config, world, state, trained, autocast, batches, val, notes)
 
@@ -280,6 +279,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     run = setup(config, world, resumed)
     config, state = run.config, run.state
     evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
+    is_stale = state.validate_on(f"{run.val.fingerprint()} {config.eval_tokens}")
     folder.message(*run.notes)
     announce_long_run(config, state, world, folder)
 
@@ -291,8 +291,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         folder.open_trackers(
             config.model_dump(mode="json"), lambda: live_figures(config, state, world)
         )
-        is_other = resumed and resumed.validated not in ("", state.validated)
-        evaluation.resume(repeat=state.step if is_other else None)
+        evaluation.resume(repeat=state.step if is_stale else None)
         stop.end_early(world.any(stop.received is not None))
         take_steps(run, folder, evaluation, stop)
         summary = summarize(config, state, world, folder) | evaluation.latest()

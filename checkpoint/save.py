@@ -140,9 +140,11 @@ def hint(run: Path, config: Config) -> str:
     advice = f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
     if not all_checkpoints(run):
         return advice
-    names = [name for name in Config.model_fields if name.endswith("lr") and not config.lacks(name)]
-    rates = {name: value for name in names if (value := getattr(config, name))}
-    lower = " ".join(f"--{name} {value / 2:g}" for name, value in rates.items())
+    lower = " ".join(
+        f"--{name} {value / 2:g}"
+        for name, value in config
+        if name.endswith("lr") and value and not config.lacks(name)
+    )
     return f"{advice}; --resume {shlex.quote(str(run))} {lower} resumes from its last checkpoint"
 
 

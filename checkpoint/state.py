@@ -207,11 +207,13 @@ class State:
             optimizer.step()
             optimizer.zero_grad()
 
-    def validate_on(self, tokens: str) -> None:
-        """Forget the best validation loss if it is one of other tokens."""
-        if self.validated not in ("", tokens):
+    def validate_on(self, tokens: str) -> bool:
+        """Return whether validation losses were of other tokens; if so, forget the best one."""
+        were_of_others = self.validated not in ("", tokens)
+        if were_of_others:
             self.best_val_loss = None
         self.validated = tokens
+        return were_of_others
 
     def numbers(self) -> dict[str, Any]:
         """Return the rest of the state, except random states, as checkpoint.json has it."""

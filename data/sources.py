@@ -79,10 +79,11 @@ def find_sources(named: Iterable[Path]) -> list[Path]:
         name.stat()
         usable = [name]
         if name.is_dir():
-            files = _files_below(name)
-            usable = [path for path in files if kind_of(path) == "tokens" and path.is_file()]
-            usable = usable or [path for path in files if path.is_file() and _is_usable(path)]
-            left_out = sorted({*files}.difference(usable))
+            found = _files_below(name)
+            files = [path for path in found if path.is_file()]
+            usable = [path for path in files if kind_of(path) == "tokens"]
+            usable = usable or [path for path in files if _is_usable(path)]
+            left_out = sorted({*found}.difference(usable))
             note = (
                 f"{len(left_out):,} files left out, such as {left_out[0]}" if left_out else "empty"
             )
@@ -100,7 +101,7 @@ def find_sources(named: Iterable[Path]) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Return what is below a folder and not hidden, through links too, in the order of the paths.
+    """Return the files below a folder that are not hidden, through links too, sorted by path.
 
     Without unfinished corpora, and without the copies that a cache of Hugging Face has under other
     names. Raises OSError, and TokenFileError for a name that cannot be written as UTF-8.
@@ -111,13 +112,14 @@ def _files_below(folder: Path) -> list[Path]:
 
     found, seen = list[Path](), set[str]()
     for where, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        left_out = {"blobs", "refs"} if "snapshots" in folders else set[str]()
         if (place := os.path.realpath(where)) in seen:  # links may lead back
-            left_out, names = {*folders}, []
+            folders.clear()
+            continue
         seen.add(place)
+        copies = {"blobs", "refs"} if "snapshots" in folders else set[str]()
         folders[:] = sorted(
             name
-            for name in {*folders} - left_out
+            for name in {*folders} - copies
             if not name.startswith(".") and not name.endswith(UNFINISHED)
         )
         found += [Path(where, name) for name in names if not name.startswith(".")]

@@ -55,9 +55,7 @@ class Reference:
                 f"reference {source}: is not a validation curve: it needs the columns tokens, "
                 f"val_loss, tolerance ({in_a_line(error)}); give such a CSV file, or one of {known}"
             ) from None
-        recipe = path.with_suffix(".yaml")
-        if path.parent == CURVES:
-            recipe = CONFIG_DIR / recipe.name
+        recipe = (CONFIG_DIR if path == named else path.parent) / f"{path.stem}.yaml"
         # Its batch may not divide among this run's ranks.
         config = load(Config, {}, str(recipe), world_size=1) if recipe.is_file() else None
         return cls(path.stem, tokens, losses, tolerances, config)

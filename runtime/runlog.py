@@ -95,11 +95,7 @@ class RunFolder:
         moved_to = None
         with contextlib.ExitStack() as undo:
             if self.path.exists():
-                if (
-                    self.path.is_dir()
-                    and any(self.path.iterdir())
-                    and not (self.path / "log.csv").exists()
-                ):
+                if any(self.path.glob("*")) and not (self.path / "log.csv").exists():
                     raise UserError(
                         f"{self.path}: is not the folder of a run; choose another run_name"
                     )

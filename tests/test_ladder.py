@@ -358,6 +358,8 @@ def test_a_report_alone_of_an_ablation_has_the_options_of_the_climb(monkeypatch)
         "tf32": "2.5",
         "fp16": "3.5",
     }
+    with refused("of tf32_first are left out: seed 1337 there, 7 here", lines=4):
+        climb("--ablate", "speedup3", "--report_only", "--", "--seed", "7")
 
 
 # ---- interleaved runs
@@ -392,12 +394,14 @@ def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(monkeypatch):
     assert [a == b for a, b in zip(after, before, strict=True)] == [False, True, True]
     assert Record.load(LADDER).comparisons == record.comparisons
 
-    # a report needs no run folders
+    # a report needs no run folders, and with other settings nothing counts
     for name in rows:
         shutil.rmtree(LADDER / name)
     written = (LADDER / "report.md").read_bytes()
     assert climb("--report_only", *command) == 0
     assert (LADDER / "report.md").read_bytes() == written
+    with refused("no finished stage to report", lines=4):
+        climb("--report_only", *command, "--", "--seed", "7")
     assert plan("plain.yaml", "flash.yaml")[1].comparison
     assert not plan("plain.yaml", "flash.yaml", of_runs=["--lr=2e-3"])[1].comparison
     flash = plan("plain.yaml", "flash.yaml")[1]

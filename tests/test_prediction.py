@@ -158,6 +158,15 @@ def test_a_ladder_predicts_factors_before_it_runs_and_goes_on_with_the_rates_of_
     assert predictions(rungs).keys() == {"plain"}
     (stage,) = plan("plain.yaml")
     assert stage.prediction
-    stage.ranks = 2  # such runs are not predicted
-    assert not stage.prediction
     assert not plan("plain.yaml", of_runs=["--lr=1"])[0].prediction
+
+
+@pytest.mark.usefixtures("forked_processes", "rungs")
+def test_runs_of_several_ranks_are_not_predicted():
+    (stage,) = plan("plain.yaml")
+    predict_stages([stage], rates())
+    stage.ranks = 2
+    assert not stage.prediction
+    stage.record.predicted = Predictions()
+    predict_stages([stage], rates())
+    assert stage.record.predicted.stages == {}

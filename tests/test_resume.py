@@ -277,6 +277,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept_also_after_a_resume(go, he
     go(**options, max_steps=4)
     go(**options, max_steps=6, resume="auto")
     assert checkpoints(here) == ["best_000002", "step_000005", "step_000006"]
+    assert read_state(here / "checkpoints/best_000002").step == 2
     assert read_state(newest(here)).best_val_loss == 1.0
     go(**options, max_steps=7, eval_tokens=64, resume="auto")  # losses of other tokens
     assert checkpoints(here)[0] == "best_000007"
@@ -362,7 +363,7 @@ def test_a_non_finite_step_keeps_the_last_good_checkpoint_and_says_how_to_go_on(
 ):
     at_step(monkeypatch, poisoned_at(5))
     figures = r"step 5: the loss is [\d.]+, the gradient norm nan, the learning rate 0.0003: "
-    advice = r".*--resume .*train --lr 0.00015 --muon_lr 0.01 resumes from its last"
+    advice = r".*--resume .*train --lr 0.00015 --muon_lr 0.01 resumes from its last checkpoint$"
     with refused(figures + "skipped, 1 of at most 0; " + advice):
         go(checkpoint_every=2, optimizer="muon")
     assert read_state(newest(here)).step == 4

@@ -159,12 +159,12 @@ def is_to_be_compared(stage: Stage, rerun: bool, device: Device) -> bool:
     """True if a stage and its base run on one rank each and differ, unless this machine and device
     have interleaved them before. A mode of torch.compile without compile is no difference.
     """
-    base = stage.base
-    if not base or max(base.ranks, stage.ranks) > 1:
+    if not stage.is_interleaved:
         return False
     known = None if rerun else stage.comparison
     is_known = known and is_from_here(known, device)
-    return not is_known and settings(base.config) != settings(stage.config)
+    base, own = map(settings, stage.sides)
+    return not is_known and base != own
 
 
 def interleave_stages(stages: Sequence[Stage], rounds: int, device: Device) -> None:

@@ -130,7 +130,7 @@ class Prediction(BaseModel):
     arithmetic: float
     memory: float
     launches: float
-    settings: dict[str, Any] = {}  # of the config; not stored before 2026-11-26
+    settings: dict[str, Any] = {}  # of the config; ladders before 2026-11-26 lack them
 
     @property
     def tokens_per_sec(self) -> float:

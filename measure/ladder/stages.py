@@ -132,6 +132,11 @@ class Stage:
         return [self.base.config, self.config] if self.base else []
 
     @property
+    def is_interleaved(self) -> bool:
+        """True if it has a base, and both run on one rank."""
+        return self.base is not None and max(self.ranks, self.base.ranks) == 1
+
+    @property
     def finished(self) -> Run | None:
         """The finished run with these very settings and this number of ranks."""
         run = self.record.runs.get(self.name)
@@ -150,8 +155,7 @@ class Stage:
     @property
     def comparison(self) -> Comparison | None:
         """The comparison of this stage with its base, both with these very settings."""
-        alone = self.base and max(self.ranks, self.base.ranks) == 1
-        found = self.record.comparisons.get(self.key) if alone else None
+        found = self.record.comparisons.get(self.key) if self.is_interleaved else None
         return found if found and not differences(found.settings, self.sides) else None
 
 
