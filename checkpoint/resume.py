@@ -180,7 +180,7 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     try:
         resumed = load(Config, theirs | given | own, world_size=world_size)
     except ConfigError as error:
-        error.add_note(f"other options come from {saved.folder}; its steps have {tokens} tokens")
+        error.add_note(f"other options come from {saved.folder}; a step keeps its {tokens} tokens")
         raise
     if not theirs.get("total_batch_tokens") and resumed.accumulation_steps(world_size) == 1:
         resumed = resumed.model_copy(update={"total_batch_tokens": None})

@@ -42,7 +42,7 @@ class Reference:
         named = CURVES / f"{source}.csv"
         path = named if named.is_file() else Path(source)
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
             rows = [*csv.DictReader(line for line in lines if not line.startswith("#"))]
             tokens, losses, tolerances = (
                 [float(row[name]) for row in rows] for name in ("tokens", "val_loss", "tolerance")

@@ -159,13 +159,13 @@ def test_options_that_exclude_the_runs_own_are_told_with_its_values(steep, go, h
     first, second, third = str(caught.value).splitlines()
     assert "bf16 and fp16 exclude each other" in first
     assert "min_lr 0.1 is above lr 0.01" in second
-    assert third == f"other options come from {newest(here)}; its steps have 96 tokens"
+    assert third == f"other options come from {newest(here)}; a step keeps its 96 tokens"
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(2, 4), (1, 3)])
 def test_a_step_that_ranks_cannot_share_says_what_works(ranks, batch_size, go, here):
     go(max_steps=1)
-    said = rf"batch_size {batch_size} x seq_len 32 x {ranks} ranks\).*its steps have 128 tokens"
+    said = rf"batch_size {batch_size} x seq_len 32 x {ranks} ranks\).*a step keeps its 128 tokens"
     with refused(said):
         resumed_config(load_config(batch_size=batch_size), read_state(newest(here)), ranks)
 
