@@ -161,7 +161,9 @@ class Muon(torch.optim.Optimizer):
         if self.world_size == 1:
             return directions, None
         everyones = directions.new_empty(self.world_size * share, *directions.shape[1:])
-        return everyones, dist.all_gather_into_tensor(everyones, directions, async_op=True)
+        # PyTorch 2.13 has a new name for it
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return everyones, gather(everyones, directions, async_op=True)
 
     def _momentum(self, params: list[Tensor]) -> Sequence[Tensor]:
         """Add the gradients to the momentum of the parameters; returns Nesterov's look-ahead.

@@ -311,7 +311,9 @@ def take_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stop: StopRe
         if state.stopping or state.is_over(config):
             return
         began = began or time.perf_counter() - state.seconds
-        stop.has_begun = True
+        if not stop.has_begun:  # a signal may have come during the evaluation before the first step
+            stop.end_early(world.any(stop.received is not None))
+            stop.has_begun = True
         take_step(run, stop)
         if config.max_minutes:
             state.seconds = world.broadcast(time.perf_counter() - began)

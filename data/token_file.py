@@ -26,7 +26,6 @@ SHARD_TOKENS = 100_000_000
 N_SAMPLES, SAMPLE_TOKENS = 16, 2**12  # samples of a large file that identify it
 COMPARED_WHOLE = 2**26  # tokens of a corpus that are all compared, in half a second
 PIECE = 2**16  # tokens read at a time to compare a whole file
-RESTORE = "restore it, then resume with --resume auto"
 Tokens = Sequence[int] | np.ndarray
 
 
@@ -152,7 +151,7 @@ class TokenFile:
         """
         content = os.pread(self._descriptor, TOKEN_BYTES * n, HEADER_BYTES + TOKEN_BYTES * start)
         if len(content) < TOKEN_BYTES * n:
-            raise TokenFileError(f"{self.path}: became shorter while in use; {RESTORE}")
+            raise TokenFileError(f"{self.path}: became shorter while in use; restore it")
         tokens = np.frombuffer(content, dtype="<u2")
         if n and tokens.max() >= self.n_vocab:
             i = int(np.argmax(tokens >= self.n_vocab))

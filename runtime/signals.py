@@ -98,8 +98,9 @@ class StopRequest:
             self.received = time.monotonic()
             if not self.has_begun:
                 self.end_early(launch().world_size == 1)
-            elif launch().rank == 0:
-                say_at_once("stopping after this step; once more to stop at once")
+            if launch().rank == 0:
+                when = "after this step" if self.has_begun else "before the first step"
+                say_at_once(f"stopping {when}; once more to stop at once")
         elif time.monotonic() - self.received > SAME_SIGNAL_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -27,7 +27,7 @@ SMALL_CACHES = "glibc.malloc.tcache_count"
 def start(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
     """Read the command line, as `parse_command_line` does, and set up the process."""
     values = parse_command_line(options, argv, **how)
-    if launch().by_torchrun and launch().world_size > 1:
+    if launch().by_torchrun:
         exit_when_parent_dies(os.getppid())  # torchrun
     set_up_process(getattr(values, "device", "auto"), getattr(values, "retain_memory", True))
     return values

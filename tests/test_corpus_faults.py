@@ -132,7 +132,7 @@ def test_a_file_in_use_may_be_replaced_or_deleted_and_one_that_shrinks_is_an_err
     assert [read() for read in reads] == before
     os.truncate("away", 3000)
     for read in (reads[1], lambda: split.read([0, 300])):
-        with refused(f"{path}: became shorter while in use; restore it, then resume"):
+        with refused(f"{path}: became shorter while in use; restore it"):
             read()
     split.read([0])
 

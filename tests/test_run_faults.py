@@ -20,6 +20,7 @@ from torch._inductor.exc import CppCompileError, InductorError, TritonMissing
 import checkpoint.save
 import checkpoint.state
 import inference.evaluation
+import runtime.signals
 import train as train_module
 from checkpoint.save import emergency_save
 from checkpoint.state import read_state
@@ -27,6 +28,7 @@ from config import load_config
 from data.token_file import TokenFileError
 from model import GPT, GPTConfig
 from runtime.errors import TrainingError, kind_of_failure
+from runtime.launch import Launch
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
@@ -247,12 +249,14 @@ def test_a_closed_terminal_saves_and_ends_like_sigterm_and_under_nohup_changes_n
 
 
 EARLY = "\nstopped before its first step: nothing is lost, the same command starts again\n"
+TOGETHER = f"\nstopping before the first step; once more to stop at once\n{EARLY}"
 
 
-def stopped_early(monkeypatch, place, config):
-    """Begin a run, with SIGTERM as it enters `place`."""
+def stopped_early(monkeypatch, place, config, ranks):
+    """Begin a run as the first of so many ranks, with SIGTERM as it enters `place`."""
     module = inference.evaluation if place == "validation_loss" else train_module
     with monkeypatch.context() as patched, StopRequest() as stop:
+        patched.setattr(runtime.signals, "launch", lambda: Launch(world_size=ranks))
         inject(patched, module, place, lambda: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(Stopped) as ended:
             train(config, ALONE, stop=stop)
@@ -262,20 +266,21 @@ def stopped_early(monkeypatch, place, config):
 @pytest.mark.parametrize(
     "place", ["find_checkpoint", "setup", "open_data", "open_run", "validation_loss"]
 )
+@pytest.mark.parametrize(("ranks", "said"), [(1, EARLY), (2, TOGETHER)])
 def test_a_signal_before_the_first_step_leaves_everything_as_it_was(
-    place, tiny_config, go, here, monkeypatch, capfd
+    place, ranks, said, tiny_config, go, here, monkeypatch, capfd
 ):
     config = tiny_config(eval_every=2, val_fraction=0.1, dropout=0.1)
-    stopped_early(monkeypatch, place, config)  # a first run
+    stopped_early(monkeypatch, place, config, ranks)  # a first run
     assert not here.exists()
-    assert capfd.readouterr().err == EARLY
+    assert capfd.readouterr().err == said
     go(config.model_copy(update={"max_steps": 4}))
     before = log(here), newest(here)
-    stopped_early(monkeypatch, place, config)  # a new one of its name
+    stopped_early(monkeypatch, place, config, ranks)  # a new one of its name
     assert (log(here), newest(here)) == before
     (here / "eval.csv").unlink()  # the run then evaluates before its first step
     resumed = config.model_copy(update={"resume": "auto"})
-    stopped_early(monkeypatch, place, resumed)  # one that resumes
+    stopped_early(monkeypatch, place, resumed, ranks)  # one that resumes
     assert (log(here), newest(here)) == before
     assert go(resumed)["resumed_after_step"] == 4
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -290,7 +295,7 @@ def test_a_signal_to_one_of_several_ranks_before_the_first_step_ends_all_togethe
         stop.end_early(0)
         with pytest.raises(Stopped):
             stop.end_early(1)
-    assert capfd.readouterr().err == EARLY
+    assert capfd.readouterr().err == TOGETHER
 
 
 # ---- compilers and other processes

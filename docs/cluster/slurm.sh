@@ -23,7 +23,7 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))   # two jobs on one machine need two
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"   # srun does not take it from the job by itself
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1        # else a machine cannot come back
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240          # for step and save; torchrun kills after 30 s
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240     # for step, evaluation, save; torchrun kills after 30 s
 
 srun torchrun --nnodes="$SLURM_NNODES" --nproc_per_node=8 --max_restarts=10 \
     --rdzv_backend=c10d --rdzv_endpoint="$head:$port" --rdzv_id="$SLURM_JOB_ID" \
