@@ -72,8 +72,8 @@ class ModelConfig(Options):
     n_embd: Shape = 768
     """width of the residual stream"""
     block_size: Shape = 1024
-    """longest context, in tokens: the number of learned positions; a smaller one than in init_from
-    keeps the first positions
+    """longest context, in tokens, and without rope the number of learned positions; if it is
+    smaller than in init_from, the first positions are kept
     """
     vocab_size: Annotated[Size, Rung("padded vocabulary", listed=True), FIXED] = GPT2_TOKENS
     """rows of the embedding and of the output head; 50304 pads GPT-2's 50257 to a multiple of 128,
