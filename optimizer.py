@@ -243,11 +243,12 @@ def learning_rate(step: int, config: Config, seconds: float = 0.0) -> float:
             decay_steps = max(1, config.max_steps - config.warmup_steps)
             progress = (step - 1 - config.warmup_steps) / decay_steps
         share = 0.5 * (1 + math.cos(math.pi * progress))
-    elif config.max_minutes:
-        share = min(1.0, (1 - progress) / config.wsd_decay_fraction)
     else:
+        assert config.lr_schedule == "wsd"
         last_stable = last_stable_step(config)
         share = min(1.0, 1 - (step - last_stable) / max(1, config.max_steps - last_stable))
+        if config.max_minutes:
+            share = min(1.0, (1 - progress) / config.wsd_decay_fraction)
     return config.final_lr() + share * (config.lr - config.final_lr())
 
 

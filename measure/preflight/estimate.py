@@ -360,6 +360,6 @@ class Numberless(TorchDispatchMode):
             return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
-        if func is torch.ops.gpt2.summed_loss.default:
+        if func is summed_loss._opoverload:
             return summed_loss._init_fn(*args)  # its buffers count too
         return func(*args, **(kwargs or {}))
