@@ -64,8 +64,9 @@ def code_of(option: str) -> list[tuple[str, int, str]]:
     call them count; or else the ones that call the callers of these methods.
     """
     names, found = {option}, list[tuple[str, int, str]]()
+    methods = [m for m in parsed("config.py")[1] if not m.name.startswith(OTHERS)]
     for _ in range(2):
-        names |= methods_that_read(names)
+        names |= {method.name for method in methods if attributes(method) & names}
         found = found or [s for file in RECIPE for s in statements_that_read(file, names)]
     return found[:PLACES]
 
@@ -74,12 +75,6 @@ def code_of(option: str) -> list[tuple[str, int, str]]:
 def attributes(node: ast.AST) -> set[str]:
     """Return the names of the attributes in some code."""
     return {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
-
-
-def methods_that_read(names: set[str]) -> set[str]:
-    """Return the methods and properties of Config that read one of these for others."""
-    _, methods = parsed("config.py")
-    return {m.name for m in methods if attributes(m) & names and not m.name.startswith(OTHERS)}
 
 
 def statements_that_read(file: str, names: set[str]) -> Iterator[tuple[str, int, str]]:
