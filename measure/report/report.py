@@ -142,7 +142,7 @@ def render(template: str, parts: Mapping[str, Any]) -> str:
     loss curves come last, or first in a report on learning.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "web"),
+        loader=jinja2.PackageLoader("measure.report", "web"),
         autoescape=jinja2.select_autoescape(),
         trim_blocks=True,
         lstrip_blocks=True,
