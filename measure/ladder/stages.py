@@ -336,7 +336,7 @@ def switched_off(config: Config) -> dict[str, dict[str, Any]]:
     """
     on, off = config.optimizations_on(), {}
     for name in on:
-        without = config.model_copy(update={name: config.off_value(name)}).optimizations_on()
+        without = config.with_options(**{name: config.off_value(name)}).optimizations_on()
         off[name] = {
             other: False if getattr(config, other) is True else config.off_value(other)
             for other in on

@@ -113,7 +113,7 @@ def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
 
     loader, ours = open_loader(config), write_weights(config, place)
     loss = loss_in_fp32(OURS, ours, loader)
-    config = config.model_copy(update={"init_from": str(place)})
+    config = config.with_options(init_from=str(place))
     for peer in peers:
         theirs = loss_in_fp32(peer, build_peer(peer, config), loader)
         compare_losses(peer, theirs, loss, config, TOLERANCE)
