@@ -11,7 +11,6 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +86,7 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
     yield from steps_are_sound(run)  # first, as the next check gathers FSDP's parameters
     yield sees_no_future(run.state.model, world)
     yield from resumes_exactly(run, folder)
-    yield overfits(tried, world, run.state.scaler.state_dict())
+    yield overfits(run)
 
     fits, disk = estimated.disk
     yield fits, disk, "make room, lower keep_last, or choose another log_dir"
@@ -223,26 +222,26 @@ def checksums(state: State, config: Config, world: World, folder: Path) -> list[
     return world.on_rank0(lambda: Path(str(state.checkpoint), SUMS).read_text().splitlines())
 
 
-def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
-    """Repeat one micro-batch at the full learning rate; its loss must fall.
+def overfits(run: Run) -> Finding:
+    """Repeat one micro-batch at the full learning rate, from the first weights; its loss must fall.
 
-    `scaler`: the state of fp16's loss scaler, so that no step overflows.
+    The loss scaler of fp16 goes on from the run's, so that no step overflows.
     """
-    repeating = config.with_options(
-        lr=max(config.lr, OVERFIT_LR),
+    config = run.config.with_options(
+        lr=max(run.config.lr, OVERFIT_LR),
         lr_schedule="constant",
         dropout=0.0,
         # A few sequences, uncompiled: another shape would compile again, with dynamic shapes, and a
         # compiled run's whole batch may not fit into memory uncompiled.
-        batch_size=min(config.batch_size, 4),
+        batch_size=min(run.config.batch_size, 4),
         compile=False,
         total_batch_tokens=None,
         overfit_batch=True,
         max_steps=10**6,
     )
-    run = setup(repeating, world)
-    run.state.scaler.load_state_dict(scaler)
-    losses = [train_step(run, step).loss.item() for step in range(1, 1 + OVERFIT_STEPS)]
+    repeating = setup(config, run.world)
+    repeating.state.scaler.load_state_dict(run.state.scaler.state_dict())
+    losses = [train_step(repeating, step).loss.item() for step in range(1, 1 + OVERFIT_STEPS)]
     return (
         losses[-1] < (1 - OVERFIT_FALL) * losses[0],
         f"one batch, repeated: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {OVERFIT_STEPS} steps",
