@@ -159,7 +159,8 @@ def run_rounds(
             speeds = ", ".join(f"{side.tokens_per_sec[-1]:,.0f}" for side in measured)
             line = f"round {found.rounds} of at most {rounds}: {speeds} tokens/s"
             if found.rounds >= FEWEST:
-                line += "; x first " + ", ".join(map(found.ratio_text, range(1, len(sides))))
+                ratios = map(found.ratio, range(1, len(sides)))
+                line += f"; x first {', '.join(map(str, ratios))}"
             say(line)
             if found.is_narrow(width):
                 break

@@ -38,7 +38,9 @@ def card_of(name: str, file: Path, base: Path) -> Card:
     options = [option for option in read_yaml_mapping(file) if option != "base" and file != base]
     options = [option for option in options if option not in BESIDE] or options
     code = [*dict.fromkeys(itertools.chain(*map(code_of, options)))]
-    return Card(name, title, base.stem, why, changes(file), code)
+    # the options alone, without the base and the comment above them
+    yaml = re.sub(r"(?m)^(#.*|base:.*)?\n", "", file.read_text(encoding="utf-8"))
+    return Card(name, title, base.stem, why, yaml, code)
 
 
 def explained(file: Path) -> tuple[str, list[str]]:
@@ -50,11 +52,6 @@ def explained(file: Path) -> tuple[str, list[str]]:
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     title, _, rest = "\n".join(line.lstrip("# ") for line in comment).partition("\n")
     return title.removesuffix("."), [" ".join(p.split()) for p in rest.split("\n\n") if p]
-
-
-def changes(file: Path) -> str:
-    """Return the options that a YAML sets, without its base and the comment above."""
-    return re.sub(r"(?m)^(#.*|base:.*)?\n", "", file.read_text(encoding="utf-8"))
 
 
 def code_of(option: str) -> list[tuple[str, int, str]]:
