@@ -244,8 +244,8 @@ def with_bases(stages: list[Stage]) -> list[Stage]:
     """
     for i, stage in enumerate(stages[1:], 1):
         changes = bases(stage.file)[:1]
-        changed = [other for other in stages[:i] if other.file in changes]
-        stage.base = changed[0] if changed else stages[i - 1]
+        changed = (other for other in stages[:i] if other.file in changes)
+        stage.base = next(changed, stages[i - 1])
     return stages
 
 
