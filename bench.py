@@ -148,9 +148,9 @@ def jobs_of(options: BenchOptions) -> list[Job]:
     """
     scanned = [options]
     if options.scan:
-        passes = {"computation": ("training_step",), "warmup_steps": (1,)}
+        steps = options.with_options(computation=("training_step",), warmup_steps=(1,))
         values = sorted(map(int, options.scan.partition("=")[2].split(",")))
-        scanned = [options.model_copy(update={**passes, options.scanned: n}) for n in values]
+        scanned = [steps.with_options(**{options.scanned: n}) for n in values]
     return [
         Job(size, config, computation, warm_up(config, each.warmup_steps), each.steps)
         for each in scanned

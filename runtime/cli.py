@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -58,6 +58,10 @@ class Options(BaseModel):
         protected_namespaces=(),
         str_min_length=0,  # pydantic then checks every text, and refuses one that is not Unicode
     )
+
+    def with_options(self, **changes: Any) -> Self:
+        """Return these options with some changed. The new values are not validated."""
+        return self.model_copy(update=changes)
 
     @classmethod
     def marks(cls, name: str, mark: object) -> list[Any]:

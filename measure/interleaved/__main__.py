@@ -62,7 +62,12 @@ def parse_side(text: str, of_all: Sequence[str]) -> Side:
 def print_comparison(found: Comparison, about: str = "") -> None:
     """Print a row for each side; the title begins with `about`."""
     rows = [
-        (side.name, f"{side.median:,.0f}", found.ratio_text(i), f"{side.peak_memory_mb:,.0f}")
+        (
+            side.name,
+            f"{side.median:,.0f}",
+            str(found.ratio(i)) if i else "",
+            f"{side.peak_memory_mb:,.0f}",
+        )
         for i, side in enumerate(found.sides)
     ]
     headings = ("side", "tokens/s", "x first", "MB")

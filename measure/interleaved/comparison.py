@@ -88,10 +88,6 @@ class Comparison(BaseModel, extra="allow"):
             for base, side in itertools.combinations(range(len(self.sides)), 2)
         )
 
-    def ratio_text(self, side: int) -> str:
-        """Format the speed of a side over the first one; empty for the first."""
-        return str(self.ratio(side)) if side else ""
-
     def dump(self) -> dict[str, Any]:
         """Return the content of its JSON file."""
         return self.model_dump(mode="json", exclude_unset=True)

@@ -121,9 +121,13 @@ def training_side(
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # PYTHONSAFEPATH: without it, a copy in the working directory would come first
     paths = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
-    command = [sys.executable, "-m", *(torchrun if ranks > 1 else []), module, *arguments]
-    return Side(name, command, {**paths, **environment})
+    return Side(name, python_command(ranks, "-m", module, *arguments), {**paths, **environment})
+
+
+def python_command(ranks: int, *arguments: str) -> list[str]:
+    """Return the command of a Python program: alone, or on several ranks by torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [sys.executable, *(torchrun if ranks > 1 else []), *arguments]
 
 
 def run_rounds(
@@ -155,7 +159,8 @@ def run_rounds(
             speeds = ", ".join(f"{side.tokens_per_sec[-1]:,.0f}" for side in measured)
             line = f"round {found.rounds} of at most {rounds}: {speeds} tokens/s"
             if found.rounds >= FEWEST:
-                line += "; x first " + ", ".join(map(found.ratio_text, range(1, len(sides))))
+                ratios = map(found.ratio, range(1, len(sides)))
+                line += f"; x first {', '.join(map(str, ratios))}"
             say(line)
             if found.is_narrow(width):
                 break

@@ -42,7 +42,7 @@ def without_end(config: Config) -> Config:
     """Return the config without its last step, at learning rates that barely change the weights."""
     names = [name for name in Config.model_fields if name.endswith("lr")]
     rates = {name: 1e-6 for name in names if getattr(config, name)}
-    return config.model_copy(update={"max_steps": 10**9, "max_minutes": None, **rates})
+    return config.with_options(max_steps=10**9, max_minutes=None, **rates)
 
 
 def take_stdout() -> TextIO:

@@ -85,12 +85,10 @@ def predict_stages(stages: Sequence[Stage], device: Device) -> None:
     for stage, prediction in zip(alone, found, strict=True):
         prediction.settings = settings(stage.config)
         predicted[stage.name] = prediction
-    record.save()
-    for stage in alone:
         if stage.base in alone:
-            base = predicted[stage.base.name]
-            factor = predicted[stage.name].tokens_per_sec / base.tokens_per_sec
+            factor = prediction.tokens_per_sec / predicted[stage.base.name].tokens_per_sec
             print(f"predicted: {stage.name} {factor:.2f} times as fast as {stage.base.name}")
+    record.save()
 
 
 # ---- runs
@@ -104,9 +102,7 @@ def is_from_here(found: Summary | Comparison, device: Device) -> bool:
 def is_to_be_run(stage: Stage, device: Device) -> bool:
     """True unless this machine and device have finished a stage; if losses are compared, any."""
     run = stage.finished
-    if run is None or stage.record.seeds:
-        return run is None
-    return not is_from_here(run.summary, device)
+    return run is None or not (stage.record.seeds or is_from_here(run.summary, device))
 
 
 def run_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
@@ -182,10 +178,9 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, device: Device) -> N
         except SideError as error:
             record.comparisons.pop(name, None)
             record.fail(name, str(error))
-            record.save()
-            continue
-        found.settings = [*map(settings, stage.sides)]
-        record.comparisons[name] = found
+        else:
+            found.settings = [*map(settings, stage.sides)]
+            record.comparisons[name] = found
         record.save()
 
 

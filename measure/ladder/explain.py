@@ -38,7 +38,9 @@ def card_of(name: str, file: Path, base: Path) -> Card:
     options = [option for option in read_yaml_mapping(file) if option != "base" and file != base]
     options = [option for option in options if option not in BESIDE] or options
     code = [*dict.fromkeys(itertools.chain(*map(code_of, options)))]
-    return Card(name, title, base.stem, why, changes(file), code)
+    # the options alone, without the base and the comment above them
+    yaml = re.sub(r"(?m)^(#.*|base:.*)?\n", "", file.read_text(encoding="utf-8"))
+    return Card(name, title, base.stem, why, yaml, code)
 
 
 def explained(file: Path) -> tuple[str, list[str]]:
@@ -52,11 +54,6 @@ def explained(file: Path) -> tuple[str, list[str]]:
     return title.removesuffix("."), [" ".join(p.split()) for p in rest.split("\n\n") if p]
 
 
-def changes(file: Path) -> str:
-    """Return the options that a YAML sets, without its base and the comment above."""
-    return re.sub(r"(?m)^(#.*|base:.*)?\n", "", file.read_text(encoding="utf-8"))
-
-
 def code_of(option: str) -> list[tuple[str, int, str]]:
     """Return the statements of the recipe that read an option, with the comments above them.
 
@@ -64,8 +61,9 @@ def code_of(option: str) -> list[tuple[str, int, str]]:
     call them count; or else the ones that call the callers of these methods.
     """
     names, found = {option}, list[tuple[str, int, str]]()
+    methods = [m for m in parsed("config.py")[1] if not m.name.startswith(OTHERS)]
     for _ in range(2):
-        names |= methods_that_read(names)
+        names |= {method.name for method in methods if attributes(method) & names}
         found = found or [s for file in RECIPE for s in statements_that_read(file, names)]
     return found[:PLACES]
 
@@ -74,12 +72,6 @@ def code_of(option: str) -> list[tuple[str, int, str]]:
 def attributes(node: ast.AST) -> set[str]:
     """Return the names of the attributes in some code."""
     return {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
-
-
-def methods_that_read(names: set[str]) -> set[str]:
-    """Return the methods and properties of Config that read one of these for others."""
-    _, methods = parsed("config.py")
-    return {m.name for m in methods if attributes(m) & names and not m.name.startswith(OTHERS)}
 
 
 def statements_that_read(file: str, names: set[str]) -> Iterator[tuple[str, int, str]]:

@@ -17,7 +17,7 @@ from measure.ladder.record import curve
 from measure.ladder.report import report_stages
 from measure.ladder.report import rows_of as speeds_of
 from measure.ladder.stages import Stage
-from measure.report.pictures import LOSS, Curve, draw_panels
+from measure.report.pictures import Curve, draw_panels
 from measure.report.report import Card, Figure, Row, curve_of
 from runtime.report import Estimate
 
@@ -183,8 +183,8 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
     summaries = [run.finished.summary for run in runs if run.finished]
     timed = first.record.comparisons.values()  # perhaps on another machine than the runs
     speeds = [f"speeds: {c.place}, commit {c.git}, {c.date}" for c in timed]
-    means = {stage: mean_of(curves) for stage in stages if (curves := losses_of(stage))}
-    titles = {card.name: card.title for card in cards}
+    means = {stage.name: mean_of(curves) for stage in stages if (curves := losses_of(stage))}
+    titles, tokens = {card.name: card.title for card in cards}, first.tokens_per_step
     report_stages(
         runs,
         summaries,
@@ -192,19 +192,12 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
         pictures={"learning.png": "validation losses"},
         cards=cards,
         curves=[
-            curve_of(
-                titles.get(stage.name, stage.name),
-                losses,
-                stage.config.tokens_per_step(stage.ranks),
-                {},
-            )
-            for stage, losses in means.items()
+            curve_of(titles.get(name, name), losses, tokens, {}) for name, losses in means.items()
         ],
         learns=True,
         **parts,
     )
-    drawn = {stage.name: losses for stage, losses in means.items()}
-    draw_panels(first.record.folder / "learning.png", {"validation": drawn}, "step", LOSS)
+    draw_panels(first.record.folder / "learning.png", {"validation": means})
 
 
 def report_learned_ablation(

@@ -58,7 +58,7 @@ def size_for(configs: Sequence[Config], device: Device) -> Size:
         fit = int((device.memory_mb - BESIDE_MB) / BATCH_MB)
         sizes += [ON_GPU._replace(batches=n) for n in range(1, 1 + min(fit, MOST_BATCHES))]
     for size in sizes if device.tflops else ():
-        small = [config.model_copy(update=size.changes(config)) for config in configs]
+        small = [config.with_options(**size.changes(config)) for config in configs]
         if statistics.fmean(map(device.step_seconds, small)) < LONGEST_STEP:
             found = size
     return found

@@ -23,7 +23,7 @@ from measure.ladder.stages import (
     series,
     series_folder,
 )
-from measure.report.pictures import LOSS, Curve, draw_panels
+from measure.report.pictures import Curve, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Row, curve_of, write_report
 from runtime.errors import UserError
 from runtime.report import Estimate
@@ -210,8 +210,8 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     for stage, run in done:
         card = card_of(stage.name, stage.file, (stage.base or stage).file)
         cards.append(card)
-        measured, tokens = curve(run.log), stage.config.tokens_per_step(run.summary.world_size)
-        curves.append(curve_of(card.title, measured, tokens, curve(run.log, "dt_ms")))
+        measured, times = curve(run.log), curve(run.log, "dt_ms")
+        curves.append(curve_of(card.title, measured, stage.tokens_per_step, times))
         if losses := published_curve(stage):
             panels[stage.name] = {"published": losses, "measured": measured}
             label, tokens = f"{card.title}, published", stage.config.tokens_per_step(1)
@@ -219,7 +219,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
             times = published_curve(stage, "dt_ms") if stage.published.tokens_per_sec else {}
             published.append(curve_of(label, losses, tokens, times, published=True))
     if panels:
-        draw_panels(stages[0].record.folder / "loss.png", panels, "step", LOSS)
+        draw_panels(stages[0].record.folder / "loss.png", panels)
     report_stages(
         stages,
         [run.summary for _, run in done],
@@ -265,7 +265,7 @@ def plot_runs(folders: Sequence[str]) -> None:
     panels = {"training": training}
     if validation:
         panels["validation"] = validation
-    draw_panels(path, panels, "step", LOSS)
+    draw_panels(path, panels)
     print(f"wrote {path}")
 
 

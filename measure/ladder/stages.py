@@ -3,7 +3,6 @@
 import csv
 import functools
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,7 +20,7 @@ from config import (
     load_config,
 )
 from measure.interleaved.comparison import Comparison
-from measure.interleaved.rounds import to_flags
+from measure.interleaved.rounds import python_command, to_flags
 from measure.ladder.record import (
     Device,
     Planned,
@@ -86,10 +85,14 @@ class Stage:
         return [f"--config={self.file}", "--keep_last=0", *self.options]
 
     @property
+    def tokens_per_step(self) -> int:
+        """The tokens of a step of its run, over all ranks."""
+        return self.config.tokens_per_step(self.ranks)
+
+    @property
     def length(self) -> str:
         """The steps and tokens of its run."""
-        tokens = self.config.tokens_per_step(self.ranks)
-        return f"{self.config.max_steps:,} steps of {tokens:,} tokens"
+        return f"{self.config.max_steps:,} steps of {self.tokens_per_step:,} tokens"
 
     @property
     def planned(self) -> Planned:
@@ -100,15 +103,8 @@ class Stage:
     @property
     def command(self) -> list[str]:
         """The command that starts its run."""
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
-        return [
-            sys.executable,
-            *(torchrun if self.ranks > 1 else []),
-            str(ROOT / "train.py"),
-            *self.arguments,
-            f"--log_dir={self.record.folder}",
-            f"--run_name={self.name}",
-        ]
+        place = [f"--log_dir={self.record.folder}", f"--run_name={self.name}"]
+        return python_command(self.ranks, str(ROOT / "train.py"), *self.arguments, *place)
 
     def variant(self, name: str, options: Sequence[str], **changes: Any) -> "Stage":
         """Return this stage with another name and further options. Raises UserError."""
@@ -248,8 +244,8 @@ def with_bases(stages: list[Stage]) -> list[Stage]:
     """
     for i, stage in enumerate(stages[1:], 1):
         changes = bases(stage.file)[:1]
-        changed = [other for other in stages[:i] if other.file in changes]
-        stage.base = changed[0] if changed else stages[i - 1]
+        changed = (other for other in stages[:i] if other.file in changes)
+        stage.base = next(changed, stages[i - 1])
     return stages
 
 
@@ -268,7 +264,7 @@ def make_stage(
     if _same_training(resolved, load_config(config)):
         stage.published = published(path)
     instead = [] if "--bf16" in options else instead_of_bf16(resolved, device)
-    return stage.variant(name, instead) if instead else stage
+    return stage.variant(name, instead)
 
 
 def instead_of_bf16(config: Config, device: Device) -> list[str]:
@@ -340,7 +336,7 @@ def switched_off(config: Config) -> dict[str, dict[str, Any]]:
     """
     on, off = config.optimizations_on(), {}
     for name in on:
-        without = config.model_copy(update={name: config.off_value(name)}).optimizations_on()
+        without = config.with_options(**{name: config.off_value(name)}).optimizations_on()
         off[name] = {
             other: False if getattr(config, other) is True else config.off_value(other)
             for other in on

@@ -11,7 +11,6 @@ and with the process settings that train.py makes, which on a CPU retain freed m
 runs the matmuls of a step and nothing else, which leaves little for any of the others to save.
 """
 
-import datetime
 import functools
 import math
 import tempfile
@@ -38,7 +37,6 @@ from measure.peers import MATMULS, OURS, TRANSFORMERS
 from measure.report.report import PEAK_MEMORY, Figure, Row, write_report
 from runtime.errors import UserError, reported
 from runtime.files import aside, write_json
-from runtime.report import git_commit
 from runtime.start import parse_command_line
 
 # how much first losses may differ: sums in another order; roundings to bf16 or TF32
@@ -115,7 +113,7 @@ def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
 
     loader, ours = open_loader(config), write_weights(config, place)
     loss = loss_in_fp32(OURS, ours, loader)
-    config = config.model_copy(update={"init_from": str(place)})
+    config = config.with_options(init_from=str(place))
     for peer in peers:
         theirs = loss_in_fp32(peer, build_peer(peer, config), loader)
         compare_losses(peer, theirs, loss, config, TOLERANCE)
@@ -156,19 +154,19 @@ def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side
 
 def rows_of(groups: Sequence[Comparison]) -> list[Row]:
     """Return the figures of our side, in the first group, and of the other side of each group."""
-    rows: list[Row] = [
+    ours = groups[0].sides[0]
+    return [
         {
             "side": side.name,
             "tokens_per_sec": side.median,
             "peak_memory_mb": side.peak_memory_mb,
             "first_step_s": side.turns[0].seconds[0],
+            "ours_over": group and group.ratio(0, 1),
+            "memory_ratio": group and ours.peak_memory_mb / side.peak_memory_mb,
         }
-        for side in (groups[0].sides[0], *(group.sides[1] for group in groups))
+        for group in (None, *groups)
+        for side in [group.sides[1] if group else ours]
     ]
-    for row, group in zip(rows[1:], groups, strict=True):
-        row["ours_over"] = group.ratio(0, 1)
-        row["memory_ratio"] = rows[0]["peak_memory_mb"] / row["peak_memory_mb"]
-    return rows
 
 
 FIGURES = [
@@ -199,8 +197,11 @@ def report(groups: Sequence[Comparison], config: Config, folder: Path) -> None:
     shown = ("batch_size", "seq_len", "n_layer", "n_head", "n_embd", "bf16", "compile")
     described = ", ".join(f"{name} {getattr(config, name)}" for name in shown)
     rows = rows_of(groups)
-    where, today = groups[0].place, datetime.date.today()
-    about = f"{where}; {versions}, commit {git_commit()}, {today}. {rows[0]['side']}: {described}."
+    first = groups[0]
+    about = (
+        f"{first.place}; {versions}, commit {first.git}, {first.date}. "
+        f"{rows[0]['side']}: {described}."
+    )
     write_report(
         folder,
         "Training speed of this project and of others",
@@ -208,7 +209,7 @@ def report(groups: Sequence[Comparison], config: Config, folder: Path) -> None:
         rows,
         about=[about],
         bars="peers.png",
-        where=f"{where}, {today}",
+        where=f"{first.place}, {first.date}",
     )
     write_json(folder / "results.json", [group.dump() for group in groups])
 

@@ -11,7 +11,6 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,24 +70,23 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
     if math.isnan(seconds):
         raise TrainingError(f"no checks: {UNKNOWN}; try again later")
     is_small = seconds > LONG_STEP
-    changed = {
-        "log_dir": str(folder),
-        "run_name": "check",
-        "keep_last": 1,
-        "max_minutes": None,
-        "max_steps": max(config.max_steps, steps_of(config) + 1 + OVERFLOWS * config.fp16),
-        "warmup_steps": 0,  # a warm-up's first steps may be too small for some parameters to move
-    }
+    tried = config.with_options(
+        log_dir=str(folder),
+        run_name="check",
+        keep_last=1,
+        max_minutes=None,
+        max_steps=max(config.max_steps, steps_of(config) + 1 + OVERFLOWS * config.fp16),
+        warmup_steps=0,  # a warm-up's first steps may be too small for some parameters to move
+    )
     if is_small:
-        changed |= smaller(config, world)
-    tried = config.model_copy(update=changed)
+        tried = smaller(tried, world)
 
     run, of_run = setup(tried, world), RunFolder(folder, world.rank)
     Evaluation(config, world, run.state.model, run.val, run.autocast, of_run)  # raises UserError
     yield from steps_are_sound(run)  # first, as the next check gathers FSDP's parameters
     yield sees_no_future(run.state.model, world)
     yield from resumes_exactly(run, folder)
-    yield overfits(tried, world, run.state.scaler.state_dict())
+    yield overfits(run)
 
     fits, disk = estimated.disk
     yield fits, disk, "make room, lower keep_last, or choose another log_dir"
@@ -101,24 +99,17 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
     yield True, f"{about}; a step takes about {seconds:.3g} s, the run {hours:,.2f} hours", ""
 
 
-def smaller(config: Config, world: World) -> dict[str, Any]:
-    """Return the options of a small model and batch; weights of `init_from` keep their size."""
+def smaller(config: Config, world: World) -> Config:
+    """Return the config with a small model and batch; weights of `init_from` keep their size."""
     heads = min(config.n_head, 2)
     B, T = min(config.batch_size, 2), min(config.seq_len, 128)
     micro_steps = min(2, config.accumulation_steps(world.world_size))
-    changed = {
-        "batch_size": B,
-        "seq_len": T,
-        "compile": False,
-        "total_batch_tokens": micro_steps * B * T * world.world_size,
-    }
-    if config.init_from == "scratch":
-        changed |= {
-            "n_layer": min(config.n_layer, 2),
-            "n_head": heads,
-            "n_embd": config.n_embd // config.n_head * heads,
-        }
-    return changed
+    total = micro_steps * B * T * world.world_size
+    small = config.with_options(batch_size=B, seq_len=T, compile=False, total_batch_tokens=total)
+    if config.init_from != "scratch":
+        return small
+    width = config.n_embd // config.n_head * heads
+    return small.with_options(n_layer=min(config.n_layer, 2), n_head=heads, n_embd=width)
 
 
 def steps_of(config: Config) -> int:
@@ -206,7 +197,7 @@ def resumes_exactly(run: Run, folder: Path) -> Iterator[Finding]:
     before = checksums(run.state, config, world, folder / "check")
     yield True, f"ranks: {world.world_size}, with the same weights", ""  # `save` checked it
     random_state = take_random_state(device)
-    resume = config.model_copy(update={"resume": str(run.state.checkpoint)})
+    resume = config.with_options(resume=str(run.state.checkpoint))
     saved, resume, _ = find_checkpoint(resume, world)
     resumed = setup(resume, world, saved)
     after = checksums(resumed.state, config, world, folder / "again")
@@ -231,26 +222,26 @@ def checksums(state: State, config: Config, world: World, folder: Path) -> list[
     return world.on_rank0(lambda: Path(str(state.checkpoint), SUMS).read_text().splitlines())
 
 
-def overfits(config: Config, world: World, scaler: dict[str, Any]) -> Finding:
-    """Repeat one micro-batch at the full learning rate; its loss must fall.
+def overfits(run: Run) -> Finding:
+    """Repeat one micro-batch at the full learning rate, from the first weights; its loss must fall.
 
-    `scaler`: the state of fp16's loss scaler, so that no step overflows.
+    The loss scaler of fp16 goes on from the run's, so that no step overflows.
     """
-    repeating = {
-        "lr": max(config.lr, OVERFIT_LR),
-        "lr_schedule": "constant",
-        "dropout": 0.0,
+    config = run.config.with_options(
+        lr=max(run.config.lr, OVERFIT_LR),
+        lr_schedule="constant",
+        dropout=0.0,
         # A few sequences, uncompiled: another shape would compile again, with dynamic shapes, and a
         # compiled run's whole batch may not fit into memory uncompiled.
-        "batch_size": min(config.batch_size, 4),
-        "compile": False,
-        "total_batch_tokens": None,
-        "overfit_batch": True,
-        "max_steps": 10**6,
-    }
-    run = setup(config.model_copy(update=repeating), world)
-    run.state.scaler.load_state_dict(scaler)
-    losses = [train_step(run, step).loss.item() for step in range(1, 1 + OVERFIT_STEPS)]
+        batch_size=min(run.config.batch_size, 4),
+        compile=False,
+        total_batch_tokens=None,
+        overfit_batch=True,
+        max_steps=10**6,
+    )
+    repeating = setup(config, run.world)
+    repeating.state.scaler.load_state_dict(run.state.scaler.state_dict())
+    losses = [train_step(repeating, step).loss.item() for step in range(1, 1 + OVERFIT_STEPS)]
     return (
         losses[-1] < (1 - OVERFIT_FALL) * losses[0],
         f"one batch, repeated: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {OVERFIT_STEPS} steps",

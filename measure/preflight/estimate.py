@@ -71,7 +71,7 @@ def estimate(config: Config, world: World) -> Estimated:
     step_seconds = flops_per_step / (rate * 1e12 * ranks * MFU) if rate else math.nan
     if config.max_minutes and rate:
         steps = math.ceil(60 * config.max_minutes / step_seconds)
-        config = config.model_copy(update={"max_steps": steps, "max_minutes": None})
+        config = config.with_options(max_steps=steps, max_minutes=None)
         print(f"note: at {MFU:.0%} MFU max_minutes allows {steps:,} steps, assumed in these lines")
     for note in config.notes():
         print(f"note: {note}")
@@ -303,7 +303,7 @@ def trace(config: Config, world: World) -> tuple[GPT, Moments]:
             yield torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
 
     tokens = micro_steps * config.batch_size * config.seq_len
-    one_rank = config.model_copy(update={"total_batch_tokens": tokens})
+    one_rank = config.with_options(total_batch_tokens=tokens)
     with FakeTensorMode(), world.device, tracker, Numberless():
         run = fake_run(one_rank, world.device, batches())
         update = tracker.get_tracker_snapshot("peak")
@@ -329,8 +329,8 @@ def trace(config: Config, world: World) -> tuple[GPT, Moments]:
 def fake_run(config: Config, device: torch.device, batches: Batches) -> Run:
     """Set a run up on fake tensors and one rank, uncompiled, and take its first step."""
     # Fresh weights of the same architecture take as much memory and arithmetic.
-    changed = {"compile": False, "init_from": "scratch"}
-    run = setup(config.model_copy(update=changed), World(device), batches=batches)
+    config = config.with_options(compile=False, init_from="scratch")
+    run = setup(config, World(device), batches=batches)
     update_as_real(run)
     train_step(run, 1)
     return run

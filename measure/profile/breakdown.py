@@ -158,7 +158,7 @@ def inspect_model(
     if "memory" in wanted and choose_device(config.device).type != "cuda":
         raise UserError("--memory: only CUDA records its allocations; leave it out here")
     if wanted == ["breakdown"]:  # is of the uncompiled model
-        config = config.model_copy(update={"compile": False})
+        config = config.with_options(compile=False)
     run = set_up(config)
     about = {"device": device_name(run.world.device), "threads": torch.get_num_threads()}
     lines = [*run.notes, about_machine(about), ""]

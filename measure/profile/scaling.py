@@ -12,7 +12,7 @@ from measure.interleaved.rounds import LEFT_OUT, Side, run_rounds, to_flags, tra
 from measure.profile.tables import about_machine, new_folder
 from measure.report.report import PEAK_MEMORY, Figure, Row, write_report
 from runtime.cli import load
-from runtime.device import choose_device, device_name
+from runtime.device import choose_device
 from runtime.report import Estimate
 from runtime.start import cores
 
@@ -89,7 +89,7 @@ def rows_of(found: Comparison, configs: Mapping[int, Config], device: torch.devi
         factor = found.ratio(i) if i else Estimate(1.0)
         rows.append(
             {
-                "device": device_name(device),
+                "device": found.device,
                 "ranks": ranks,
                 "threads": threads,
                 "batch_size": config.batch_size,

@@ -148,4 +148,4 @@ def draw_scan(name: str, rows: Sequence[Row], path: Path) -> None:
         title: {label: {row[name]: row[figure] for row in group} for label, group in groups.items()}
         for title, figure in (("tokens/s", "tokens_per_sec"), ("peak memory, MB", "peak_memory_mb"))
     }
-    draw_panels(path, panels, name)
+    draw_panels(path, panels, name, "")

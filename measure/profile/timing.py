@@ -65,7 +65,7 @@ def with_mixed_precision_of(device: torch.device, config: Config) -> tuple[Confi
     if has_bf16(device) or not config.bf16:
         return config, []
     note = f"note: {device_name(device)} has no bfloat16: mixed precision is float16 here"
-    return config.model_copy(update={"bf16": False, "fp16": True}), [note]
+    return config.with_options(bf16=False, fp16=True), [note]
 
 
 def set_up(config: Config) -> Run:

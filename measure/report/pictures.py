@@ -12,7 +12,6 @@ from runtime.report import Estimate
 # Okabe and Ito (2008): distinct for the colour-blind too
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # distinct in print too
-LOSS = "loss, nats per token"  # label of an axis
 Curve = dict[int, float]  # values by x, such as steps
 
 
@@ -26,7 +25,10 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def draw_panels(
-    path: Path, panels: Mapping[str, Mapping[str, Curve]], xlabel: str, ylabel: str = ""
+    path: Path,
+    panels: Mapping[str, Mapping[str, Curve]],
+    xlabel: str = "step",
+    ylabel: str = "loss, nats per token",
 ) -> None:
     """Draw a panel of labelled curves for each title, up to four beside each other.
 

@@ -103,8 +103,6 @@ def write_report(
         {figure: factor for figure in drawn if (factor := figure.factor(row))} for row in rows
     ]
     rungs = [*zip(cards, factors, rows, strict=True)]
-    meanings = [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning]
-    notes = [*filter(None, [meaning, INTERVALS if drawn and not learns else ""])]
     folder.mkdir(parents=True, exist_ok=True)
     if bars and any(factors):
         pictures = {bars: "factors with their intervals", **pictures}
@@ -114,48 +112,42 @@ def write_report(
             if of_row
         }
         draw_bars(folder / bars, factors_of, "factor of speed", where)
-    parts = [
-        f"# {title}",
-        markdown_table(headings, cells),
-        *remarks,
-        "\n".join(f"- {line}" for line in about),
-        "\n".join(f"- {line}" for line in meanings),
-        *notes,
-        *(f"![{caption}]({name})" for name, caption in pictures.items()),
-    ]
-    write_atomic(folder / "report.md", "\n\n".join(filter(None, parts)) + "\n")
+    parts = {
+        "title": title,
+        "table": markdown_table(headings, cells),
+        "where": where,
+        "about": about,
+        "remarks": remarks,
+        "meanings": [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning],
+        "notes": [*filter(None, [meaning, INTERVALS if drawn and not learns else ""])],
+        "pictures": pictures,
+        "figures": figures,
+        "rungs": rungs,
+        "curves": curves,
+        "learns": learns,
+    }
+    write_atomic(folder / "report.md", render("report.md", parts))
+    write_atomic(folder / "report.html", render("page.html", parts))
     write_csv(folder / "results.csv", rows)
-    page = page_of(
-        title=title,
-        where=where,
-        about=about,
-        remarks=remarks,
-        meanings=[*meanings, *notes],
-        figures=figures,
-        rungs=rungs,
-        curves=curves,
-        learns=learns,
-        ends=[0.9, 1.1, *(end for of_row in factors for f in of_row.values() for end in f.ends)],
-    )
-    write_atomic(folder / "report.html", page)
     print_table(title, headings, cells)
     print(*remarks, f"{folder}: report.html, report.md and results.csv", sep="\n")
 
 
-def page_of(**parts: Any) -> str:
-    """Return a report as one web page, which is opened from the disk, without a network.
+def render(template: str, parts: Mapping[str, Any]) -> str:
+    """Fill in a template in web/ with the parts of a report.
 
-    At its top a view: all factors in one picture. Each row has a card with its figures; a rung's
-    card also its technique's name, the YAML's changes, the code that its options switch, and why it
-    helps. The loss curves come last, or first in a report on learning.
+    page.html is one web page, which is opened from the disk, without a network. At its top a view:
+    all factors in one picture. Each row has a card with its figures; a rung's card also its
+    technique's name, the YAML's changes, the code that its options switch, and why it helps. The
+    loss curves come last, or first in a report on learning.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "web"),
-        autoescape=True,
+        loader=jinja2.PackageLoader("measure.report", "web"),
+        autoescape=jinja2.select_autoescape(),
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html").render(parts, log=math.log)
+    return environment.get_template(template).render(parts, log=math.log)
 
 
 def curve_of(
