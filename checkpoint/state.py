@@ -53,9 +53,7 @@ class TakenStep(NamedTuple):
     """A step whose figures are read."""
 
     step: int  # from 1
-    lr: float
-    figures: dict[str, float]  # by name
-    seconds: float
+    figures: dict[str, float]  # by name: the fields of Figures, lr and dt_ms
     notes: list[str]  # lines on a skipped update, a spike or a slow step
     problem: str  # why the update was skipped; "" if it was made, or skipped as a spike
     is_fatal: bool  # more updates were skipped than `skip_nonfinite` allows
@@ -133,6 +131,7 @@ class State:
         self.pending, seconds = None, seconds_between(start, end)
         *numbers, asked = values.tolist()
         figures = dict(zip(Figures._fields, numbers, strict=True))
+        figures |= {"lr": lr, "dt_ms": seconds * 1e3}
         loss, norm = figures["loss"], figures["norm"]
         self.stopping = self.stopping or asked > 0
         notes, problem, is_fatal = [], "", False
@@ -162,7 +161,7 @@ class State:
         self.step_seconds.append(seconds)
         self.last_loss = loss
         notes = [f"step {self.step}: {note}" for note in notes]
-        self.taken.append(TakenStep(self.step, lr, figures, seconds, notes, problem, is_fatal))
+        self.taken.append(TakenStep(self.step, figures, notes, problem, is_fatal))
 
     def is_over(self, config: Config) -> bool:
         """True after the run's last step."""
