@@ -8,7 +8,7 @@ so `--help` and errors appear at once.
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -310,24 +310,23 @@ class RunConfig(Options):
 class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig):
     """All options of a training run. Bad values raise pydantic's ValidationError."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _name_the_run(cls, values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        if values.get("run_name") is None:
-            return values | {"run_name": (info.context or {}).get("config") or "train"}
-        return values
-
-    @model_validator(mode="after")
-    def _check_combinations(self, info: ValidationInfo) -> Self:
-        context = info.context or {}
-        problems = list(self._wrong_names("run_name" in context.get("given", ())))
+    def _check_combinations(
+        cls, values: dict[str, Any], validate: Callable[[Any], Self], info: ValidationInfo
+    ) -> Self:
+        context, is_named = info.context or {}, values.get("run_name") is not None
+        if not is_named:
+            values = values | {"run_name": context.get("config") or "train"}
+        config = validate(values)
+        problems = list(config._wrong_names(is_named))
         # With `resume`, all other options are the checkpoint's: checkpoint/resume.py merges the
         # two and validates the result.
-        if self.resume is None:
-            problems += self._contradictions(context.get("world_size", 1))
+        if config.resume is None:
+            problems += config._contradictions(context.get("world_size", 1))
         if problems:
             raise ContradictionError(*problems)
-        return self
+        return config
 
     def _wrong_names(self, run_name_is_given: bool) -> Iterator[tuple[str, str]]:
         """Yield mistakes in the run's name: the option to blame, and a message."""

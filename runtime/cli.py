@@ -165,7 +165,6 @@ def _load(
     context = {  # validators need these besides the values
         "config": config and Path(config).stem,
         "world_size": world_size or launch().world_size,
-        "given": {name for name, value in given.items() if value is not None},
     }
     try:
         return options.model_validate(given, context=context), origin
