@@ -13,14 +13,13 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from runtime.errors import UserError, drop, foreseen
+from runtime.errors import UserError, drop_stdout, foreseen
 from runtime.files import (
     aside,
     cannot_be_written,
@@ -173,7 +172,7 @@ class RunFolder:
         try:
             print(text, flush=True)
         except OSError:
-            drop(sys.stdout)
+            drop_stdout()
         self._write(text)
 
     def _write(self, text: str) -> None:
