@@ -22,10 +22,10 @@ from typing import Any, TextIO
 from runtime.errors import UserError, drop_stdout, foreseen
 from runtime.files import (
     aside,
-    cannot_be_written,
     delete,
     sole_writer,
     write_atomic,
+    writing,
 )
 from runtime.report import flops_rate
 from runtime.signals import Stopped
@@ -176,10 +176,8 @@ class RunFolder:
         self._write(text)
 
     def _write(self, text: str) -> None:
-        try:
+        with writing(self.path / "console.log"):
             print(text, file=self._console, flush=True)
-        except OSError as error:
-            raise cannot_be_written(self.path / "console.log", error) from None
 
     def log(self, step: int, last_step: int | None, figures: Mapping[str, float]) -> None:
         """Print a step's figures and add them to log.csv at once, so that a crash cannot lose them.
@@ -341,11 +339,8 @@ def read_rows(path: Path, required: Sequence[str] = LOG_COLUMNS) -> dict[int, Ro
 
 def append_row(path: Path, columns: Sequence[str], row: Mapping[str, float | None]) -> None:
     """Add a row to a log at once. Raises OSError that names the file."""
-    try:
-        with open(path, "a", newline="", encoding="utf-8") as file:
-            file.write(f"{_line(columns, row)}\n")
-    except OSError as error:
-        raise cannot_be_written(path, error) from None
+    with writing(path), open(path, "a", newline="", encoding="utf-8") as file:
+        file.write(f"{_line(columns, row)}\n")
 
 
 def _line(columns: Sequence[str], row: Mapping[str, float | None]) -> str:
@@ -373,7 +368,7 @@ def delete_old(run: Path, keep: int, *, before: int, protect: Path | None) -> No
     Later ones are left alone: they are damaged, since the run did not resume from them.
     """
     counted = [path for path in all_checkpoints(run, "step") if step_of(path) < before]
-    older = counted[: max(len(counted) - keep, 0)]
+    older = counted[: -keep or None]
     delete(path for path in older if protect is None or path.name != protect.name)
 
 
