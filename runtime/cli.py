@@ -107,8 +107,7 @@ def parse(
     positionals, declared = positional.split(), [*sections(options), *sections(others)]
     names = _add_arguments(parser, declared, positionals, config_file)
     known, unknown = parser.parse_known_args(argv)
-    without_flag = dict.fromkeys(positionals, "is given without a flag, see --help")
-    advice = {**elsewhere, **without_flag}
+    advice = {**elsewhere, **dict.fromkeys(positionals, "is given without a flag, see --help")}
     # A value after an unknown flag belongs to that flag and is no second mistake.
     mistakes = [
         _unknown_argument(argument, names, advice)
