@@ -224,5 +224,5 @@ if __name__ == "__main__":
         "memory": "out of memory; take a smaller --batch_size, or --bf16",
         "compiler": "--compile failed: {reason}; or run without --compile",
     }
-    with reported("stdout", advice=advice):
+    with reported(advice=advice):
         main(OPTIONS)

@@ -78,5 +78,5 @@ def paragraphs(path: Path) -> Iterator[str]:
 
 if __name__ == "__main__":
     FOLDER = Path(start(PydocsOptions, description=__doc__).data_dir) / "pydocs"
-    with reported("stdout", status=1):
+    with reported(status=1):
         print(f"{prepare(FOLDER):,} tokens in {FOLDER}")

@@ -48,5 +48,5 @@ def prepare(folder: Path, source: str | Path | None = None) -> int:
 if __name__ == "__main__":
     OPTIONS = start(ShakespeareOptions, description=__doc__)
     FOLDER = Path(OPTIONS.data_dir) / "shakespeare"
-    with reported("stdout", status=1):
+    with reported(status=1):
         print(f"{prepare(FOLDER, OPTIONS.source):,} tokens in {FOLDER}")

@@ -42,7 +42,7 @@ class TrainingError(UserError):
 
 @contextlib.contextmanager
 def reported(
-    place: str,
+    place: str = "stdout",
     *,
     status: int | None = None,
     interrupted: str = "interrupted",
