@@ -8,7 +8,7 @@ so `--help` and errors appear at once.
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -34,6 +34,10 @@ class Rung(NamedTuple):
     listed: bool = False  # part of the published ladders: a run lists it if it is off, too
 
 
+RUNG = Rung()
+LISTED = Rung(listed=True)
+
+
 class Needs(NamedTuple):
     """Mark an option that has an effect only if another option has one of some values."""
 
@@ -48,6 +52,7 @@ INITIAL = "initial weights"  # used only to initialize weights; ignored on resum
 THIS_CALL = "this call"  # never taken from a checkpoint
 PATH = "path"  # an input of the run, stored as an absolute path
 FROM_SCRATCH = Needs("init_from", ("scratch",))
+OF_MUON = Needs("optimizer", ("muon",))
 
 # Bounds far beyond any run: a number outside them is a typo, and would overflow or run forever.
 Size = Annotated[int, Field(ge=1, le=10**15)]  # tokens, sequences, units of a layer
@@ -55,11 +60,11 @@ Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Rate = Annotated[float, Field(gt=0, le=1e30)]
-RateOfKind = Annotated[Rate | None, Rung()]  # of one kind of parameters
+RateOfKind = Annotated[Rate | None, RUNG]  # of one kind of parameters
 Shape = Annotated[Size, ARCHITECTURE]
-Switch = Annotated[bool, Rung()]
+Switch = Annotated[bool, RUNG]
 ModelSwitch = Annotated[Switch, ARCHITECTURE]
-ListedSwitch = Annotated[bool, Rung(listed=True)]
+ListedSwitch = Annotated[bool, LISTED]
 
 
 class ModelConfig(Options):
@@ -87,11 +92,11 @@ class ModelConfig(Options):
     """biases in linear layers and norms"""
     dropout: Fraction = 0.0
     """dropout probability"""
-    norm: Annotated[Literal["layernorm", "rmsnorm"], Rung(), ARCHITECTURE] = "layernorm"
+    norm: Annotated[Literal["layernorm", "rmsnorm"], RUNG, ARCHITECTURE] = "layernorm"
     """normalization before attention, MLP and output head"""
     norm_weight: Annotated[bool, Needs("norm", ("rmsnorm",)), ARCHITECTURE] = True
     """learned weights in norms"""
-    activation: Annotated[Literal["gelu_tanh", "gelu", "relu2"], Rung(), ARCHITECTURE] = "gelu_tanh"
+    activation: Annotated[Literal["gelu_tanh", "gelu", "relu2"], RUNG, ARCHITECTURE] = "gelu_tanh"
     """the MLP's activation; GPT-2 has the tanh approximation; relu2: relu(x)^2"""
     rope: ModelSwitch = False
     """rotary positions: rotate queries and keys by their position, instead of learned positions"""
@@ -101,11 +106,11 @@ class ModelConfig(Options):
     """mix the first layer's values into the values of each later layer, by a learned share"""
     embed_shortcut: ModelSwitch = False
     """normalize the embedded tokens, and add a learned share of them before every block"""
-    logit_softcap: Annotated[NotNegative, Rung(), ARCHITECTURE] = 0.0
+    logit_softcap: Annotated[NotNegative, RUNG, ARCHITECTURE] = 0.0
     """soft-cap the logits to plus or minus this value, by tanh; 0 is off"""
     tie_weights: ModelSwitch = False
     """share one matrix between the token embedding and the output head"""
-    init: Annotated[Literal["torch", "gpt2"], Rung(), FROM_SCRATCH, INITIAL] = "torch"
+    init: Annotated[Literal["torch", "gpt2"], RUNG, FROM_SCRATCH, INITIAL] = "torch"
     """initial weights: PyTorch's defaults, or GPT-2's N(0, 0.02)"""
     residual_scaling: Annotated[Switch, FROM_SCRATCH, INITIAL] = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
@@ -154,7 +159,7 @@ EXCLUDED_BY = {
 class OptimizationConfig(Options):
     """optimization"""
 
-    optimizer: Annotated[Literal["adamw", "muon"], Rung(), FIXED] = "adamw"
+    optimizer: Annotated[Literal["adamw", "muon"], RUNG, FIXED] = "adamw"
     """adamw, or muon for the matrices inside the blocks with adamw for the rest"""
     lr: Rate = 3e-4
     """learning rate (its peak, with a schedule)"""
@@ -166,9 +171,9 @@ class OptimizationConfig(Options):
     """learning rate of biases, norms' weights and learned shares (default: lr)"""
     min_lr: Annotated[NotNegative | None, Needs("lr_schedule", ("cosine", "wsd"))] = None
     """learning rate at the end of a decaying schedule (default: lr / 10)"""
-    warmup_steps: Annotated[ZeroIsOff, Rung()] = 0
+    warmup_steps: Annotated[ZeroIsOff, RUNG] = 0
     """steps of linear warm-up; the last of them has the peak rate"""
-    lr_schedule: Annotated[Literal["constant", "cosine", "wsd"], Rung(listed=True)] = "constant"
+    lr_schedule: Annotated[Literal["constant", "cosine", "wsd"], LISTED] = "constant"
     """after the warm-up: constant, cosine decay, or wsd (warmup-stable-decay: constant, then linear
     decay)
     """
@@ -180,13 +185,13 @@ class OptimizationConfig(Options):
     """AdamW's epsilon"""
     weight_decay: NotNegative = 0.01
     """decoupled weight decay"""
-    muon_lr: Annotated[Rate, Needs("optimizer", ("muon",))] = 0.02
+    muon_lr: Annotated[Rate, OF_MUON] = 0.02
     """Muon's learning rate, with lr's warm-up and schedule"""
-    muon_weight_decay: Annotated[NotNegative, Needs("optimizer", ("muon",))] = 0.01
+    muon_weight_decay: Annotated[NotNegative, OF_MUON] = 0.01
     """Muon's decoupled weight decay"""
     decay_matrices_only: Annotated[ListedSwitch, Needs("weight_decay")] = False
     """decay matrices and embeddings only, not biases and norms"""
-    grad_clip: Annotated[NotNegative, Rung(listed=True)] = 0.0
+    grad_clip: Annotated[NotNegative, LISTED] = 0.0
     """clip the global gradient norm to this; 0 is off; the norm is logged either way"""
     max_steps: Annotated[Count, Needs("max_minutes", (None,))] = 50
     """optimizer steps"""
@@ -207,7 +212,7 @@ class OptimizationConfig(Options):
 class SpeedConfig(Options):
     """speed and memory (off by default but retain_memory and, on CPUs, recompute_cheap)"""
 
-    matmul_precision: Annotated[Literal["highest", "high", "medium"], Rung()] = "highest"
+    matmul_precision: Annotated[Literal["highest", "high", "medium"], RUNG] = "highest"
     """precision of fp32 matmuls: highest (fp32), high (TF32, on NVIDIA GPUs since Ampere), medium
     (on CPUs with bf16 instructions: by oneDNN, with inputs rounded to bf16 if there is AMX)
     """
@@ -221,7 +226,7 @@ class SpeedConfig(Options):
     """torch.compile the model"""
     compile_mode: Annotated[
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
-        Rung(),
+        RUNG,
         Needs("compile"),
     ] = "default"
     """mode of torch.compile"""
@@ -235,7 +240,7 @@ class SpeedConfig(Options):
     """activation checkpointing: recompute each block in the backward pass; less memory, more
     arithmetic
     """
-    recompute_cheap: Annotated[bool | None, Rung(), Needs("compile")] = None
+    recompute_cheap: Annotated[bool | None, RUNG, Needs("compile")] = None
     """with compile: recompute norms, GELU, casts and residual sums in the backward pass to save
     memory (default: on for CPUs, at no cost in time)
     """
@@ -245,7 +250,7 @@ class SpeedConfig(Options):
     """on a CPU with glibc: retain freed memory for the next buffers, which the system would zero
     again
     """
-    loss_chunks: Annotated[Count, Rung()] = 1
+    loss_chunks: Annotated[Count, RUNG] = 1
     """chunked cross-entropy: compute the loss in this many parts, so that the logits of all tokens
     are never in memory at once; 8 saves most of their memory
     """
@@ -310,24 +315,23 @@ class RunConfig(Options):
 class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig):
     """All options of a training run. Bad values raise pydantic's ValidationError."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _name_the_run(cls, values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        if values.get("run_name") is None:
-            return values | {"run_name": (info.context or {}).get("config") or "train"}
-        return values
-
-    @model_validator(mode="after")
-    def _check_combinations(self, info: ValidationInfo) -> Self:
-        context = info.context or {}
-        problems = list(self._wrong_names("run_name" in context.get("given", ())))
+    def _check_combinations(
+        cls, values: dict[str, Any], validate: Callable[[Any], Self], info: ValidationInfo
+    ) -> Self:
+        context, is_named = info.context or {}, values.get("run_name") is not None
+        if not is_named:
+            values = values | {"run_name": context.get("config") or "train"}
+        config = validate(values)
+        problems = list(config._wrong_names(is_named))
         # With `resume`, all other options are the checkpoint's: checkpoint/resume.py merges the
         # two and validates the result.
-        if self.resume is None:
-            problems += self._contradictions(context.get("world_size", 1))
+        if config.resume is None:
+            problems += config._contradictions(context.get("world_size", 1))
         if problems:
             raise ContradictionError(*problems)
-        return self
+        return config
 
     def _wrong_names(self, run_name_is_given: bool) -> Iterator[tuple[str, str]]:
         """Yield mistakes in the run's name: the option to blame, and a message."""
@@ -406,18 +410,19 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         github.com/pytorch/pytorch/issues/140395. Before PyTorch 2.12 the matmuls of max-autotune
         count the elements of a matrix in 32 bits: github.com/pytorch/pytorch/issues/189054.
         """
-        changed: dict[str, Any] = {}
-        if self.recompute_cheap is None:
-            changed["recompute_cheap"] = kind == "cpu"
+        mode: str = self.compile_mode
+        is_cuda, cheap = kind == "cuda", self.recompute_cheap
+        if cheap is None:
+            cheap = kind == "cpu"
         alone = world_size == self.loss_chunks == self.accumulation_steps(world_size) == 1
-        if kind == "cuda" and not alone:
-            changed["compile_mode"] = WITHOUT_GRAPHS.get(self.compile_mode, self.compile_mode)
+        if is_cuda and not alone:
+            mode = WITHOUT_GRAPHS.get(mode, mode)
         logits = self.batch_size * self.seq_len * self.vocab_size // self.loss_chunks
-        if kind == "cuda" and logits >= 2**31 and "max-autotune" in self.compile_mode:
+        if is_cuda and logits >= 2**31 and "max-autotune" in mode:
             major, minor, *_ = version("torch").split(".")
             if (int(major), int(minor)) < (2, 12):
-                changed["compile_mode"] = "default"
-        return self.model_copy(update=changed)
+                mode = "default"
+        return self.model_copy(update={"recompute_cheap": cheap, "compile_mode": mode})
 
     @property
     def has_graphs(self) -> bool:

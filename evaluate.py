@@ -128,8 +128,9 @@ def evaluate(options: EvaluateOptions, world: World) -> Results:
         if options.hellaswag == "download":
             file = world.on_rank0(lambda: download(config.data_dir))
         items = read_questions(file, world)
-    if options.json and not world.rank:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+    report = Path(options.json) if options.json and not world.rank else None
+    if report:
+        report.parent.mkdir(parents=True, exist_ok=True)
     val = open_validation(options, config, saved, world)
     with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
         if val:
@@ -138,8 +139,8 @@ def evaluate(options: EvaluateOptions, world: World) -> Results:
             scores = score(model, items, config.batch_size * config.block_size, world)
             results["hellaswag"] = {"file": str(file)} | scores
             print_scores(scores)
-    if options.json and not world.rank:
-        write_json(Path(options.json), results)
+    if report:
+        write_json(report, results)
     return results
 
 

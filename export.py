@@ -150,7 +150,7 @@ def public_name(source: str) -> str:
 
 
 def write_tokenizer(folder: Path, block_size: int) -> None:
-    """Write GPT-2's tokenizer for transformers. Raises TokenizerError without its vocabulary."""
+    """Write GPT-2's tokenizer for transformers. Raises UserError without its vocabulary."""
     places = find_vocabulary()
     vocab = read_file_cached(places["encoder.json"]).decode()
     merges = read_file_cached(places["vocab.bpe"]).decode()

@@ -49,18 +49,15 @@ class SampleOptions(Options):
 
     def notes(self) -> list[str]:
         """Return a line for each given option that has no effect with the others."""
-        unused = dict[str, str]()
-        if self.temperature == 0:
-            unused |= dict.fromkeys(("seed", "top_k", "top_p"), "temperature is 0")
-        if self.prompt_file:
-            unused["prompt"] = "prompt_file is set"
-        if self.interactive:
-            unused |= dict.fromkeys(
-                ("prompt_file", "num_samples", "batch_size"), "interactive is on"
-            )
+        unused = {
+            "temperature is 0": ("seed", "top_k", "top_p") * (self.temperature == 0),
+            "prompt_file is set": ("prompt",) * bool(self.prompt_file),
+            "interactive is on": ("prompt_file", "num_samples", "batch_size") * self.interactive,
+        }
         return [
             f"{name} has no effect: {why}"
-            for name, why in unused.items()
+            for why, names in unused.items()
+            for name in names
             if name in self.model_fields_set
         ]
 
@@ -227,5 +224,5 @@ if __name__ == "__main__":
         "memory": "out of memory; take a smaller --batch_size, or --bf16",
         "compiler": "--compile failed: {reason}; or run without --compile",
     }
-    with reported("stdout", advice=advice):
+    with reported(advice=advice):
         main(OPTIONS)

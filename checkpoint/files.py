@@ -52,10 +52,7 @@ def verify(folder: Path, *files: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises CheckpointError."""
     with reading(path):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise TypeError("no JSON object")
-        return content
+        return {**json.loads(path.read_text(encoding="utf-8"))}  # TypeError for any other JSON
 
 
 def read_tensors(path: Path) -> Tensors:
@@ -77,7 +74,8 @@ def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
 
     Raises CheckpointError unless names and shapes are the same.
     """
-    if differing := _shapes(tensors) ^ _shapes(into):
+    shapes, needed = ({(n, t.shape) for n, t in each.items()} for each in (tensors, into))
+    if differing := shapes ^ needed:
         raise CheckpointError(f"{file}: does not fit the run: {min(differing)[0]} differs")
     for name, ours in into.items():
         theirs = tensors[name]
@@ -91,11 +89,6 @@ def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
                 src_data_rank=None,  # every rank has read the file, so nothing is sent
             )
         ours.copy_(theirs)
-
-
-def _shapes(tensors: Tensors) -> set[tuple[str, torch.Size]]:
-    """Return the name and shape of each tensor."""
-    return {(name, tensor.shape) for name, tensor in tensors.items()}
 
 
 def write_tensors(path: Path, tensors: Tensors) -> None:

@@ -19,11 +19,11 @@ from runtime.world import World
 def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
     """True, with a message, if the run has ended with the checkpoint's step."""
     has_summary = world.broadcast((run.path / "summary.json").exists())
-    if not (has_summary and config.is_over(saved.step, saved.seconds)):
-        return False
-    limit = "max_minutes" if config.max_minutes else "max_steps"
-    run.message(f"nothing to do: {saved.folder} is the last step; raise {limit} to resume")
-    return True
+    is_over = has_summary and config.is_over(saved.step, saved.seconds)
+    if is_over:
+        limit = "max_minutes" if config.max_minutes else "max_steps"
+        run.message(f"nothing to do: {saved.folder} is the last step; raise {limit} to resume")
+    return is_over
 
 
 def restore(

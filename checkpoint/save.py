@@ -19,7 +19,7 @@ from checkpoint.state import SavedState, State
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
 from runtime.files import atomic_folder, delete, flush_to_disk, sha256, write_atomic
-from runtime.runlog import LogRow, RunFolder, all_checkpoints, delete_old, step_of
+from runtime.runlog import RunFolder, all_checkpoints, delete_old, step_of
 from runtime.world import World
 
 
@@ -155,15 +155,15 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
     `skip_nonfinite`. An overflow in fp16 does not count: the scaler halves its scale.
     """
     while state.taken:
-        step, lr, figures, seconds, notes, state.problem, is_fatal = state.taken.popleft()
+        step, figures, notes, state.problem, is_fatal = state.taken.popleft()
         if is_fatal:
             instead = ", or bf16 instead of fp16" * config.fp16
             raise TrainingError(f"{notes[0]}; {hint(run.path, config)}{instead}")
         ends = step == state.step and (state.stopping or state.is_over(config))
         if ends or state.problem or step == 1 or step % config.log_every == 0:
-            tokens_per_sec = config.tokens_per_step(world.world_size) / seconds
-            row = LogRow(step, figures["loss"], lr, figures["norm"], seconds * 1e3, tokens_per_sec)
-            run.log(row, config.last_step, figures)
+            tokens = config.tokens_per_step(world.world_size)
+            figures["tokens_per_sec"] = tokens / figures["dt_ms"] * 1e3
+            run.log(step, config.last_step, figures)
         run.message(*notes)
     return state.problem
 

@@ -53,9 +53,7 @@ class TakenStep(NamedTuple):
     """A step whose figures are read."""
 
     step: int  # from 1
-    lr: float
-    figures: dict[str, float]  # by name
-    seconds: float
+    figures: dict[str, float]  # by name: the fields of Figures, lr and dt_ms
     notes: list[str]  # lines on a skipped update, a spike or a slow step
     problem: str  # why the update was skipped; "" if it was made, or skipped as a spike
     is_fatal: bool  # more updates were skipped than `skip_nonfinite` allows
@@ -133,6 +131,7 @@ class State:
         self.pending, seconds = None, seconds_between(start, end)
         *numbers, asked = values.tolist()
         figures = dict(zip(Figures._fields, numbers, strict=True))
+        figures |= {"lr": lr, "dt_ms": seconds * 1e3}
         loss, norm = figures["loss"], figures["norm"]
         self.stopping = self.stopping or asked > 0
         notes, problem, is_fatal = [], "", False
@@ -162,7 +161,7 @@ class State:
         self.step_seconds.append(seconds)
         self.last_loss = loss
         notes = [f"step {self.step}: {note}" for note in notes]
-        self.taken.append(TakenStep(self.step, lr, figures, seconds, notes, problem, is_fatal))
+        self.taken.append(TakenStep(self.step, figures, notes, problem, is_fatal))
 
     def is_over(self, config: Config) -> bool:
         """True after the run's last step."""
@@ -231,15 +230,13 @@ class State:
 
 def take_random_state(device: torch.device) -> dict[str, Any]:
     """Return the random states of this process; PyTorch's are bytes in base64, for JSON."""
-    of_device = None
-    if device.type != "cpu":
-        of_device = _encode(torch.get_device_module(device).get_rng_state())
+    is_cpu, on_device = device.type == "cpu", torch.get_device_module(device)
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch_cpu": _encode(torch.get_rng_state()),
         "device": device.type,
-        "torch_device": of_device,
+        "torch_device": None if is_cpu else _encode(on_device.get_rng_state()),
     }
 
 

@@ -46,7 +46,7 @@ def prepare(folder: Path) -> int:
 
     Code, tables and formulas are left out, and each paragraph is kept once, so that the model has
     not seen a validation split at the tail. For the same reason the files are in a fixed random
-    order. Raises TokenFileError or TokenizerError.
+    order. Raises UserError.
     """
     roots = {"python": Path(sysconfig.get_path("stdlib"))}
     for package in PACKAGES:
@@ -78,5 +78,5 @@ def paragraphs(path: Path) -> Iterator[str]:
 
 if __name__ == "__main__":
     FOLDER = Path(start(PydocsOptions, description=__doc__).data_dir) / "pydocs"
-    with reported("stdout", status=1):
+    with reported(status=1):
         print(f"{prepare(FOLDER):,} tokens in {FOLDER}")

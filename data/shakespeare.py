@@ -39,8 +39,7 @@ def prepare(folder: Path, source: str | Path | None = None) -> int:
     """Write the corpus, downloaded or from the file `source`, to a new `folder`; returns the number
     of tokens.
 
-    Raises UserError if the text cannot be read or is another text, TokenizerError without GPT-2's
-    vocabulary.
+    Raises UserError if the text cannot be read or is another text, or without GPT-2's vocabulary.
     """
     text = read_known_file(NAME, str(source or URL), SHA256, HINT)
     return write_corpus(folder, [encode(text.decode())])
@@ -49,5 +48,5 @@ def prepare(folder: Path, source: str | Path | None = None) -> int:
 if __name__ == "__main__":
     OPTIONS = start(ShakespeareOptions, description=__doc__)
     FOLDER = Path(OPTIONS.data_dir) / "shakespeare"
-    with reported("stdout", status=1):
+    with reported(status=1):
         print(f"{prepare(FOLDER, OPTIONS.source):,} tokens in {FOLDER}")

@@ -315,5 +315,5 @@ def main(options: TextOptions) -> None:
 
 if __name__ == "__main__":
     OPTIONS = start(TextOptions, description=__doc__, positional="sources")
-    with reported("stdout", status=1, interrupted=f"interrupted; {RESUME_HINT}"):
+    with reported(status=1, interrupted=f"interrupted; {RESUME_HINT}"):
         main(OPTIONS)

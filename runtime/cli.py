@@ -111,8 +111,7 @@ def parse(
     positionals, declared = positional.split(), [*sections(options), *sections(others)]
     names = _add_arguments(parser, declared, positionals, config_file)
     known, unknown = parser.parse_known_args(argv)
-    without_flag = dict.fromkeys(positionals, "is given without a flag, see --help")
-    advice = {**elsewhere, **without_flag}
+    advice = {**elsewhere, **dict.fromkeys(positionals, "is given without a flag, see --help")}
     # A value after an unknown flag belongs to that flag and is no second mistake.
     mistakes = [
         _unknown_argument(argument, names, advice)
@@ -169,7 +168,6 @@ def _load(
     context = {  # validators need these besides the values
         "config": config and Path(config).stem,
         "world_size": world_size or launch().world_size,
-        "given": {name for name, value in given.items() if value is not None},
     }
     try:
         return options.model_validate(given, context=context), origin

@@ -42,7 +42,7 @@ class TrainingError(UserError):
 
 @contextlib.contextmanager
 def reported(
-    place: str,
+    place: str = "stdout",
     *,
     status: int | None = None,
     interrupted: str = "interrupted",
@@ -51,7 +51,7 @@ def reported(
     """End the process with error lines instead of a traceback if a command fails foreseeably.
 
     `place` is named if the system does not name the file that failed. `status` overrides the exit
-    status of every UserError. `advice`: messages by kind of failure (see `kind_of_failure`), with
+    status of every error. `advice`: messages by kind of failure (see `kind_of_failure`), with
     {reason} in them for the cause. If nobody reads the output any more (`| head`), a command ends
     silently, as other Unix commands do.
     """
@@ -59,20 +59,23 @@ def reported(
         yield
         if sys.stdout:
             sys.stdout.flush()  # a full disk is an error
-    except UserError as error:
-        exit_with(error, status)
     except KeyboardInterrupt:
         exit_with(UserError(interrupted), 130)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # stdout
             raise SystemExit(141) from None  # 128 + SIGPIPE
         if expected := foreseen(error, place, advice):
-            exit_with(expected)
+            exit_with(expected, status)
         if launch().world_size == 1:
             raise
         _end("".join(traceback.format_exception(error)).rstrip("\n"), 1)
     finally:
-        drop_unread(sys.stdout)
+        # Else Python complains at its end if the reader is gone or a disk is full.
+        if sys.stdout and not sys.stdout.closed:
+            try:
+                sys.stdout.flush()
+            except OSError:
+                drop_stdout()
 
 
 def exit_with(error: UserError, status: int | None = None) -> NoReturn:
@@ -147,21 +150,10 @@ def why_it_failed(status: int, stderr: TextIO) -> str:
     return (lines or [f"exit status {status}"])[-1]
 
 
-def drop_unread(stream: TextIO | None) -> None:
-    """Flush a stream. If its reader is gone or a disk is full, its output is dropped, so that
-    Python does not complain at its end.
-    """
-    if stream and not stream.closed:
-        try:
-            stream.flush()
-        except OSError:
-            drop(stream)
-
-
-def drop(stream: TextIO) -> None:
-    """Discard all further output of the stream."""
+def drop_stdout() -> None:
+    """Discard all further output on stdout."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def in_a_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ def write_atomic(path: Path, text: str) -> None:
 
     Follows symlinks; writes directly to devices and pipes.
     """
-    try:
+    with writing(path):
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8", newline="")
             return
@@ -31,8 +31,6 @@ def write_atomic(path: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8", newline="")
         flush_to_disk(unfinished)
         unfinished.replace(target)
-    except OSError as error:
-        raise cannot_be_written(path, error) from None
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -42,9 +40,13 @@ def write_json(path: Path, content: Any) -> None:
     write_atomic(path, re.sub(r'\[\n[^][{}"]*\]', lambda match: " ".join(match[0].split()), text))
 
 
-def cannot_be_written(path: Path, error: OSError) -> OSError:
-    """Return the same error with the file's name and the failed operation."""
-    return OSError(error.errno, f"cannot be written: {error.strerror}", str(path))
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an OSError that names the file and the failed operation in place of any other."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from None
 
 
 @contextlib.contextmanager

@@ -13,20 +13,19 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
-from runtime.errors import UserError, drop, foreseen
+from runtime.errors import UserError, drop_stdout, foreseen
 from runtime.files import (
     aside,
-    cannot_be_written,
     delete,
     sole_writer,
     write_atomic,
+    writing,
 )
 from runtime.report import flops_rate
 from runtime.signals import Stopped
@@ -36,18 +35,8 @@ Row = dict[str, float | None]  # a row of a CSV file by column; an empty cell is
 ExtraMetrics = Callable[[float], Mapping[str, float | None]]  # from the step's tokens/s
 
 
-class LogRow(NamedTuple):
-    """A row of log.csv: the figures of a step."""
-
-    step: int  # from 1
-    loss: float  # nats per token
-    lr: float
-    norm: float  # gradient norm before clipping
-    dt_ms: float
-    tokens_per_sec: float
-
-
-LOG_COLUMNS = LogRow._fields
+# Steps from 1, loss in nats per token, the gradient's norm before clipping
+LOG_COLUMNS = ("step", "loss", "lr", "norm", "dt_ms", "tokens_per_sec")
 EVAL_COLUMNS = ("step", "val_loss")  # then one for each HellaSwag score of the run
 COLUMNS = {"log.csv": LOG_COLUMNS, "eval.csv": EVAL_COLUMNS, "metrics.csv": ("step",)}
 FORMATS = {"step": ".0f", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # the rest keep all digits
@@ -183,49 +172,40 @@ class RunFolder:
         try:
             print(text, flush=True)
         except OSError:
-            drop(sys.stdout)
+            drop_stdout()
         self._write(text)
 
     def _write(self, text: str) -> None:
-        try:
+        with writing(self.path / "console.log"):
             print(text, file=self._console, flush=True)
-        except OSError as error:
-            raise cannot_be_written(self.path / "console.log", error) from None
 
-    def log(self, row: LogRow, last_step: int | None, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, last_step: int | None, figures: Mapping[str, float]) -> None:
         """Print a step's figures and add them to log.csv at once, so that a crash cannot lose them.
 
-        `last_step` is None if the clock ends the run. `metrics`: figures of the step by name. They
-        go to the trackers, and to metrics.csv if log.csv has no column of their name.
+        `last_step` is None if the clock ends the run. Figures go to the trackers too, and those
+        without a column in log.csv to metrics.csv.
         """
         # The mean since the first logged step, which may compile
-        self._timed_from = self._timed_from or (row.step, time.monotonic())
+        self._timed_from = self._timed_from or (step, time.monotonic())
         (first, begun), time_left = self._timed_from, ""
-        if last_step and first < row.step < last_step:
-            each = (time.monotonic() - begun) / (row.step - first)
-            time_left = f" | {duration(each * (last_step - row.step))} left"
+        if last_step and first < step < last_step:
+            each = (time.monotonic() - begun) / (step - first)
+            time_left = f" | {duration(each * (last_step - step))} left"
         self.message(
-            f"{_step_label(row.step, last_step)} | loss {row.loss:.4f} | "
-            f"lr {row.lr:.2e} | norm {row.norm:.4f} | dt {row.dt_ms:.2f} ms | "
-            f"{row.tokens_per_sec:,.0f} tokens/s{time_left}"
+            f"{_step_label(step, last_step)} | loss {figures['loss']:.4f} | "
+            f"lr {figures['lr']:.2e} | norm {figures['norm']:.4f} | dt {figures['dt_ms']:.2f} ms | "
+            f"{figures['tokens_per_sec']:,.0f} tokens/s{time_left}"
         )
-        logged = self.last_row = row._asdict()
-        further = {name: metric for name, metric in metrics.items() if name not in logged}
+        self.last_row = {"step": step, **figures}
+        further = {name: figures[name] for name in figures if name not in LOG_COLUMNS}
         if self.rank == 0:
-            append_row(self.path / "log.csv", LOG_COLUMNS, logged)
-            if further:
-                self._log_metrics({"step": row.step, **further})
-        figures = {**logged, **further, **self._extra_metrics(row.tokens_per_sec)}
-        self._trackers.log(row.step, figures, "train")
-
-    def _log_metrics(self, row: Mapping[str, float]) -> None:
-        name = "metrics.csv"
-        if self._metric_columns:
-            append_row(self.path / name, self._metric_columns, row)
-        else:  # an earlier version of the code may have logged other figures
-            rows = self._rows(name)
-            rows[int(row["step"])] = {**row}
-            self._metric_columns = self._rewrite(name, rows)
+            append_row(self.path / "log.csv", LOG_COLUMNS, self.last_row)
+            if further and self._metric_columns:
+                append_row(self.path / "metrics.csv", self._metric_columns, self.last_row)
+            elif further:  # an earlier version of the code may have logged other figures
+                self._metric_columns = self._update("metrics.csv", step, further)
+        extra = self._extra_metrics(figures["tokens_per_sec"])
+        self._trackers.log(step, {**figures, **extra}, "train")
 
     def log_evaluation(self, step: int, last_step: int | None, **figures: float) -> None:
         """Print figures of an evaluation and add them to the step's row of eval.csv."""
@@ -233,10 +213,14 @@ class RunFolder:
         text = text.replace("val_", "validation ").replace("hellaswag_", "HellaSwag ")
         self.message(f"{_step_label(step, last_step)} | {text}")
         if self.rank == 0:
-            rows = self._rows("eval.csv")
-            rows[step] = rows.get(step, {}) | {"step": step, **figures}
-            self._rewrite("eval.csv", rows)
+            self._update("eval.csv", step, figures)
         self._trackers.log(step, figures, "eval")
+
+    def _update(self, name: str, step: int, figures: Mapping[str, float]) -> list[str]:
+        """Add figures to a step's row of a CSV file; returns its columns."""
+        rows = self._rows(name)
+        rows[step] = {**rows.get(step, {}), "step": step, **figures}
+        return self._rewrite(name, rows)
 
     def _rewrite(self, name: str, rows: Mapping[int, Row]) -> list[str]:
         """Replace a CSV file at once; returns its columns: the required ones and the rows' own."""
@@ -355,11 +339,8 @@ def read_rows(path: Path, required: Sequence[str] = LOG_COLUMNS) -> dict[int, Ro
 
 def append_row(path: Path, columns: Sequence[str], row: Mapping[str, float | None]) -> None:
     """Add a row to a log at once. Raises OSError that names the file."""
-    try:
-        with open(path, "a", newline="", encoding="utf-8") as file:
-            file.write(f"{_line(columns, row)}\n")
-    except OSError as error:
-        raise cannot_be_written(path, error) from None
+    with writing(path), open(path, "a", newline="", encoding="utf-8") as file:
+        file.write(f"{_line(columns, row)}\n")
 
 
 def _line(columns: Sequence[str], row: Mapping[str, float | None]) -> str:
@@ -387,7 +368,7 @@ def delete_old(run: Path, keep: int, *, before: int, protect: Path | None) -> No
     Later ones are left alone: they are damaged, since the run did not resume from them.
     """
     counted = [path for path in all_checkpoints(run, "step") if step_of(path) < before]
-    older = counted[: max(len(counted) - keep, 0)]
+    older = counted[: -keep or None]
     delete(path for path in older if protect is None or path.name != protect.name)
 
 

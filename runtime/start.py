@@ -40,7 +40,7 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **ho
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model writes any character
         sys.stdout.reconfigure(errors="replace")
-    with reported("stdout"):
+    with reported():
         return parse(options, sys.argv[1:] if argv is None else argv, **how)
 
 

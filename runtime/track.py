@@ -47,11 +47,7 @@ class Trackers:
 
     def log(self, step: int, figures: Mapping[str, float | None], group: str) -> None:
         """Log a step's figures as `group/name`."""
-        tagged = {
-            f"{group}/{name}": value
-            for name, value in figures.items()
-            if name != "step" and value is not None
-        }
+        tagged = {f"{group}/{name}": value for name, value in figures.items() if value is not None}
         self._each(lambda tracker: tracker.log(step, tagged))
 
     def text(self, step: int, name: str, text: str) -> None:

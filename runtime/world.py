@@ -75,15 +75,14 @@ class World:
         and the function must not wait for the others.
         """
         result: Any = None
-        error: UserError | None = None
+        error: Any = None
         try:
             result = function()
         except (UserError, OSError) as raised:
             error = foreseen(raised, "a file", {})
-            if error:
-                error.rank = self.rank
-        for raised_there in self.gather(error):
+        for rank, raised_there in enumerate(self.gather(error)):
             if raised_there:
+                raised_there.rank = rank
                 raise raised_there
         return result
 
